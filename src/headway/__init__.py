@@ -1,0 +1,51 @@
+"""headway: plan, check and run distributed PyTorch training; prove it equal to the serial run.
+
+The public names are listed in `__all__`. Importing `headway` does not import torch: the names of
+the torch plane are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Executor": "headway.run.executor",
+    "HeadwayError": "headway.errors",
+    "MemmapSource": "headway.data.source",
+    "Plan": "headway.plan",
+    "Recipe": "headway.run.recipe",
+    "Source": "headway.data.source",
+    "Timeline": "headway.timeline",
+    "criterion": "headway.run.recipe",
+    "data_parallel": "headway.plan",
+}
+
+__all__ = [
+    "Executor",
+    "HeadwayError",
+    "MemmapSource",
+    "Plan",
+    "Recipe",
+    "Source",
+    "Timeline",
+    "criterion",
+    "data_parallel",
+]
+
+if TYPE_CHECKING:
+    from headway.data.source import MemmapSource, Source
+    from headway.errors import HeadwayError
+    from headway.plan import Plan, data_parallel
+    from headway.run.executor import Executor
+    from headway.run.recipe import Recipe, criterion
+    from headway.timeline import Timeline
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use (keeps `import headway` free of torch)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

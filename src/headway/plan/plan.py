@@ -1,0 +1,223 @@
+"""The whole decision how a training step is split, as immutable data.
+
+A plan is made above this line (by a planner or by hand) and obeyed below it. It is priced by
+`cost`, played by `simulator`, obeyed by `run`, checked by `verification` and drawn by `report`.
+Its file form is JSON; its hash names the decision and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from headway.documents import document, read_document
+from headway.errors import PlanError
+from headway.plan.batch import BatchSplit
+from headway.plan.mesh import Axis, Mesh
+
+FORMAT = 1
+
+
+@document
+class Layout:
+    """How the tensors whose logical name matches a pattern lie on the mesh.
+
+    `placements` has one word per mesh axis that matters: "copy" (every rank has all of it),
+    "split:D" (cut along tensor dimension D) or "pending" (a sum that is still to be taken).
+    Tensors that no layout matches are copies on every axis.
+    """
+
+    tensors: str
+    placements: dict[str, str]
+
+
+@document
+class Stage:
+    """A pipeline stage: the modules (patterns of logical names) that it holds."""
+
+    modules: tuple[str, ...]
+
+
+@document
+class Schedule:
+    """The order of the micro-batches of one step.
+
+    "accumulate": each rank runs forward and backward of its micro-batches one after the other and
+    gradients leave during the last backward pass.
+    """
+
+    name: Literal["accumulate"] = "accumulate"
+
+
+@document
+class Exchange:
+    """How gradients become the same on all ranks of an axis.
+
+    Attributes:
+        axis: The mesh axis along which they are summed.
+        collective: The collective that sums them.
+        bucket_bytes: Gradients are fused into buckets of about this size.
+        overlap: Buckets leave while the backward pass still runs.
+    """
+
+    axis: str = "data"
+    collective: Literal["all_reduce"] = "all_reduce"
+    bucket_bytes: int = 25 * 2**20
+    overlap: bool = True
+
+
+@document
+class Synchrony:
+    """Who agrees with whom and when: every rank with every rank, at every step."""
+
+    kind: Literal["synchronous"] = "synchronous"
+
+
+@document
+class MemoryPolicy:
+    """What is kept where: the arithmetic type of the forward pass."""
+
+    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+
+
+@document
+class Plan:
+    """The decision; see the module's docstring. Build one with `data_parallel`."""
+
+    mesh: Mesh
+    batch: BatchSplit
+    layouts: tuple[Layout, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    schedule: Schedule = Schedule()
+    exchange: Exchange = Exchange()
+    synchrony: Synchrony = Synchrony()
+    memory: MemoryPolicy = MemoryPolicy()
+    format: int = FORMAT
+
+    def check(self) -> None:
+        """Raise unless the plan can exist.
+
+        Raises:
+            PlanError: With every reason.
+        """
+        problems = _problems(self)
+        if problems:
+            raise PlanError(
+                "this plan cannot exist", problems=problems, fix="Correct these values of the plan."
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+    @property
+    def data_degree(self) -> int:
+        """The number of shares into which the global batch is cut."""
+        return self.mesh.degree(self.exchange.axis)
+
+    def to_dict(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that name this decision, independent of the file's layout."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Read and check a plan file.
+
+        Raises:
+            DocumentError: The file cannot be read or has unknown or wrong entries.
+            PlanError: The entries are well formed, but no such plan can exist.
+        """
+        plan = read_document(path, Plan)
+        plan.check()
+        return plan
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+
+def data_parallel(
+    batch: int,
+    *,
+    processes: int,
+    microbatch: int | None = None,
+    precision: Literal["float32", "float64", "bfloat16"] = "float32",
+    exchange: Exchange | None = None,
+) -> Plan:
+    """The plan in which every rank holds the whole model and a share of each global batch.
+
+    Args:
+        batch: Samples of the global batch.
+        processes: Number of ranks.
+        microbatch: Most samples in one forward pass of one rank; more are accumulated.
+        precision: Arithmetic type of the forward pass.
+        exchange: How gradients are summed; the default fits most links.
+
+    Raises:
+        PlanError: Such a plan cannot exist.
+    """
+    plan = Plan(
+        mesh=Mesh(axes=(Axis(name="data", size=processes),)),
+        batch=BatchSplit(samples=batch, microbatch=microbatch),
+        exchange=exchange or Exchange(),
+        memory=MemoryPolicy(precision=precision),
+    )
+    plan.check()
+    return plan
+
+
+def _problems(plan: Plan) -> list[str]:
+    """Every reason why the plan cannot exist, one line each."""
+    found: list[str] = []
+    names = plan.mesh.names
+    if plan.format != FORMAT:
+        found.append(f"format {plan.format} is not known; this headway reads format {FORMAT}")
+    if not names:
+        found.append("mesh has no axis; it needs at least one, for example data")
+    found.extend(f"mesh axis {a.name} has size {a.size}; at least 1" for a in plan.mesh.axes if a.size < 1)
+    found.extend(f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1}))
+    found.extend(
+        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data"
+        for a in plan.mesh.axes
+        if a.name != plan.exchange.axis and a.size > 1
+    )
+    if plan.exchange.axis not in names:
+        found.append(f"exchange.axis {plan.exchange.axis} is not an axis of the mesh ({', '.join(names)})")
+    if plan.batch.samples < 1:
+        found.append(f"batch.samples is {plan.batch.samples}; at least 1")
+    elif plan.batch.samples < plan.data_degree:
+        found.append(
+            f"batch.samples is {plan.batch.samples} for {plan.data_degree} ranks on axis "
+            f"{plan.exchange.axis}: some ranks would never have work; use at most "
+            f"{plan.batch.samples} ranks"
+        )
+    if plan.batch.microbatch is not None and plan.batch.microbatch < 1:
+        found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
+    if plan.exchange.bucket_bytes < 1:
+        found.append(f"exchange.bucket_bytes is {plan.exchange.bucket_bytes}; at least 1")
+    found.extend(_layout_problems(plan))
+    if plan.stages:
+        found.append(f"{len(plan.stages)} stages: no mechanism runs a pipeline yet; leave them out")
+    return found
+
+
+def _layout_problems(plan: Plan) -> list[str]:
+    found = []
+    for layout in plan.layouts:
+        for axis, word in layout.placements.items():
+            place = f"layout of {layout.tensors}"
+            if axis not in plan.mesh.names:
+                found.append(f"{place}: {axis} is not an axis of the mesh")
+            if word != "copy":
+                found.append(f"{place}: {word!r} on {axis}: no mechanism yet; only copy")
+    return found
