@@ -1,8 +1,9 @@
 """Files that users write (TOML, JSON) become exact frozen types; all problems come at once.
 
-The schema is the dataclass itself (checked by pydantic, which is used here and nowhere else). Each
-problem is one line with file, line, dotted key and what to write instead; unknown keys name the
-nearest legal key.
+The schema is the dataclass itself (checked by pydantic, which is used here and for single values of
+a schema, and nowhere else). Each problem is one line with file, line, dotted key and what to write
+instead; unknown keys name the nearest legal key. Nothing is converted in silence: the text "5", the
+number 5.0 and true are not the whole number 5.
 """
 
 from __future__ import annotations
@@ -12,15 +13,42 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headway.errors import DocumentError
 
 T = TypeVar("T")
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "none_required": "null",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "dataclass_type": "a table",
+}
+"""What pydantic's type errors mean, in the words of the files."""
+
+_MISSING = ("missing", "missing_keyword_only_argument")
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def read_document(path: Path, kind: type[T]) -> T:
@@ -29,21 +57,31 @@ def read_document(path: Path, kind: type[T]) -> T:
     Raises:
         DocumentError: The file is missing, is not TOML/JSON, or has any problem; all are listed.
     """
+    where = str(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DocumentError(
-            "cannot be read", where=str(path), problems=[error.strerror or str(error)]
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DocumentError("cannot be read", where=where, problems=[reason]) from None
+    toml = path.suffix.lower() == ".toml"
     try:
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        data = tomllib.loads(text) if toml else json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        language = "TOML" if toml else "JSON"
         raise DocumentError(
-            f"is not valid {path.suffix.lstrip('.').upper() or 'JSON'}",
-            where=str(path),
-            problems=[str(error)],
+            f"is not valid {language}", where=where, problems=[str(error)]
         ) from None
-    return to_type(data, kind, where=str(path), text=text)
+    return to_type(data, kind, where=where, text=text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; TOML forbids a key that stands twice, JSON's parser would keep the last."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"the same key stands twice: {', '.join(twice)}")
+    return table
 
 
 def to_type(data: object, kind: type[T], *, where: str, text: str = "") -> T:
@@ -59,11 +97,21 @@ def to_type(data: object, kind: type[T], *, where: str, text: str = "") -> T:
         DocumentError: With one line per problem.
     """
     try:
-        return TypeAdapter(kind, config=_config(kind)).validate_python(data)
+        return _validate(data, kind)
     except ValidationError as error:
-        problems = [_problem(facts, kind, where, text) for facts in error.errors()]
+        problems = _problems(error, data, kind, where, text)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise DocumentError(f"{count}:", where=where, problems=problems) from None
+
+
+def _validate(data: object, kind: type[T]) -> T:
+    """Strict where the data is plain; a TOML date has no JSON form, so it is checked as it is."""
+    adapter = TypeAdapter(kind, config=_config(kind))
+    try:
+        plain = json.dumps(data)
+    except (TypeError, ValueError):
+        return adapter.validate_python(data)
+    return adapter.validate_json(plain, strict=True)
 
 
 def _config(kind: type[object]) -> ConfigDict | None:
@@ -71,26 +119,75 @@ def _config(kind: type[object]) -> ConfigDict | None:
     return None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
 
 
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
 def document(cls: type[T]) -> type[T]:
     """Class decorator: a frozen keyword-only dataclass that refuses unknown keys in files."""
     cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
-def _problem(facts: Mapping[str, Any], kind: type[object], where: str, text: str) -> str:
-    path = [str(part) for part in facts["loc"]]
-    key = ".".join(path)
-    line = find_line(text, path)
-    place = f"{where}:{line}" if line else where
-    match facts["type"]:
-        case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{place}  unknown key {key}{nearest(path[-1], _legal(kind, path[:-1]))}"
-        case "missing" | "missing_keyword_only_argument":
-            return f"{place}  missing key {key}"
-        case "value_error":
-            return f"{place}  {key}: {str(facts['msg']).removeprefix('Value error, ')}"
-        case _:
-            return f"{place}  {key}: {facts['msg']}, not {facts['input']!r}"
+# ---- what is wrong, in words ------------------------------------------------------------------
+
+
+def _problems(
+    error: ValidationError, data: object, kind: type[object], where: str, text: str
+) -> list[str]:
+    """One line per key that is wrong, in the order of the file; a union is one problem."""
+    by_path: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for facts in error.errors():
+        by_path.setdefault(_path(facts, data), []).append(facts)
+    lines = key_lines(text)
+    found = [
+        (_locate(lines, path) or 0, _sentence(path, several, kind))
+        for path, several in by_path.items()
+    ]
+    found.sort(key=lambda problem: problem[0])
+    return [f"{where}:{line}  {text}" if line else f"{where}  {text}" for line, text in found]
+
+
+def _path(facts: Mapping[str, Any], data: Any) -> tuple[str, ...]:
+    """Where the problem is, without the names that pydantic gives to the branches of a union."""
+    path: list[str] = []
+    missing = facts["type"] in _MISSING
+    for number, part in enumerate(facts["loc"], start=1):
+        last = number == len(facts["loc"])
+        if isinstance(data, dict) and (part in data or (missing and last)):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            continue
+        path.append(str(part))
+    return tuple(path)
+
+
+def _sentence(path: tuple[str, ...], several: list[Mapping[str, Any]], kind: type[object]) -> str:
+    key, facts = ".".join(path), several[0]
+    if facts["type"] in _UNKNOWN:
+        return f"unknown key {key}{nearest(path[-1], _legal(kind, path[:-1]))}"
+    if facts["type"] in _MISSING:
+        return f"missing key {key}"
+    said = f"{key}: " if key else ""
+    wrong = [_KINDS[f["type"]] for f in several if f["type"] in _KINDS]
+    if len(wrong) == len(several):
+        return f"{said}{_shown(facts['input'])} is not {' or '.join(dict.fromkeys(wrong))}"
+    if facts["type"] == "literal_error":
+        return f"{said}{_shown(facts['input'])} is not {facts['ctx']['expected']}"
+    return said + " or ".join(dict.fromkeys(_message(f) for f in several))
+
+
+def _message(facts: Mapping[str, Any]) -> str:
+    if facts["type"] in ("value_error", "assertion_error"):
+        return str(facts["ctx"]["error"])
+    return f"{facts['msg']}, not {_shown(facts['input'])}"
+
+
+def _shown(value: object) -> str:
+    """A value as files write it, shortened."""
+    text = json.dumps(value, default=repr, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def nearest(word: str, legal: Sequence[str]) -> str:
@@ -101,44 +198,115 @@ def nearest(word: str, legal: Sequence[str]) -> str:
     return f"; legal: {', '.join(sorted(legal))}" if legal else ""
 
 
-def _legal(kind: Any, path: Sequence[str]) -> list[str]:
-    """The field names that are legal at a dotted path of nested dataclasses."""
-    if not path:
-        return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    for candidate in (kind, *get_args(kind)):
-        if dataclasses.is_dataclass(candidate):
-            hints = get_type_hints(candidate)
-            if path[0] in hints:
-                return _legal(_dataclass_in(hints[path[0]]), path[1:])
-        elif path[0].isdigit():
-            return _legal(_dataclass_in(kind), path[1:])
-    return _legal(kind, path[1:])
+def _legal(hint: Any, path: Sequence[str]) -> list[str]:
+    """The field names that are legal at a path, through unions, lists and tables of dataclasses."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return list(dict.fromkeys(name for branch in inner for name in _legal(branch, path)))
+    if origin is Annotated:
+        return _legal(inner[0], path)
+    if dataclasses.is_dataclass(hint):
+        if not path:
+            return [field.name for field in dataclasses.fields(hint) if field.init]
+        return _legal(get_type_hints(hint).get(path[0]), path[1:])
+    if origin is dict and path:
+        return _legal(inner[1], path[1:])
+    if inner and path and path[0].isdigit():
+        uniform = len(inner) == 1 or inner[-1] is Ellipsis
+        return _legal(inner[0 if uniform else min(int(path[0]), len(inner) - 1)], path[1:])
+    return []
 
 
-def _dataclass_in(hint: Any) -> Any:
-    """The dataclass inside `X | None` or `tuple[X, ...]`, or the hint itself."""
-    for inner in get_args(hint):
-        if dataclasses.is_dataclass(inner):
-            return inner
-    return hint
+# ---- where it stands --------------------------------------------------------------------------
 
 
 def find_line(text: str, path: Sequence[str]) -> int | None:
-    """The line of a TOML key (by table header and name), or of a JSON key (by name); 1-based."""
-    table: list[str] = []
-    best: int | None = None
+    """The line (from 1) of a key in TOML or JSON text, or of the nearest table around it.
+
+    Args:
+        text: The document.
+        path: The dotted key in parts; the parts of a list are "0", "1", ...
+    """
+    return _locate(key_lines(text), path)
+
+
+def _locate(lines: Mapping[tuple[str, ...], int], path: Sequence[str]) -> int | None:
+    for length in range(len(path), 0, -1):
+        if tuple(path[:length]) in lines:
+            return lines[tuple(path[:length])]
+    return None
+
+
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line (from 1) on which each key of a valid TOML or JSON document begins."""
+    lines: dict[tuple[str, ...], int] = {}
+    for path, number in _json_keys(text) if text.lstrip()[:1] == "{" else _toml_keys(text):
+        lines.setdefault(path, number)
+    return lines
+
+
+_JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\],\n]|[^\s{}\[\],":]+')
+
+
+def _json_keys(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    number, stack = 1, list[str | int | None]()  # per level: key, index, or None before a key
+    for match in _JSON_TOKEN.finditer(text):
+        token = match.group()
+        if token == "\n":
+            number += 1
+        elif token in "}]":
+            stack.pop()
+        elif token == "," and stack:
+            stack[-1] = stack[-1] + 1 if isinstance(stack[-1], int) else None
+        elif token.startswith('"') and stack and stack[-1] is None:
+            stack[-1] = json.loads(token)
+            yield tuple(map(str, stack)), number
+        else:
+            if stack and isinstance(stack[-1], int):
+                yield tuple(map(str, stack)), number
+            if token in "{[":
+                stack.append(None if token == "{" else 0)
+
+
+_TOML_NAME = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_TOML_KEY = rf"{_TOML_NAME}(?:\s*\.\s*{_TOML_NAME})*"
+_TOML_HEADER = re.compile(rf"^\s*(\[\[?)\s*({_TOML_KEY})\s*\]")
+_TOML_ENTRY = re.compile(rf"^\s*({_TOML_KEY})\s*=")
+
+
+def _toml_keys(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    table: tuple[str, ...] = ()
+    arrays: dict[tuple[str, ...], int] = {}  # [[array]] -> index of its newest table
+    quote = ""  # of the text over several lines in which this line begins
     for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"^\s*\[+([^\]]+)\]+\s*(#.*)?$", line)
-        if header:
-            table = [part.strip().strip("\"'") for part in header.group(1).split(".")]
-            if table == list(path):
-                best = number
+        header, entry = _TOML_HEADER.match(line), _TOML_ENTRY.match(line)
+        if quote:
+            quote = "" if quote in line else quote
             continue
-        entry = re.match(r"^\s*\"?([A-Za-z0-9_.\-]+)\"?\s*[=:]", line)
-        if entry and path:
-            full = [*table, *entry.group(1).split(".")]
-            if full == list(path[: len(full)]) or (
-                text.lstrip().startswith("{") and entry.group(1) == path[-1]
-            ):
-                return number
-    return best
+        if header:
+            table = _toml_table(_toml_names(header.group(2)), header.group(1) == "[[", arrays)
+            yield from ((table[: end + 1], number) for end in range(len(table)))
+        elif entry:
+            path = table
+            for name in _toml_names(entry.group(1)):
+                path = (*path, name)
+                yield path, number
+        quote = next((q for q in ('"""', "'''") if line.count(q) % 2), "")
+
+
+def _toml_table(
+    names: Sequence[str], several: bool, arrays: dict[tuple[str, ...], int]
+) -> tuple[str, ...]:
+    """The path of a [table] or of the next [[table]], with the indices of the lists on the way."""
+    path: tuple[str, ...] = ()
+    for last, name in enumerate(names, start=1 - len(names)):
+        path = (*path, name)
+        if several and last == 0:
+            arrays[path] = arrays.get(path, -1) + 1
+        if path in arrays:
+            path = (*path, str(arrays[path]))
+    return path
+
+
+def _toml_names(key: str) -> list[str]:
+    return [name.strip("\"'") for name in re.findall(_TOML_NAME, key)]

@@ -1,7 +1,7 @@
 """The error tree: one class per cause that a user can understand and mend.
 
     HeadwayError                     exit code
-    ├── UsageError              1   the command line or the environment asks for something impossible
+    ├── UsageError              1   the command line or the environment asks the impossible
     │   ├── MissingExtra        1   an optional package is not installed
     │   └── RunDirectoryTaken   1   the run directory already holds another run
     ├── DocumentError           1   a TOML or JSON file: all its problems together
@@ -109,7 +109,9 @@ class PlanError(HeadwayError):
     code = "HW-2001"
     exit_code = 2
 
-    def __init__(self, what: str, *, problems: Sequence[str], where: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, problems: Sequence[str], where: str = "", fix: str = ""
+    ) -> None:
         super().__init__(what, where=where, why="\n  ".join(problems), fix=fix)
         self.problems = tuple(problems)
 

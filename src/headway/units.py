@@ -6,10 +6,13 @@ bytes per second. This module is the only place where text becomes such a number
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
-_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*$")
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(.*?)\s*$")
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SIZES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
@@ -19,14 +22,14 @@ _RATES = {f"{p}B/s": f for p, f in (_DECIMAL | _BINARY).items()} | {
 _DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _parse(text: str | float, units: dict[str, float], kind: str, bare: str | None) -> float:
+def _parse(text: str | float, units: Mapping[str, float], kind: str, bare: str | None) -> float:
     """Number times the factor of its unit; a bare number is allowed where `bare` names its unit."""
     match = _NUMBER.match(str(text))
     if match is not None:
         number, unit = match.groups()
         factor = units.get(unit or (bare or ""))
-        if factor is not None and (unit or bare is not None):
-            return float(number.replace("_", "")) * factor
+        if factor is not None and math.isfinite(float(number)):
+            return float(number) * factor
     legal = ", ".join(u for u in units if u)
     raise ValueError(f"{text!r} is not a {kind}; write a number and one of: {legal}")
 
@@ -47,35 +50,41 @@ def parse_rate(text: str | float) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """Three significant digits with a binary unit: 1536 -> "1.50 KiB"."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(value) < 1024 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+    """Three significant digits with a binary unit: 1536 -> "1.5 KiB"."""
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with the fitting unit: 0.0021 -> "2.1 ms"."""
-    if seconds >= 3600:
-        return f"{seconds / 3600:.3g} h"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+    """Three significant digits with the fitting unit: 0.0021 -> "2.1 ms", 65 -> "1 min 5 s"."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds < 59.95:
+        return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms", "s")) if seconds else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{_three(seconds / 3600)} h"
 
 
 def format_rate(rate: float) -> str:
     """Network convention, decimal bits: 3.125e9 -> "25 Gbit/s"."""
-    bits, prefix = rate * 8, ""
-    for prefix in ("", "k", "M", "G", "T"):
-        if bits < 1000 or prefix == "T":
-            break
-        bits /= 1000
-    return f"{bits:.3g} {prefix}bit/s"
+    return _scaled(rate * 8, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+    """`value` in the first unit in which its three digits are below `step`, or in the last."""
+    for unit in units[:-1]:
+        if abs(float(f"{value:.3g}")) < min(step, 1000):
+            return f"{_three(value)} {unit}"
+        value /= step
+    return f"{_three(value)} {units[-1]}"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, never with an exponent above 999: 12345 -> "12345"."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 @dataclass(frozen=True)
@@ -90,19 +99,15 @@ class Amount:
         """Parse "300 steps", "10M samples", "1 epoch"; a bare number has the first of `units`.
 
         Raises:
-            ValueError: The number is not positive or the unit is not one of `units`.
+            ValueError: The number is not positive and whole, or the unit is not one of `units`.
         """
         match = _NUMBER.match(str(text))
         if match is not None:
             number, rest = match.groups()
-            prefix, unit = "", rest
-            if rest and rest[0] in _DECIMAL and rest[0] != "":
-                head = rest[1:].strip()
-                if _plural(head) in units:
-                    prefix, unit = rest[0], head
-            unit = _plural(unit) if unit else units[0]
-            value = float(number.replace("_", "")) * _DECIMAL[prefix]
-            if unit in units and value > 0 and value == int(value):
+            prefix = rest[:1] if rest[:1] in _DECIMAL and _unit(rest, units) is None else ""
+            unit = _unit(rest.removeprefix(prefix), units)
+            value = Decimal(number) * _DECIMAL[prefix]
+            if unit is not None and 0 < value < 10**18 and value == int(value):
                 return Amount(int(value), unit)
         raise ValueError(f"{text!r} is not a positive count of {' or '.join(units)}")
 
@@ -111,5 +116,7 @@ class Amount:
         return f"{self.value} {unit}"
 
 
-def _plural(unit: str) -> str:
-    return unit if unit.endswith("s") else unit + "s"
+def _unit(word: str, units: tuple[str, ...]) -> str | None:
+    """The unit that `word` means, in singular or plural; the first where there is no word."""
+    word = word.strip() or units[0]
+    return next((unit for unit in units if word in (unit, unit.removesuffix("s"))), None)

@@ -51,6 +51,9 @@ class BatchSplit:
     def equation(self, ranks: int, tokens: int | None = None) -> str:
         """The derivation, for people: "64 samples = 2 ranks x 4 micro-batches x 8 samples".
 
+        Uneven cuts are written out, with brackets where a rank's micro-batches differ: "7 samples =
+        1 rank x 2 micro-batches x 2 samples + 1 rank x (1 micro-batch x 2 samples + ...)".
+
         Args:
             ranks: Size of the data axis.
             tokens: Tokens of one sample, where the batch was stated in tokens.
@@ -60,19 +63,22 @@ class BatchSplit:
             for rank in range(ranks)
         )
         terms = [_term(count, sizes) for sizes, count in shapes.items() if sizes]
-        left = f"{self.samples} samples"
+        left = "1 sample" if self.samples == 1 else f"{self.samples} samples"
         if tokens is not None:
-            left = f"{self.samples * tokens:,} tokens = {left} x {tokens:,} tokens".replace(",", " ")
+            left = f"{_spaced(self.samples * tokens)} tokens = {left} x {_spaced(tokens)} tokens"
         return f"{left} = {' + '.join(terms)}"
 
 
 def _term(ranks: int, sizes: tuple[int, ...]) -> str:
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    if len(set(sizes)) == 1:
-        batches = "1 micro-batch" if len(sizes) == 1 else f"{len(sizes)} micro-batches"
-        return f"{count} x {batches} x {_samples(sizes[0])}"
-    return f"{count} x micro-batches of {' + '.join(map(str, sizes))} samples"
+    parts = [_micros(number, size) for size, number in Counter(sizes).items()]
+    return f"{count} x {parts[0]}" if len(parts) == 1 else f"{count} x ({' + '.join(parts)})"
 
 
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
+def _micros(count: int, size: int) -> str:
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return f"{batches} x {'1 sample' if size == 1 else f'{size} samples'}"
+
+
+def _spaced(count: int) -> str:
+    return f"{count:,}".replace(",", " ")

@@ -23,11 +23,14 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
         f"precision: {plan.memory.precision}",
     ]
     if plan.data_degree > 1:
-        when = "during the last backward pass" if plan.exchange.overlap else "after the backward pass"
+        when = (
+            "during the last backward pass" if plan.exchange.overlap else "after the backward pass"
+        )
         lines.append(
             f"exchange: gradients are summed over {plan.exchange.axis} by "
-            f"{plan.exchange.collective}, in buckets of {format_bytes(plan.exchange.bucket_bytes)}, "
-            f"{when}; every rank waits for all ({plan.synchrony.kind}, exact)"
+            f"{plan.exchange.collective}, in buckets of "
+            f"{format_bytes(plan.exchange.bucket_bytes)}, {when}; "
+            f"every rank waits for all ({plan.synchrony.kind}, exact)"
         )
     else:
         lines.append("exchange: none; one rank holds the whole batch")

@@ -37,7 +37,13 @@ class Mesh:
         return next((axis.size for axis in self.axes if axis.name == name), 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of `rank` on each axis."""
+        """The position of `rank` on each axis.
+
+        Raises:
+            ValueError: The mesh has no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not on a mesh of {self.size} ranks")
         place: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, place[axis.name] = divmod(rank, axis.size)

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from headway.documents import document, read_document
-from headway.errors import PlanError
+from headway.documents import document, read_document, to_type
+from headway.errors import DocumentError, PlanError
 from headway.plan.batch import BatchSplit
 from headway.plan.mesh import Axis, Mesh
 
@@ -178,21 +178,40 @@ def data_parallel(
 
 def _problems(plan: Plan) -> list[str]:
     """Every reason why the plan cannot exist, one line each."""
+    return _wrong_types(plan) or _illegal_values(plan)
+
+
+def _wrong_types(plan: Plan) -> list[str]:
+    """What a plan file could not hold; a plan that was built in Python was never compared."""
+    try:
+        to_type(plan.to_dict(), Plan, where="plan")
+    except DocumentError as error:
+        return [problem.partition("  ")[2] for problem in error.problems]
+    return []
+
+
+def _illegal_values(plan: Plan) -> list[str]:
     found: list[str] = []
     names = plan.mesh.names
     if plan.format != FORMAT:
         found.append(f"format {plan.format} is not known; this headway reads format {FORMAT}")
     if not names:
         found.append("mesh has no axis; it needs at least one, for example data")
-    found.extend(f"mesh axis {a.name} has size {a.size}; at least 1" for a in plan.mesh.axes if a.size < 1)
-    found.extend(f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1}))
+    found.extend(
+        f"mesh axis {a.name} has size {a.size}; at least 1" for a in plan.mesh.axes if a.size < 1
+    )
+    found.extend(
+        f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1})
+    )
     found.extend(
         f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data"
         for a in plan.mesh.axes
         if a.name != plan.exchange.axis and a.size > 1
     )
     if plan.exchange.axis not in names:
-        found.append(f"exchange.axis {plan.exchange.axis} is not an axis of the mesh ({', '.join(names)})")
+        found.append(
+            f"exchange.axis {plan.exchange.axis} is not an axis of the mesh ({', '.join(names)})"
+        )
     if plan.batch.samples < 1:
         found.append(f"batch.samples is {plan.batch.samples}; at least 1")
     elif plan.batch.samples < plan.data_degree:
@@ -207,7 +226,7 @@ def _problems(plan: Plan) -> list[str]:
         found.append(f"exchange.bucket_bytes is {plan.exchange.bucket_bytes}; at least 1")
     found.extend(_layout_problems(plan))
     if plan.stages:
-        found.append(f"{len(plan.stages)} stages: no mechanism runs a pipeline yet; leave them out")
+        found.append("stages: no mechanism runs a pipeline yet; leave them out")
     return found
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from headway.data.source import Source
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -26,7 +24,7 @@ The pair is for losses whose count is not the number of samples (padding, ignore
 divides the sum over the global batch by the count over the global batch.
 """
 
-Examples = "Source | Dataset[Any]"
+Examples = Source | Dataset[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +59,13 @@ class Recipe:
 
     name: str
     model: Callable[[], nn.Module]
-    data: Callable[[], Any]
+    data: Callable[[], Examples]
     loss: Loss
     optimizer: Callable[[nn.Module], Optimizer]
     batch: int | str
     stop: int | str
     microbatch: int | None = None
-    validation: Callable[[], Any] | None = None
+    validation: Callable[[], Examples] | None = None
     validate_every: int = 0
     validation_samples: int | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None

@@ -1,0 +1,50 @@
+# What a developer does with headway. `make help` lists it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv install demo test check format docs-check clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+
+venv install: $(STAMP)  ## create .venv with everything that is needed, once
+
+# Installs again only when what is to be installed has changed. The build backend is installed like
+# everything else, so that the constraints hold for it, too.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "headway needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt hatchling editables
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small language model on two processes, verify it, write a report
+	@$(BIN)/headway demo
+
+test: check  ## all checks, then all tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types, direction of the imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## put the sources into the house's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs-check: $(STAMP)  ## the links and the code blocks of the documentation
+	@$(BIN)/python -m pytest -k "docs or readme or tutorial"
+
+clean:  ## delete the environment, caches and build results
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+	  .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,330 @@
+"""Saving while training goes on, and restoring the newest checkpoint that is provably whole.
+
+Invariant: `save` holds training up only for the copy of this rank's share into host memory; all
+else (planning, writing, checksums, fsync, the commit) happens on a background thread. A failure
+there is never silent: the next `save`, `check` or `wait` raises it.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from headway.checkpoint.directory import (
+    check_file,
+    committed_steps,
+    partial_path,
+    read_manifest,
+    step_path,
+)
+from headway.checkpoint.facts import decode, encode
+from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.shares import Piece, cut
+from headway.checkpoint.staging import Staging, spec_of
+from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+
+T = TypeVar("T")
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be used and an older one was taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReceipt:
+    """What a save cost.
+
+    Attributes:
+        step: The step that is being saved.
+        bytes: Bytes of all tensors of the checkpoint, over all ranks.
+        held_seconds: How long training was held up, the wait for an earlier save included.
+    """
+
+    step: int
+    bytes: int
+    held_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A checkpoint that `restore` did not use, and why."""
+
+    step: int
+    path: Path
+    reason: str
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one directory that all ranks see.
+
+    Args:
+        directory: Holds one folder per checkpoint; made when it is needed.
+        rank: This process's rank in `group`.
+        ranks: Number of processes.
+        group: A Gloo group of all of them that nothing else uses, because its collectives run on
+            a background thread. None where `ranks` is 1; torch.distributed is not needed then.
+        keep: How many checkpoints stay on disk.
+
+    Attributes:
+        skipped: What the last `restore` found damaged.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        ranks: int,
+        group: ProcessGroup | None,
+        keep: int = 2,
+    ) -> None:
+        if keep < 1 or (ranks > 1 and group is None):
+            raise ValueError(f"keep={keep} must be positive; {ranks} ranks need a group")
+        self.directory = directory
+        self.rank = rank
+        self.ranks = ranks
+        self.keep = keep
+        self.skipped: list[Skipped] = []
+        self._group = group if ranks > 1 else None
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, oldest first."""
+        return committed_steps(self.directory)
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Touch the host memory for `tensors` in the background, so that the first save is short.
+
+        Not collective; optional. `tensors` is what `save` will be given, or only has its shapes.
+        """
+        self.wait()
+        size = sum(piece.bytes for piece in self._share(tensors))
+        pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        self._start(lambda: self._staging.reserve(size, pinned=pinned), "reserving host memory")
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> SaveReceipt:
+        """Save a checkpoint; returns when training may change the tensors again.
+
+        Collective: all ranks give the same step, tensors and facts.
+
+        Args:
+            step: The number of optimiser steps taken.
+            tensors: Logical name -> tensor, the same on every rank.
+            facts: Plain values; rank 0's are written.
+
+        Raises:
+            CheckpointError: An earlier save failed (this one is not begun then), or a tensor or
+                fact cannot be stored.
+        """
+        began = time.perf_counter()
+        self.wait()
+        snapshot = decode(encode(dict(facts)))  # training may change the facts too
+        manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
+        pieces = self._share(tensors)
+        staged = self._staging.copy(pieces, tensors)
+        self._start(lambda: self._write(manifest, pieces, staged), f"step {step}")
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return SaveReceipt(step=step, bytes=total, held_seconds=time.perf_counter() - began)
+
+    def _share(self, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+        specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+        return cut(specs, self.ranks)[self.rank]
+
+    def _start(self, work: Callable[[], None], task: str) -> None:
+        """Run `work` on a daemon thread: waiting for a lost peer must not block the exit."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # torch's CheckpointException is not an Exception
+                self._failure = _explain(error, task, self.directory)
+
+        self._thread = threading.Thread(target=run, name="headway-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(
+        self, manifest: Manifest, pieces: tuple[Piece, ...], staged: Mapping[str, Tensor]
+    ) -> None:
+        # Imported here because it costs 0.7 to 1.5 s once: training goes on meanwhile.
+        from headway.checkpoint import storage
+
+        try:
+            storage.save(
+                self.directory,
+                manifest,
+                pieces,
+                staged,
+                rank=self.rank,
+                group=self._group,
+                keep=self.keep,
+                damaged=[skip.step for skip in self.skipped],
+            )
+        except BaseException:
+            if self.rank == 0:  # a full disk needs the space now, not at the next save
+                shutil.rmtree(partial_path(self.directory, manifest.step), ignore_errors=True)
+            raise
+
+    def check(self) -> None:
+        """Raise the failure of a save that has ended; never waits.
+
+        Raises:
+            CheckpointError: A save failed; raised once.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has been committed.
+
+        Raises:
+            CheckpointError: It failed; raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for the save that is under way, and give the memory back.
+
+        Args:
+            wait: False leaves an unfinished save behind, for a job that stops because of an error:
+                its peers may never answer. Nothing that it leaves counts as a checkpoint.
+
+        Raises:
+            CheckpointError: A save failed and nobody has been told so far.
+        """
+        if not wait:
+            self._thread = None
+            self._failure = None
+        try:
+            self.wait()
+        finally:
+            self._staging.release()
+
+    def restore(self, prepare: Callable[[Manifest], dict[str, Tensor]]) -> Manifest | None:
+        """Fill tensors from the newest checkpoint whose files are what its manifest says.
+
+        Collective. The ranks share the checking of the files and agree on the verdict.
+
+        Args:
+            prepare: Gets the manifest and returns the tensors to fill in place, by logical name:
+                all of the checkpoint's or some of them.
+
+        Returns:
+            The manifest; None where there is no checkpoint at all.
+
+        Raises:
+            CheckpointDamaged: There are checkpoints and none is sound.
+            CheckpointMismatch: `prepare` asks for tensors that the checkpoint does not hold, or
+                for other shapes or element types.
+            CheckpointError: Reading failed.
+        """
+        self.wait()
+        self.skipped = []
+        for step in reversed(self._agree(self.steps())[0]):
+            path = step_path(self.directory, step)
+            manifest, problem = self._inspect(path)
+            problem = next(filter(None, self._agree(problem)), "")
+            if manifest is not None and not problem:
+                self._load(path, manifest, prepare(manifest))
+                return manifest
+            self._skip(Skipped(step=step, path=path, reason=problem))
+        if self.skipped:
+            raise CheckpointDamaged(
+                f"none of {len(self.skipped)} checkpoints can be used",
+                where=str(self.directory),
+                why="\n  ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped),
+                fix="copy a sound checkpoint back, or start in a new run directory",
+            )
+        return None
+
+    def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
+        """The manifest and what is wrong, looking at every `ranks`-th file."""
+        try:
+            manifest = read_manifest(path)
+            for name in sorted(manifest.files)[self.rank :: self.ranks]:
+                check_file(path / name, manifest.files[name])
+        except CheckpointError as error:
+            return None, " ".join(str(error).split())
+        return manifest, ""
+
+    def _skip(self, skip: Skipped) -> None:
+        self.skipped.append(skip)
+        if self.rank == 0:
+            warnings.warn(
+                f"checkpoint of step {skip.step} is not used, the one before it is: {skip.reason}",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+    def _load(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+        from headway.checkpoint import storage
+
+        _compare(path, manifest, tensors)
+        try:
+            storage.load(path, manifest, tensors, group=self._group)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is not an Exception
+            raise _explain(error, f"restoring step {manifest.step}", self.directory) from error
+
+    def _agree(self, value: T) -> list[T]:
+        """What every rank has, by rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def _compare(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """The checkpoint holds what is asked for, in the same shapes and element types."""
+    problems = []
+    for name, tensor in tensors.items():
+        entry = manifest.tensors.get(name)
+        wanted = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        found = f"{entry.dtype}{list(entry.shape)}" if entry else "missing"
+        if wanted != found:
+            problems.append(f"{name}: the checkpoint has {found}, wanted is {wanted}")
+    if problems:
+        more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise CheckpointMismatch(
+            "the checkpoint is of another model or optimiser",
+            where=str(path),
+            why="\n  ".join(problems[:10] + more),
+            fix="use the recipe that wrote it, or another run directory",
+        )
+
+
+def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:
+    """One readable error from what happened on any rank."""
+    failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", None) or {}
+    rank, cause = next(((rank, pair[0]) for rank, pair in failures.items()), (None, error))
+    place = str(directory) if rank is None else f"rank {rank}, {directory}"
+    if isinstance(cause, CheckpointError):
+        return cause
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        why, fix = f"the disk is full ({cause})", "free some space, or keep fewer checkpoints"
+    else:
+        why, fix = f"{type(cause).__name__}: {cause}", "earlier checkpoints are untouched"
+    explained = CheckpointError(f"checkpointing failed ({task})", where=place, why=why, fix=fix)
+    explained.__cause__ = cause
+    return explained

@@ -1,0 +1,41 @@
+"""`headway demo`: train a small language model on two processes, prove it right, and show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from headway.cli.console import say
+from headway.cli.report import report
+from headway.cli.train import choose_directory, train
+from headway.cli.verify import verify
+from headway.run.place import Place
+
+RECIPE = "headway.workloads.transformer.recipe:demo"
+
+
+def demo(
+    *,
+    processes: Annotated[int, Parameter(alias="-n")] = 2,
+    directory: Annotated[Path | None, Parameter(alias="-d")] = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+) -> int:
+    """Train a byte-level transformer on the standard library's source; verify and report it.
+
+    Args:
+        processes: Local processes.
+        directory: The run directory; by default the next free runs/demo-001.
+        overrides: KEY=VALUE, a change to the recipe; may be repeated.
+    """
+    path = choose_directory("demo", directory, Place.here(), resume=False)
+    say(f"1/3  Train a transformer on the Python standard library, {processes} processes\n")
+    stopped = train(RECIPE, processes=processes, directory=path, overrides=overrides)
+    if stopped:
+        return stopped
+    say(f"\n2/3  Prove that {processes} processes compute what one computes (float64)\n")
+    verify(RECIPE, processes=f"1,{processes}", steps=3, overrides=overrides, directory=path)
+    say("\n3/3  Report\n")
+    report(path)
+    return 0

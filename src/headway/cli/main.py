@@ -1,0 +1,179 @@
+"""The `headway` command: names of commands, errors as readable text, exit codes.
+
+    0 good, 1 user error, 2 plan impossible, 3 run failed, 4 verification failed, 5 hang,
+    70 a bug in headway, 130 interrupted
+
+Commands are imported when they are called; the overview needs neither them nor the parser.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from headway import __version__
+from headway.cli.console import note, say, show_bug, show_error, show_warning
+from headway.errors import HeadwayError, UsageError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+
+class Command(NamedTuple):
+    """A command: its words, where its function is, and its line of the overview."""
+
+    words: str
+    target: str
+    help: str
+
+
+COMMANDS = (
+    Command("train", "headway.cli.train:train", "Train a recipe on one process or many."),
+    Command(
+        "verify",
+        "headway.cli.verify:verify",
+        "Prove that the split run computes what the serial run computes.",
+    ),
+    Command("report", "headway.cli.report:report", "Write one HTML page about a run."),
+    Command("checkpoint show", "headway.cli.checkpoint:show", "What a checkpoint holds."),
+    Command(
+        "checkpoint convert",
+        "headway.cli.checkpoint:convert",
+        "Between checkpoints and safetensors files.",
+    ),
+    Command("plan show", "headway.cli.plan:show", "A plan in words."),
+    Command("plan check", "headway.cli.plan:check", "Say whether plans can exist."),
+    Command("plan diff", "headway.cli.plan:diff", "What differs between two plans."),
+    Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),
+)
+GROUPS = {
+    "checkpoint": "Look into checkpoints and convert them.",
+    "plan": "Look at plans, check and compare them.",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: The command line without the program's name; None: that of this process.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    trace = "--trace" in words
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = show_warning
+            return _run([word for word in words if word != "--trace"])
+    except HeadwayError as error:
+        return show_error(error, trace=trace)
+    except KeyboardInterrupt:
+        note("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe has gone; keep the interpreter from writing to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return show_bug(error)
+
+
+def overview() -> str:
+    """The page of `headway --help`."""
+    width = max(len(command.words) for command in COMMANDS) + 2
+    lines = [f"  {command.words:<{width}}{command.help}" for command in COMMANDS]
+    options = [("--help, -h", "This page, or that of a command."), ("--version", "The version.")]
+    options.append(("--trace", "With any command: show the stack trace of an error."))
+    return "\n".join(
+        [
+            "Usage: headway COMMAND [ARGUMENTS]",
+            "",
+            "Plan, check and run distributed PyTorch training; prove it equal to the serial run.",
+            "",
+            "Commands",
+            *lines,
+            "",
+            "Options",
+            *(f"  {name:<{width}}{text}" for name, text in options),
+            "",
+            "headway COMMAND --help describes a command.",
+        ]
+    )
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in {"--help", "-h", "help"}:
+        say(overview())
+        return 0
+    if words[0] == "--version":
+        say(__version__)
+        return 0
+    _check_command(words)
+    from cyclopts import CycloptsError
+
+    try:
+        result = build_app()(
+            words, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        raise _usage_error(error, words) from error
+    return result if isinstance(result, int) else 0
+
+
+def _check_command(words: list[str]) -> None:
+    """Refuse unknown commands before the parser does: it would import all of them to say so."""
+    first = sorted({command.words.split()[0] for command in COMMANDS})
+    if words[0] not in first:
+        raise _unknown(words[0], first, "headway --help")
+    group = words[0] if words[0] in GROUPS else None
+    if group and len(words) > 1 and not words[1].startswith("-"):
+        inner = [c.words.split()[1] for c in COMMANDS if c.words.startswith(f"{group} ")]
+        if words[1] not in inner:
+            raise _unknown(
+                f"{group} {words[1]}",
+                [f"{group} {name}" for name in inner],
+                f"headway {group} --help",
+            )
+
+
+def _unknown(word: str, legal: list[str], page: str) -> UsageError:
+    from difflib import get_close_matches
+
+    kind = "option" if word.startswith("-") else "command"
+    close = get_close_matches(word, legal, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else f"; commands: {', '.join(legal)}"
+    return UsageError(f"there is no {kind} {word!r}{hint}", fix=f"See {page}")
+
+
+def build_app() -> App:
+    """The parser of all commands; none of them is imported yet."""
+    from cyclopts import App
+
+    app = App(name="headway", version=__version__, help_format="plaintext")
+    groups = {
+        name: App(name=name, help=text, help_format="plaintext") for name, text in GROUPS.items()
+    }
+    for group in groups.values():
+        app.command(group)
+    for command in COMMANDS:
+        outer, _, name = command.words.rpartition(" ")
+        parent = groups[outer] if outer else app
+        parent.command(command.target, name=name, help=command.help, help_format="plaintext")
+    return app
+
+
+def _usage_error(error: Exception, words: list[str]) -> UsageError:
+    error.verbose = False  # type: ignore[attr-defined]
+    known = next(
+        (c.words for c in COMMANDS if words[: len(c.words.split())] == c.words.split()),
+        words[0] if words[0] in GROUPS else "",
+    )
+    return UsageError(
+        " ".join(str(error).split()), fix=f"See {' '.join(['headway', *known.split(), '--help'])}"
+    )

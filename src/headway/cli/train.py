@@ -1,0 +1,265 @@
+"""`headway train RECIPE`: one process or many, here or in the world of another launcher.
+
+What can be checked without torch is checked first. Then this process either joins the world that
+torchrun, srun or mpirun has put it in, or starts local workers through torch's elastic agent.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from headway.cli.console import note, say, say_json, show_error, warn
+from headway.cli.progress import ProgressDisplay, Tail
+from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
+from headway.launch.warm import warm_up
+from headway.plan import Plan, data_parallel
+from headway.run.amounts import resolve_batch
+from headway.run.directory import RunDirectory
+from headway.run.place import Place
+from headway.run.recipe_check import CheckedRecipe, check_recipe
+from headway.run.recipe_schema import RecipeDocument
+from headway.units import parse_seconds
+
+if TYPE_CHECKING:
+    from headway.run.worker import Outcome, TrainJob
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class _Result:
+    """How the run ended, wherever it ran."""
+
+    outcome: Outcome | None
+    stopped_by: str | None
+    attempts: int = 1
+
+
+def train(
+    recipe: str,
+    /,
+    *,
+    processes: Annotated[int | None, Parameter(alias="-n")] = None,
+    directory: Annotated[Path | None, Parameter(alias="-d")] = None,
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    plan: Path | None = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    restarts: int = 3,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: str = "5 min",
+    trace_steps: int = 50,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train a recipe on one process or many.
+
+    Args:
+        recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
+        processes: Local processes; by default those of the plan, else 1.
+        directory: The run directory; by default the next free runs/NAME-001.
+        resume: Go on from the last checkpoint; without --directory, of the newest run.
+        plan: A plan.json; by default data parallelism over all processes.
+        overrides: KEY=VALUE, a change to the recipe; may be repeated.
+        restarts: How often dead workers are started again without a new checkpoint between.
+        device: What to compute on.
+        timeout: Longest wait for another process, such as "30 s" or "5 min".
+        trace_steps: Steps between detailed timelines; 0: only the first steps.
+        json: Print the outcome as JSON.
+    """
+    checked = check_recipe(recipe, overrides)
+    place = Place.here()
+    ranks = _ranks(place, processes, plan)
+    _check_plan(checked, plan, ranks)
+    seconds = _seconds(timeout)
+    path = choose_directory(checked.name, directory, place, resume=resume)
+    if not place.found_world:
+        warm_up(ranks)  # its import of torch runs beside the one here
+
+    from headway.run.worker import TrainJob  # imports torch
+
+    job = TrainJob(
+        recipe=recipe,
+        overrides=overrides,
+        directory=path,
+        plan=plan,
+        resume=resume,
+        device=device,
+        timeout_seconds=seconds,
+        trace_every=trace_steps,
+    )
+    result = _join(place, job) if place.found_world else _launch(job, ranks, restarts)
+    if place.rank == 0:
+        _tell(path, result, json=json)
+    return 0 if place.found_world else _exit_code(result.stopped_by)
+
+
+def _ranks(place: Place, processes: int | None, plan: Path | None) -> int:
+    """The number of processes; that of the world which is already there cannot be changed."""
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes {processes}: at least 1")
+    if place.found_world:
+        if processes not in (None, place.ranks):
+            raise UsageError(
+                f"--processes {processes} contradicts the {place.ranks} that {place.launcher} "
+                "has started",
+                fix="Leave --processes out: the launcher decides.",
+            )
+        return place.ranks
+    return processes or (Plan.load(plan).ranks if plan else 1)
+
+
+def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
+    """Find now, without torch, what every worker would find seconds later."""
+    if plan is not None:
+        planned = Plan.load(plan).ranks
+        if planned != ranks:
+            raise UsageError(
+                f"the plan is for {planned} processes, not for {ranks}",
+                where=str(plan),
+                fix=f"Use --processes {planned}, or another plan.",
+            )
+    elif isinstance(checked.document, RecipeDocument):
+        data_parallel(
+            resolve_batch(checked.document),
+            processes=ranks,
+            microbatch=checked.document.microbatch,
+        )
+
+
+def _seconds(timeout: str) -> float:
+    try:
+        return parse_seconds(timeout)
+    except ValueError as error:
+        raise UsageError(f"--timeout: {error}") from None
+
+
+def choose_directory(name: str, given: Path | None, place: Place, *, resume: bool) -> Path:
+    """The run directory. In a world of another launcher all ranks must come to the same one, so
+    that it is runs/NAME there, without a number."""
+    if given is None and place.found_world:
+        given = RUNS / name
+    if given is None:
+        return _newest(name) if resume else _next_free(name)
+    if place.attempt == 0 and place.rank == 0:
+        RunDirectory(given).check_free(resume=resume)
+        if resume and not RunDirectory(given).recipe_file.exists():
+            note(f"{given} holds no run yet; starting at step 0")
+    return given
+
+
+def _numbered(name: str) -> dict[int, Path]:
+    """The run directories of this name, by number."""
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    found = {}
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match:
+            found[int(match.group(1))] = path
+    return found
+
+
+def _newest(name: str) -> Path:
+    runs = {n: p for n, p in _numbered(name).items() if RunDirectory(p).recipe_file.exists()}
+    if not runs:
+        raise UsageError(
+            f"there is no run of {name} to resume",
+            where=str(RUNS),
+            fix="Name it with --directory, or leave --resume out.",
+        )
+    return runs[max(runs)]
+
+
+def _next_free(name: str) -> Path:
+    """Creates the directory, so that a run started at the same moment gets another one."""
+    RUNS.mkdir(exist_ok=True)
+    number = max(_numbered(name), default=0) + 1
+    for candidate in range(number, number + 100):
+        path = RUNS / f"{name}-{candidate:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RunDirectoryTaken("no free name for the run", where=str(RUNS / name))
+
+
+def _join(place: Place, job: TrainJob) -> _Result:
+    """Train as one rank of the world that another launcher has made; rank 0 shows the progress."""
+    from headway.launch.worker import work_here
+    from headway.run.worker import train as train_rank
+
+    display = ProgressDisplay(job.directory, live=False) if place.rank == 0 else nullcontext()
+
+    def tell(error: HeadwayError) -> None:
+        if isinstance(display, ProgressDisplay):
+            display.close()
+        show_error(error, trace=False)
+
+    with display:
+        outcome = work_here(train_rank, (job,), place=place, directory=job.directory, tell=tell)
+    return _Result(outcome, outcome.stopped_by)
+
+
+def _launch(job: TrainJob, processes: int, restarts: int) -> _Result:
+    """Train in local workers of our own."""
+    from headway.launch.local import launch_local
+    from headway.run.policies import RestartPolicy
+    from headway.run.worker import train as train_rank
+
+    causes: dict[int, str] = {}
+    display = ProgressDisplay(job.directory, cause=lambda attempt: causes.get(attempt, ""))
+    first = _next_attempt(RunDirectory(job.directory)) if job.resume else 0
+    with display:
+        result = launch_local(
+            train_rank,
+            (job,),
+            processes=processes,
+            directory=job.directory,
+            policy=RestartPolicy(limit=restarts),
+            first_attempt=first,
+            on_restart=causes.__setitem__,
+        )
+    if result.killed:
+        warn(f"ranks {', '.join(map(str, result.killed))} did not stop in time and were killed")
+    outcome = next((value for value in result.results if value is not None), None)
+    stopped_by = result.stopped_by or (outcome.stopped_by if outcome else None)
+    return _Result(outcome, stopped_by, result.attempts)
+
+
+def _next_attempt(run: RunDirectory) -> int:
+    """A resumed run goes on counting, so that the history knows which step was done last."""
+    return (
+        max((event.get("attempt") or 0 for event in Tail(run.events_file).read()), default=-1) + 1
+    )
+
+
+def _tell(path: Path, result: _Result, *, json: bool) -> None:
+    outcome = result.outcome
+    if json:
+        facts: dict[str, object] = {
+            "directory": str(path),
+            "steps": outcome.steps if outcome else None,
+            "loss": outcome.loss if outcome else None,
+            "validation": outcome.validation if outcome else None,
+            "stopped_by": result.stopped_by,
+            "attempts": result.attempts,
+        }
+        say_json(facts)
+        return
+    say(f"run directory  {path}")
+    if result.stopped_by is None:
+        say(f"next           headway report {path}")
+
+
+def _exit_code(stopped_by: str | None) -> int:
+    """0, or 128 + the number of the signal that asked for the end, as shells have it."""
+    if stopped_by is None:
+        return 0
+    number = getattr(signal, stopped_by, None)
+    return 128 + int(number) if number is not None else 130

@@ -1,0 +1,178 @@
+"""`headway verify RECIPE --processes 1,2,4`: a table and a verdict: is it the serial run?"""
+
+from __future__ import annotations
+
+import json as json_format
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from headway.cli.console import note, say, say_json
+from headway.errors import NotEqual, UsageError
+from headway.plan import Plan
+from headway.run.recipe_check import check_recipe
+from headway.units import format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.verification import Comparison, VerifyJob
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one number of processes gave."""
+
+    processes: int
+    comparison: Comparison
+    seconds: float
+
+
+def verify(
+    recipe: str,
+    /,
+    *,
+    processes: Annotated[str, Parameter(alias="-n")] = "1,2,4",
+    plan: Path | None = None,
+    steps: int = 4,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    directory: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Prove that the split run computes what the serial run computes.
+
+    Runs a plain serial loop and the split run in float64 from the same initial parameters and
+    compares losses, gradients, updated parameters, buffers and optimiser state by logical name.
+    The steps straddle the end of an epoch, so that a ragged last batch is among them. Exits with 4
+    on a difference.
+
+    Args:
+        recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
+        processes: Numbers of processes to prove, such as 1,2,4.
+        plan: Prove this plan, with its number of processes, instead.
+        steps: Optimiser steps to compare.
+        overrides: KEY=VALUE, a change to the recipe; may be repeated.
+        directory: A run directory, in which the verdict is kept for its report.
+        json: Print the facts as JSON.
+    """
+    from headway.verification import VerifyJob  # imports torch
+
+    check_recipe(recipe, overrides)
+    counts = [Plan.load(plan).ranks] if plan else _counts(processes)
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: at least 1")
+    job = VerifyJob(recipe=recipe, overrides=overrides, steps=steps, plan=plan)
+    verdicts = _prove(job, counts, quiet=json)
+    facts = [_facts(verdict) for verdict in verdicts]
+    if directory is not None:
+        (directory / "verification.json").write_text(json_format.dumps(facts, indent=2) + "\n")
+    if json:
+        say_json(facts)
+    wrong = [verdict for verdict in verdicts if not verdict.comparison.equal]
+    if wrong:
+        raise _not_equal(wrong, steps)
+    if not json:
+        total = sum(len(v.comparison.differences) for v in verdicts)
+        say(f"EQUAL to the serial run ({steps} steps, {total} tensors compared)")
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise UsageError(
+            f"--processes {text}: not a list of positive numbers", fix="Write --processes 1,2,4."
+        )
+    return counts
+
+
+def _prove(job: VerifyJob, counts: list[int], *, quiet: bool) -> list[Verdict]:
+    from headway.verification import Recording, compare, record_serial, record_split
+
+    with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
+        serial = Path(folder) / "serial.safetensors"
+        _start(record_serial, job, serial, 1)
+        reference = Recording.load(serial)
+        verdicts = []
+        for number, count in enumerate(counts):
+            target = Path(folder) / f"split-{count}.safetensors"
+            start = perf_counter()
+            _start(record_split, job, target, count)
+            comparison = compare(reference, Recording.load(target))
+            verdicts.append(Verdict(count, comparison, perf_counter() - start))
+            if not quiet:
+                if number == 0:
+                    say(_HEADER)
+                say(_line(verdicts[-1]))
+    return verdicts
+
+
+def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: int) -> None:
+    from headway.launch.local import launch_local
+    from headway.run.policies import RestartPolicy
+
+    result = launch_local(
+        entry,
+        (job, target),
+        processes=processes,
+        directory=target.parent,
+        policy=RestartPolicy(limit=0),
+    )
+    if result.stopped_by is not None:
+        note(f"stopped by {result.stopped_by}")
+        raise KeyboardInterrupt
+
+
+_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
+_HEADER = "processes  " + "".join(f"{kind:>12}" for kind in _KINDS) + "   tensors     time  verdict"
+
+
+def _line(verdict: Verdict) -> str:
+    """One row: the largest relative error of each kind."""
+    comparison = verdict.comparison
+    errors = []
+    for kind in _KINDS:
+        worst = comparison.worst(kind)
+        errors.append("-" if worst is None else f"{worst.error:.1e}")
+    word = "equal" if comparison.equal else "DIFFERENT"
+    return (
+        f"{verdict.processes:>9}  "
+        + "".join(f"{error:>12}" for error in errors)
+        + f"{len(comparison.differences):>10}{format_seconds(verdict.seconds):>9}  {word}"
+    )
+
+
+def _facts(verdict: Verdict) -> dict[str, object]:
+    comparison = verdict.comparison
+    return {
+        "processes": verdict.processes,
+        "equal": comparison.equal,
+        "tolerance": comparison.tolerance,
+        "tensors": len(comparison.differences),
+        "errors": {
+            kind: worst.error for kind in _KINDS if (worst := comparison.worst(kind)) is not None
+        },
+        "first_difference": str(comparison.first) if comparison.first else None,
+        "seconds": verdict.seconds,
+    }
+
+
+def _not_equal(wrong: list[Verdict], steps: int) -> NotEqual:
+    first = wrong[0].comparison.first
+    assert first is not None
+    others = [str(difference) for difference in wrong[0].comparison.wrong]
+    return NotEqual(
+        f"the split run is NOT the serial run; first difference: {first}",
+        where=f"{wrong[0].processes} processes",
+        why=f"{len(others)} tensors differ by more than {wrong[0].comparison.tolerance:.0e} in "
+        f"{steps} steps, in the order of execution:\n  " + "\n  ".join(others[:5]),
+        fix="A loss that is not a mean over samples, batch statistics, or random numbers from "
+        "outside torch depend on the split; see docs/verification.md.",
+    )

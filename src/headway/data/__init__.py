@@ -1,0 +1,63 @@
+"""Samples, their order and the batches made of them.
+
+`Order` and `Cursor` are arithmetic: using them does not import torch; the other names are loaded
+when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "ArraySource": "headway.data.source",
+    "Cursor": "headway.data.cursor",
+    "DatasetSource": "headway.data.source",
+    "Loader": "headway.data.loader",
+    "MemmapSource": "headway.data.source",
+    "MicroBatch": "headway.data.loader",
+    "Order": "headway.data.order",
+    "RankBatch": "headway.data.loader",
+    "SeededSource": "headway.data.source",
+    "Source": "headway.data.source",
+    "TensorSource": "headway.data.source",
+    "as_source": "headway.data.source",
+    "take": "headway.data.cursor",
+}
+
+__all__ = [
+    "ArraySource",
+    "Cursor",
+    "DatasetSource",
+    "Loader",
+    "MemmapSource",
+    "MicroBatch",
+    "Order",
+    "RankBatch",
+    "SeededSource",
+    "Source",
+    "TensorSource",
+    "as_source",
+    "take",
+]
+
+if TYPE_CHECKING:
+    from headway.data.cursor import Cursor, take
+    from headway.data.loader import Loader, MicroBatch, RankBatch
+    from headway.data.order import Order
+    from headway.data.source import (
+        ArraySource,
+        DatasetSource,
+        MemmapSource,
+        SeededSource,
+        Source,
+        TensorSource,
+        as_source,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

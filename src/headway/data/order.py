@@ -1,0 +1,110 @@
+"""The order in which an epoch visits its samples.
+
+A permutation of 0..length-1 that depends on (seed, epoch) alone, never on ranks, workers or batch
+sizes. It is computed, not stored: a Feistel network on a grid just larger than the length, with
+cycle walking for the few places that fall outside (Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002, section 4). Any part of an epoch can be asked for in constant memory, so a
+run that resumes in the middle of an epoch skips nothing and replays nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+# Each round stirs both halves of a place. Chi-squared over all 720 permutations of six samples is
+# off by 10 standard deviations with 5 rounds, 4 with 6, and 1 with 8.
+_ROUNDS = 8
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of the samples of every epoch.
+
+    Attributes:
+        length: Samples of an epoch, at least 1.
+        seed: The run's seed.
+        shuffle: False visits the samples as they lie.
+    """
+
+    length: int
+    seed: int
+    shuffle: bool = field(default=True, kw_only=True)
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:
+        """Which samples stand at the places start..stop-1 of an epoch; int64 [stop - start].
+
+        Raises:
+            IndexError: The places are not within 0..length.
+        """
+        if not 0 <= start <= stop <= self.length:
+            raise IndexError(f"places {start}..{stop} of an epoch of {self.length} samples")
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        grid = _Grid(self.length, _keys("order", self.seed, epoch, 2 * _ROUNDS))
+        return grid.permute(np.arange(start, stop, dtype=np.uint64)).astype(np.int64)
+
+
+def sample_seeds(seed: int, epoch: int, start: int, stop: int) -> list[int]:
+    """64-bit seeds for the random draws inside the samples at the places start..stop-1.
+
+    They depend on (seed, epoch, place) alone, so that random augmentation is the same whatever the
+    number of ranks and workers.
+    """
+    first, second = _keys("sample", seed, epoch, 2)
+    places = np.arange(start, stop, dtype=np.uint64)
+    seeds: list[int] = _mix(_mix(places ^ first) ^ second).tolist()
+    return seeds
+
+
+class _Grid:
+    """A permutation of 0..length-1 within a grid of rows x columns places, rows an even number.
+
+    With an even number of rows both even and odd permutations are reached. The grid has fewer than
+    3 * sqrt(length) + 4 places too many, so few places walk more than once.
+    """
+
+    def __init__(self, length: int, keys: Words) -> None:
+        rows = math.isqrt(length - 1) + 1
+        rows += rows % 2
+        self.length = np.uint64(length)
+        self.rows, self.columns = np.uint64(rows), np.uint64(-(-length // rows))
+        self.keys = keys
+
+    def permute(self, places: Words) -> Words:
+        result = self._stir(places)
+        while (outside := result >= self.length).any():
+            result[outside] = self._stir(result[outside])
+        return result
+
+    def _stir(self, places: Words) -> Words:
+        row, column = np.divmod(places, self.columns)
+        for first, second in zip(self.keys[::2], self.keys[1::2], strict=True):
+            # The reductions before the sums keep them below 2**64, where each round is invertible.
+            row = (row + _mix(column ^ first) % self.rows) % self.rows
+            column = (column + _mix(row ^ second) % self.columns) % self.columns
+        stirred: Words = row * self.columns + column
+        return stirred
+
+
+def _keys(purpose: str, seed: int, epoch: int, count: int) -> Words:
+    """Independent 64-bit keys; a hash, because numpy may change its generators' streams."""
+    digest = hashlib.shake_128(f"{purpose} {seed} {epoch}".encode()).digest(8 * count)
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _mix(words: Words) -> Words:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of the word."""
+    words = (words ^ (words >> _S30)) * _FIRST
+    words = (words ^ (words >> _S27)) * _SECOND
+    mixed: Words = words ^ (words >> _S31)
+    return mixed

@@ -1,0 +1,44 @@
+"""Checks before any process is started, and how many threads each one gets."""
+
+from __future__ import annotations
+
+import os
+
+from headway.errors import UsageError
+from headway.run.place import user_threads
+
+
+def check_processes(processes: int) -> tuple[str, ...]:
+    """Check the number of processes for this machine.
+
+    Returns:
+        Warnings, each one sentence.
+
+    Raises:
+        UsageError: Fewer than one process.
+    """
+    if processes < 1:
+        raise UsageError(
+            f"cannot start {processes} processes",
+            where="--processes",
+            fix="Give at least 1.",
+        )
+    available = cores()
+    if processes <= available:
+        return ()
+    return (
+        f"{processes} processes share {available} CPU cores: they will wait for each other; "
+        f"on CPUs use --processes {available} or fewer",
+    )
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_for(processes: int, threads: int | None = None) -> int:
+    """Threads of each process: as given, else the user's OMP_NUM_THREADS, else a fair share."""
+    return threads or user_threads() or max(1, cores() // max(1, processes))

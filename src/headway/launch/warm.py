@@ -1,0 +1,46 @@
+"""The warm process: a forkserver that has imported torch, from which all workers are forked.
+
+Importing torch costs about a second of a core. The forkserver pays it once; workers, also those of
+a restart, are forked from it in milliseconds. Start it before torch is imported here, and the two
+imports run beside each other. It never runs anything but imports, and ends with this process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from headway.launch.preflight import threads_for
+
+PRELOAD = ("torch", "torch.distributed", "headway.launch.worker", "headway.run.world")
+
+
+def warm_up(processes: int, preload: Sequence[str] = (), threads: int | None = None) -> None:
+    """Start the forkserver if it does not run yet; returns at once, the imports go on beside.
+
+    Args:
+        processes: How many workers will share the cores.
+        preload: Modules to import besides torch; one that does not exist is ignored.
+        threads: See `threads_for`. The forkserver keeps the environment of its start, and OpenMP
+            reads OMP_NUM_THREADS when torch is loaded.
+    """
+    modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    with environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def environment(changes: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set variables; on leaving, every variable is as it was before, whoever changed it."""
+    before = dict(os.environ)
+    os.environ.update(changes or {})
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

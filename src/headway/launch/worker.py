@@ -1,0 +1,178 @@
+"""What a worker does around its work: find its place, run the entry, report, end promptly.
+
+Invariant: a worker never outlives its launcher or its siblings by more than seconds, whatever it is
+doing, and whatever it has to say (result or failure) lies on disk before it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.errors import HeadwayError, WorkerFailed
+from headway.launch.watch import end_process, note, watch_others
+from headway.run.failure import FailureRecord, describe_failure, record_failure
+from headway.run.place import ATTEMPT, Place
+
+INTERRUPTED = 130
+STOPPED = 143
+LINGER_SECONDS = 0.5
+# What the agent sets for each worker must not be overwritten by the launcher's own variables.
+_OF_AGENT = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_")
+_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every worker is sent.
+
+    Attributes:
+        entry: Called as entry(place, *arguments).
+        arguments: Anything that pickles.
+        outbox: Private directory of this attempt: results, failures, process ids.
+        directory: The run directory, which gets a copy of the failures; None: none.
+        attempt: Counted by the launcher.
+        threads: For torch in each worker.
+        environment: The launcher's variables; a forkserver that ran before may have old ones.
+    """
+
+    entry: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    outbox: Path
+    directory: Path | None
+    attempt: int
+    threads: int
+    environment: Mapping[str, str]
+
+
+def work(job: Job) -> None:
+    """Body of a worker process; the agent calls it. Ends the process itself unless all is well."""
+    # Like torchrun's workers: a terminal's Ctrl-C goes to the agent, which passes it on once; data
+    # loading processes never see it, so that the last step and the checkpoint can be finished.
+    with contextlib.suppress(OSError):
+        os.setsid()
+    _set_environment(job)
+    place = Place.here()
+    watch_others(job.outbox, place)
+    with _signals_noticed() as signals:
+        try:
+            _set_threads(job.threads)
+            result = pickle.dumps(job.entry(place, *job.arguments))
+            stopped_by = signals()
+            if stopped_by:
+                note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
+            note(job.outbox / f"result-{place.rank:05d}", result)
+        except KeyboardInterrupt:
+            end_process(INTERRUPTED)
+        except BaseException as error:
+            record = _report(job, place, _unless_exit(error))
+            if record.secondary:
+                # The agent reports the first dead worker that it sees: let it see the other one,
+                # with the signal that killed it. It ends this one then.
+                time.sleep(LINGER_SECONDS)
+            end_process(record.exit_code)
+        if stopped_by or signals():
+            # The agent is ending its workers: it will not come to collect a return value.
+            end_process(STOPPED)
+
+
+def work_here(
+    entry: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    place: Place,
+    directory: Path | None,
+    tell: Callable[[HeadwayError], None],
+) -> Any:
+    """Run one rank in this process, in a world that another launcher (torchrun, srun) has made.
+
+    After an error the process ends at once with the error's exit code: clean-ups of the
+    communication library could wait for ranks that are gone.
+
+    Args:
+        entry: Called as entry(place, *arguments); its result is returned.
+        arguments: For the entry.
+        place: From `Place.here()`.
+        directory: The run directory, which gets the failure's record; None: none.
+        tell: Called with an error that began in this rank (not with its echo in other ranks).
+    """
+    try:
+        return entry(place, *arguments)
+    except KeyboardInterrupt:
+        end_process(INTERRUPTED)
+    except BaseException as error:
+        cause = _unless_exit(error)
+        record = describe_failure(place, None, cause)
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                record_failure(directory, place, None, cause)
+        if not record.secondary:
+            tell(record.error())
+        end_process(record.exit_code)
+
+
+def _report(job: Job, place: Place, error: BaseException) -> FailureRecord:
+    """Write the failure down, for the launcher and in the run directory (its disk may be full)."""
+    for directory in (job.outbox, job.directory):
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                record_failure(directory, place, None, error)
+    return describe_failure(place, None, error)
+
+
+def _unless_exit(error: BaseException) -> BaseException:
+    """sys.exit in a worker is a failure like any other: the other ranks need this one."""
+    if not isinstance(error, SystemExit):
+        return error
+    return WorkerFailed(
+        f"the code called sys.exit({error.code!r})",
+        fix="Raise an exception to stop with an error; return to stop without.",
+    )
+
+
+def _set_environment(job: Job) -> None:
+    for name, value in job.environment.items():
+        if not name.startswith(_OF_AGENT) and name not in _OF_RANK:
+            os.environ[name] = value
+    os.environ[ATTEMPT] = str(job.attempt)
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    # All ranks are on this machine: never depend on what its host name stands for.
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _signals_noticed() -> Iterator[Callable[[], str]]:
+    """The name of a signal that asks for the end and came meanwhile, whatever handled it; or ""."""
+    read_end, write_end = socket.socketpair()
+    read_end.setblocking(False)
+    write_end.setblocking(False)
+    before = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+
+    def arrived() -> str:
+        with contextlib.suppress(BlockingIOError):
+            for number in read_end.recv(4096):
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    return signal.Signals(number).name
+        return ""
+
+    try:
+        yield arrived
+    finally:
+        signal.set_wakeup_fd(before)
+        read_end.close()
+        write_end.close()

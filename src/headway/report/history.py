@@ -1,0 +1,334 @@
+"""A run directory becomes a `RunHistory`.
+
+The history that counts is found by replaying events.jsonl in the order of the file: a resume at
+step s, or a step that is logged again, removes everything that was logged beyond it. Rows of the
+ranks count if their attempt is the one whose step counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.errors import UsageError
+from headway.report.lines import read_lines, read_object, read_objects
+from headway.report.records import (
+    Attempt,
+    CheckpointRecord,
+    Failure,
+    Proof,
+    RankStep,
+    RunHistory,
+    Showcase,
+    StepRecord,
+    ValidationRecord,
+    WarningRecord,
+    record,
+)
+from headway.timeline import LANES, Span, Timeline
+
+__all__ = ["RunHistory", "read_history"]
+
+_SIGNS = ("events.jsonl", "recipe.json", "plan.json", "environment.json")
+_Stepped = TypeVar("_Stepped", StepRecord, ValidationRecord, CheckpointRecord, Showcase)
+
+
+def read_history(directory: Path) -> RunHistory:
+    """Read a run directory, of a run that is finished, still running, or dead.
+
+    Args:
+        directory: What `headway train` wrote; every file in it may be missing or damaged.
+
+    Raises:
+        UsageError: The directory does not exist or holds no run.
+    """
+    _must_hold_run(directory)
+    notes: list[str] = []
+    documents: dict[str, dict[str, Any]] = {}
+    for name in ("recipe", "plan", "environment"):
+        documents[name], found = read_object(directory / f"{name}.json")
+        notes += found
+    rows, found = read_lines(directory / "events.jsonl")
+    replay = _Replay()
+    replay.run(rows)
+    notes += [*found, *_unusable("events.jsonl", replay.unusable)]
+    rank_steps, traces, found = _ranks(directory / "ranks", replay)
+    failures, more = _failures(directory / "failures")
+    proofs, also = _proofs(directory / "verification.json")
+    return RunHistory(
+        directory=directory,
+        **documents,
+        attempts=tuple(replay.attempts),
+        steps=tuple(replay.steps),
+        validations=tuple(replay.validations),
+        checkpoints=tuple(replay.checkpoints),
+        showcases=tuple(replay.showcases),
+        warnings=tuple(replay.warnings),
+        rank_steps=rank_steps,
+        traces=traces,
+        failures=failures,
+        proofs=proofs,
+        superseded=replay.superseded,
+        notes=(*notes, *found, *more, *also),
+    )
+
+
+def _must_hold_run(directory: Path) -> None:
+    if not directory.is_dir():
+        raise UsageError(
+            "is not a directory" if directory.exists() else "does not exist",
+            where=str(directory),
+            fix="Give the run directory that headway train printed.",
+        )
+    if not any((directory / name).exists() for name in _SIGNS):
+        raise UsageError(
+            "is not a run directory",
+            where=str(directory),
+            why=f"It holds none of {', '.join(_SIGNS)}.",
+            fix="Give the run directory that headway train printed.",
+        )
+
+
+class _Replay:
+    """The state of the history while the events are read in order."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        self.steps: list[StepRecord] = []
+        self.validations: list[ValidationRecord] = []
+        self.checkpoints: list[CheckpointRecord] = []
+        self.showcases: list[Showcase] = []
+        self.warnings: list[WarningRecord] = []
+        self.superseded = 0
+        self.unusable = 0
+
+    def run(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            try:
+                self._take(row)
+            except (ValueError, OverflowError):
+                self.unusable += 1
+
+    def counts(self) -> dict[int, int]:
+        """step -> attempt of the history that counts."""
+        return {step.step: step.attempt for step in self.steps}
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        match row.get("event"):
+            case "start":
+                self._begin(record(Attempt, row))
+            case "resume":
+                attempt = record(Attempt, row)
+                self._rewind(attempt.step)
+                self._begin(attempt)
+            case "step":
+                self._step(record(StepRecord, row))
+            case "validation":
+                _put(self.validations, record(ValidationRecord, row))
+            case "checkpoint":
+                _put(self.checkpoints, record(CheckpointRecord, row))
+            case "showcase":
+                _put(self.showcases, record(Showcase, row))
+            case "warning":
+                self.warnings.append(record(WarningRecord, row))
+            case "stop":
+                self._amend(reason=str(row.get("reason") or "stopped"))
+            case None:
+                raise ValueError("event is missing")
+            case _:
+                pass  # a later headway may write events that this one does not draw
+
+    def _begin(self, attempt: Attempt) -> None:
+        """A start and a resume of the same attempt are one beginning."""
+        last = self.attempts[-1] if self.attempts else None
+        idle = last is not None and not last.last and not last.reason
+        if last is not None and idle and last.attempt == attempt.attempt:
+            self._amend(
+                step=attempt.step,
+                ranks=attempt.ranks or last.ranks,
+                batch=attempt.batch or last.batch,
+            )
+        else:
+            self.attempts.append(attempt)
+
+    def _step(self, step: StepRecord) -> None:
+        if not self.attempts or self.attempts[-1].attempt != step.attempt:
+            # The line that said so was lost in the kill.
+            self._begin(Attempt(attempt=step.attempt, time=step.time, step=step.step - 1))
+        self._rewind(step.step - 1)
+        self.steps.append(step)
+        self._amend(last=step.step)
+
+    def _amend(self, **changes: Any) -> None:
+        if self.attempts:
+            self.attempts[-1] = dataclasses.replace(self.attempts[-1], **changes)
+
+    def _rewind(self, step: int) -> None:
+        """Remove what was logged beyond `step`: it is about to be done again."""
+        before = len(self.steps)
+        for entries in (self.steps, self.validations, self.checkpoints, self.showcases):
+            _drop_beyond(entries, step)
+        self.superseded += before - len(self.steps)
+
+
+def _put(entries: list[_Stepped], entry: _Stepped) -> None:
+    _drop_beyond(entries, entry.step - 1)
+    entries.append(entry)
+
+
+def _drop_beyond(entries: list[Any], step: int) -> None:
+    while entries and entries[-1].step > step:
+        entries.pop()
+
+
+def _ranks(
+    directory: Path, replay: _Replay
+) -> tuple[dict[int, tuple[RankStep, ...]], dict[int, Timeline], list[str]]:
+    """Steps per rank, spans per step, and notes."""
+    attempts = replay.counts()
+    newest = replay.attempts[-1].attempt if replay.attempts else None
+    steps: dict[int, tuple[RankStep, ...]] = {}
+    spans: dict[int, list[Span]] = {}
+    notes: list[str] = []
+    for path in sorted(directory.glob("*.jsonl")):
+        rows, found = read_lines(path)
+        notes += found
+        rank = _RankReplay(attempts, newest)
+        rank.run(rows)
+        notes += _unusable(path.name, rank.unusable)
+        if rank.steps:
+            steps[_rank_of(path)] = tuple(rank.steps[step] for step in sorted(rank.steps))
+        for step, span in rank.spans:
+            spans.setdefault(step, []).append(span)
+    return steps, _on_common_clock(spans), notes
+
+
+class _RankReplay:
+    """The state of one rank's history while its file is read in order.
+
+    Attempt numbers alone do not tell lives apart: a job that is resumed by hand counts from 0
+    again. So a step that comes again removes what the same file had beyond it.
+    """
+
+    def __init__(self, attempts: Mapping[int, int], newest: int | None) -> None:
+        self._attempts = attempts
+        self._newest = newest
+        self._last: tuple[int, float] = (0, math.nan)
+        self.steps: dict[int, RankStep] = {}
+        self.spans: list[tuple[int, Span]] = []
+        self.unusable = 0
+
+    def run(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            try:
+                self._take(row)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self.unusable += 1
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        event = row.get("event")
+        if event not in ("rank_step", "span"):
+            return
+        step, attempt = int(row["step"]), int(row.get("attempt") or 0)
+        if self._attempts.get(step, self._newest) not in (attempt, None):
+            return
+        if event == "span":
+            self.spans.append((step, _span(row)))
+            return
+        taken = record(RankStep, row)
+        self._rewind(step)
+        self.steps[step] = taken
+        self._last = (step, float(row.get("time") or math.nan))
+
+    def _rewind(self, step: int) -> None:
+        last, death = self._last
+        if step > last:
+            return
+        self.steps = {number: old for number, old in self.steps.items() if number < step}
+        self.spans = [
+            (number, span)
+            for number, span in self.spans
+            if number < step or not span.start <= death
+        ]
+
+
+def _rank_of(path: Path) -> int:
+    digits = re.findall(r"\d+", path.stem)
+    return int(digits[-1]) if digits else 0
+
+
+def _span(row: Mapping[str, Any]) -> Span:
+    start, end = float(row["start"]), float(row["end"])
+    if not (math.isfinite(start) and math.isfinite(end) and end >= start):
+        raise ValueError("a span needs a finite start and an end that is not before it")
+    if row["lane"] not in LANES:
+        raise ValueError(f"{row['lane']!r} is not a lane")
+    return Span(
+        rank=int(row["rank"]),
+        lane=str(row["lane"]),
+        kind=str(row["kind"]),
+        label=str(row.get("label") or ""),
+        start=start,
+        end=end,
+        node=str(row.get("node") or ""),
+    )
+
+
+def _on_common_clock(spans: Mapping[int, list[Span]]) -> dict[int, Timeline]:
+    """Seconds since the first span: unix seconds in a float64 of microseconds would lose digits."""
+    first = min((span.start for entries in spans.values() for span in entries), default=0.0)
+    return {
+        step: Timeline.of(
+            dataclasses.replace(span, start=span.start - first, end=span.end - first)
+            for span in spans[step]
+        )
+        for step in sorted(spans)
+    }
+
+
+def _failures(directory: Path) -> tuple[tuple[Failure, ...], list[str]]:
+    failures: list[Failure] = []
+    notes: list[str] = []
+    for path in sorted(directory.glob("*.json")):
+        row, found = read_object(path)
+        notes += found
+        attempt = re.search(r"attempt-(\d+)", path.name)
+        number = int(attempt.group(1)) if attempt else 0
+        if row:
+            try:
+                failures.append(record(Failure, {"attempt": number, **row}))
+            except ValueError as error:
+                notes.append(f"{path.name}: {error}")
+    order = sorted(failures, key=_cause_first)
+    return tuple(order), notes
+
+
+def _unusable(name: str, count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"{name}: {count} {'entry' if count == 1 else 'entries'} without the needed values"]
+
+
+def _proofs(path: Path) -> tuple[tuple[Proof, ...], list[str]]:
+    rows, notes = read_objects(path)
+    proofs: list[Proof] = []
+    unusable = 0
+    for row in rows:
+        errors = row.get("errors")
+        measured = errors.values() if isinstance(errors, Mapping) else ()
+        error = max((e for e in measured if isinstance(e, int | float)), default=None)
+        try:
+            proofs.append(record(Proof, {"error": error, **row}))
+        except (ValueError, OverflowError):
+            unusable += 1
+    ordered = sorted(proofs, key=lambda proof: proof.processes)
+    return tuple(ordered), [*notes, *_unusable(path.name, unusable)]
+
+
+def _cause_first(failure: Failure) -> tuple[int, bool, float, int]:
+    time = failure.time if math.isfinite(failure.time) else math.inf
+    return failure.attempt, failure.secondary, time, failure.rank

@@ -1,0 +1,245 @@
+"""What a run wrote down, as frozen records.
+
+A missing number is NaN, a missing text is ""; `record` is the only place where a row of JSON
+becomes a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.timeline import Timeline
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimiser step of the history that counts; `seconds` s, `rate` in samples/s."""
+
+    step: int
+    attempt: int = 0
+    time: float = math.nan
+    loss: float = math.nan
+    samples: int = 0
+    epoch: int = 0
+    seconds: float = math.nan
+    rate: float = math.nan
+    lr: float = math.nan
+    norm: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationRecord:
+    """One validation, made after `step` steps."""
+
+    step: int
+    time: float = math.nan
+    loss: float = math.nan
+    samples: int = 0
+    seconds: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord:
+    """One committed checkpoint; training stood still for `held_seconds`."""
+
+    step: int
+    time: float = math.nan
+    bytes: int = 0
+    held_seconds: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Showcase:
+    """A text that the recipe made from the trained model."""
+
+    step: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarningRecord:
+    """A warning that the run printed."""
+
+    attempt: int = 0
+    time: float = math.nan
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One life of the job: from a start or a restart to its end.
+
+    Attributes:
+        attempt: Its number, 0 for the first.
+        time: Unix seconds of its beginning.
+        step: Steps that were done when it began; more than 0 after a restart from a checkpoint.
+        ranks: Number of processes; 0 where it was not written.
+        batch: The batch equation.
+        last: The last step that it logged, superseded or not.
+        reason: How it ended: "complete", a signal's name, or "" where it wrote no end.
+    """
+
+    attempt: int = 0
+    time: float = math.nan
+    step: int = 0
+    ranks: int = 0
+    batch: str = ""
+    last: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """Where one rank's time went in one step (seconds), and the memory it held."""
+
+    step: int
+    attempt: int = 0
+    seconds: float = math.nan
+    compute: float = 0.0
+    exposed: float = 0.0
+    data: float = 0.0
+    update: float = 0.0
+    memory_bytes: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a rank stopped; `step` is -1 outside of steps, `secondary`: it only lost its peer."""
+
+    attempt: int = 0
+    rank: int = 0
+    step: int = -1
+    kind: str = ""
+    what: str = ""
+    where: str = ""
+    why: str = ""
+    fix: str = ""
+    code: str = ""
+    secondary: bool = False
+    time: float = math.nan
+    trace: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What `headway verify` found for one number of processes; `error` is the largest, relative."""
+
+    processes: int
+    equal: bool
+    tolerance: float = math.nan
+    tensors: int = 0
+    error: float = math.nan
+    first_difference: str = ""
+    seconds: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """The history that counts: steps that a restart threw away are not in it.
+
+    Attributes:
+        directory: The run directory.
+        recipe: recipe.json; empty where missing, like the two below.
+        plan: plan.json.
+        environment: environment.json.
+        attempts: The first start and every restart, in order.
+        steps: In order, each step once.
+        validations: In order, at most one per step.
+        checkpoints: In order, at most one per step.
+        showcases: In order.
+        warnings: In order, of all attempts.
+        rank_steps: Steps of each rank, in order.
+        traces: The spans of each traced step; seconds since the first span of the run.
+        failures: Of all attempts; the cause before its consequences.
+        proofs: verification.json, by number of processes.
+        superseded: Number of steps that were done and thrown away by restarts.
+        notes: What could not be read.
+    """
+
+    directory: Path
+    recipe: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    attempts: tuple[Attempt, ...]
+    steps: tuple[StepRecord, ...]
+    validations: tuple[ValidationRecord, ...]
+    checkpoints: tuple[CheckpointRecord, ...]
+    showcases: tuple[Showcase, ...]
+    warnings: tuple[WarningRecord, ...]
+    rank_steps: Mapping[int, tuple[RankStep, ...]]
+    traces: Mapping[int, Timeline]
+    failures: tuple[Failure, ...]
+    proofs: tuple[Proof, ...]
+    superseded: int
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The recipe's name, or the directory's."""
+        return str(self.recipe.get("name") or self.directory.resolve().name)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All spans of the history that counts."""
+        return Timeline.of(span for trace in self.traces.values() for span in trace.spans)
+
+    @property
+    def restarts(self) -> tuple[Attempt, ...]:
+        """Every attempt but the first."""
+        return self.attempts[1:]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the last attempt; from the rank files where it was not written."""
+        written = [attempt.ranks for attempt in self.attempts if attempt.ranks]
+        return written[-1] if written else len(self.rank_steps)
+
+
+def record(kind: type[R], row: Mapping[str, Any]) -> R:
+    """Build a record from a row; keys that the record does not have are left out.
+
+    Raises:
+        ValueError: A needed value is missing or a value has the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        given = row.get(field.name)
+        if given is None:
+            if field.default is dataclasses.MISSING:
+                raise ValueError(f"{field.name} is missing")
+            continue
+        values[field.name] = _CONVERT[str(field.type)](given)
+    return kind(**values)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return int(value)
+    raise ValueError(f"{value!r} is not a whole number")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, int | float):
+        return float(value)
+    raise ValueError(f"{value!r} is not a number")
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not true or false")
+
+
+_CONVERT: Mapping[str, Callable[[Any], Any]] = {
+    "int": _whole,
+    "float": _number,
+    "str": str,
+    "bool": _truth,
+}

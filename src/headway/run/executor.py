@@ -1,0 +1,424 @@
+"""Obeys a plan: carries out the step program, one handler for each kind of instruction.
+
+The executor does not know how the plan was found and holds no branch per feature. What it promises
+is the house rule: loss, gradients and updated parameters of a step equal those of the serial run,
+because the loss is the sum over the global batch divided by the global count, whatever the split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter, time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.comm import GradientExchange
+from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
+from headway.errors import Diverged, PlanError, UsageError
+from headway.plan import Plan, data_parallel
+from headway.run import alike
+from headway.run.place import Place
+from headway.run.program import Instruction, StepProgram, compile_step
+from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
+from headway.run.recipe import Loss
+from headway.run.trees import resize, to_device
+from headway.run.world import World
+from headway.timeline import Span
+from headway.units import format_bytes
+
+_KINDS = {
+    "clear": "update", "arm": "forward", "send": "wait", "tally": "wait", "receive": "wait",
+    "scale": "update", "clip": "update",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step did; filled while it runs.
+
+    Attributes:
+        loss: Of the global batch; the same number on every rank.
+        samples: Of the global batch.
+        norm: Global norm of the gradients before clipping; None where nothing is clipped.
+        votes: How many ranks asked to stop after this step.
+        spans: Seconds on the wall clock, for the timeline.
+    """
+
+    loss: float = float("nan")
+    samples: int = 0
+    norm: float | None = None
+    votes: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def seconds(self, *kinds: str, lane: str = "compute") -> float:
+        """Total seconds of the given kinds on one lane."""
+        return sum(s.seconds for s in self.spans if s.lane == lane and s.kind in kinds)
+
+
+class Executor:
+    """Trains a model by a plan, in the user's own loop or in headway's.
+
+        run = headway.Executor(model, optimizer, loss=loss, batch=64)
+        for batch in run.batches(dataset):
+            loss = run.step(batch)
+
+    Args:
+        model: Any module; it is used as it is and keeps its names.
+        optimizer: Any torch optimiser over the model's parameters.
+        loss: See `headway.run.recipe.Loss`; `headway.criterion` makes one of a torch criterion.
+        plan: A plan, or the path of a plan file. Exactly one of `plan` and `batch` is given.
+        batch: Samples of the global batch, for plain data parallelism over all processes.
+        scheduler: Stepped after every optimiser step.
+        clip: Largest global norm of the gradients.
+        seed: Decides sample order and dropout.
+        world: The processes; found in the environment (torchrun, Slurm) where it is not given.
+
+    Raises:
+        PlanError: The plan cannot exist, or is for another number of processes.
+        UsageError: Not exactly one of `plan` and `batch` is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss: Loss,
+        plan: Plan | str | Path | None = None,
+        batch: int | None = None,
+        scheduler: LRScheduler | None = None,
+        clip: float | None = None,
+        seed: int = 0,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or _find_world()
+        self.plan = _plan_for(plan, batch, self.world.ranks)
+        self.model = model.to(self.world.device)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.seed = seed
+        self.steps_done = 0
+        self.record = StepRecord()
+        self.wants_stop = False
+        self._loss = loss
+        self._clip = clip
+        self._sites: Sites | None = None
+        self._mode: LogicalRandomness | None = None
+        self._mode_of: MicroBatch | None = None
+        self._batch: RankBatch | None = None
+        self._loss_of: dict[int, Tensor] = {}
+        self._shares: list[Tensor] = []
+        self._counts: list[Tensor | float] = []
+        self._tallied = torch.zeros(3, dtype=torch.float64)
+        self._dtype = torch.float64 if self.plan.memory.precision == "float64" else None
+        if self._dtype is not None:
+            self.model.to(self._dtype)
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._exchange = (
+            GradientExchange(self._parameters, self.plan.exchange)
+            if self.plan.data_degree > 1
+            else None
+        )
+        self._handlers: dict[str, Callable[[Instruction], None]] = {
+            "clear": self._clear, "forward": self._forward, "arm": self._arm,
+            "backward": self._backward, "send": self._send, "tally": self._tally,
+            "receive": self._receive, "scale": self._scale, "clip": self._clip_norm,
+            "update": self._update,
+        }  # fmt: skip
+        if self.world.ranks > 1:
+            alike.start_alike(self.model, self.world)
+
+    # -- the public loop ---------------------------------------------------------------------
+
+    def batches(
+        self,
+        examples: Any,
+        *,
+        epochs: int | None = 1,
+        cursor: Cursor | None = None,
+        workers: int = 0,
+        drop_last: bool = False,
+    ) -> Iterator[RankBatch]:
+        """This rank's part of every global batch, in an order that depends on the seed alone.
+
+        Args:
+            examples: A `Source` or any map-style torch `Dataset`.
+            epochs: How often to go through the data; None: for ever.
+            cursor: Where to begin; the beginning if not given.
+            workers: Data-loading processes of this rank.
+            drop_last: Leave out the ragged last batch of an epoch.
+        """
+        loader = self.loader(
+            examples, cursor=cursor, workers=workers, drop_last=drop_last, epochs=epochs
+        )
+        with loader:
+            yield from loader
+
+    def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> Loader:
+        """The loader behind `batches`; `options` are those of `headway.data.Loader`."""
+        return Loader(
+            as_source(examples),
+            self.plan.batch,
+            rank=self.world.rank,
+            ranks=self.plan.data_degree,
+            cursor=cursor or Cursor(seed=self.seed, epoch=0, position=0),
+            **options,
+        )
+
+    def step(self, batch: RankBatch) -> float:
+        """One optimiser step; returns the loss of the global batch.
+
+        Raises:
+            Diverged: The loss is not finite; parameters are those before the step.
+            PeerLost: Another rank vanished.
+            Stalled: The exchange ran into its time-out; names who is missing.
+        """
+        self._batch = batch
+        self.record = StepRecord(samples=batch.samples)
+        program = compile_step(self.plan, len(batch.micros), clip=self._clip is not None)
+        self.model.train()
+        self._carry_out(program)
+        self.steps_done += 1
+        return self.record.loss
+
+    def evaluate(self, batches: Loader) -> tuple[float, int]:
+        """The mean loss over all samples of a loader and their number; equal on every rank."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        self.model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                for micro in batch.micros:
+                    total, count = self._sum_and_count(micro)
+                    samples = len(micro.positions)
+                    totals += torch.tensor([float(total), float(count), samples])
+        self.all_reduce(totals, "validation")
+        return float(totals[0] / totals[1]), int(totals[2])
+
+    def close(self) -> None:
+        """Take the hooks off the model and leave the world."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self.world.leave()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
+        """Sum a small float64 tensor over all ranks, in place."""
+        if self.world.ranks > 1:
+            with self.world.explained(f"{doing} of step {self.steps_done + 1}"):
+                shared = tensor.to(self.world.device)
+                dist.all_reduce(shared)
+                tensor.copy_(shared)
+        return tensor
+
+    # -- the interpreter ---------------------------------------------------------------------
+
+    def _carry_out(self, program: StepProgram) -> None:
+        offset = time() - perf_counter()
+        node = f"step {self.steps_done + 1}"
+        for instruction in program.instructions:
+            start = perf_counter()
+            self._handlers[instruction.kind](instruction)
+            self._note(instruction, offset + start, offset + perf_counter(), node)
+
+    def _note(self, instruction: Instruction, start: float, end: float, node: str) -> None:
+        self.record.spans.append(
+            Span(
+                rank=self.world.rank,
+                lane="compute",
+                kind=_KINDS.get(instruction.kind, instruction.kind),
+                label=str(instruction),
+                start=start,
+                end=end,
+                node=node,
+            )
+        )
+
+    def _clear(self, _: Instruction) -> None:
+        self._shares, self._counts = [], []
+        if self._exchange is not None:
+            self._exchange.begin()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _forward(self, instruction: Instruction) -> None:
+        micro = self._micro(instruction)
+        with self._randomness(micro, drawing=True):
+            total, count = self._sum_and_count(micro)
+        share = total / self.record.samples
+        self._loss_of[instruction.microbatch or 0] = share
+        self._shares.append(share.detach())
+        self._counts.append(count)
+
+    def _arm(self, _: Instruction) -> None:
+        if self._exchange is not None:
+            self._exchange.arm()
+
+    def _backward(self, instruction: Instruction) -> None:
+        loss = self._loss_of.pop(instruction.microbatch or 0)
+        recomputes = self._sites is not None and self._sites.in_backward
+        with (
+            self._exchanging(),
+            self._randomness(self._micro(instruction), drawing=recomputes),
+        ):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _send(self, _: Instruction) -> None:
+        assert self._exchange is not None
+        with self._exchanging():
+            self._exchange.send()
+
+    def _tally(self, _: Instruction) -> None:
+        """Sum over the ranks: loss, count, votes to stop, and which parameters have gradients."""
+        own = torch.tensor(
+            [
+                sum(float(share) for share in self._shares),
+                sum(float(count) for count in self._counts),
+                float(self.wants_stop),
+            ],
+            dtype=torch.float64,
+        )
+        if self._exchange is not None:
+            own = self.all_reduce(torch.cat([own, self._exchange.used]), "the tally")
+        self._tallied = own
+        share, count, votes = own[:3].tolist()
+        self.record.loss = share * (self.record.samples / count)
+        self.record.votes = round(votes)
+
+    def _receive(self, _: Instruction) -> None:
+        assert self._exchange is not None
+        offset = time() - perf_counter()
+        with self._exchanging():
+            flights = self._exchange.receive()
+        self._exchange.settle((self._tallied[3:] > 0).tolist())
+        node = f"step {self.steps_done + 1}"
+        self.record.spans.extend(
+            Span(
+                rank=self.world.rank,
+                lane="exchange",
+                kind="exchange",
+                label=f"bucket {flight.bucket}: {format_bytes(flight.num_bytes)}",
+                start=offset + flight.sent,
+                end=offset + flight.received,
+                node=node,
+            )
+            for flight in flights
+        )
+
+    def _scale(self, _: Instruction) -> None:
+        """Refuse a loss that is not finite; divide by the global count where it is not N."""
+        if not math.isfinite(self.record.loss):
+            raise Diverged(
+                f"the loss is {self.record.loss}",
+                where=f"step {self.steps_done + 1}",
+                why="The update was not made: parameters are those of the step before.",
+                fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
+            )
+        factor = self.record.samples / float(self._tallied[1])
+        if factor == 1.0:
+            return
+        if self._exchange is not None:
+            self._exchange.scale(factor)
+        else:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _clip_norm(self, _: Instruction) -> None:
+        assert self._clip is not None
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
+        self.record.norm = float(norm)
+
+    def _update(self, _: Instruction) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    # -- one micro-batch ---------------------------------------------------------------------
+
+    def _micro(self, instruction: Instruction) -> MicroBatch:
+        assert self._batch is not None
+        return self._batch.micros[instruction.microbatch or 0]
+
+    def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
+        """The loss of a micro-batch as a sum and what it is a sum over."""
+        data = to_device(micro.data, self.world.device, self._dtype)
+        with self._arithmetic():
+            value = self._loss(self.model, data)
+        if isinstance(value, tuple):
+            return value[0], value[1]
+        return value * len(micro.positions), float(len(micro.positions))
+
+    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        if self.plan.memory.precision == "bfloat16":
+            return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _randomness(self, micro: MicroBatch, *, drawing: bool) -> Iterator[None]:
+        """Random draws inside belong to samples; every micro-batch starts from the same state."""
+        assert self._batch is not None
+        start = self._batch.start
+        if self._sites is None:
+            self._sites = self._find_sites(micro)
+        if not drawing:
+            yield
+            return
+        seed_everything(self.seed, start.epoch, start.position)
+        if self._mode is None or self._mode_of is not micro:
+            self._mode = LogicalRandomness(self._sites, micro.positions, start.epoch)
+            self._mode_of = micro
+        with self._mode if self._sites.forward else contextlib.nullcontext():
+            yield
+
+    def _find_sites(self, micro: MicroBatch) -> Sites:
+        """Look once how random draws depend on the batch; without doubt, or with a warning."""
+        data = to_device(micro.data, self.world.device, self._dtype)
+        with self._arithmetic():
+            sites = probe(self.model, self._loss, data, resize)
+        for doubt in sites.doubts:
+            warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
+        return sites
+
+    def _exchanging(self) -> contextlib.AbstractContextManager[None]:
+        return self.world.explained(f"the exchange of step {self.steps_done + 1}")
+
+
+def _find_world() -> World:
+    """The process group that the program has made, else what the launcher prepared."""
+    if dist.is_available() and dist.is_initialized():
+        return World.adopt()
+    return World.join(Place.here(), device="auto")
+
+
+def _plan_for(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> Plan:
+    if (plan is None) == (batch is None):
+        raise UsageError(
+            "an Executor needs exactly one of plan and batch",
+            fix="Write Executor(model, optimizer, loss=loss, batch=64) or plan='plan.json'.",
+        )
+    if batch is not None:
+        return data_parallel(batch, processes=ranks)
+    found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
+    found.check()
+    if found.ranks != ranks:
+        raise PlanError(
+            "this plan is for another number of processes",
+            problems=[f"the plan has {found.ranks} ranks; {ranks} processes run"],
+            fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
+        )
+    return found

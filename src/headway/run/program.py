@@ -1,0 +1,82 @@
+"""The step program: what a plan makes a rank do in one optimiser step, as data.
+
+`compile_step` turns a plan and the number of micro-batches into a list of instructions; the
+executor carries them out one after the other with one handler per kind. A feature adds
+instructions and their handlers; it never adds a branch to the executor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headway.plan import Plan
+
+Kind = Literal[
+    "clear", "forward", "arm", "backward", "send", "tally", "receive", "scale", "clip", "update"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One thing to do.
+
+    Kinds, with what they mean for synchronous data parallelism:
+        clear: forget the last step's gradients.
+        forward: the loss of micro-batch `microbatch`.
+        arm: gradients may leave as soon as the next backward pass has made them.
+        backward: the gradients of micro-batch `microbatch`, added to those before.
+        send: start the exchange of all gradients that have not left.
+        tally: sum loss, count, used parameters and votes over all ranks.
+        receive: wait for the summed gradients.
+        scale: divide by a global count that is only known now.
+        clip: limit the global norm of the gradients.
+        update: the optimiser's and the scheduler's step.
+    """
+
+    kind: Kind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.microbatch is None else f"{self.kind} {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """The instructions of one rank for one optimiser step."""
+
+    instructions: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.instructions))
+
+
+def compile_step(plan: Plan, num_microbatches: int, *, clip: bool) -> StepProgram:
+    """The program of a rank.
+
+    Args:
+        plan: A legal plan.
+        num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
+        clip: Whether the recipe limits the norm of the gradients.
+    """
+    passes = [_microbatch(number) for number in range(num_microbatches)]
+    if plan.data_degree > 1 and passes:
+        passes[-1].insert(1, Instruction("arm"))
+    exchange = [Instruction("send")] if plan.data_degree > 1 else []
+    arrive = [Instruction("receive")] if plan.data_degree > 1 else []
+    return StepProgram(
+        (
+            Instruction("clear"),
+            *(instruction for one in passes for instruction in one),
+            *exchange,
+            Instruction("tally"),
+            *arrive,
+            Instruction("scale"),
+            *([Instruction("clip")] if clip else []),
+            Instruction("update"),
+        )
+    )
+
+
+def _microbatch(number: int) -> list[Instruction]:
+    return [Instruction("forward", number), Instruction("backward", number)]

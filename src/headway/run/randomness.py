@@ -1,0 +1,307 @@
+"""Random numbers that belong to samples, not to ranks: dropout is the same for every plan.
+
+The law: a random number drawn in a forward pass depends on (seed, step, which draw of the forward
+pass, which sample, where in the sample) and on nothing else: not on the rank, not on the size of
+the micro-batch. A short probe runs the model once with two and once with three samples; the
+dimension of each draw that changes is the one along which samples lie. During training every draw
+is then made sample by sample from a generator seeded with the key above.
+
+The key of "which draw" is itself a number from torch's global generator, which every micro-batch
+starts from the same state; activation checkpointing restores that state before it runs a part of
+the forward pass again, and so meets the same keys and the same masks.
+
+This is the one file that touches `torch.utils._python_dispatch` (tests/single/test_randomness.py
+notices when it changes).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """One 64-bit number from several (splitmix64, chained): equal parts give equal numbers."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state ^= state >> 27
+        state = (state + 0x9E3779B97F4A7C15) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_everything(*parts: int) -> None:
+    """Start the global generators of torch, numpy and random from a key."""
+    key = mix(*parts)
+    torch.manual_seed(key & (_MASK >> 1))
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """How the samples lie in the result of one draw of the forward pass.
+
+    Attributes:
+        dim: The dimension along which samples lie; None: the draw is shared by all samples.
+        block: Consecutive entries of `dim` that belong to one sample.
+    """
+
+    dim: int | None
+    block: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """All draws of a forward pass, in order, and whether backward draws again (recomputation)."""
+
+    forward: tuple[Site, ...]
+    in_backward: bool
+    doubts: tuple[str, ...] = ()
+
+
+def probe(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    data: Any,
+    resize: Callable[[Any, int], Any],
+) -> Sites:
+    """Find the random draws of a training pass of the model and how samples lie in them.
+
+    Args:
+        model: In training mode. Its buffers and gradients are left as they were.
+        loss: The recipe's loss.
+        data: One micro-batch, on the model's device.
+        resize: (data, n) -> a micro-batch of n samples made from the samples of `data`.
+    """
+    two = _record(model, loss, resize(data, 2), backward=True)
+    if not two.shapes:
+        return Sites((), in_backward=False)
+    three = _record(model, loss, resize(data, 3), backward=False)
+    count = two.forward
+    if three.forward != count:
+        return Sites(
+            (Site(0),) * count,
+            in_backward=len(two.shapes) > count,
+            doubts=("the number of random draws depends on the batch",),
+        )
+    sites, doubts = [], []
+    for number, (a, b) in enumerate(zip(two.shapes[:count], three.shapes[:count], strict=True)):
+        site, doubt = _compare(a, b)
+        sites.append(site)
+        if doubt:
+            doubts.append(f"draw {number} of shape {list(a)}: {doubt}")
+    return Sites(tuple(sites), in_backward=len(two.shapes) > count, doubts=tuple(doubts))
+
+
+def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[Site, str]:
+    """Where samples lie, from the shapes of the same draw with two and with three samples."""
+    if len(two) != len(three):
+        return Site(None), "its number of dimensions depends on the batch"
+    changed = [dim for dim, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if not changed:
+        return Site(None), ""
+    dim = changed[0]
+    if len(changed) > 1 or two[dim] % 2 or two[dim] * 3 != three[dim] * 2:
+        return Site(None), "it cannot be cut into samples"
+    return Site(dim, two[dim] // 2), ""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the shape of every random draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.forward = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _draws(func, kwargs or {}):
+            self.shapes.append(tuple(_first_tensor(result).shape))
+        return result
+
+
+def _record(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any, *, backward: bool
+) -> _Recorder:
+    """Run a pass, put everything back, and return what was drawn."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    recorder = _Recorder()
+    with generators_restored(), recorder:
+        value = loss(model, data)
+        recorder.forward = len(recorder.shapes)
+        total = value[0] if isinstance(value, tuple) else value
+        if backward and recorder.shapes and total.requires_grad:
+            torch.autograd.grad(total, parameters, allow_unused=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return recorder
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the global generators of torch, numpy and random as they were."""
+    state, numpy_state, python_state = (
+        torch.get_rng_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+class LogicalRandomness(TorchDispatchMode):
+    """Draws random numbers by sample while it is active.
+
+    Args:
+        sites: From `probe`.
+        positions: For each sample of the micro-batch, its key: position in the epoch.
+        epoch: Part of every sample's key.
+    """
+
+    def __init__(self, sites: Sites, positions: Sequence[int], epoch: int) -> None:
+        super().__init__()
+        self._sites = sites
+        self._positions = positions
+        self._epoch = epoch
+        self._met: dict[int, Site] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = kwargs or {}
+        if not _draws(func, keywords):
+            return func(*args, **keywords)
+        device = _device_of(args, keywords)
+        token = int(torch.empty((), dtype=torch.int64).random_())
+        site = self._met.get(token)
+        if site is None:
+            number = len(self._met)
+            known = number < len(self._sites.forward)
+            site = self._met[token] = self._sites.forward[number] if known else Site(0)
+        generator = _generator(device)
+        state = generator.get_state()
+        try:
+            return self._draw(func, args, keywords, site, token, generator)
+        finally:
+            generator.set_state(state)
+
+    def _draw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        site: Site,
+        token: int,
+        generator: torch.Generator,
+    ) -> Any:
+        count = len(self._positions)
+        extent = None if site.dim is None else _extent(args, keywords, site.dim)
+        if extent is None or extent != count * site.block:
+            generator.manual_seed(mix(token) >> 1)
+            return func(*args, **keywords)
+        assert site.dim is not None
+        parts = []
+        for number, position in enumerate(self._positions):
+            generator.manual_seed(mix(token, self._epoch, position) >> 1)
+            cut = _Cut(site.dim, number * site.block, site.block, extent)
+            parts.append(func(*cut.all(args), **cut.named(keywords)))
+        if func.__name__.partition(".")[0].endswith("_"):
+            return args[0]
+        return _joined(parts, site.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One sample's part of the arguments of a draw."""
+
+    dim: int
+    start: int
+    length: int
+    extent: int
+
+    def all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self.one(arg) for arg in args)
+
+    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self.one(value) for key, value in keywords.items()}
+
+    def one(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.ndim > self.dim and value.shape[self.dim] == self.extent:
+                return value.narrow(self.dim, self.start, self.length)
+        elif _is_size(value) and len(value) > self.dim and value[self.dim] == self.extent:
+            return [*value[: self.dim], self.length, *value[self.dim + 1 :]]
+        return value
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(list(group), dim) for group in zip(*parts, strict=True))
+    return torch.cat(parts, dim=dim)
+
+
+def _draws(func: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether an operator draws from the global generator (a generator of the user's is his)."""
+    return torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(entry, int) for entry in value)
+
+
+def _extent(args: tuple[Any, ...], keywords: Mapping[str, Any], dim: int) -> int | None:
+    """The length along `dim` of what is drawn: of the first tensor, or of the size asked for."""
+    for value in (*args, *keywords.values()):
+        shape = value.shape if isinstance(value, Tensor) else value if _is_size(value) else None
+        if shape is not None:
+            return int(shape[dim]) if len(shape) > dim else None
+    return None
+
+
+def _first_tensor(result: Any) -> Tensor:
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    assert isinstance(first, Tensor)
+    return first
+
+
+def _device_of(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> torch.device:
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.device(keywords.get("device") or "cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

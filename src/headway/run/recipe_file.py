@@ -1,0 +1,223 @@
+"""Recipe files and recipe functions become a `Recipe`.
+
+`recipe_check` has found and checked them without torch; here the user's modules are imported and
+their functions are tied to the arguments of the file. Models and data are not built yet: that
+happens where the recipe is used, by the functions that the `Recipe` holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway.errors import RecipeError
+from headway.run.amounts import resolve_batch
+from headway.run.recipe import Loss, Recipe, criterion
+from headway.run.recipe_check import CheckedRecipe, check_recipe
+from headway.run.recipe_schema import (
+    Call,
+    DataTable,
+    LossTable,
+    RecipeDocument,
+    RecipeReference,
+    scalars_of,
+)
+from headway.run.reference import (
+    UserCall,
+    call,
+    check_arguments,
+    describe,
+    resolve,
+    user_line,
+)
+
+
+def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a reference names, with overrides laid over it.
+
+    Args:
+        reference: A path to a .toml file, "module:function", or a bundled workload's name.
+        overrides: "key=value" each: fields of the file, or scalar fields of the `Recipe` that the
+            function returns; "arguments.key=value" is a keyword argument of the function.
+
+    Raises:
+        DocumentError: The file or the overrides have problems; all are listed.
+        RecipeError: A module or function is missing or raises, or returns something else.
+    """
+    checked = check_recipe(reference, overrides)
+    with checked.importable():
+        recipe = _build(checked)
+    resolve_batch(recipe)
+    return recipe
+
+
+def _build(checked: CheckedRecipe) -> Recipe:
+    match checked.document:
+        case RecipeReference() as document:
+            return _from_function(document, checked.where("recipe"))
+        case RecipeDocument() as document:
+            return _from_tables(document, checked)
+
+
+def _from_function(document: RecipeReference, where: str) -> Recipe:
+    function = resolve(document.recipe, where=where)
+    if not callable(function):
+        raise RecipeError(
+            f"{document.recipe} is {_article(function)}, not a function that returns a Recipe",
+            where=where,
+        )
+    recipe = call(function, where=where, **document.arguments)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(
+            f"{document.recipe} returned {_article(recipe)}, not a Recipe",
+            where=user_line(function) or where,
+            fix="Return headway.Recipe(name=..., model=..., ...).",
+        )
+    return dataclasses.replace(recipe, **scalars_of(document))
+
+
+def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
+    parts = _Parts(checked)
+    return Recipe(
+        model=parts.model(document.model),
+        data=parts.data("data", document.data),
+        loss=parts.loss(document.loss),
+        optimizer=parts.optimizer(document.optimizer),
+        validation=parts.data("validation", document.validation) if document.validation else None,
+        scheduler=parts.call("scheduler", document.scheduler, 1) if document.scheduler else None,
+        showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
+        **_scalars(document),
+    )
+
+
+def _scalars(document: RecipeDocument) -> dict[str, Any]:
+    """A memory-mapped window says how many tokens a sample has."""
+    window = {"tokens_per_sample": document.data.window} if document.data.window else {}
+    return window | scalars_of(document)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Makes the functions of a `Recipe` from the tables of a file."""
+
+    checked: CheckedRecipe
+
+    def call(self, key: str, table: Call, given: int = 0) -> UserCall:
+        """A call that headway will make with `given` positional arguments."""
+        where = self.checked.where(f"{key}.call")
+        function = self._function(table.call, where)
+        check_arguments(function, (None,) * given, table.arguments, where)
+        return UserCall(function, table.arguments, where, self.checked.folders)
+
+    def model(self, table: Call) -> Callable[[], nn.Module]:
+        return cast("Callable[[], nn.Module]", _Checked(self.call("model", table), nn.Module))
+
+    def data(self, key: str, table: DataTable) -> Callable[[], Any]:
+        if table.call is not None:
+            return self.call(key, Call(call=table.call, arguments=table.arguments))
+        return _memmap(table, self.checked.folders[0], self.checked.where(f"{key}.memmap"))
+
+    def loss(self, table: LossTable) -> Loss:
+        """A class is built once with the arguments; a function gets them with every call."""
+        reference = table.criterion or table.call
+        assert reference is not None
+        where = self.checked.where("loss.criterion" if table.criterion else "loss.call")
+        function = self._function(reference, where)
+        if isinstance(function, type):
+            function = _Built(
+                call(function, where=where, **table.arguments),
+                str(UserCall(function, table.arguments)),
+            )
+        else:
+            check_arguments(function, (None, None), table.arguments, where)
+            function = functools.partial(function, **table.arguments)
+        return criterion(function) if table.criterion else cast("Loss", function)
+
+    def optimizer(self, table: Call) -> Callable[[nn.Module], Optimizer]:
+        """An optimiser class gets the parameters; a function gets the model, to make groups."""
+        built = self.call("optimizer", table, given=1)
+        if isinstance(built.function, type) and issubclass(built.function, Optimizer):
+            return _OfParameters(built)
+        return cast("Callable[[nn.Module], Optimizer]", _Checked(built, Optimizer))
+
+    def _function(self, reference: str, where: str) -> Callable[..., Any]:
+        function = resolve(reference, where=where)
+        if not callable(function):
+            raise RecipeError(
+                f"{reference} is {_article(function)}, not a class or function", where=where
+            )
+        return cast("Callable[..., Any]", function)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A call whose result must be of a kind."""
+
+    call: UserCall
+    kind: type
+
+    def __call__(self, *values: Any) -> Any:
+        result = self.call(*values)
+        if not isinstance(result, self.kind):
+            raise RecipeError(
+                f"{describe(self.call.function)} returned {_article(result)}, "
+                f"not {_article_of(self.kind)}",
+                where=user_line(self.call.function) or self.call.where,
+            )
+        return result
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfParameters:
+    """An optimiser class, called with the model's parameters."""
+
+    call: UserCall
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        return cast("Optimizer", self.call(model.parameters()))
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A criterion or loss object, with the text that it was built from."""
+
+    function: Callable[..., Tensor]
+    text: str
+
+    def __call__(self, *values: Any) -> Tensor:
+        return self.function(*values)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _memmap(table: DataTable, folder: Path, where: str) -> UserCall:
+    from headway.data.source import MemmapSource
+
+    assert table.memmap is not None
+    options = {"window": table.window, "dtype": table.dtype}
+    given = {key: value for key, value in options.items() if value is not None}
+    check_arguments(MemmapSource, (None,), given, where)
+    path = folder / Path(table.memmap).expanduser()
+    return UserCall(MemmapSource, {"path": path, **given}, where)
+
+
+def _article(value: object) -> str:
+    return "None" if value is None else _article_of(type(value))
+
+
+def _article_of(kind: type) -> str:
+    name = kind.__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -1,0 +1,355 @@
+"""The schema of recipe.toml, and overrides, without torch: a wrong file is reported at once.
+
+Two shapes are legal. A `RecipeDocument` names the parts (model, data, loss, optimiser) in tables; a
+`RecipeReference` names a Python function that returns a `Recipe`. In both, every scalar field of
+`Recipe` may stand at the top. What a table holds beside `call` are keyword arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from headway.documents import document, find_line, to_type
+from headway.errors import DocumentError, RecipeError
+from headway.units import Amount
+
+BATCH_UNITS = ("samples", "tokens")
+STOP_UNITS = ("steps", "epochs", "samples", "tokens")
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _whole(least: int) -> BeforeValidator:
+    def check(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{_show(value)} is not a whole number of at least {least}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _amount(units: tuple[str, ...], example: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        try:
+            Amount.parse(value if isinstance(value, int) else str(value), units)
+        except ValueError as error:
+            raise ValueError(f"{error}; for example {example}") from None
+        return value
+
+    return BeforeValidator(check)
+
+
+def _text(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{_show(value)} is not a text; write it in quotes")
+    return value
+
+
+def _positive(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{_show(value)} is not a number greater than 0")
+    return value
+
+
+def _flag(value: object) -> object:
+    if not isinstance(value, bool):
+        raise ValueError(f"{_show(value)} is neither true nor false")
+    return value
+
+
+def _reference(value: object) -> object:
+    module, colon, name = str(value).partition(":")
+    if not isinstance(value, str) or not (module and colon and name):
+        raise ValueError(f'{value!r} is not of the form "module:name", as in "torch.nn:Linear"')
+    return value
+
+
+def _name(value: object) -> object:
+    """The name becomes a directory."""
+    value = _text(value)
+    if any(sign in str(value) for sign in "/\\\0") or str(value) in {".", ".."}:
+        raise ValueError(f"{value!r} names the run directory; leave out slashes and dots alone")
+    return value
+
+
+def _table(*own: str) -> BeforeValidator:
+    """Gather what is not one of the table's `own` keys as keyword arguments."""
+
+    def gather(value: object) -> object:
+        if not isinstance(value, dict):
+            raise ValueError(
+                f'{value!r} is not a table; write it as [table] with call = "module:name"'
+            )
+        if "memmap" in value:
+            return value
+        extra = {key: inner for key, inner in value.items() if key not in (*own, "arguments")}
+        rest = {key: inner for key, inner in value.items() if key not in extra}
+        given = value.get("arguments", {})
+        return rest | {"arguments": extra | given} if isinstance(given, dict) else rest
+
+    return BeforeValidator(gather)
+
+
+Least0 = Annotated[int, _whole(0)]
+Least1 = Annotated[int, _whole(1)]
+Batch = Annotated[int | str, _amount(BATCH_UNITS, '"64 samples" or "8192 tokens"')]
+Stop = Annotated[int | str, _amount(STOP_UNITS, '"300 steps", "2 epochs" or "1M samples"')]
+Name = Annotated[str, BeforeValidator(_name)]
+Text = Annotated[str, BeforeValidator(_text)]
+Reference = Annotated[str, BeforeValidator(_reference)]
+Precision = Literal["float32", "float64", "bfloat16"]
+
+
+@document
+class Call:
+    """`call` names a class or function; all other keys of the table are its keyword arguments.
+
+    `arguments` may be written as a table of its own where a keyword is itself named "call".
+    """
+
+    call: Reference
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@document
+class LossTable:
+    """Either `criterion` (input, target) -> mean, or `call`, a `Loss` of (model, batch)."""
+
+    call: Reference | None = None
+    criterion: Reference | None = None
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.call is None) == (self.criterion is None):
+            raise ValueError(
+                "needs either criterion (a torch criterion) or call (a loss), not both"
+            )
+
+
+@document
+class DataTable:
+    """Either `call` with arguments, or `memmap` with `window` and `dtype`."""
+
+    call: Reference | None = None
+    memmap: Text | None = None
+    window: Least1 | None = None
+    dtype: Text | None = None
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.call is None) == (self.memmap is None):
+            raise ValueError(
+                "needs either call (a function) or memmap (a file of tokens), not both"
+            )
+        if self.memmap is not None and self.arguments:
+            raise ValueError("arguments belong to call, not to memmap")
+
+
+CallTable = Annotated[Call, _table("call")]
+DataCall = Annotated[DataTable, _table("call")]
+
+
+@document
+class Scalars:
+    """The optional scalar fields of `Recipe`; None: not given, the default of `Recipe` holds."""
+
+    microbatch: Least1 | None = None
+    validate_every: Least0 | None = None
+    validation_samples: Least1 | None = None
+    seed: Least0 | None = None
+    clip: Annotated[float, BeforeValidator(_positive)] | None = None
+    precision: Precision | None = None
+    checkpoint_every: Least0 | None = None
+    checkpoint_keep: Least1 | None = None
+    workers: Least0 | None = None
+    drop_last: Annotated[bool, BeforeValidator(_flag)] | None = None
+    tokens_per_sample: Least1 | None = None
+
+
+@document
+class RecipeDocument(Scalars):
+    """recipe.toml that names the parts."""
+
+    name: Name
+    batch: Batch
+    stop: Stop
+    model: CallTable
+    data: DataCall
+    loss: Annotated[LossTable, _table("call", "criterion")]
+    optimizer: CallTable
+    validation: DataCall | None = None
+    scheduler: CallTable | None = None
+    showcase: CallTable | None = None
+
+
+@document
+class RecipeReference(Scalars):
+    """recipe.toml that names a function, or a function named on the command line."""
+
+    recipe: Reference
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: Name | None = None
+    batch: Batch | None = None
+    stop: Stop | None = None
+
+
+AnyRecipe = RecipeDocument | RecipeReference
+
+
+def scalars_of(recipe: AnyRecipe) -> dict[str, Any]:
+    """The scalar fields that were given, by name of the field of `Recipe`."""
+    names = [f.name for f in dataclasses.fields(Scalars)] + ["name", "batch", "stop"]
+    return {n: getattr(recipe, n) for n in names if getattr(recipe, n) is not None}
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read and check a recipe file.
+
+    Args:
+        path: A TOML file.
+        overrides: "key=value" each, laid over the file before it is checked.
+
+    Raises:
+        DocumentError: The file cannot be read, is not TOML, or has problems; all are listed.
+        RecipeError: An override is not of the form key=value.
+    """
+    text, raw = _parse(path)
+    changed = apply_overrides(raw, overrides)
+    in_file = _problems(raw, str(path), text)
+    problems = _problems(changed, "--set", "") if overrides else in_file
+    known = {_message(line): line for line in in_file}
+    merged = sorted((known.get(_message(line), line) for line in problems), key=_line)
+    return _check(changed, merged, str(path))
+
+
+def reference_recipe(reference: str, overrides: Sequence[str] = ()) -> RecipeReference:
+    """The document that "module:function" and its overrides stand for.
+
+    Raises:
+        DocumentError: The reference or an override is wrong; all problems are listed.
+        RecipeError: An override is not of the form key=value.
+    """
+    raw = apply_overrides({"recipe": reference}, overrides)
+    checked = _check(raw, _problems(raw, "--set", ""), "--set")
+    assert isinstance(checked, RecipeReference)
+    return checked
+
+
+def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DocumentError("cannot be read", where=str(path), problems=[reason]) from None
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problems = [str(error)]
+        raise DocumentError("is not valid TOML", where=str(path), problems=problems) from None
+
+
+def _kind(raw: Mapping[str, Any]) -> type[AnyRecipe]:
+    return RecipeReference if "recipe" in raw else RecipeDocument
+
+
+def _check(raw: dict[str, Any], problems: Sequence[str], where: str) -> AnyRecipe:
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise DocumentError(f"{count}:", where=where, problems=problems)
+    return to_type(raw, _kind(raw), where=where)
+
+
+def _message(problem: str) -> str:
+    """A problem without its place."""
+    return problem.partition("  ")[2]
+
+
+def _problems(raw: dict[str, Any], where: str, text: str) -> list[str]:
+    """Everything that is wrong, one line each, in the order of the file."""
+    found: list[str] = []
+    try:
+        to_type(raw, _kind(raw), where=where, text=text)
+    except DocumentError as error:
+        found.extend(error.problems)
+    for key, message in _contradictions(raw):
+        line = find_line(text, key.split("."))
+        found.append(f"{where}:{line}  {message}" if line else f"{where}  {message}")
+    return sorted(found, key=_line)
+
+
+def _line(problem: str) -> int:
+    """Missing keys have no line; they come first."""
+    number = problem.partition("  ")[0].rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _contradictions(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys that do not go together, as (key, message); each key alone is checked by its type."""
+    if "recipe" in raw:
+        return []
+    found: list[tuple[str, str]] = []
+    if tokens_per_sample(raw) is None:
+        found.extend(
+            (key, f"{key} is stated in tokens; tokens_per_sample must say how many a sample has")
+            for key in ("batch", "stop")
+            if str(raw.get(key, "")).rstrip().endswith(("token", "tokens"))
+        )
+    if "validation" not in raw:
+        found.extend(
+            (key, f"{key} needs a [validation] table")
+            for key in ("validate_every", "validation_samples")
+            if raw.get(key)
+        )
+    return found
+
+
+def tokens_per_sample(raw: Mapping[str, Any]) -> int | None:
+    """As stated, or the window of the memory-mapped data."""
+    data = raw.get("data")
+    window = data.get("window") if isinstance(data, dict) and "memmap" in data else None
+    stated: int | None = raw.get("tokens_per_sample", window)
+    return stated
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of a document with "dotted.key=value" laid over it.
+
+    A value is written as in TOML; what is not TOML is a text, so that `stop=300 steps` needs no
+    second pair of quotes.
+
+    Raises:
+        RecipeError: An override has no "=", or goes through a key that is not a table.
+    """
+    changed = deepcopy(dict(raw))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not (key.strip() and equals):
+            raise RecipeError(
+                f"{override!r} is not of the form key=value",
+                where="--set",
+                fix="For example: --set optimizer.lr=0.001",
+            )
+        *tables, last = key.strip().split(".")
+        table: Any = changed
+        for name in tables:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise RecipeError(f"{name} in {key.strip()!r} is not a table", where="--set")
+        table[last] = _value(text.strip())
+    return changed
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,199 @@
+"""The state of a training job under logical names, independent of how the job is split.
+
+Tensors: `model.<name>` for parameters and persistent buffers, `optimizer.<parameter name>.<key>`
+for the optimiser's tensors. Facts (plain values): the optimiser's groups and scalars, the
+scheduler, the cursor, the number of steps. Random numbers need no state of their own: they follow
+from (seed, epoch, position). Nothing here knows about ranks, so any number of processes resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.checkpoint.manifest import Manifest
+from headway.errors import CheckpointError, CheckpointMismatch
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The objects whose state is saved and restored."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Logical name -> the live tensor; tied tensors once, under their first name."""
+        return {**model_tensors(self.model), **_optimizer_tensors(self.optimizer, self.names())}
+
+    def facts(self) -> Facts:
+        """Everything that is not a tensor, as plain values."""
+        return {
+            "optimizer": _optimizer_facts(self.optimizer, self.names()),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def names(self) -> dict[Tensor, str]:
+        """Parameter -> logical name.
+
+        Raises:
+            CheckpointError: The optimiser holds a parameter that the model does not have.
+        """
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise CheckpointError(
+                        f"group {number} of the optimiser holds a parameter of shape "
+                        f"{list(parameter.shape)} that the model does not have",
+                        fix="Register it on the model, so that it has a name.",
+                    )
+        return names
+
+    def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Where a checkpoint's tensors go: the model's own tensors, new ones for the optimiser.
+
+        Raises:
+            CheckpointMismatch: Names, shapes or types differ; all differences are listed.
+        """
+        targets = model_tensors(self.model)
+        places = {name: parameter for parameter, name in self.names().items()}
+        for name, entry in manifest.tensors.items():
+            if name.startswith("optimizer."):
+                owner = _owner(name, places)
+                device = places[owner].device if entry.shape else torch.device("cpu")
+                dtype: torch.dtype = getattr(torch, entry.dtype)
+                targets[name] = torch.empty(entry.shape, dtype=dtype, device=device)
+        _compare(targets, manifest)
+        return targets
+
+    def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Take up the optimiser's and the scheduler's state after `tensors` have been filled."""
+        facts = manifest.facts
+        if facts.get("optimizer") is not None:
+            _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors)
+        if self.scheduler is not None and facts.get("scheduler") is not None:
+            self.scheduler.load_state_dict(facts["scheduler"])
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"model.{name} is a {type(value).__name__}, not a tensor",
+                fix="Keep extra state of modules in buffers.",
+            )
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[f"model.{name}"] = value.detach()
+    return found
+
+
+def _optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    return {
+        f"optimizer.{names[parameter]}.{key}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _optimizer_facts(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Facts:
+    groups = [
+        {
+            "names": [names[p] for p in group["params"]],
+            "values": {key: _plain(value) for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    scalars = {
+        names[p]: {k: v for k, v in optimizer.state[p].items() if not isinstance(v, Tensor)}
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in optimizer.state
+    }
+    return {
+        "groups": groups,
+        "scalars": {name: values for name, values in scalars.items() if values},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A tensor learning rate as a number; everything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _owner(name: str, places: Mapping[str, Tensor]) -> str:
+    """The parameter to which an optimiser tensor belongs; parameter names contain dots."""
+    owner = name.removeprefix("optimizer.").rpartition(".")[0]
+    if owner not in places:
+        raise CheckpointMismatch(
+            f"the checkpoint has optimiser state for {owner}, which the model does not have",
+            fix="Resume with the model that was saved, or start from its weights only.",
+        )
+    return owner
+
+
+def _compare(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
+    problems = [f"missing in the checkpoint: {n}" for n in targets if n not in manifest.tensors]
+    for name, entry in manifest.tensors.items():
+        target = targets.get(name)
+        if target is None:
+            problems.append(f"unknown to the model: {name}")
+        elif list(target.shape) != list(entry.shape):
+            problems.append(f"{name}: saved {list(entry.shape)}, here {list(target.shape)}")
+        elif str(target.dtype) != f"torch.{entry.dtype}":
+            problems.append(f"{name}: saved {entry.dtype}, here {target.dtype}")
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise CheckpointMismatch(
+            f"checkpoint of step {manifest.step} is of another model",
+            why="\n  ".join([*problems[:8], *more]),
+            fix="Resume with the recipe that was saved, or use a new run directory.",
+        )
+
+
+def _restore_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], facts: Facts, tensors: Mapping[str, Tensor]
+) -> None:
+    """Rebuild what `Optimizer.load_state_dict` wants: state by position instead of by name."""
+    live = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    saved = [list(group["names"]) for group in facts["groups"]]
+    if live != saved:
+        raise CheckpointMismatch(
+            "the optimiser groups the parameters differently than the saved one",
+            why=f"Saved groups of {[len(g) for g in saved]} parameters, here "
+            f"{[len(g) for g in live]}.",
+            fix="Resume with the optimiser that was saved.",
+        )
+    order = [name for group in live for name in group]
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(order):
+        prefix = f"optimizer.{name}."
+        values = dict(facts["scalars"].get(name, {}))
+        values |= {
+            full.removeprefix(prefix): tensor
+            for full, tensor in tensors.items()
+            if full.startswith(prefix) and "." not in full.removeprefix(prefix)
+        }
+        if values:
+            state[number] = values
+    positions = iter(range(len(order)))
+    groups = [
+        {**group["values"], "params": [next(positions) for _ in group["names"]]}
+        for group in facts["groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,85 @@
+"""The run to be proved: the executor on several ranks, recorded on rank 0.
+
+Each rank first compares its own numbers with those of the others: ranks that drift apart are a
+difference even where rank 0 is right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from headway.data import as_source
+from headway.errors import NotEqual
+from headway.plan import Plan, data_parallel
+from headway.run.amounts import resolve_batch
+from headway.run.executor import Executor
+from headway.run.place import Place
+from headway.run.recipe import Recipe
+from headway.run.worker import build_model
+from headway.run.world import World
+from headway.verification.record import Recorder, VerifyJob, build
+
+
+def record_split(place: Place, job: VerifyJob, target: Path) -> None:
+    """Run the recipe by its plan in float64; rank 0 saves the recording to `target`.
+
+    Raises:
+        NotEqual: Two ranks hold different parameters after a step.
+    """
+    with World.join(place, device="cpu", timeout_seconds=job.timeout_seconds) as world:
+        record_in(world, job, target)
+
+
+def record_in(world: World, job: VerifyJob, target: Path) -> None:
+    """As `record_split`, in a world that is there already."""
+    recipe = job.load()
+    trained = build(recipe, build_model(recipe).to(torch.float64))
+    run = Executor(
+        trained.model,
+        trained.optimizer,
+        loss=recipe.loss,
+        plan=plan_for(job, recipe, world.ranks),
+        scheduler=trained.scheduler,
+        clip=recipe.clip,
+        seed=recipe.seed,
+        world=world,
+    )
+    recorder = Recorder(trained)
+    source = as_source(recipe.data())
+    cursor = job.start(recipe, len(source))
+    with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
+        for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
+            recorder.take(step, run.step(batch))
+            _same_everywhere(trained.model, world, step)
+    if world.rank == 0:
+        recorder.recording().save(target)
+
+
+def plan_for(job: VerifyJob, recipe: Recipe, ranks: int) -> Plan:
+    """The plan that is proved, in float64."""
+    if job.plan is None:
+        return data_parallel(
+            resolve_batch(recipe),
+            processes=ranks,
+            microbatch=recipe.microbatch,
+            precision="float64",
+        )
+    return Plan.load(job.plan)
+
+
+def _same_everywhere(model: torch.nn.Module, world: World, step: int) -> None:
+    if world.ranks == 1:
+        return
+    for name, parameter in model.named_parameters():
+        low, high = parameter.detach().clone(), parameter.detach().clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        if not torch.equal(low, high):
+            raise NotEqual(
+                f"the ranks hold different numbers in parameter {name}",
+                where=f"step {step}, {world.ranks} processes",
+                why=f"Largest difference {float((high - low).max()):.2e}.",
+            )

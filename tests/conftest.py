@@ -1,0 +1,57 @@
+"""Every test starts and ends with a clean process, and every skip says why.
+
+`--update-golden` rewrites the golden files. A test fails that leaves behind a process, a thread, a
+changed environment variable, an open process group or another current directory. Tests in `pure/`
+run with the import of torch blocked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from support import golden, leaks
+from support.without_torch import without_torch
+
+os.environ[leaks.MARK] = str(os.getpid())
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks share the cores
+
+hypothesis.settings.register_profile(
+    "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False
+)
+hypothesis.settings.load_profile("headway")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files instead of comparing"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--update-golden"):
+        os.environ[golden.VARIABLE] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaks; the state is put right for the next one."""
+    before = leaks.Snapshot()
+    yield
+    found = before.leaks()
+    if found:
+        pytest.fail("this test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _pure_means_without_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Blocks `import torch` while a test of `pure/` runs."""
+    if Path(request.path).parent.name == "pure":
+        with without_torch():
+            yield
+    else:
+        yield

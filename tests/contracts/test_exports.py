@@ -1,0 +1,82 @@
+"""single: every exported name exists, and every list of exports is sorted and complete."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import headway
+
+SOURCE = Path(headway.__file__).parent
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(SOURCE)], "headway."))
+PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
+
+
+def name_of(package):
+    return ".".join(("headway", *package.relative_to(SOURCE).parts))
+
+
+def test_the_public_names_are_sorted_and_can_be_imported():
+    assert headway.__all__ == sorted(set(headway.__all__))
+    for name in headway.__all__:
+        assert getattr(headway, name) is not None
+
+
+def test_the_lazy_homes_and_the_type_checkers_imports_agree_with_all():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headway")
+        for alias in node.names
+    }
+    assert imported == set(headway.__all__)
+
+
+def test_a_public_name_never_hides_a_subpackage():
+    folders = {package.name for package in PACKAGES} - {"headway"}
+    assert not folders & set(headway.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Executer'"):
+        _ = headway.Executer
+
+
+def test_every_folder_with_python_files_is_a_package():
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    assert folders == set(PACKAGES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_imports_and_its_exports_are_right(module):
+    if module.endswith("__main__"):
+        return
+    exports = getattr(importlib.import_module(module), "__all__", None)
+    if exports is not None:
+        assert list(exports) == sorted(set(exports))
+        for name in exports:
+            assert hasattr(importlib.import_module(module), name), name
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:], ids=name_of)
+def test_a_package_exports_what_it_imports(package):
+    """A name that `__init__.py` takes from its own modules is public, or has no place there."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    taken = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(name_of(package))
+        for alias in node.names
+    }
+    exports = set(getattr(importlib.import_module(name_of(package)), "__all__", ()))
+    assert taken <= exports
+
+
+def test_the_bare_package_has_docstrings_everywhere():
+    for path in SOURCE.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path

@@ -1,0 +1,152 @@
+"""pure: rules of the house that a reader of the syntax tree can check."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import headway
+
+SOURCE = Path(headway.__file__).parent
+FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+
+MUTABLE = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
+MUTATORS = {"append", "add", "update", "extend", "insert", "remove", "discard", "pop", "popitem"}
+MUTATORS |= {"clear", "setdefault", "appendleft", "sort", "reverse"}
+
+
+def reads_environment(tree):
+    """Lines that touch the environment of the process."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}:
+            if isinstance(node.value, ast.Name) and node.value.id == "os":
+                found.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            found += [node.lineno] * bool(names & {"environ", "environb", "getenv"})
+    return found
+
+
+def prints_or_exits(tree):
+    """Lines that write to the terminal or end the process."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function in {"print", "exit", "quit", "sys.exit", "SystemExit"}:
+                found.append(node.lineno)
+    return found
+
+
+def swallows_import_errors(tree):
+    """Lines of `except ImportError: pass` and of its spelling with `suppress`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+            silent = all(isinstance(inner, ast.Pass | ast.Continue) for inner in node.body)
+            if silent and names & {"ImportError", "ModuleNotFoundError"}:
+                found.append(node.lineno)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            names = {n.id for a in node.args for n in ast.walk(a) if isinstance(n, ast.Name)}
+            found += [node.lineno] * bool(names & {"ImportError", "ModuleNotFoundError"})
+    return found
+
+
+def is_mutable(value):
+    if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
+        return True
+    return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in MUTABLE
+
+
+def module_state(tree):
+    """Lines that make or change state of the module: `global`, variables, changed constants."""
+    containers, found = set(), []
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets = [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and is_mutable(node.value):
+                containers.add(target.id)
+                if not (target.id.isupper() or target.id == "__all__"):
+                    found.append(node.lineno)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(node.lineno)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            if isinstance(node.value, ast.Name) and node.value.id in containers:
+                found.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in containers:
+                found += [node.lineno] * (node.func.attr in MUTATORS)
+    return found
+
+
+def broken(rule, *allowed):
+    """Where a rule is broken, outside of the files and folders that may."""
+    return [
+        f"{name}:{line}"
+        for name, path in FILES.items()
+        if not name.startswith(allowed)
+        for line in rule(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+
+
+def test_the_environment_is_read_in_one_place():
+    assert broken(reads_environment, "run/place.py", "launch/") == []
+
+
+def test_only_the_command_line_prints_and_exits():
+    assert broken(prints_or_exits, "cli/", "__main__.py") == []
+
+
+def test_no_import_error_is_swallowed():
+    assert broken(swallows_import_errors, "\0") == []
+
+
+def test_no_module_holds_state():
+    assert broken(module_state, "\0") == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (reads_environment, "import os\nos.environ['A']"),
+        (reads_environment, "import os\nos.getenv('A')"),
+        (reads_environment, "from os import path, environ"),
+        (prints_or_exits, "def f():\n    print(1)"),
+        (prints_or_exits, "import sys\nsys.exit(1)"),
+        (prints_or_exits, "raise SystemExit(1)"),
+        (swallows_import_errors, "try:\n    import a\nexcept ImportError:\n    pass"),
+        (swallows_import_errors, "try:\n    import a\nexcept (ImportError, OSError):\n    pass"),
+        (swallows_import_errors, "with contextlib.suppress(ImportError):\n    import a"),
+        (module_state, "cache = {}"),
+        (module_state, "seen: set[int] = set()"),
+        (module_state, "NAMES = []\ndef f(x):\n    NAMES.append(x)"),
+        (module_state, "NAMES = {}\ndef f(x):\n    NAMES[x] = 1"),
+        (module_state, "x = 1\ndef f():\n    global x\n    x = 2"),
+    ],
+)
+def test_each_rule_catches_what_it_forbids(rule, source):
+    assert rule(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (reads_environment, "import os\nos.path.exists('environ')"),
+        (prints_or_exits, "console.print(1)"),
+        (
+            swallows_import_errors,
+            "try:\n    import a\nexcept ImportError:\n    raise X",
+        ),
+        (module_state, "NAMES = {'a': 1}\n__all__ = ['b']\ndef f(x):\n    y = []\n    y.append(x)"),
+    ],
+)
+def test_no_rule_catches_what_is_allowed(rule, source):
+    assert rule(ast.parse(source)) == []

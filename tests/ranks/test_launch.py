@@ -1,0 +1,294 @@
+"""ranks: workers started by `launch`, worlds joined under the real torchrun, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+
+import pytest
+
+from headway.errors import DataError, Stalled, UsageError, WorkerFailed
+from headway.launch.local import launch_local
+from headway.launch.worker import work_here
+from headway.run.failure import read_failures
+from headway.run.place import Place
+from headway.run.policies import RestartPolicy
+from support import launch_entries as entries
+
+PRELOAD = ("pytest", "support.launch_entries")
+SUPPORT = Path(entries.__file__).parent
+PATIENCE = 30.0
+
+
+def launch(entry, *arguments, processes=2, **options):
+    return launch_local(entry, arguments, processes=processes, preload=PRELOAD, **options)
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+def test_results_come_back_by_rank_and_nothing_stays_changed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADWAY_TEST_SEEN", "set after the forkserver started")
+    monkeypatch.setenv("RANK_OF_NOTHING", "1")
+    get_temp_dir()  # multiprocessing's own, which stays until the end of the process
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    before = dict(os.environ)
+    result = launch(entries.answer, 3, threads=1)
+    assert dict(os.environ) == before
+    assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    assert list(tmp_path.iterdir()) == []
+    assert (result.stopped_by, result.attempts) == (None, 1)
+    for rank, seen in enumerate(result.results):
+        assert seen["rank"] == rank
+        assert seen["total"] == (3 + 4) * 2
+        assert seen["launcher"] == "headway"
+        assert seen["threads"] == 1
+        assert seen["seen"] == "set after the forkserver started"
+        assert_gone(seen["pid"])
+
+
+def test_one_process_makes_no_group():
+    assert launch(entries.alone, processes=1).results == [(1, False)]
+
+
+def test_worlds_can_follow_each_other_in_one_process():
+    assert launch(entries.twice).results == [[1.0, 1.0, 1.0]] * 2
+
+
+def test_processes_are_checked():
+    with pytest.raises(UsageError, match="cannot start 0 processes"):
+        launch(entries.alone, processes=0)
+
+
+def test_more_processes_than_cores_is_a_warning(monkeypatch):
+    monkeypatch.setattr("headway.launch.preflight.cores", lambda: 1)
+    with pytest.warns(UserWarning, match="2 processes share 1 CPU cores"):
+        launch(entries.answer, 0)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "where", "text"),
+    [
+        ("value", WorkerFailed, "rank 1, step 17", "ValueError: negative loss value"),
+        ("data", DataError, "rank 1, step 17, train.npy", "Copy it again"),
+        ("exit", WorkerFailed, "rank 1", "sys.exit(7)"),
+        ("busy", WorkerFailed, "rank 1, step 17", "negative loss busy"),
+    ],
+)
+def test_an_exception_in_one_rank_stops_all_with_its_place(tmp_path, how, kind, where, text):
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        launch(entries.fail, str(tmp_path), how, directory=tmp_path)
+    assert time.monotonic() - start < 10
+    assert caught.value.where == where
+    assert text in str(caught.value)
+    for rank in range(2):
+        assert_gone(int((tmp_path / f"pid-{rank}").read_text()))
+    primary = [record for record in read_failures(tmp_path, 0) if not record.secondary]
+    assert [record.rank for record in primary] == [1]
+    assert ("launch_entries.py" in primary[0].trace) or how == "exit"
+
+
+def test_an_error_on_all_ranks_is_raised_once_and_not_retried():
+    with pytest.raises(UsageError, match="asked for something impossible"):
+        launch(entries.usage)
+
+
+def test_a_rank_that_does_not_arrive_is_named():
+    with pytest.raises(Stalled, match="rank 1 did not arrive"):
+        launch(entries.late)
+
+
+def test_a_rank_that_does_not_come_to_an_exchange_is_named():
+    with pytest.raises(Stalled, match="exchange of step 2: rank 1 did not come") as caught:
+        launch(entries.hang)
+    assert caught.value.where == "rank 0"
+
+
+# -- kills ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_replaced(tmp_path, victim):
+    told: list[tuple[int, str]] = []
+    result = launch(
+        entries.kill_once,
+        str(tmp_path),
+        1,
+        victim,
+        directory=tmp_path,
+        on_restart=lambda attempt, reason: told.append((attempt, reason)),
+    )
+    assert result.attempts == 2
+    assert [seen["attempt"] for seen in result.results] == [1, 1]
+    assert told == [(1, f"rank {victim} was killed by SIGKILL")]
+    recovery = result.results[0]["first"] - float((tmp_path / "killed").read_text())
+    print(f"from the kill to the first exchange of the next attempt: {recovery:.2f} s")
+    assert recovery < 15  # 0.6 s on two idle cores; the tests may share them
+
+
+def test_restarts_without_progress_are_limited(tmp_path):
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL") as caught:
+        launch(entries.kill_once, str(tmp_path), 9, policy=RestartPolicy(limit=1))
+    assert "1 restarts in a row brought no new checkpoint (newest: none)" in str(caught.value)
+    assert caught.value.where == "attempt 1"
+
+
+# -- signals to the launcher ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_launcher_stops_the_workers_in_order(tmp_path, name):
+    with program("until_stopped", tmp_path) as launcher:
+        pids = ready(tmp_path)
+        launcher.send_signal(signal.Signals[name])
+        output, errors = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 0, errors
+    assert output.strip() == f"{name} ['{name}', '{name}'] killed []"
+    assert errors == ""
+    assert [(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)] == [name, name]
+    assert_gone(*pids)
+
+
+def test_workers_that_do_not_stop_are_killed(tmp_path):
+    with program("deaf", tmp_path) as launcher:
+        pids = ready(tmp_path)
+        start = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        output, errors = launcher.communicate(timeout=PATIENCE)
+    assert 2 < time.monotonic() - start < 15
+    assert output.strip() == "SIGTERM [None, None] killed [0, 1]", errors
+    assert_gone(*pids)
+
+
+def test_no_worker_survives_the_launcher(tmp_path):
+    with program("deaf", tmp_path) as launcher:
+        pids = ready(tmp_path)
+        launcher.kill()
+        launcher.communicate(timeout=PATIENCE)
+        assert_gone(*pids, seconds=5)
+    assert list((tmp_path / "temporary").glob("headway-*")) == []
+
+
+# -- in a world that torchrun made ---------------------------------------------------------------
+
+
+def test_joins_and_restarts_under_torchrun(tmp_path):
+    """Plain torchrun fails here (torch 2.13): a restart meets the addresses of dead processes."""
+    with torchrun(tmp_path, "--standalone", "--nproc-per-node=2", "kill") as agent:
+        _, errors = agent.communicate(timeout=PATIENCE * 2)
+    assert agent.returncode == 0, errors
+    assert (tmp_path / "killed").read_text() == "0"
+    seen = [(tmp_path / f"done-{rank}").read_text() for rank in range(2)]
+    assert seen == ["2 3.0 1 True"] * 2
+
+
+def test_joins_and_restarts_under_two_agents(tmp_path):
+    """The agents count restarts differently (only one has lost a worker): all ranks agree on 1."""
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    options = (endpoint, "--rdzv-backend=c10d", "--rdzv-id=7", "--nnodes=2", "--nproc-per-node=1")
+    with torchrun(tmp_path, *options, "kill") as first, torchrun(tmp_path, *options, "kill") as two:
+        errors = [agent.communicate(timeout=PATIENCE * 2)[1] for agent in (first, two)]
+    assert [first.returncode, two.returncode] == [0, 0], errors
+    assert (tmp_path / "killed").exists()
+    seen = [(tmp_path / f"done-{rank}").read_text() for rank in range(2)]
+    assert seen == ["2 3.0 1 True"] * 2
+
+
+def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_path, monkeypatch):
+    told, ended = [], []
+
+    def end(status):
+        ended.append(status)
+        raise InterruptedError
+
+    monkeypatch.setattr("headway.launch.worker.end_process", end)
+    with pytest.raises(InterruptedError):
+        work_here(entries.usage, (), place=Place.alone(), directory=tmp_path, tell=told.append)
+    assert ended == [1]
+    assert [error.what for error in told] == ["asked for something impossible"]
+    assert [record.kind for record in read_failures(tmp_path, 0)] == ["UsageError"]
+
+
+# -- helpers -------------------------------------------------------------------------------------
+
+
+class program:  # noqa: N801  # reads as a function
+    """A child process that is killed, with its pipes closed, when the test is done with it."""
+
+    def __init__(self, entry: str, folder: Path) -> None:
+        self._command = [sys.executable, str(SUPPORT / "launch_program.py"), entry, str(folder)]
+        self._temporary = folder / "temporary"
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        self._temporary.mkdir(exist_ok=True)
+        own = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=own | {"TMPDIR": str(self._temporary)},
+        )
+        return self._process
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class torchrun(program):  # noqa: N801
+    """The real torchrun with `launch_entries.py FOLDER ...`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        *flags, mode = options
+        script = [str(SUPPORT / "launch_entries.py"), str(folder), mode]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
+        self._command = [*launcher, "--monitor-interval=0.1", *flags, *script]
+        self._temporary = folder / "temporary"
+
+
+def ready(folder: Path) -> list[int]:
+    """The process ids of both workers, once they are at work."""
+    deadline = time.monotonic() + PATIENCE
+    files = [folder / f"ready-{rank}" for rank in range(2)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def assert_gone(*pids: int, seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    alive = set(pids)
+    while alive and time.monotonic() < deadline:
+        alive = {pid for pid in alive if running(pid)}
+        time.sleep(0.02)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive, f"still running after {seconds} s: {alive}"
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,271 @@
+"""ranks: verification says equal for what is equal, and catches every bug that is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.comm.exchange import GradientExchange
+from headway.data.loader import Loader
+from headway.plan import BatchSplit
+from headway.run import executor as executor_module
+from headway.run.executor import Executor
+from headway.run.place import Place
+from headway.run.world import World
+from headway.verification import Recording, VerifyJob, compare, record_serial
+from headway.verification.split import record_in
+from support.ranks import RanksFailed, run_ranks
+
+STEPS = 4
+
+
+def job_of(name: str) -> VerifyJob:
+    return VerifyJob(recipe=f"support.recipes:{name}", steps=STEPS)
+
+
+def split(world: Any, name: str, target: str, plant: Callable[[Any], None] | None = None) -> None:
+    if plant is not None:
+        plant(world)
+    record_in(World.adopt(), job_of(name), world.directory / "split")
+    if world.rank == 0:
+        (world.directory / "split").rename(target)
+
+
+def verdict(tmp_path, name, size=2, plant=None):
+    serial, parallel = tmp_path / "serial", tmp_path / "parallel"
+    record_serial(Place.alone(), job_of(name), serial)
+    run_ranks(size, split, name, str(parallel), plant)
+    return compare(Recording.load(serial), Recording.load(parallel))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mlp", "dropout", "unused", "tied"])
+def test_right_runs_are_equal(tmp_path, name, size):
+    comparison = verdict(tmp_path, name, size)
+    assert comparison.equal, str(comparison.first)
+    kinds = {d.kind for d in comparison.differences}
+    assert kinds == {"loss", "gradient", "parameter", "optimizer"}
+    assert {d.step for d in comparison.differences} == {1, 2, 3, 4}
+
+
+def test_a_ragged_batch_and_the_next_epoch_are_among_the_steps():
+    """40 samples in batches of 12: the third step has 4 samples, the fourth begins an epoch."""
+    job = job_of("mlp")
+    cursor = job.start(job.load(), 40)
+    assert (cursor.epoch, cursor.position) == (0, 12)
+
+
+# Each of these plants one bug on every rank; the verdict must name where it shows first.
+
+
+def no_reduction(_):
+    def start(self, bucket):
+        bucket.work = dist.barrier(async_op=True)
+        self._next = bucket.number + 1
+
+    GradientExchange._start = start
+
+
+def double_reduction(_):
+    original = GradientExchange._start
+
+    def start(self, bucket):
+        dist.all_reduce(bucket.flat)
+        original(self, bucket)
+
+    GradientExchange._start = start
+
+
+def mean_instead_of_sum(_):
+    original = GradientExchange.receive
+
+    def receive(self):
+        flights = original(self)
+        self.scale(0.5)
+        return flights
+
+    GradientExchange.receive = receive
+
+
+def last_bucket_forgotten(_):
+    original = GradientExchange._start
+
+    def start(self, bucket):
+        if bucket.number == len(self._buckets) - 1:
+            bucket.flat.mul_(2)
+        original(self, bucket)
+
+    GradientExchange._start = start
+
+
+def dropout_by_rank(world):
+    original = executor_module.seed_everything
+    executor_module.seed_everything = lambda *parts: original(*parts, world.rank)
+
+
+def dropout_by_microbatch(_):
+    """Samples are numbered within their micro-batch."""
+    original = executor_module.LogicalRandomness
+    executor_module.LogicalRandomness = lambda sites, positions, epoch: original(
+        sites, range(len(positions)), epoch
+    )
+
+
+def sample_left_out(_):
+    original = BatchSplit.share
+
+    def share(self, rank, ranks, samples=None):
+        whole = original(self, rank, ranks, samples)
+        return whole[1:] if ranks > 1 and rank == 0 and len(whole) > 1 else whole
+
+    BatchSplit.share = share
+
+
+def sample_taken_twice(_):
+    original = BatchSplit.share
+
+    def share(self, rank, ranks, samples=None):
+        whole = original(self, rank, ranks, samples)
+        return whole if ranks == 1 or rank == 0 else range(whole.start - 1, whole.stop - 1)
+
+    BatchSplit.share = share
+
+
+def ranks_read_their_own_order(world):
+    original = Loader.__init__
+
+    def init(self, source, split, *, rank, ranks, cursor, **options):
+        moved = type(cursor)(cursor.seed + world.rank, cursor.epoch, cursor.position)
+        original(self, source, split, rank=rank, ranks=ranks, cursor=moved, **options)
+
+    Loader.__init__ = init
+
+
+def local_mean(_):
+    """The loss of a micro-batch is divided by the samples of a full batch, ragged or not."""
+    original = Executor.step
+
+    def step(self, batch):
+        full = type(batch)(micros=batch.micros, samples=12, start=batch.start, after=batch.after)
+        return original(self, full)
+
+    Executor.step = step
+    Executor._scale = lambda self, instruction: None
+
+
+def accumulation_lost(_):
+    """Only the last micro-batch counts."""
+    original = Executor._arm
+
+    def arm(self, instruction):
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        original(self, instruction)
+
+    Executor._arm = arm
+
+
+def clipped_before_the_exchange(_):
+    original = Executor._send
+
+    def send(self, instruction):
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
+        original(self, instruction)
+
+    GradientExchange.arm = lambda self: None
+    Executor._send = send
+
+
+def stale_gradients(_):
+    original = GradientExchange.begin
+
+    def begin(self):
+        old = [b.flat.clone() for b in self._buckets]
+        original(self)
+        self._old = old
+
+    def receive(self, original=GradientExchange.receive):
+        flights = original(self)
+        for bucket, old in zip(self._buckets, self._old, strict=True):
+            bucket.flat.add_(old, alpha=0.1)
+        return flights
+
+    GradientExchange.begin = begin
+    GradientExchange.receive = receive
+
+
+def scheduler_twice(_):
+    original = Executor._update
+
+    def update(self, instruction):
+        original(self, instruction)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    Executor._update = update
+
+
+def no_scheduler(_):
+    def update(self, instruction):
+        self.optimizer.step()
+
+    Executor._update = update
+
+
+def zeros_for_unused(_):
+    original = GradientExchange.settle
+    GradientExchange.settle = lambda self, used: original(self, [True for _ in used])
+
+
+def not_clipped(_):
+    Executor._clip_norm = lambda self, instruction: None
+
+
+def float32_gradients(_):
+    original = GradientExchange.receive
+
+    def receive(self):
+        flights = original(self)
+        for bucket in self._buckets:
+            bucket.flat.copy_(bucket.flat.float().double())
+        return flights
+
+    GradientExchange.receive = receive
+
+
+PLANTED = [
+    (no_reduction, "mlp", "step 1, gradient second"),
+    (double_reduction, "mlp", "step 1, gradient second"),
+    (mean_instead_of_sum, "mlp", "step 1, gradient second"),
+    (last_bucket_forgotten, "tied", "step 1, gradient"),
+    (dropout_by_rank, "dropout", "step 1, loss"),
+    (dropout_by_microbatch, "dropout", "step 1, loss"),
+    (sample_left_out, "mlp", "step 1, loss"),
+    (sample_taken_twice, "mlp", "step 1, loss"),
+    (ranks_read_their_own_order, "mlp", "step 1, loss"),
+    (local_mean, "unused", "step 3, gradient second"),
+    (accumulation_lost, "mlp", "step 1, gradient second"),
+    (clipped_before_the_exchange, "mlp", "step 3, gradient second"),
+    (stale_gradients, "mlp", "step 2, gradient second"),
+    (scheduler_twice, "mlp", "step 2, parameter"),
+    (no_scheduler, "mlp", "step 2, parameter"),
+    (zeros_for_unused, "unused", "step 1, gradient spare"),
+    (not_clipped, "mlp", "step 1, gradient second"),
+    (float32_gradients, "mlp", "step 1, gradient second"),
+]
+
+
+@pytest.mark.parametrize(("plant", "name", "where"), PLANTED, ids=[p[0].__name__ for p in PLANTED])
+def test_a_planted_bug_is_caught_where_it_shows_first(tmp_path, plant, name, where):
+    if plant is no_reduction:
+        with pytest.raises(RanksFailed, match="the ranks hold different numbers in parameter"):
+            verdict(tmp_path, name, 2, plant)
+        return
+    comparison = verdict(tmp_path, name, 2, plant)
+    assert not comparison.equal
+    assert str(comparison.first).startswith(where), str(comparison.first)

@@ -1,0 +1,403 @@
+"""single: the command line: overview, errors and exit codes, `plan`, and what `train` decides."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway.cli import main as cli
+from headway.cli import train as cli_train
+from headway.cli.console import error_text
+from headway.errors import (
+    CheckpointDamaged,
+    Diverged,
+    HeadwayError,
+    NotEqual,
+    PlanError,
+    RunDirectoryTaken,
+    Stalled,
+    UsageError,
+)
+from headway.launch.local import LaunchResult
+from headway.plan import Exchange, data_parallel
+from headway.run.place import Place
+from headway.run.worker import Outcome
+from support.golden import check_golden
+
+RECIPE = """
+    name = "small"
+    batch = "8 samples"
+    stop = "3 steps"
+
+    [model]
+    call = "torch.nn:Linear"
+    in_features = 2
+    out_features = 1
+
+    [data]
+    call = "small_data:data"
+
+    [loss]
+    criterion = "torch.nn:MSELoss"
+
+    [optimizer]
+    call = "torch.optim:SGD"
+    lr = 0.1
+"""
+DATA = """
+    import torch
+
+    def data():
+        return torch.utils.data.TensorDataset(torch.ones(20, 2), torch.ones(20, 1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with a recipe, outside of any world."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "recipe.toml").write_text(textwrap.dedent(RECIPE))
+    (tmp_path / "small_data.py").write_text(textwrap.dedent(DATA))
+    return tmp_path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch):
+    """The calls of launch_local and of work_here; no process is started."""
+    calls = []
+    outcome = Outcome(steps=3, loss=0.5, validation=None, stopped_by=None)
+
+    def launch_local(entry, arguments, **options):
+        calls.append((arguments[0], options))
+        return LaunchResult(results=[outcome], stopped_by=None, attempts=1)
+
+    def work_here(entry, arguments, *, place, **options):
+        calls.append((arguments[0], {"place": place, **options}))
+        return outcome
+
+    monkeypatch.setattr("headway.launch.local.launch_local", launch_local)
+    monkeypatch.setattr("headway.launch.worker.work_here", work_here)
+    monkeypatch.setattr(cli_train, "warm_up", lambda processes: None)
+    return calls
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- overview -------------------------------------------------------------------------------------
+
+
+def test_the_overview_needs_neither_torch_nor_the_parser():
+    shown = python(
+        "import sys\nfrom headway.cli.main import main\nassert main(['--help']) == 0\n"
+        "heavy = {'torch', 'pydantic', 'cyclopts', 'rich', 'numpy', 'inspect'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    check_golden("cli/overview.txt", shown)
+
+
+def test_the_page_of_train_needs_no_torch(capsys):
+    shown = python(
+        "import sys\nfrom headway.cli.main import main\nassert main(['train', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for option in ("--processes", "--directory", "--resume", "--plan", "--set", "--trace-steps"):
+        assert option in shown
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["--help"]])
+def test_ways_to_the_overview(words, capsys):
+    assert cli.main(words) == 0
+    assert "Usage: headway COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == headway.__version__
+
+
+def test_every_command_exists_and_has_a_page(capsys):
+    for command in cli.COMMANDS:
+        assert cli.main([*command.words.split(), "--help"]) == 0
+        assert f"Usage: headway {command.words}" in capsys.readouterr().out
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
+        (["zzz"], "commands: checkpoint, demo, plan, report, train, verify"),
+        (["--trance"], "there is no option '--trance'"),
+        (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
+        (["train", "x.toml", "--processes", "two"], "--processes"),
+        (["train", "x.toml", "--device", "tpu"], "--device"),
+        (["train"], "headway train --help"),
+        (["plan", "show"], "headway plan show --help"),
+    ],
+)
+def test_wrong_words_are_a_usage_error(words, message, capsys):
+    assert cli.main(words) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("HW-1001 ")
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+ERRORS = [
+    (UsageError("no"), 1),
+    (PlanError("this plan cannot exist", problems=["one", "two"], where="plan.json"), 2),
+    (Diverged("the loss is nan", where="rank 1, step 17", why="A", fix="B"), 3),
+    (CheckpointDamaged("damaged"), 3),
+    (NotEqual("different"), 4),
+    (Stalled("rank 3 is missing"), 5),
+    (RuntimeError("a bug"), 70),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), ERRORS, ids=[type(e).__name__ for e, _ in ERRORS])
+def test_exit_codes(error, code, monkeypatch, capsys):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main(["plan"]) == code
+    shown = capsys.readouterr().err
+    if isinstance(error, HeadwayError):
+        assert shown == error_text(error) + "\n"
+        assert cli.main(["plan", "--trace"]) == code
+        assert "Traceback" in capsys.readouterr().err
+    elif code == 70:
+        assert "Traceback" in shown
+        assert "HW-9000 this is a bug in headway: RuntimeError: a bug" in shown
+
+
+def test_the_form_of_an_error():
+    check_golden("cli/error.txt", "\n\n".join(error_text(e) for e, _ in ERRORS[:6]))
+
+
+def test_warnings_are_shown_without_source_lines(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_run", lambda words: warnings.warn("beware", stacklevel=1) or 0)
+    assert cli.main(["plan"]) == 0
+    assert capsys.readouterr().err == "warning: beware\n"
+
+
+def test_a_pipe_that_closes_is_no_bug(folder):
+    data_parallel(8, processes=2).save(Path("plan.json"))
+    command = f"{sys.executable} -m headway plan show plan.json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", f"sleep 0.01; {command}"], capture_output=True, text=True, timeout=60
+    )
+    assert "HW-9000" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- plan -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plans(folder):
+    data_parallel(64, processes=2, microbatch=8).save(Path("old.json"))
+    data_parallel(64, processes=4, exchange=Exchange(overlap=False)).save(Path("new.json"))
+    broken = json.loads(Path("old.json").read_text())
+    broken["batch"]["samples"] = 0
+    broken["exchange"]["axis"] = "dota"
+    Path("broken.json").write_text(json.dumps(broken, indent=2))
+    broken["mash"] = broken.pop("mesh")
+    Path("misspelt.json").write_text(json.dumps(broken, indent=2))
+    return folder
+
+
+def test_plan_show(plans, capsys):
+    assert cli.main(["plan", "show", "old.json"]) == 0
+    assert "64 samples = 2 ranks x 4 micro-batches x 8 samples" in capsys.readouterr().out
+    assert cli.main(["plan", "show", "old.json", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plan"]["batch"] == {"samples": 64, "microbatch": 8}
+    assert cli.main(["plan", "show", "broken.json"]) == 2
+    assert "HW-2001" in capsys.readouterr().err
+
+
+def test_plan_check(plans, capsys):
+    assert cli.main(["plan", "check", "old.json", "new.json"]) == 0
+    assert capsys.readouterr().out.count("legal") == 2
+    assert cli.main(["plan", "check", "old.json", "broken.json", "misspelt.json", "none.json"]) == 2
+    shown = re.sub(r"plan [0-9a-f]{12}", "plan HASH", capsys.readouterr().out)
+    check_golden("cli/plan_check.txt", shown)
+    assert cli.main(["plan", "check", "none.json", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["code"] == "HW-1101"
+    assert cli.main(["plan", "check"]) == 1
+
+
+def test_plan_diff(plans, capsys):
+    assert cli.main(["plan", "diff", "old.json", "new.json"]) == 1
+    check_golden("cli/plan_diff.txt", capsys.readouterr().out)
+    assert cli.main(["plan", "diff", "old.json", "old.json"]) == 0
+    assert capsys.readouterr().out == "the plans are equal\n"
+    assert cli.main(["plan", "diff", "old.json", "new.json", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["equal"] is False
+
+
+# -- train ----------------------------------------------------------------------------------------
+
+
+def test_train_hands_over_what_was_asked(folder, launched, capsys):
+    words = ["train", "recipe.toml", "-n", "2", "--set", "stop=5 steps", "--set", "clip=1"]
+    assert cli.main([*words, "--timeout", "30 s", "--restarts", "1", "--trace-steps", "7"]) == 0
+    (job, options) = launched[0]
+    assert (job.recipe, job.overrides) == ("recipe.toml", ("stop=5 steps", "clip=1"))
+    assert (job.timeout_seconds, job.trace_every, job.resume) == (30.0, 7, False)
+    assert job.directory == Path("runs/small-001")
+    assert (options["processes"], options["policy"].limit) == (2, 1)
+    assert options["first_attempt"] == 0
+    assert "runs/small-001" in capsys.readouterr().out
+
+
+def test_each_run_gets_a_directory_of_its_own(folder, launched):
+    for number in (1, 2, 3):
+        assert cli.main(["train", "recipe.toml"]) == 0
+        assert launched[-1][0].directory == Path(f"runs/small-{number:03d}")
+    Path("runs/small-041").mkdir()
+    Path("runs/smaller-100").mkdir()
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert launched[-1][0].directory == Path("runs/small-042")
+
+
+def hold_run(path: str, attempt: int = 0) -> None:
+    Path(path).mkdir(parents=True)
+    Path(path, "recipe.json").write_text("{}")
+    Path(path, "events.jsonl").write_text(json.dumps({"event": "start", "attempt": attempt}) + "\n")
+
+
+def test_a_directory_that_holds_a_run(folder, launched, capsys):
+    hold_run("mine", attempt=2)
+    assert cli.main(["train", "recipe.toml", "-d", "mine"]) == 1
+    assert f"{RunDirectoryTaken.code} mine: already holds a run" in capsys.readouterr().err
+    assert not launched
+    assert cli.main(["train", "recipe.toml", "-d", "mine", "--resume"]) == 0
+    job, options = launched[0]
+    assert (job.resume, job.directory, options["first_attempt"]) == (True, Path("mine"), 3)
+
+
+def test_resume_takes_the_newest_run(folder, launched, capsys):
+    assert cli.main(["train", "recipe.toml", "--resume"]) == 1
+    assert "there is no run of small to resume" in capsys.readouterr().err
+    hold_run("runs/small-001")
+    hold_run("runs/small-007")
+    Path("runs/small-009").mkdir()
+    assert cli.main(["train", "recipe.toml", "--resume"]) == 0
+    assert launched[0][0].directory == Path("runs/small-007")
+
+
+def test_resume_where_nothing_is_yet_starts(folder, launched, capsys):
+    assert cli.main(["train", "recipe.toml", "-d", "fresh", "--resume"]) == 0
+    assert "fresh holds no run yet" in capsys.readouterr().err
+
+
+def test_a_wrong_recipe_is_reported_without_torch(folder):
+    Path("recipe.toml").write_text(textwrap.dedent(RECIPE).replace("batch =", "bach ="))
+    shown = python(
+        "import sys, io\nfrom headway.cli.main import main\n"
+        "sys.stderr = io.StringIO()\nassert main(['train', 'recipe.toml', '-n', '2']) == 1\n"
+        "assert 'torch' not in sys.modules\nprint(sys.stderr.getvalue())"
+    )
+    assert "unknown key bach; did you mean batch?" in shown
+    assert not Path("runs").exists()
+
+
+def test_more_processes_than_samples_is_an_impossible_plan(folder, launched, capsys):
+    assert cli.main(["train", "recipe.toml", "-n", "9"]) == 2
+    assert "batch.samples is 8 for 9 ranks" in capsys.readouterr().err
+    assert not launched
+
+
+def test_a_plan_decides_the_number_of_processes(folder, launched, capsys):
+    data_parallel(8, processes=3).save(Path("plan.json"))
+    assert cli.main(["train", "recipe.toml", "--plan", "plan.json"]) == 0
+    assert launched[0][1]["processes"] == 3
+    assert cli.main(["train", "recipe.toml", "--plan", "plan.json", "-n", "2"]) == 1
+    assert "the plan is for 3 processes, not for 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "0"], "--processes 0: at least 1"),
+        (["--timeout", "soon"], "--timeout: 'soon' is not a duration"),
+        (["--plan", "none.json"], "none.json: cannot be read"),
+        (["--set", "stop"], "not of the form key=value"),
+    ],
+)
+def test_wrong_values(folder, launched, capsys, words, message):
+    assert cli.main(["train", "recipe.toml", *words]) == 1
+    assert message in capsys.readouterr().err
+    assert not launched
+    assert not Path("runs").exists(), "nothing is created for a run that cannot start"
+
+
+@pytest.mark.parametrize(("stopped_by", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_orderly_stop(folder, launched, monkeypatch, capsys, stopped_by, code):
+    result = LaunchResult(results=[None], stopped_by=stopped_by, attempts=1, killed=(0,))
+    monkeypatch.setattr("headway.launch.local.launch_local", lambda *a, **b: result)
+    assert cli.main(["train", "recipe.toml", "--json"]) == code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["stopped_by"] == stopped_by
+    assert "ranks 0 did not stop in time" in shown.err
+
+
+def in_world(monkeypatch, rank: int, ranks: int) -> None:
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    assert Place.here().found_world
+
+
+def test_in_a_world_of_another_launcher_it_joins(folder, launched, monkeypatch, capsys):
+    in_world(monkeypatch, 0, 2)
+    assert cli.main(["train", "recipe.toml"]) == 0
+    job, options = launched[0]
+    assert job.directory == Path("runs/small"), "the same on every rank"
+    assert options["place"].ranks == 2
+    assert "runs/small" in capsys.readouterr().out
+    in_world(monkeypatch, 1, 2)
+    assert cli.main(["train", "recipe.toml", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "", "only rank 0 speaks"
+    assert cli.main(["train", "recipe.toml", "-n", "4"]) == 1
+    assert "contradicts the 2 that environment has started" in capsys.readouterr().err
+
+
+def test_a_run_from_end_to_end(folder):
+    """The real thing: one worker process, progress in lines, results in the run directory."""
+    command = [sys.executable, "-m", "headway", "train", "recipe.toml", "-d", "run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["steps"], facts["stopped_by"], facts["attempts"]) == (3, None, 1)
+    assert "3 steps, 8 samples = 1 rank x 1 micro-batch x 8 samples" in done.stderr
+    assert "step 3/3  loss " in done.stderr
+    assert "complete at step 3" in done.stderr
+    assert json.loads(Path("run/recipe.json").read_text())["reference"] == "recipe.toml"

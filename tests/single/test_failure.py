@@ -1,0 +1,321 @@
+"""single: failure records and root causes, the restart policy, stop requests, torch's errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.errors import (
+    CheckpointDamaged,
+    DocumentError,
+    PeerLost,
+    PlanError,
+    Stalled,
+    UsageError,
+    WorkerFailed,
+)
+from headway.run.failure import (
+    FailureRecord,
+    describe_failure,
+    mark_step,
+    read_failures,
+    record_failure,
+    root_cause,
+    step_of,
+)
+from headway.run.place import Place
+from headway.run.policies import AttemptFacts, Restart, RestartPolicy, Stop
+from headway.run.signals import StopRequest
+from headway.run.world import World, translate
+
+RANK_1 = replace(Place.alone(), rank=1, ranks=2, attempt=3)
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+def test_a_record_comes_back_as_the_same_kind_of_error(tmp_path):
+    error = CheckpointDamaged("weights.bin is 3 bytes short", where="step-50", why="3", fix="5")
+    record_failure(tmp_path, RANK_1, 17, raised(error))
+    assert os.listdir(tmp_path / "failures") == ["attempt-3-rank-00001.json"]
+    (record,) = read_failures(tmp_path, 3)
+    assert read_failures(tmp_path, 0) == []
+    assert (record.rank, record.step, record.code, record.exit_code) == (1, 17, "HW-3102", 3)
+    again = record.error()
+    assert type(again) is CheckpointDamaged
+    assert again.where == "rank 1, step 17, step-50"
+    assert (again.what, again.why, again.fix) == (error.what, "3", "5")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlanError("no such plan", problems=["a", "b"], where="plan.json"),
+        DocumentError("2 problems", where="recipe.toml", problems=["a", "b"]),
+    ],
+)
+def test_lists_of_problems_survive(tmp_path, error):
+    record_failure(tmp_path, RANK_1, None, error)
+    again = read_failures(tmp_path, 3)[0].error()
+    assert type(again) is type(error)
+    assert again.problems == ("a", "b")
+    assert str(again) == str(error).replace(error.where, f"rank 1, {error.where}")
+
+
+def test_a_foreign_exception_names_the_users_line_and_step():
+    error = ValueError("negative")
+    mark_step(error, 5)
+    mark_step(error, 6)
+    record = describe_failure(RANK_1, None, raised(error))
+    assert (record.kind, record.exit_code, record.step) == ("WorkerFailed", 3, 5)
+    assert record.where == "rank 1, step 5"
+    assert record.why.startswith("ValueError: negative (")
+    assert "test_failure.py:" in record.why
+    assert record.why.endswith("in raised)")
+    assert "raise error" in record.trace
+
+
+def test_the_line_inside_torch_is_not_the_one_that_is_named():
+    def loss():
+        return torch.ones(2) @ torch.ones(3)
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Sequential().apply(lambda module: loss())
+    assert "test_failure.py" in describe_failure(RANK_1, 1, caught.value).why
+
+
+def test_a_step_noted_on_a_cause_counts():
+    cause = ValueError()
+    mark_step(cause, 9)
+    error = RuntimeError()
+    error.__cause__ = cause
+    assert step_of(error) == 9
+    assert step_of(ValueError()) is None
+
+
+def test_where_is_not_said_twice():
+    known = WorkerFailed("bad", where="rank 1, step 17")
+    record = describe_failure(RANK_1, None, known)
+    assert (record.where, record.step) == ("rank 1, step 17", 17)
+    record = describe_failure(RANK_1, None, WorkerFailed("bad", where="step 17"))
+    assert (record.where, record.step) == ("rank 1, step 17", 17)
+
+
+def test_the_root_cause_is_the_first_primary_record():
+    def record(rank: int, time: float, error: BaseException) -> FailureRecord:
+        return replace(describe_failure(RANK_1, 1, error), rank=rank, time=time)
+
+    lost = record(0, 1.0, PeerLost("gone"))
+    assert lost.secondary
+    early, late = record(3, 2.0, ValueError("early")), record(1, 3.0, ValueError("late"))
+    twin = record(2, 2.0, ValueError("twin"))
+    assert root_cause([late, lost, early]) is early
+    assert root_cause([late, early, twin]) is twin
+    assert root_cause([lost]) is None
+    assert root_cause([]) is None
+    assert describe_failure(RANK_1, 1, ValueError(), secondary=True).secondary
+
+
+# -- policy --------------------------------------------------------------------------------------
+
+
+def killed(attempt: int, before: int = -1, after: int = -1) -> AttemptFacts:
+    return AttemptFacts(
+        attempt=attempt, deaths={1: -9}, progress_before=before, progress_after=after
+    )
+
+
+def test_an_exception_stops_the_job():
+    record = describe_failure(RANK_1, 17, ValueError("bad"))
+    facts = AttemptFacts(attempt=0, records=(record,), deaths={0: -15}, stop="SIGTERM")
+    decision = RestartPolicy().decide([facts])
+    assert isinstance(decision, Stop)
+    assert isinstance(decision.error, WorkerFailed)
+    assert decision.error.where == "rank 1, step 17"
+
+
+def test_a_death_by_a_signal_restarts():
+    lost = replace(describe_failure(RANK_1, 17, PeerLost("gone")), rank=0)
+    decision = RestartPolicy().decide([replace(killed(0), records=(lost,))])
+    assert decision == Restart(reason="rank 1 was killed by SIGKILL")
+    only_lost = AttemptFacts(attempt=0, records=(lost,))
+    assert RestartPolicy().decide([only_lost]) == Restart(reason="rank 0 lost its peers")
+    unknown = AttemptFacts(attempt=0, deaths={2: None})
+    assert RestartPolicy().decide([unknown]) == Restart(reason="rank 2 died without a word")
+
+
+def test_an_exit_without_a_word_stops():
+    decision = RestartPolicy().decide([AttemptFacts(attempt=0, deaths={1: 7})])
+    assert isinstance(decision, Stop)
+    assert "rank 1: the process ended with exit code 7" in str(decision.error)
+
+
+def test_a_request_to_stop_is_no_error():
+    decision = RestartPolicy().decide([AttemptFacts(attempt=0, stop="SIGINT", deaths={1: -9})])
+    assert decision == Stop(error=None, reason="stopped by SIGINT")
+
+
+def test_restarts_without_progress_are_limited_and_progress_starts_anew():
+    policy = RestartPolicy(limit=2)
+    fruitless = [killed(0), killed(1)]
+    assert isinstance(policy.decide(fruitless), Restart)
+    assert isinstance(policy.decide([*fruitless, killed(2)]), Stop)
+    fruitful = [*fruitless, killed(2, -1, 50), killed(3, 50, 50)]
+    assert isinstance(policy.decide(fruitful), Restart)
+    decision = policy.decide([*fruitful, killed(4, 50, 50)])
+    assert isinstance(decision, Stop)
+    assert isinstance(decision.error, WorkerFailed)
+    assert "2 restarts in a row brought no new checkpoint (newest: step 50)" in str(decision.error)
+
+
+def test_limit_0_never_restarts():
+    assert isinstance(RestartPolicy(limit=0).decide([killed(0, -1, 50)]), Stop)
+
+
+# -- signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_becomes_a_request_and_handlers_return(name):
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == name
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("headway.run.signals.time.monotonic", lambda: now[0])
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        now[0] += 0.1
+        signal.raise_signal(signal.SIGINT)
+        now[0] += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+
+
+def test_sigterm_may_come_again(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("headway.run.signals.time.monotonic", lambda: now[0])
+    with StopRequest() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+            now[0] += 5
+        assert stop.requested == "SIGTERM"
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_inert_outside_the_main_thread():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def body():
+        with StopRequest() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
+
+
+# -- world ---------------------------------------------------------------------------------------
+
+
+GLOO_CLOSED = "[/build/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+GLOO_LATE = "[/build/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv"
+NCCL_LATE = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 60000 ms"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (GLOO_CLOSED, PeerLost),
+        ("[../gloo/pair.cc:1] Read error [10.0.0.1]:1: Connection reset by peer", PeerLost),
+        ("[../gloo/pair.cc:1] writev [10.0.0.1]:1: Broken pipe", PeerLost),
+        ("Gloo connectFullMesh failed with [..]", PeerLost),
+        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error", PeerLost),
+        (GLOO_LATE, Stalled),
+        (NCCL_LATE, Stalled),
+        ("wait timeout after 300000ms, keys: /x", Stalled),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", None),
+        ("DataLoader timed out after 5 seconds", None),
+        ("[gloo/pair.cc:1] Received data size doesn't match expected size", None),
+    ],
+)
+def test_what_torch_says_about_other_ranks(text, kind):
+    world = World(place=Place.alone(), device=torch.device("cpu"), timeout_seconds=7)
+    error = translate(RuntimeError(text), world, "the exchange of step 3")
+    assert type(error) is (kind or type(None))
+    if error is not None:
+        assert "the exchange of step 3" in error.what
+    if kind is PeerLost:
+        assert "[../" not in error.why
+        assert "/build" not in error.why
+
+
+def test_torchs_own_network_errors_mean_a_lost_peer():
+    world = World(place=Place.alone(), device=torch.device("cpu"))
+    assert isinstance(translate(dist.DistNetworkError("eof"), world, "x"), PeerLost)
+
+
+def test_other_errors_pass_the_explanation_unchanged():
+    world = World(place=Place.alone(), device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="shapes"), world.explained("x"):
+        raise RuntimeError("shapes")
+    with pytest.raises(PeerLost) as caught, world.explained("the tally"):
+        raise RuntimeError(GLOO_CLOSED)
+    assert caught.value.what == "another rank vanished during the tally"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_world_of_one_has_no_group():
+    with World.join(Place.alone()) as world:
+        assert (world.rank, world.ranks, world.backend) == (0, 1, "none")
+        assert world.side_group is None
+        assert not dist.is_initialized()
+        world.barrier("nothing")
+    world.leave()
+
+
+def test_devices_are_checked(monkeypatch):
+    assert World.join(Place.alone(), device="cpu").device == torch.device("cpu")
+    with pytest.raises(UsageError, match="no device 'gpu'"):
+        World.join(Place.alone(), device="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert World.join(Place.alone(), device="auto").device == torch.device("cpu")
+    with pytest.raises(UsageError, match="torch sees 0"):
+        World.join(Place.alone(), device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    second = replace(Place.alone(), local_rank=1, local_ranks=2)
+    assert World.join(second, device="auto").device == torch.device("cuda", 1)
+    third = replace(Place.alone(), local_rank=2, local_ranks=3)
+    assert World.join(third, device="auto").device == torch.device("cpu")

@@ -1,0 +1,182 @@
+"""single: random draws belong to samples: any split of a batch draws the same numbers.
+
+Also notices when torch's private dispatch mode, on which this stands, changes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from headway.run.randomness import (
+    LogicalRandomness,
+    Site,
+    Sites,
+    generators_restored,
+    mix,
+    probe,
+    seed_everything,
+)
+from headway.run.trees import resize
+
+
+class Attention(nn.Module):
+    """Dropout by module, by function, inside attention, and over a flattened batch."""
+
+    def __init__(self, dim=8, heads=2):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.mha = nn.MultiheadAttention(dim, heads, dropout=0.3, batch_first=True)
+        self.drop = nn.Dropout(0.25)
+        self.heads = heads
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        y = self.drop(y.transpose(1, 2).reshape(b * t, d)).view(b, t, d)
+        y = y + self.mha(x, x, x)[0]
+        y = F.dropout(y.transpose(0, 1), 0.5, self.training).transpose(0, 1)
+        return y + torch.randn_like(y) * 0.1 + torch.rand(t, d, dtype=x.dtype)
+
+
+class Recomputed(nn.Module):
+    """A part that backward runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 8))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(checkpoint(self.inner, x, use_reentrant=False))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def gradients(model, batch, cuts):
+    """Gradients of the mean over `batch`, taken in micro-batches of the given sizes."""
+    sites = probe(model, loss, batch, resize)
+    model.zero_grad()
+    start, outputs = 0, []
+    for size in cuts:
+        seed_everything(7, 0, 100)
+        mode = LogicalRandomness(sites, range(start, start + size), 0)
+        part = batch[start : start + size]
+        with mode:
+            value = loss(model, part) * size / len(batch)
+            value.backward()
+        outputs.append(float(value.detach()))
+        start += size
+    return sum(outputs), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("build", [Attention, Recomputed])
+@pytest.mark.parametrize("cuts", [(3, 3), (1, 2, 2, 1), (5, 1)])
+def test_any_split_gives_the_same_gradients(build, cuts):
+    torch.manual_seed(0)
+    model = build().double().train()
+    batch = torch.randn(6, 5, 8, dtype=torch.float64)
+    whole, expected = gradients(model, batch, (6,))
+    parts, got = gradients(model, batch, cuts)
+    assert abs(whole - parts) < 1e-12
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_recomputation_is_found_and_repeats_the_masks():
+    """The gradient with checkpointing equals the one without, mask for mask."""
+    torch.manual_seed(0)
+    model = Recomputed().double().train()
+    batch = torch.randn(4, 8, dtype=torch.float64)
+    assert probe(model, loss, batch, resize).in_backward
+    _, with_checkpoint = gradients(model, batch, (4,))
+    model.forward = lambda x: model.drop(model.inner(x))
+    assert not probe(model, loss, batch, resize).in_backward
+    _, without = gradients(model, batch, (4,))
+    for a, b in zip(with_checkpoint, without, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_the_probe_finds_where_samples_lie():
+    model = Attention().double().train()
+    sites = probe(model, loss, torch.randn(6, 5, 8, dtype=torch.float64), resize).forward
+    assert Site(0, 5) in sites  # the flattened batch: five rows belong to a sample
+    assert Site(1, 1) in sites  # the transposed batch
+    assert sites[-2:] == (Site(0, 1), Site(None))  # randn_like, and the shared rand
+
+
+def test_the_probe_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    batch = torch.randn(6, 8)
+    state = torch.get_rng_state()
+    probe(model, loss, batch, resize)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_models_without_randomness_have_no_sites():
+    assert probe(nn.Linear(8, 8), loss, torch.randn(6, 8), resize) == Sites((), in_backward=False)
+
+
+class Entangled(nn.Module):
+    """A draw that mixes samples: no split can repeat it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * F.dropout(x @ x.T, 0.5, self.training)
+
+
+def test_a_draw_that_mixes_samples_is_reported():
+    sites = probe(Entangled(), loss, torch.randn(6, 8), resize)
+    assert len(sites.doubts) == 1
+    assert "cut into samples" in sites.doubts[0]
+
+
+def test_different_samples_and_steps_draw_different_numbers():
+    sites = Sites((Site(0),), in_backward=False)
+
+    def draw(step, positions):
+        seed_everything(1, 0, step)
+        with LogicalRandomness(sites, positions, 0):
+            return F.dropout(torch.ones(len(positions), 64), 0.5)
+
+    first = draw(0, range(4))
+    assert torch.equal(first, draw(0, range(4)))
+    assert len({tuple(row.tolist()) for row in first}) == 4
+    assert not torch.equal(first, draw(4, range(4)))
+    assert torch.equal(first[2:], draw(0, range(2, 4)))
+
+
+def test_masks_keep_the_right_share():
+    sites = Sites((Site(0),), in_backward=False)
+    seed_everything(3)
+    with LogicalRandomness(sites, range(200), 0):
+        kept = (F.dropout(torch.ones(200, 500), 0.3) > 0).double()
+    assert abs(float(kept.mean()) - 0.7) < 5 * (0.21 / 100_000) ** 0.5
+    assert float(kept.mean(0).std()) < 1.3 * (0.21 / 200) ** 0.5
+
+
+def test_generators_are_restored():
+    state = torch.get_rng_state()
+    with generators_restored():
+        torch.rand(3)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_mix_is_a_fixed_function():
+    """Golden: a changed key would change every run that is resumed."""
+    assert mix(0) == 0x032DB10DAE10213C
+    assert mix(1, 2) == 0xD13C8240626AA172
+    assert mix(2, 1) == 0x98B5E08CBBD08FB5
+    assert len({mix(a, b) for a in range(64) for b in range(64)}) == 4096

@@ -1,0 +1,110 @@
+"""The headway command as a user runs it, in a process of its own, and what its run left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+HERE = Path(__file__).parent.parent
+HEADWAY = (sys.executable, "-m", "headway")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The variables of the test's process, with the tests importable."""
+    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **changes}
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def command(
+    *words: str, cwd: Path, timeout: float = 120, variables: Mapping[str, str] | None = None
+) -> Done:
+    """Run a command to its end."""
+    start = time.monotonic()
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env=environment(**(variables or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+
+def headway(*words: str, cwd: Path, timeout: float = 120) -> Done:
+    return command(*HEADWAY, *words, cwd=cwd, timeout=timeout)
+
+
+def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The whole lines of events.jsonl, of one kind or all."""
+    path = run / "events.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    found = [json.loads(line) for line in lines if line]
+    return [event for event in found if kind in (None, event["event"])]
+
+
+def wait_for_step(run: Path, step: int, job: subprocess.Popen[str], seconds: float = 90) -> None:
+    """Until the run has done a step; fails if the job ends before."""
+    deadline = time.monotonic() + seconds
+    while not any(event["step"] >= step for event in events(run, "step")):
+        assert job.poll() is None, f"the job ended early:\n{job.communicate()}"
+        assert time.monotonic() < deadline, "the job is too slow"
+        time.sleep(0.01)
+
+
+def newest_tensors(run: Path) -> dict[str, Any]:
+    """Logical name -> tensor of the newest checkpoint, read without headway's own code."""
+    found: dict[str, Any] = {}
+    newest = max((run / "checkpoints").glob("step-????????"))
+    for path in sorted(newest.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def processes_of(run: Path) -> list[int]:
+    """Processes whose command line or open files name the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            names = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            names.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+        if any(str(run) in name for name in names):
+            found.append(int(entry.name))
+    return found
+
+
+def none_left(run: Path, seconds: float = 6) -> bool:
+    """Whether all processes of a run end within some seconds."""
+    deadline = time.monotonic() + seconds
+    while processes_of(run):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

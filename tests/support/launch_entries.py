@@ -1,0 +1,161 @@
+"""Bodies of workers for the tests of `launch`, and the program that joins a world under torchrun.
+
+As a program: `python launch_entries.py FOLDER [kill]` joins through `World.join`, sums the ranks,
+and writes what it saw to FOLDER; with `kill`, rank 1 of the first attempt ends by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import DataError, UsageError
+from headway.run.failure import mark_step
+from headway.run.place import Place
+from headway.run.signals import StopRequest
+from headway.run.world import World
+
+
+def answer(place: Place, number: int) -> dict[str, object]:
+    """What a worker sees of itself."""
+    with World.join(place, timeout_seconds=20) as world:
+        total = torch.tensor([float(world.rank + number)])
+        dist.all_reduce(total)
+        twice = torch.tensor([1.0])
+        dist.all_reduce(twice, group=world.side_group)
+        return {
+            "rank": world.rank,
+            "total": total.item() * twice.item(),
+            "threads": torch.get_num_threads(),
+            "launcher": place.launcher,
+            "seen": os.environ.get("HEADWAY_TEST_SEEN"),
+            "parent": os.getppid(),
+            "pid": os.getpid(),
+        }
+
+
+def alone(place: Place) -> tuple[int, bool]:
+    with World.join(place) as world:
+        return world.ranks, dist.is_initialized()
+
+
+def fail(place: Place, folder: str, how: str) -> None:
+    """Rank 1 fails in step 17, while the others are in an exchange or far from any."""
+    (Path(folder) / f"pid-{place.rank}").write_text(str(os.getpid()))
+    with World.join(place, timeout_seconds=60) as world:
+        if world.rank != 1:
+            if how == "busy":
+                time.sleep(60)
+            with world.explained("the exchange of step 17"):
+                dist.all_reduce(torch.ones(4))
+        try:
+            if how == "data":
+                raise DataError("sample 5 is missing", where="train.npy", fix="Copy it again.")
+            if how == "exit":
+                sys.exit(7)
+            raise ValueError(f"negative loss {how}")
+        except DataError as error:
+            mark_step(error, 17)
+            raise
+        except ValueError as error:
+            mark_step(error, 17)
+            raise
+
+
+def usage(place: Place) -> None:
+    raise UsageError("asked for something impossible", fix="Ask for less.")
+
+
+def kill_once(place: Place, folder: str, attempts: int, victim: int = 1) -> dict[str, object]:
+    """Exchange all the time; `victim` is killed in the middle of the first `attempts` attempts."""
+    with World.join(place, timeout_seconds=60) as world:
+        value = torch.ones(1000)
+        with world.explained("an exchange"):
+            dist.all_reduce(value)
+            first = time.time()
+            for _ in range(20):
+                dist.all_reduce(value)
+            if world.rank == victim and world.place.attempt < attempts:
+                (Path(folder) / "killed").write_text(repr(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            for _ in range(20):
+                dist.all_reduce(value)
+        return {"attempt": world.place.attempt, "first": first}
+
+
+def until_stopped(place: Place, folder: str) -> str | None:
+    """Step until a signal arrives, stop together, and write a file each."""
+    with StopRequest() as stop, World.join(place, timeout_seconds=60) as world:
+        (Path(folder) / f"ready-{world.rank}").write_text(str(os.getpid()))
+        for _ in range(2000):
+            votes = torch.tensor([float(stop.requested is not None)])
+            dist.all_reduce(votes)
+            if votes.item() > 0:
+                break
+            time.sleep(0.02)
+        time.sleep(0.2)
+        (Path(folder) / f"stopped-{world.rank}").write_text(str(stop.requested))
+        return stop.requested
+
+
+def deaf(place: Place, folder: str) -> None:
+    """Notices signals and does not care."""
+    with StopRequest():
+        (Path(folder) / f"ready-{place.rank}").write_text(str(os.getpid()))
+        for _ in range(600):
+            time.sleep(0.1)
+
+
+def late(place: Place) -> None:
+    """Rank 1 never arrives."""
+    if place.rank == 1:
+        time.sleep(60)
+    World.join(place, timeout_seconds=1)
+
+
+def hang(place: Place) -> None:
+    """Rank 1 does not come to the second exchange."""
+    with World.join(place, timeout_seconds=1, join_seconds=20) as world:
+        dist.all_reduce(torch.ones(1))
+        if world.rank == 1:
+            time.sleep(60)
+        with world.explained("the exchange of step 2"):
+            dist.all_reduce(torch.ones(1))
+
+
+def twice(place: Place) -> list[float]:
+    """Two worlds, one after the other, in one process."""
+    totals = []
+    for _ in range(3):
+        with World.join(place, timeout_seconds=20) as world:
+            total = torch.tensor([float(world.rank)])
+            dist.all_reduce(total)
+            totals.append(total.item())
+    return totals
+
+
+def main() -> None:
+    folder, deadly = Path(sys.argv[1]), "kill" in sys.argv[2:]
+    place = Place.here()
+    restarted = bool(list(folder.glob("killed")))
+    with World.join(place, timeout_seconds=30) as world:
+        total = torch.tensor([float(world.rank + 1)])
+        dist.all_reduce(total)
+        if deadly and not restarted:
+            if world.rank == 1:
+                (folder / "killed").write_text(str(world.place.attempt))
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(total)
+            dist.all_reduce(total)
+        text = f"{world.ranks} {total.item()} {world.place.attempt} {place.agent_store}"
+        (folder / f"done-{world.rank}").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Recipes of tiny models, for tests that go through `module:function`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway import MemmapSource, Recipe, criterion
+from support.tiny_models import (
+    Mlp,
+    Points,
+    Sentences,
+    Tied,
+    WithDropout,
+    WithUnused,
+    cross_entropy,
+)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def mlp(*, batch: int = 12, microbatch: int | None = 4, steps: int = 8, seed: int = 5) -> Recipe:
+    """40 points in batches of 12, so that the fourth batch of an epoch has 4."""
+    return Recipe(
+        name="mlp",
+        model=Mlp,
+        data=Points,
+        loss=criterion(nn.CrossEntropyLoss()),
+        optimizer=adamw,
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        batch=batch,
+        microbatch=microbatch,
+        stop=steps,
+        seed=seed,
+        clip=0.5,
+        validation=lambda: Points(16),
+        validate_every=4,
+        checkpoint_every=3,
+    )
+
+
+def dropout() -> Recipe:
+    return Recipe(
+        name="dropout",
+        model=WithDropout,
+        data=Points,
+        loss=cross_entropy,
+        optimizer=adamw,
+        batch=12,
+        microbatch=4,
+        stop=8,
+        seed=5,
+    )
+
+
+def unused() -> Recipe:
+    return Recipe(
+        name="unused",
+        model=WithUnused,
+        data=Points,
+        loss=cross_entropy,
+        optimizer=adamw,
+        batch=12,
+        microbatch=4,
+        stop=8,
+        seed=5,
+    )
+
+
+def tied() -> Recipe:
+    return Recipe(
+        name="tied",
+        model=Tied,
+        data=Sentences,
+        loss=cross_entropy,
+        optimizer=adamw,
+        batch=12,
+        microbatch=4,
+        stop=8,
+        seed=5,
+    )
+
+
+class Trap:
+    """Something that happens once, at a step of a rank: the file `path` says that it has.
+
+    Args:
+        path: "" for no trap; else a file that does not exist yet.
+        rank: Where.
+        step: At which call.
+    """
+
+    def __init__(self, path: str, rank: int, step: int) -> None:
+        self.path, self.rank, self.step, self.calls = path, rank, step, 0
+
+    def sprung(self) -> bool:
+        self.calls += 1
+        here = int(os.environ.get("RANK", "0"))
+        if not self.path or here != self.rank or self.calls != self.step:
+            return False
+        if Path(self.path).exists():
+            return False
+        Path(self.path).touch()
+        return True
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingAdam(torch.optim.AdamW):
+    """Dies between the update of the first parameters and the rest."""
+
+    trap: Trap
+
+    def step(self, closure: Any = None) -> Any:
+        if self.trap.sprung():
+            kill()
+        return super().step(closure)
+
+
+class DyingPoints(Points):
+    trap: Trap
+
+    def __getitem__(self, index: int) -> Any:
+        if self.trap.sprung():
+            kill()
+        return super().__getitem__(index)
+
+
+class Bad(nn.Module):
+    """An Mlp with dropout whose forward pass can be made to misbehave."""
+
+    def __init__(self, trap: Trap, what: str, pause: float) -> None:
+        super().__init__()
+        self.inner = WithDropout(16)
+        self.trap, self.what, self.pause = trap, what, pause
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(self.pause)
+        y: torch.Tensor = self.inner(x)
+        if self.training and self.trap.sprung():
+            match self.what:
+                case "kill":
+                    kill()
+                case "raise":
+                    raise ValueError("the sky is falling")
+                case "nan":
+                    return y * float("nan")
+                case "backward":
+                    y.register_hook(lambda _: kill())
+                case "hang":
+                    time.sleep(1000)
+        return y
+
+
+def trapped(
+    *,
+    what: str = "",
+    path: str = "",
+    rank: int = 0,
+    at: int = 1,
+    steps: int = 20,
+    every: int = 3,
+    pause: float = 0.0,
+    workers: int = 0,
+    precision: str = "float32",
+    batch: int = 12,
+) -> Recipe:
+    """A recipe that trains for `steps` unless the trap is sprung (the first call is the probe's)."""
+    trap = Trap(path, rank, at)
+    DyingAdam.trap = trap if what == "optimizer" else Trap("", 0, 0)
+    DyingPoints.trap = trap if what == "data" else Trap("", 0, 0)
+    inside = trap if what in ("kill", "raise", "nan", "backward", "hang") else Trap("", 0, 0)
+    return Recipe(
+        name="trapped",
+        model=lambda: Bad(inside, what, pause),
+        data=DyingPoints,
+        loss=cross_entropy,
+        optimizer=lambda model: DyingAdam(model.parameters(), lr=0.01),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
+        batch=batch,
+        stop=steps,
+        checkpoint_every=every,
+        seed=11,
+        workers=workers,
+        precision=precision,
+    )
+
+
+def from_file(*, path: str, steps: int = 400) -> Recipe:
+    """Trains on a memory-mapped file that may vanish meanwhile."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        words, targets = batch
+        return nn.functional.cross_entropy(model(words).flatten(0, 1), targets.flatten())
+
+    return Recipe(
+        name="from-file",
+        model=lambda: nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)),
+        data=lambda: MemmapSource(path, window=8),
+        loss=loss,
+        optimizer=adamw,
+        batch=4,
+        stop=steps,
+        checkpoint_every=3,
+    )
+
+
+def large(*, steps: int = 40, every: int = 2) -> Recipe:
+    """Checkpoints of about 3 MiB, for a small disk."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        return cross_entropy(model, batch)
+
+    return Recipe(
+        name="large",
+        model=lambda: nn.Sequential(nn.Linear(6, 30_000), nn.Tanh(), nn.Linear(30_000, 4)),
+        data=Points,
+        loss=loss,
+        optimizer=adamw,
+        batch=4,
+        stop=steps,
+        checkpoint_every=every,
+        checkpoint_keep=20,
+    )
