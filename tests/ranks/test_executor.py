@@ -1,4 +1,4 @@
-"""ranks: the executor on 1 to 4 ranks equals the serial loop: loss, gradients, parameters, state."""
+"""ranks: the executor on 1 to 4 ranks equals the serial loop in every number of a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import RanksFailed, run_ranks
-from support.serial import Numbers, largest_error, numbers, train_serially
-from support.tiny_models import ALL, Points, Sentences, Tied, WithDropout, cross_entropy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +14,9 @@ from headway.errors import Diverged, PlanError, UsageError
 from headway.plan import Exchange, data_parallel
 from headway.run.executor import Executor
 from headway.run.world import World
+from support.ranks import RanksFailed, run_ranks
+from support.serial import Numbers, largest_error, numbers, train_serially
+from support.tiny_models import ALL, Points, Sentences, Tied, WithDropout, cross_entropy
 
 SEED = 3
 

@@ -28,8 +28,8 @@ from headway.errors import (
 )
 from headway.launch.local import LaunchResult
 from headway.plan import Exchange, data_parallel
+from headway.run.job import Outcome
 from headway.run.place import Place
-from headway.run.worker import Outcome
 from support.golden import check_golden
 
 RECIPE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny_models import Mlp, Points, Tied, WithUnused, cross_entropy
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, SequentialLR
 
@@ -12,6 +11,7 @@ from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.store import CheckpointStore
 from headway.errors import CheckpointError, CheckpointMismatch
 from headway.run.training_state import Trained
+from support.tiny_models import Mlp, Points, Tied, WithUnused, cross_entropy
 
 
 def warm_up(optimizer):

@@ -176,7 +176,7 @@ def trapped(
     precision: str = "float32",
     batch: int = 12,
 ) -> Recipe:
-    """A recipe that trains for `steps` unless the trap is sprung (the first call is the probe's)."""
+    """Trains for `steps` unless the trap is sprung (the first two calls are the probe's)."""
     trap = Trap(path, rank, at)
     DyingAdam.trap = trap if what == "optimizer" else Trap("", 0, 0)
     DyingPoints.trap = trap if what == "data" else Trap("", 0, 0)

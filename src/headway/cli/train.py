@@ -11,7 +11,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -22,13 +22,11 @@ from headway.launch.warm import warm_up
 from headway.plan import Plan, data_parallel
 from headway.run.amounts import resolve_batch
 from headway.run.directory import RunDirectory
+from headway.run.job import Outcome, TrainJob
 from headway.run.place import Place
 from headway.run.recipe_check import CheckedRecipe, check_recipe
 from headway.run.recipe_schema import RecipeDocument
 from headway.units import parse_seconds
-
-if TYPE_CHECKING:
-    from headway.run.worker import Outcome, TrainJob
 
 RUNS = Path("runs")
 
@@ -80,8 +78,6 @@ def train(
     path = choose_directory(checked.name, directory, place, resume=resume)
     if not place.found_world:
         warm_up(ranks)  # its import of torch runs beside the one here
-
-    from headway.run.worker import TrainJob  # imports torch
 
     job = TrainJob(
         recipe=recipe,

@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 
 from headway.launch.preflight import threads_for
 
-PRELOAD = ("torch", "torch.distributed", "headway.launch.worker", "headway.run.world")
+PRELOAD = ("torch", "torch.distributed", "headway.launch.worker", "headway.run.warm")
 
 
 def warm_up(processes: int, preload: Sequence[str] = (), threads: int | None = None) -> None:

@@ -7,6 +7,7 @@ doing, and whatever it has to say (result or failure) lies on disk before it end
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -60,6 +61,9 @@ def work(job: Job) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     _set_environment(job)
+    # A forkserver's children would start their own data-loading processes by it: without the
+    # user's modules and state. The platform's default is the first of the list.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     place = Place.here()
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:

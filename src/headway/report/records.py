@@ -28,6 +28,7 @@ class StepRecord:
     loss: float = math.nan
     samples: int = 0
     epoch: int = 0
+    position: int = 0
     seconds: float = math.nan
     rate: float = math.nan
     lr: float = math.nan

@@ -11,7 +11,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -31,38 +30,11 @@ from headway.run.place import Place
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
+from headway.run.record import StepRecord, kind_of
 from headway.run.trees import resize, to_device
 from headway.run.world import World
 from headway.timeline import Span
 from headway.units import format_bytes
-
-_KINDS = {
-    "clear": "update", "arm": "forward", "send": "wait", "tally": "wait", "receive": "wait",
-    "scale": "update", "clip": "update",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What one step did; filled while it runs.
-
-    Attributes:
-        loss: Of the global batch; the same number on every rank.
-        samples: Of the global batch.
-        norm: Global norm of the gradients before clipping; None where nothing is clipped.
-        votes: How many ranks asked to stop after this step.
-        spans: Seconds on the wall clock, for the timeline.
-    """
-
-    loss: float = float("nan")
-    samples: int = 0
-    norm: float | None = None
-    votes: int = 0
-    spans: list[Span] = field(default_factory=list)
-
-    def seconds(self, *kinds: str, lane: str = "compute") -> float:
-        """Total seconds of the given kinds on one lane."""
-        return sum(s.seconds for s in self.spans if s.lane == lane and s.kind in kinds)
 
 
 class Executor:
@@ -240,7 +212,7 @@ class Executor:
             Span(
                 rank=self.world.rank,
                 lane="compute",
-                kind=_KINDS.get(instruction.kind, instruction.kind),
+                kind=kind_of(instruction.kind),
                 label=str(instruction),
                 start=start,
                 end=end,
@@ -275,7 +247,7 @@ class Executor:
             self._exchanging(),
             self._randomness(self._micro(instruction), drawing=recomputes),
         ):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def _send(self, _: Instruction) -> None:
         assert self._exchange is not None

@@ -32,7 +32,9 @@ _BROKEN = re.compile(
     r"|recvValue failed|aborted",
     re.IGNORECASE,
 )
-_EXCHANGE = re.compile(r"gloo|nccl|c10d|connection|socket|wait timeout|store|pipe", re.IGNORECASE)
+_EXCHANGE = re.compile(
+    r"gloo|nccl|c10d|connection|socket|wait timeout|pair closure|store|pipe", re.IGNORECASE
+)
 _FAREWELL_SECONDS = 2.0
 
 

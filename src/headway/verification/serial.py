@@ -16,8 +16,8 @@ from headway.plan import BatchSplit
 from headway.run.amounts import resolve_batch
 from headway.run.place import Place
 from headway.run.randomness import LogicalRandomness, probe, seed_everything
+from headway.run.training import build_model
 from headway.run.trees import resize, to_device
-from headway.run.worker import build_model
 from headway.verification.record import Recorder, VerifyJob, build
 
 
@@ -43,7 +43,7 @@ def record_serial(_: Place, job: VerifyJob, target: Path) -> None:
             seed_everything(recipe.seed, batch.start.epoch, batch.start.position)
             with LogicalRandomness(sites, micro.positions, batch.start.epoch):
                 loss = _mean(recipe.loss(model, data))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             if recipe.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()

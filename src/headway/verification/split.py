@@ -18,7 +18,7 @@ from headway.run.amounts import resolve_batch
 from headway.run.executor import Executor
 from headway.run.place import Place
 from headway.run.recipe import Recipe
-from headway.run.worker import build_model
+from headway.run.training import build_model
 from headway.run.world import World
 from headway.verification.record import Recorder, VerifyJob, build
 

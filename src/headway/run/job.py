@@ -1,0 +1,48 @@
+"""What a training run is asked to do, and how it ended: plain data that crosses process borders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What `train` is asked to do; the same on every rank, and safe to send to a process.
+
+    Attributes:
+        recipe: Path of a recipe.toml, "module:function", or a bundled workload.
+        overrides: "key=value" changes to the recipe.
+        directory: The run directory; all ranks must see it.
+        plan: A plan file; None: data parallelism over all ranks.
+        resume: Go on from the newest sound checkpoint of the directory.
+        device: "cpu", "cuda" or "auto".
+        timeout_seconds: Longest wait for another rank.
+        trace_every: Steps between detailed timelines; the first steps are always traced.
+    """
+
+    recipe: str
+    directory: Path
+    overrides: tuple[str, ...] = ()
+    plan: Path | None = None
+    resume: bool = False
+    device: str = "auto"
+    timeout_seconds: float = 300.0
+    trace_every: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank's training ended; the same on every rank.
+
+    Attributes:
+        steps: Optimiser steps done since the beginning of the run.
+        loss: Of the last step.
+        validation: Of the last validation; None where the recipe has no validation data.
+        stopped_by: The signal that stopped the run, or None when it is complete.
+    """
+
+    steps: int
+    loss: float
+    validation: float | None
+    stopped_by: str | None

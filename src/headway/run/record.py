@@ -1,0 +1,44 @@
+"""What one step did, as the executor notes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headway.timeline import Span
+
+_KIND_OF = {
+    "forward": "forward",
+    "backward": "backward",
+    "arm": "forward",
+    "send": "wait",
+    "tally": "wait",
+    "receive": "wait",
+}
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step did; filled while it runs.
+
+    Attributes:
+        loss: Of the global batch; the same number on every rank.
+        samples: Of the global batch.
+        norm: Global norm of the gradients before clipping; None where nothing is clipped.
+        votes: How many ranks asked to stop after this step.
+        spans: Seconds on the wall clock, for the timeline.
+    """
+
+    loss: float = float("nan")
+    samples: int = 0
+    norm: float | None = None
+    votes: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def seconds(self, *kinds: str, lane: str = "compute") -> float:
+        """Total seconds of the given kinds on one lane."""
+        return sum(s.seconds for s in self.spans if s.lane == lane and s.kind in kinds)
+
+
+def kind_of(instruction: str) -> str:
+    """The kind of span of an instruction; what is not compute or waiting belongs to the update."""
+    return _KIND_OF.get(instruction, "update")

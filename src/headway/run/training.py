@@ -1,0 +1,337 @@
+"""The training loop of one rank: build, resume, train, validate, save, stop in order.
+
+Every rank runs the same lines; what only rank 0 does (the events of the run, the showcase) goes
+through its `Journal`. A restart is nothing special: it is a start that finds a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import perf_counter, time
+
+import torch
+
+from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.store import CheckpointStore
+from headway.data import Cursor, Loader, RankBatch, as_source
+from headway.errors import CheckpointError, CheckpointMismatch, PlanError, UsageError
+from headway.plan import BatchSplit, Plan, data_parallel, explain
+from headway.run.alike import share_buffers
+from headway.run.amounts import resolve_batch, stop_steps
+from headway.run.directory import RunDirectory, environment
+from headway.run.executor import Executor
+from headway.run.job import Outcome, TrainJob
+from headway.run.journal import Journal
+from headway.run.randomness import generators_restored, seed_everything
+from headway.run.recipe import Recipe
+from headway.run.recipe_file import load_recipe
+from headway.run.reference import describe_recipe
+from headway.run.signals import StopRequest
+from headway.run.training_state import Trained
+from headway.run.world import World, translate
+
+_INIT = 0x494E4954
+"""Keeps the numbers that initialise a model apart from those of its steps."""
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """The step that is being worked on, for messages."""
+
+    current: int = 0
+
+
+def build_model(recipe: Recipe) -> torch.nn.Module:
+    """The model with the initial parameters that every rank and every plan starts from."""
+    seed_everything(recipe.seed, _INIT)
+    return recipe.model()
+
+
+class Training:
+    """The training of one rank; `run` is its whole life."""
+
+    def __init__(
+        self, job: TrainJob, world: World, stop: StopRequest, counter: StepCounter, stack: ExitStack
+    ) -> None:
+        self._job = job
+        self._world = world
+        self._stop = stop
+        self._counter = counter
+        self._stack = stack
+        self._directory = RunDirectory(job.directory)
+        self._validation: float | None = None
+
+    def run(self) -> Outcome:
+        """Everything from the recipe to the last checkpoint."""
+        self._recipe = load_recipe(self._job.recipe, self._job.overrides)
+        self._plan = _choose_plan(self._job, self._recipe, self._world.ranks)
+        self._open()
+        with self._journal.warnings():
+            self._build()
+            cursor = self._restore()
+            total = stop_steps(self._recipe, len(self._data))
+            self._announce(total)
+            loader = self._stack.enter_context(
+                self._executor.loader(
+                    self._data,
+                    cursor=cursor,
+                    epochs=None,
+                    workers=self._recipe.workers,
+                    drop_last=self._recipe.drop_last,
+                )
+            )
+            stopped_by = self._train(iter(loader), total)
+            return self._finish(stopped_by)
+
+    # -- before the first step ---------------------------------------------------------------
+
+    def _open(self) -> None:
+        """The run directory: rank 0 writes what is run, everybody opens the journal."""
+        job, world = self._job, self._world
+        if world.rank == 0 and (world.place.attempt == 0 or job.resume):
+            self._directory.check_free(resume=job.resume)
+            self._directory.describe(
+                describe_recipe(self._recipe, job.recipe),
+                self._plan,
+                environment(
+                    torch_version=torch.__version__,
+                    device=str(world.device),
+                    backend=world.backend,
+                    cores=os.cpu_count() or 1,
+                ),
+            )
+        world.barrier("opening the run directory")
+        if not self._directory.recipe_file.exists():
+            raise UsageError(
+                "the ranks do not see the same run directory",
+                where=f"rank {world.rank}, {self._directory.path.absolute()}",
+                fix="Give a --directory on a file system that all machines share.",
+            )
+        self._journal = Journal(
+            self._directory, world, trace_every=job.trace_every, stack=self._stack
+        )
+
+    def _build(self) -> None:
+        recipe = self._recipe
+        model = build_model(recipe).to(self._world.device)
+        if self._plan.memory.precision == "float64":
+            model.to(torch.float64)
+        optimizer = recipe.optimizer(model)
+        scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+        self._data = as_source(recipe.data())
+        self._trained = Trained(model, optimizer, scheduler)
+        self._executor = Executor(
+            model,
+            optimizer,
+            loss=recipe.loss,
+            plan=self._plan,
+            scheduler=scheduler,
+            clip=recipe.clip,
+            seed=recipe.seed,
+            world=self._world,
+        )
+        self._store = CheckpointStore(
+            self._directory.checkpoints,
+            rank=self._world.rank,
+            ranks=self._world.ranks,
+            group=self._world.side_group,
+            keep=recipe.checkpoint_keep,
+        )
+        # After an error the peers of a save that is under way may never answer.
+        self._stack.push(lambda kind, *_: self._store.close(wait=kind is None))
+        if self._plan.ranks > 1 or self._plan.batch.microbatch:
+            self._warn_of_batch_norm(model)
+
+    def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
+        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        if names:
+            self._journal.event(
+                "warning",
+                text=f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: batch "
+                "normalisation sees one micro-batch at a time, so this run is not exactly the "
+                "serial one; GroupNorm or LayerNorm would be",
+            )
+
+    def _restore(self) -> Cursor:
+        """Where to begin: the newest sound checkpoint, or the beginning."""
+        beginning = Cursor(seed=self._recipe.seed)
+        if not self._job.resume and self._world.place.attempt == 0:
+            return beginning
+        destinations: dict[str, torch.Tensor] = {}
+
+        def prepare(manifest: Manifest) -> dict[str, torch.Tensor]:
+            destinations.update(self._trained.destinations(manifest))
+            return destinations
+
+        with self._storing():
+            manifest = self._store.restore(prepare)
+        if manifest is None:
+            return beginning
+        # A checkpoint made from weights alone has no cursor: training begins with them.
+        cursor = Cursor.from_dict(manifest.facts.get("cursor", beginning.to_dict()))
+        if cursor.seed != self._recipe.seed:
+            raise CheckpointMismatch(
+                f"the checkpoint was made with seed {cursor.seed}, the recipe has "
+                f"{self._recipe.seed}",
+                why="Samples would be seen twice or never, because the seed decides their order.",
+                fix=f"Set seed = {cursor.seed}, or use a new run directory.",
+            )
+        self._trained.apply(manifest, destinations)
+        self._executor.steps_done = manifest.step
+        self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
+        return cursor
+
+    def _announce(self, total: int) -> None:
+        tokens = self._recipe.tokens_per_sample
+        self._journal.event(
+            "start",
+            step=self._executor.steps_done,
+            steps=total,
+            ranks=self._world.ranks,
+            batch=self._plan.batch.equation(self._plan.data_degree, tokens),
+            plan=explain(self._plan, tokens),
+        )
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def _train(self, batches: Iterator[RankBatch], total: int) -> str | None:
+        """Step until the recipe's end or a signal; returns the signal's name."""
+        run, recipe = self._executor, self._recipe
+        first = run.steps_done + 1
+        while run.steps_done < total:
+            self._counter.current = run.steps_done + 1
+            with self._storing():
+                self._store.check()
+            self._step(batches)
+            if run.steps_done == first:
+                self._store.reserve(self._trained.tensors())
+            stopping, last = run.record.votes > 0, run.steps_done == total
+            if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
+                self._save()
+            if stopping:
+                return self._stop.requested or "another rank"
+            if last or _due(recipe.validate_every, run.steps_done):
+                self._validate()
+        return None
+
+    def _step(self, batches: Iterator[RankBatch]) -> None:
+        start = perf_counter()
+        batch = next(batches)
+        waited = perf_counter() - start
+        run = self._executor
+        run.wants_stop = self._stop.requested is not None
+        run.step(batch)
+        self._after = batch.after
+        self._journal.step(
+            run.steps_done,
+            batch,
+            run.record,
+            seconds=perf_counter() - start,
+            waited=waited,
+            lr=float(self._trained.optimizer.param_groups[0]["lr"]),
+        )
+
+    def _save(self) -> None:
+        step = self._executor.steps_done
+        share_buffers(self._trained.model, self._world)
+        facts = {**self._trained.facts(), "cursor": self._after.to_dict()}
+        start = time()
+        with self._storing():
+            receipt = self._store.save(step, self._trained.tensors(), facts)
+        self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
+        self._journal.event(
+            "checkpoint", step=step, bytes=receipt.bytes, held_seconds=receipt.held_seconds
+        )
+
+    def _validate(self) -> None:
+        recipe, plan = self._recipe, self._plan
+        if recipe.validation is None:
+            return
+        start = perf_counter()
+        share_buffers(self._trained.model, self._world)
+        source = as_source(recipe.validation())
+        samples = min(len(source), recipe.validation_samples or len(source))
+        batch = BatchSplit(
+            samples=min(samples, plan.batch.samples), microbatch=plan.batch.microbatch
+        )
+        with Loader(
+            source,
+            batch,
+            rank=self._world.rank,
+            ranks=plan.data_degree,
+            cursor=Cursor(seed=recipe.seed),
+            shuffle=False,
+            epochs=1,
+            limit=samples,
+        ) as loader:
+            self._validation, seen = self._executor.evaluate(loader)
+        self._journal.event(
+            "validation",
+            step=self._executor.steps_done,
+            loss=self._validation,
+            samples=seen,
+            seconds=perf_counter() - start,
+        )
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """A checkpoint that fails because a peer has died is not the cause of the trouble."""
+        try:
+            yield
+        except CheckpointError as error:
+            cause = error.__cause__
+            if isinstance(cause, RuntimeError):
+                lost = translate(cause, self._world, "a checkpoint")
+                if lost is not None:
+                    raise lost from error
+            raise
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _finish(self, stopped_by: str | None) -> Outcome:
+        run, showcase = self._executor, self._recipe.showcase
+        with self._storing():
+            self._store.wait()
+        if self._journal.is_first and stopped_by is None and showcase is not None:
+            self._trained.model.eval()
+            with torch.no_grad(), generators_restored():
+                text = showcase(self._trained.model)
+            self._journal.event("showcase", step=run.steps_done, text=text)
+        self._journal.event("stop", step=run.steps_done, reason=stopped_by or "complete")
+        self._world.barrier("the end of the run")
+        return Outcome(
+            steps=run.steps_done,
+            loss=run.record.loss,
+            validation=self._validation,
+            stopped_by=stopped_by,
+        )
+
+
+def _choose_plan(job: TrainJob, recipe: Recipe, ranks: int) -> Plan:
+    """The plan of the job, or data parallelism over all ranks.
+
+    Raises:
+        PlanError: The plan is for another global batch than the recipe's.
+    """
+    samples = resolve_batch(recipe)
+    if job.plan is None:
+        return data_parallel(
+            samples, processes=ranks, microbatch=recipe.microbatch, precision=recipe.precision
+        )
+    plan = Plan.load(job.plan)
+    if plan.batch.samples != samples:
+        raise PlanError(
+            "the plan is for another recipe",
+            where=str(job.plan),
+            problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
+            fix="Change batch.samples of the plan, or the batch of the recipe.",
+        )
+    return plan
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,1 @@
+"""A decoder-only language model on the bytes of the Python standard library."""
