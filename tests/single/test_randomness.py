@@ -126,6 +126,22 @@ def test_models_without_randomness_have_no_sites():
     assert probe(nn.Linear(8, 8), loss, torch.randn(6, 8), resize) == Sites((), in_backward=False)
 
 
+def test_attention_without_dropout_costs_nothing():
+    """The operator is marked as random by torch, and draws only with dropout."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.line(x)[:, None]
+            return F.scaled_dot_product_attention(y, y, y)
+
+    batch = torch.randn(6, 5, 8)
+    assert probe(Plain(), loss, batch, resize) == Sites((), in_backward=False)
+
+
 class Entangled(nn.Module):
     """A draw that mixes samples: no split can repeat it."""
 

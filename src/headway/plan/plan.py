@@ -65,7 +65,7 @@ class Exchange:
 
     axis: str = "data"
     collective: Literal["all_reduce"] = "all_reduce"
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 8 * 2**20
     overlap: bool = True
 
 

@@ -56,10 +56,12 @@ class Site:
     Attributes:
         dim: The dimension along which samples lie; None: the draw is shared by all samples.
         block: Consecutive entries of `dim` that belong to one sample.
+        draws: False for an operator that could draw and does not (attention without dropout).
     """
 
     dim: int | None
     block: int = 1
+    draws: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def probe(
         resize: (data, n) -> a micro-batch of n samples made from the samples of `data`.
     """
     two = _record(model, loss, resize(data, 2), backward=True)
-    if not two.shapes:
+    if not any(two.drew):
         return Sites((), in_backward=False)
     three = _record(model, loss, resize(data, 3), backward=False)
     count = two.forward
@@ -98,7 +100,7 @@ def probe(
         )
     sites, doubts = [], []
     for number, (a, b) in enumerate(zip(two.shapes[:count], three.shapes[:count], strict=True)):
-        site, doubt = _compare(a, b)
+        site, doubt = _compare(a, b) if two.drew[number] else (Site(None, draws=False), "")
         sites.append(site)
         if doubt:
             doubts.append(f"draw {number} of shape {list(a)}: {doubt}")
@@ -119,11 +121,12 @@ def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[Site, str]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the shape of every random draw."""
+    """Notes the shape of the result of every operator that may draw, and whether it did."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[tuple[int, ...]] = []
+        self.drew: list[bool] = []
         self.forward = 0
 
     def __torch_dispatch__(
@@ -133,9 +136,14 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _draws(func, kwargs or {}):
-            self.shapes.append(tuple(_first_tensor(result).shape))
+        keywords = kwargs or {}
+        if not _may_draw(func, keywords):
+            return func(*args, **keywords)
+        generator = _generator(_device_of(args, keywords))
+        before = generator.get_state()
+        result = func(*args, **keywords)
+        self.shapes.append(tuple(_first_tensor(result).shape))
+        self.drew.append(not torch.equal(before, generator.get_state()))
         return result
 
 
@@ -150,7 +158,7 @@ def _record(
         value = loss(model, data)
         recorder.forward = len(recorder.shapes)
         total = value[0] if isinstance(value, tuple) else value
-        if backward and recorder.shapes and total.requires_grad:
+        if backward and any(recorder.drew) and total.requires_grad:
             torch.autograd.grad(total, parameters, allow_unused=True)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -184,7 +192,7 @@ class LogicalRandomness(TorchDispatchMode):
     """
 
     def __init__(self, sites: Sites, positions: Sequence[int], epoch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sites = sites
         self._positions = positions
         self._epoch = epoch
@@ -198,7 +206,7 @@ class LogicalRandomness(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
-        if not _draws(func, keywords):
+        if not _may_draw(func, keywords):
             return func(*args, **keywords)
         device = _device_of(args, keywords)
         token = int(torch.empty((), dtype=torch.int64).random_())
@@ -207,6 +215,8 @@ class LogicalRandomness(TorchDispatchMode):
             number = len(self._met)
             known = number < len(self._sites.forward)
             site = self._met[token] = self._sites.forward[number] if known else Site(0)
+        if not site.draws:
+            return func(*args, **keywords)
         generator = _generator(device)
         state = generator.get_state()
         try:
@@ -269,8 +279,8 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return torch.cat(parts, dim=dim)
 
 
-def _draws(func: Any, keywords: Mapping[str, Any]) -> bool:
-    """Whether an operator draws from the global generator (a generator of the user's is his)."""
+def _may_draw(func: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether an operator may draw from the global generator (one of the user's own is theirs)."""
     return torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
 
 

@@ -16,7 +16,7 @@ import torch
 
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.store import CheckpointStore
-from headway.data import Cursor, Loader, RankBatch, as_source
+from headway.data import Cursor, Loader, as_source
 from headway.errors import CheckpointError, CheckpointMismatch, PlanError, UsageError
 from headway.plan import BatchSplit, Plan, data_parallel, explain
 from headway.run.alike import share_buffers
@@ -25,6 +25,7 @@ from headway.run.directory import RunDirectory, environment
 from headway.run.executor import Executor
 from headway.run.job import Outcome, TrainJob
 from headway.run.journal import Journal
+from headway.run.memory import keep_freed_memory
 from headway.run.randomness import generators_restored, seed_everything
 from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
@@ -66,25 +67,33 @@ class Training:
 
     def run(self) -> Outcome:
         """Everything from the recipe to the last checkpoint."""
+        self.prepare()
+        with self._journal.warnings():
+            total = self.begin()
+            stopped_by = self._train(total)
+            return self._finish(stopped_by)
+
+    def prepare(self) -> None:
+        """Recipe, plan, and the run directory."""
         self._recipe = load_recipe(self._job.recipe, self._job.overrides)
         self._plan = _choose_plan(self._job, self._recipe, self._world.ranks)
         self._open()
-        with self._journal.warnings():
-            self._build()
-            cursor = self._restore()
-            total = stop_steps(self._recipe, len(self._data))
-            self._announce(total)
-            loader = self._stack.enter_context(
-                self._executor.loader(
-                    self._data,
-                    cursor=cursor,
-                    epochs=None,
-                    workers=self._recipe.workers,
-                    drop_last=self._recipe.drop_last,
-                )
-            )
-            stopped_by = self._train(iter(loader), total)
-            return self._finish(stopped_by)
+
+    def begin(self) -> int:
+        """Build everything, take up a checkpoint if there is one; returns the steps of the run."""
+        self._build()
+        cursor = self._restore()
+        total = stop_steps(self._recipe, len(self._data))
+        self._announce(total)
+        loader = self._executor.loader(
+            self._data,
+            cursor=cursor,
+            epochs=None,
+            workers=self._recipe.workers,
+            drop_last=self._recipe.drop_last,
+        )
+        self._batches = iter(self._stack.enter_context(loader))
+        return total
 
     # -- before the first step ---------------------------------------------------------------
 
@@ -116,6 +125,7 @@ class Training:
 
     def _build(self) -> None:
         recipe = self._recipe
+        keep_freed_memory()
         model = build_model(recipe).to(self._world.device)
         if self._plan.memory.precision == "float64":
             model.to(torch.float64)
@@ -198,7 +208,7 @@ class Training:
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def _train(self, batches: Iterator[RankBatch], total: int) -> str | None:
+    def _train(self, total: int) -> str | None:
         """Step until the recipe's end or a signal; returns the signal's name."""
         run, recipe = self._executor, self._recipe
         first = run.steps_done + 1
@@ -206,7 +216,7 @@ class Training:
             self._counter.current = run.steps_done + 1
             with self._storing():
                 self._store.check()
-            self._step(batches)
+            self.step()
             if run.steps_done == first:
                 self._store.reserve(self._trained.tensors())
             stopping, last = run.record.votes > 0, run.steps_done == total
@@ -218,9 +228,10 @@ class Training:
                 self._validate()
         return None
 
-    def _step(self, batches: Iterator[RankBatch]) -> None:
+    def step(self) -> None:
+        """One optimiser step, and its entry in the journal."""
         start = perf_counter()
-        batch = next(batches)
+        batch = next(self._batches)
         waited = perf_counter() - start
         run = self._executor
         run.wants_stop = self._stop.requested is not None
