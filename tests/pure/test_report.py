@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.errors import UsageError
+from headway.errors import MissingExtra, UsageError
 from headway.report import curves, facts, lanes, read_history, write_report
 from headway.report.canvas import COLOURS, draw, plain_axes
 from headway.report.lines import read_lines
 from headway.report.records import Attempt
-from headway.report.tensorboard import scalars
+from headway.report.tensorboard import scalars, write_tensorboard
 from headway.timeline import Span, Timeline
 from support.golden import check_golden
 from support.run_directories import NASTY, loss_at, write_lines, write_run
@@ -356,6 +356,12 @@ def test_without_tensorboard_the_report_says_how_to_get_it(run, monkeypatch):
     assert files.tensorboard is None
     assert "pip install headway[tensorboard]" in files.notes[0]
     assert "pip install headway[tensorboard]" in files.html.read_text()
+
+
+def test_writing_events_without_tensorboard_is_an_error_of_its_own(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(MissingExtra, match="TensorBoard events were not written"):
+        write_tensorboard(read_history(run), run / "tensorboard")
 
 
 def test_tensorboard_reads_back_every_scalar(run):

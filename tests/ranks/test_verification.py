@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from headway.comm.exchange import GradientExchange
 from headway.data.loader import Loader
+from headway.errors import NotEqual
 from headway.plan import BatchSplit
 from headway.run import executor as executor_module
 from headway.run.executor import Executor
@@ -18,6 +19,7 @@ from headway.run.place import Place
 from headway.run.world import World
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.split import record_in
+from support.commands import headway
 from support.ranks import RanksFailed, run_ranks
 
 STEPS = 4
@@ -269,3 +271,24 @@ def test_a_planted_bug_is_caught_where_it_shows_first(tmp_path, plant, name, whe
     comparison = verdict(tmp_path, name, 2, plant)
     assert not comparison.equal
     assert str(comparison.first).startswith(where), str(comparison.first)
+
+
+def test_the_command_prints_a_table_and_a_verdict(tmp_path):
+    done = headway("verify", "support.recipes:mlp", "-n", "1,2", "--steps", "3", cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].split()[:5] == ["processes", "loss", "gradient", "parameter", "buffer"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert all(line.endswith("equal") for line in lines[1:3])
+    assert lines[3].startswith("EQUAL to the serial run (3 steps,")
+
+
+def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
+    done = headway("verify", "support.recipes:normalised", "-n", "1,2", cwd=tmp_path)
+    assert done.code == NotEqual.exit_code == 4
+    first, second = done.out.splitlines()[1:3]
+    assert first.endswith("equal")
+    assert second.endswith("DIFFERENT")
+    assert "HW-4001 2 processes: the split run is NOT the serial run" in done.err
+    assert "first difference: step 1, loss loss" in done.err
+    assert "Traceback" not in done.err

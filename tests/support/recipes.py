@@ -13,10 +13,12 @@ from torch import nn
 
 from headway import MemmapSource, Recipe, criterion
 from support.tiny_models import (
+    Images,
     Mlp,
     Points,
     Sentences,
     Tied,
+    TinyConv,
     WithDropout,
     WithUnused,
     cross_entropy,
@@ -234,4 +236,18 @@ def large(*, steps: int = 40, every: int = 2) -> Recipe:
         stop=steps,
         checkpoint_every=every,
         checkpoint_keep=20,
+    )
+
+
+def normalised() -> Recipe:
+    """Batch normalisation sees micro-batches: the split run is not the serial one."""
+    return Recipe(
+        name="normalised",
+        model=lambda: TinyConv(batch_norm=True),
+        data=Images,
+        loss=cross_entropy,
+        optimizer=adamw,
+        batch=12,
+        stop=4,
+        seed=5,
     )
