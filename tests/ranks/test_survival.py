@@ -98,11 +98,11 @@ def test_kill_9_of_any_worker_at_any_time(tmp_path, undisturbed, what, rank, at)
     assert attempts == {0, 1}
     same(undisturbed, newest_tensors(tmp_path / "run"))
     each_sample_once(tmp_path / "run")
+    done_before = [e["step"] for e in events(tmp_path / "run", "step") if e["attempt"] == 0]
     first = min(e["step"] for e in events(tmp_path / "run", "step") if e["attempt"] == 1)
-    last = max(
-        (e["step"] for e in events(tmp_path / "run", "step") if e["attempt"] == 0), default=0
-    )
-    assert last - first + 1 <= 3 + 1, "more than one checkpoint interval was lost"
+    lost = max(done_before, default=0) - first + 1
+    # One interval, and what was done while the newest checkpoint was still being written.
+    assert lost <= 2 * 3, f"{lost} steps were done again"
     assert none_left(tmp_path / "run")
 
 

@@ -106,14 +106,19 @@ class CheckpointStore:
         return committed_steps(self.directory)
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Touch the host memory for `tensors` in the background, so that the first save is short.
+        """Get ready in the background, so that the first save is short: memory and imports.
 
         Not collective; optional. `tensors` is what `save` will be given, or only has its shapes.
         """
         self.wait()
         size = sum(piece.bytes for piece in self._share(tensors))
         pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        self._start(lambda: self._staging.reserve(size, pinned=pinned), "reserving host memory")
+
+        def prepare() -> None:
+            self._staging.reserve(size, pinned=pinned)
+            from headway.checkpoint import storage  # noqa: F401
+
+        self._start(prepare, "reserving host memory")
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
