@@ -16,7 +16,7 @@ from headway.run.executor import Executor
 from headway.run.world import World
 from support.ranks import RanksFailed, run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
-from support.tiny_models import ALL, Points, Sentences, Tied, WithDropout, cross_entropy
+from support.tiny_models import ALL, Mlp, Points, Sentences, Tied, WithDropout, cross_entropy
 
 SEED = 3
 
@@ -173,6 +173,26 @@ def votes(world):
 
 def test_one_ranks_wish_to_stop_reaches_all_in_the_same_step():
     assert run_ranks(3, votes) == [[0, 0, 1, 0, 0]] * 3
+
+
+def thawed(world):
+    """A parameter is frozen at first and trained from the second step on."""
+    torch.manual_seed(SEED)
+    model = Mlp()
+    model.first.requires_grad_(False)
+    run = Executor(model, momentum(model), loss=cross_entropy, batch=8, world=World.adopt())
+    for number, batch in enumerate(run.batches(Points())):
+        model.first.requires_grad_(number > 0)
+        run.step(batch)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_parameters_that_are_thawed_later_are_exchanged():
+    first, second = run_ranks(2, thawed)
+    (alone,) = run_ranks(1, thawed)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        torch.testing.assert_close(value, alone[name])
 
 
 def different_start(world):

@@ -54,6 +54,38 @@ def test_right_runs_are_equal(tmp_path, name, size):
     assert {d.step for d in comparison.differences} == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize(
+    "name", ["attention", "complex_valued", "sparse", "part_of_the_model", "own_mode"]
+)
+def test_unusual_models_are_equal_too(tmp_path, name):
+    comparison = verdict(tmp_path, name)
+    assert comparison.equal, str(comparison.first)
+
+
+def test_complex_numbers_are_compared_in_both_parts(tmp_path):
+    serial = tmp_path / "serial"
+    record_serial(Place.alone(), job_of("complex_valued"), serial)
+    wave = Recording.load(serial).tensors["1/parameter/wave"]
+    assert wave.dtype == torch.float64
+    assert wave.shape[-1] == 2
+    assert bool((wave[..., 1] != 0).all())
+
+
+def test_rounding_is_excused_where_the_gradient_is_rounding_alone():
+    def recording(gradient, parameter):
+        tensors = {
+            "1/gradient/w": torch.tensor(gradient, dtype=torch.float64),
+            "1/parameter/w": torch.tensor(parameter, dtype=torch.float64),
+        }
+        return Recording(tensors, tuple(tensors))
+
+    serial = recording([1.0, 1e-17, 0.0], [1.0, 1.0, 1.0])
+    assert compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1 + 1e-9, 1.0])).equal
+    assert not compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1 + 1e-5, 1.0])).equal
+    assert not compare(serial, recording([1.0, 2e-17, 0.0], [1 + 1e-9, 1.0, 1.0])).equal
+    assert not compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1.0, 1 + 1e-9])).equal
+
+
 def test_a_ragged_batch_and_the_next_epoch_are_among_the_steps():
     """40 samples in batches of 12: the third step has 4 samples, the fourth begins an epoch."""
     job = job_of("mlp")

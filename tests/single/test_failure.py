@@ -22,6 +22,7 @@ from headway.errors import (
 )
 from headway.run.failure import (
     FailureRecord,
+    brief,
     describe_failure,
     mark_step,
     read_failures,
@@ -95,6 +96,14 @@ def test_the_line_inside_torch_is_not_the_one_that_is_named():
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Sequential().apply(lambda module: loss())
     assert "test_failure.py" in describe_failure(RANK_1, 1, caught.value).why
+
+
+def test_of_a_long_text_the_beginning_is_shown():
+    assert brief(ValueError("too small")) == "ValueError: too small"
+    text = brief(RuntimeError("\n".join(f"kernel {number}" for number in range(40))))
+    assert text.splitlines() == [
+        "RuntimeError: kernel 0", "  kernel 1", "  kernel 2", "  kernel 3", "  ...",
+    ]  # fmt: skip
 
 
 def test_a_step_noted_on_a_cause_counts():

@@ -122,6 +122,67 @@ def test_the_probe_leaves_everything_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_permutation_of_the_samples_is_a_doubt():
+    """Mix-up: which sample goes with which depends on the micro-batch."""
+
+    def mixed(model, batch):
+        return model(batch + batch[torch.randperm(len(batch))]).square().mean()
+
+    sites = probe(nn.Linear(8, 8), mixed, torch.randn(6, 8), resize)
+    assert "randperm mixes the samples" in sites.doubts[0]
+
+
+def test_reentrant_checkpointing_repeats_the_masks():
+    torch.manual_seed(0)
+    model = Recomputed().double().train()
+    model.lead = nn.Linear(8, 8).double()
+    model.forward = lambda x: model.drop(checkpoint(model.inner, model.lead(x), use_reentrant=True))
+    batch = torch.randn(4, 8, dtype=torch.float64)
+    assert probe(model, loss, batch, resize).in_backward
+    _, with_checkpoint = gradients(model, batch, (4,))
+    model.forward = lambda x: model.drop(model.inner(model.lead(x)))
+    _, without = gradients(model, batch, (4,))
+    for a, b in zip(with_checkpoint, without, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_that_cannot_be_resized_is_no_error():
+    def graph(model, batch):
+        sources, targets = batch["edges"]
+        y = model(batch["x"])
+        return (y[sources] - y[targets]).square().mean()
+
+    batch = {"x": torch.randn(6, 8), "edges": torch.randint(6, (2, 9))}
+    assert probe(nn.Linear(8, 8), graph, batch, resize) == Sites((), in_backward=False)
+    dropping = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    assert "cannot be cut" in probe(dropping, graph, batch, resize).doubts[0]
+
+
+def test_an_error_of_the_model_is_shown_as_it_is():
+    def wrong(model, batch):
+        raise ValueError("not my shape")
+
+    with pytest.raises(ValueError, match="not my shape"):
+        probe(nn.Linear(8, 8), wrong, torch.randn(6, 8), resize)
+
+
+def test_seeding_is_quick():
+    """torch.manual_seed takes a stack trace for accelerators that are not there, every time."""
+    if torch.accelerator.is_available():
+        pytest.skip("has an accelerator to seed")
+    calls = []
+    original = torch.manual_seed
+    torch.manual_seed = lambda seed: calls.append(seed)
+    try:
+        seed_everything(1, 2, 3)
+    finally:
+        torch.manual_seed = original
+    first = torch.rand(3)
+    seed_everything(1, 2, 3)
+    assert torch.equal(first, torch.rand(3))
+    assert calls == []
+
+
 def test_models_without_randomness_have_no_sites():
     assert probe(nn.Linear(8, 8), loss, torch.randn(6, 8), resize) == Sites((), in_backward=False)
 

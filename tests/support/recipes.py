@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from torch import nn
 
 from headway import MemmapSource, Recipe, criterion
 from support.tiny_models import (
+    Attention,
+    ComplexValued,
+    HalfFrozen,
     Images,
     Mlp,
     Points,
     Sentences,
+    SparselyEmbedded,
     Tied,
     TinyConv,
     WithDropout,
@@ -89,6 +94,34 @@ def tied() -> Recipe:
         stop=8,
         seed=5,
     )
+
+
+def attention() -> Recipe:
+    """The key's bias has no influence: its gradient is rounding, which AdamW makes steps of."""
+    return replace(dropout(), name="attention", model=Attention)
+
+
+def complex_valued() -> Recipe:
+    return replace(dropout(), name="complex", model=ComplexValued)
+
+
+def sparse() -> Recipe:
+    return replace(
+        tied(),
+        name="sparse",
+        model=SparselyEmbedded,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+def part_of_the_model() -> Recipe:
+    """Gradients of the rest must neither add up from step to step nor be clipped with."""
+    return replace(mlp(), name="part", optimizer=lambda model: adamw(model.second))
+
+
+def own_mode() -> Recipe:
+    """A model that keeps a part of itself in eval mode, by its own train()."""
+    return replace(dropout(), name="own-mode", model=HalfFrozen)
 
 
 class Trap:

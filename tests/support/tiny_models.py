@@ -44,6 +44,23 @@ class WithDropout(nn.Module):
         return self.drop_second(self.second(hidden))
 
 
+class HalfFrozen(WithDropout):
+    """As people freeze batch normalisation: one module never leaves eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def train(self, mode: bool = True) -> HalfFrozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        logits: Tensor = super().forward(self.norm(x_BF))
+        return logits
+
+
 class Tied(nn.Module):
     """One parameter under two names: words_BT -> logits_BTV by the embedding's transpose."""
 
@@ -84,6 +101,42 @@ class TinyConv(nn.Module):
     def forward(self, image_BCHW: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.conv(image_BCHW)))
         return self.head(hidden.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Attention with biases and dropout over two positions: x_BF -> logits_BC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(FEATURES // 2, 1, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        x_BTF = x_BF.unflatten(1, (2, FEATURES // 2))
+        return self.head(self.attend(x_BTF, x_BTF, x_BTF)[0].flatten(1))
+
+
+class ComplexValued(nn.Module):
+    """A complex parameter: x_BF -> logits_BC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex64))
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        return (x_BF.to(self.wave.dtype) @ self.wave).abs()
+
+
+class SparselyEmbedded(nn.Module):
+    """An embedding with sparse gradients: words_BT -> logits_BTV."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width, sparse=True)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words_BT: Tensor) -> Tensor:
+        return self.head(self.embed(words_BT))
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):

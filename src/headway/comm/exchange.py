@@ -215,8 +215,15 @@ def _make_bucket(number: int, parameters: list[nn.Parameter]) -> _Bucket:
     first = parameters[0]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     pieces = flat.split([p.numel() for p in parameters])
-    views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+    views = [_shaped(piece, p) for piece, p in zip(pieces, parameters, strict=True)]
     return _Bucket(number, flat, parameters, views)
+
+
+def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A flat piece in the parameter's shape and memory order (transposed, channels last)."""
+    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    back = sorted(range(parameter.ndim), key=order.__getitem__)
+    return piece.view([parameter.shape[dim] for dim in order]).permute(back)
 
 
 def _make_slots(

@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.comm import GradientExchange
 from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
-from headway.errors import Diverged, PlanError, UsageError
-from headway.plan import Plan, data_parallel
-from headway.run import alike
-from headway.run.place import Place
+from headway.errors import Diverged
+from headway.plan import Plan
+from headway.run import alike, parts
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord, kind_of
+from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
 from headway.run.world import World
 from headway.timeline import Span
@@ -57,6 +57,7 @@ class Executor:
 
     Raises:
         PlanError: The plan cannot exist, or is for another number of processes.
+        RecipeError: The optimiser or the scheduler cannot be used; see `headway.run.parts`.
         UsageError: Not exactly one of `plan` and `batch` is given.
     """
 
@@ -73,8 +74,9 @@ class Executor:
         seed: int = 0,
         world: World | None = None,
     ) -> None:
-        self.world = world or _find_world()
-        self.plan = _plan_for(plan, batch, self.world.ranks)
+        self.world = world or find_world()
+        self.plan = plan_for(plan, batch, self.world.ranks)
+        parts.check_parts(model, optimizer, scheduler, self.world.ranks)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -84,6 +86,7 @@ class Executor:
         self.wants_stop = False
         self._loss = loss
         self._clip = clip
+        self._next_epoch = 0
         self._sites: Sites | None = None
         self._mode: LogicalRandomness | None = None
         self._mode_of: MicroBatch | None = None
@@ -94,13 +97,12 @@ class Executor:
         self._tallied = torch.zeros(3, dtype=torch.float64)
         self._dtype = torch.float64 if self.plan.memory.precision == "float64" else None
         if self._dtype is not None:
-            self.model.to(self._dtype)
-        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._exchange = (
-            GradientExchange(self._parameters, self.plan.exchange)
-            if self.plan.data_degree > 1
-            else None
-        )
+            parts.to_float64(self.model)
+        parts.follow_model(optimizer)
+        self._all = dict(self.model.named_parameters())
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._exchange: GradientExchange | None = None
+        self._take_up(self._trainable())
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "forward": self._forward, "arm": self._arm,
             "backward": self._backward, "send": self._send, "tally": self._tally,
@@ -125,11 +127,15 @@ class Executor:
 
         Args:
             examples: A `Source` or any map-style torch `Dataset`.
-            epochs: How often to go through the data; None: for ever.
-            cursor: Where to begin; the beginning if not given.
+            epochs: How often to go through the data; None: for ever. With a cursor, counted from
+                the beginning of the run, so that a resumed loop ends where it would have ended.
+            cursor: Where to begin; at an epoch that no step has used if not given.
             workers: Data-loading processes of this rank.
             drop_last: Leave out the ragged last batch of an epoch.
         """
+        if cursor is None:
+            cursor = Cursor(seed=self.seed, epoch=self._next_epoch)
+            epochs = None if epochs is None else self._next_epoch + epochs
         loader = self.loader(
             examples, cursor=cursor, workers=workers, drop_last=drop_last, epochs=epochs
         )
@@ -158,16 +164,17 @@ class Executor:
         self._batch = batch
         self.record = StepRecord(samples=batch.samples)
         program = compile_step(self.plan, len(batch.micros), clip=self._clip is not None)
-        self.model.train()
+        if not self.model.training:  # else modules that the user has put into eval mode stay there
+            self.model.train()
         self._carry_out(program)
         self.steps_done += 1
+        self._next_epoch = batch.start.epoch + 1
         return self.record.loss
 
     def evaluate(self, batches: Loader) -> tuple[float, int]:
         """The mean loss over all samples of a loader and their number; equal on every rank."""
         totals = torch.zeros(3, dtype=torch.float64)
-        self.model.eval()
-        with torch.no_grad():
+        with parts.evaluating(self.model), torch.no_grad():
             for batch in batches:
                 for micro in batch.micros:
                     total, count = self._sum_and_count(micro)
@@ -197,6 +204,17 @@ class Executor:
                 tensor.copy_(shared)
         return tensor
 
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._all.items() if p.requires_grad}
+
+    def _take_up(self, trainable: dict[str, nn.Parameter]) -> None:
+        """Exchange the gradients of these parameters; again where some are frozen or thawed."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._parameters = trainable
+        if self.plan.data_degree > 1:
+            self._exchange = GradientExchange(trainable, self.plan.exchange)
+
     # -- the interpreter ---------------------------------------------------------------------
 
     def _carry_out(self, program: StepProgram) -> None:
@@ -222,10 +240,13 @@ class Executor:
 
     def _clear(self, _: Instruction) -> None:
         self._shares, self._counts = [], []
+        trainable = self._trainable()
+        if trainable.keys() != self._parameters.keys():
+            self._take_up(trainable)
         if self._exchange is not None:
             self._exchange.begin()
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _forward(self, instruction: Instruction) -> None:
         micro = self._micro(instruction)
@@ -268,7 +289,7 @@ class Executor:
             own = self.all_reduce(torch.cat([own, self._exchange.used]), "the tally")
         self._tallied = own
         share, count, votes = own[:3].tolist()
-        self.record.loss = share * (self.record.samples / count)
+        self.record.loss = share * (self.record.samples / count) if count else math.nan
         self.record.votes = round(votes)
 
     def _receive(self, _: Instruction) -> None:
@@ -294,12 +315,7 @@ class Executor:
     def _scale(self, _: Instruction) -> None:
         """Refuse a loss that is not finite; divide by the global count where it is not N."""
         if not math.isfinite(self.record.loss):
-            raise Diverged(
-                f"the loss is {self.record.loss}",
-                where=f"step {self.steps_done + 1}",
-                why="The update was not made: parameters are those of the step before.",
-                fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
-            )
+            raise self._diverged(f"the loss is {self.record.loss}")
         factor = self.record.samples / float(self._tallied[1])
         if factor == 1.0:
             return
@@ -310,10 +326,20 @@ class Executor:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            what,
+            where=f"step {self.steps_done + 1}",
+            why="The update was not made: parameters are those of the step before.",
+            fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
+        )
+
     def _clip_norm(self, _: Instruction) -> None:
         assert self._clip is not None
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
         self.record.norm = float(norm)
+        if not math.isfinite(self.record.norm):
+            raise self._diverged(f"the norm of the gradients is {self.record.norm}")
 
     def _update(self, _: Instruction) -> None:
         self.optimizer.step()
@@ -331,9 +357,7 @@ class Executor:
         data = to_device(micro.data, self.world.device, self._dtype)
         with self._arithmetic():
             value = self._loss(self.model, data)
-        if isinstance(value, tuple):
-            return value[0], value[1]
-        return value * len(micro.positions), float(len(micro.positions))
+        return parts.sum_and_count(value, len(micro.positions))
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         if self.plan.memory.precision == "bfloat16":
@@ -368,29 +392,3 @@ class Executor:
 
     def _exchanging(self) -> contextlib.AbstractContextManager[None]:
         return self.world.explained(f"the exchange of step {self.steps_done + 1}")
-
-
-def _find_world() -> World:
-    """The process group that the program has made, else what the launcher prepared."""
-    if dist.is_available() and dist.is_initialized():
-        return World.adopt()
-    return World.join(Place.here(), device="auto")
-
-
-def _plan_for(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> Plan:
-    if (plan is None) == (batch is None):
-        raise UsageError(
-            "an Executor needs exactly one of plan and batch",
-            fix="Write Executor(model, optimizer, loss=loss, batch=64) or plan='plan.json'.",
-        )
-    if batch is not None:
-        return data_parallel(batch, processes=ranks)
-    found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
-    found.check()
-    if found.ranks != ranks:
-        raise PlanError(
-            "this plan is for another number of processes",
-            problems=[f"the plan has {found.ranks} ranks; {ranks} processes run"],
-            fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
-        )
-    return found

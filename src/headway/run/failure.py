@@ -117,11 +117,17 @@ def describe_failure(
     )
 
 
+def brief(error: BaseException) -> str:
+    """Type and text of an exception; of a long text (torch lists its kernels) the beginning."""
+    lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
+    return "\n  ".join([*lines[:4], "..."] if len(lines) > 5 else lines)
+
+
 def _explained(error: BaseException) -> WorkerFailed:
     """A foreign exception, with the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [f for f in frames if not any(part in f.filename for part in _OWN_CODE)]
-    why = f"{type(error).__name__}: {error}".rstrip(": ")
+    why = brief(error)
     for frame in (foreign or frames)[-1:]:
         why += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     return WorkerFailed("an exception stopped this rank", why=why)

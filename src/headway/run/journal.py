@@ -116,12 +116,12 @@ class Journal:
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Warnings of rank 0 become events, so that they are shown once and kept in the report."""
+        """Warnings become events: rank 0's of the run, others' only in the file of their rank."""
         with warnings.catch_warnings():
-            if self._run is not None:
-                warnings.simplefilter("default")
-                warnings.showwarning = self._show
+            warnings.simplefilter("default")
+            warnings.showwarning = self._show
             yield
 
     def _show(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        self.event("warning", text=str(message))
+        log = self._own if self._run is None else self._run
+        log.write("warning", text=str(message))

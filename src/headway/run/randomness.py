@@ -20,12 +20,15 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.run.parts import sum_and_count
 
 _MASK = (1 << 64) - 1
 
@@ -44,9 +47,17 @@ def mix(*parts: int) -> int:
 def seed_everything(*parts: int) -> None:
     """Start the global generators of torch, numpy and random from a key."""
     key = mix(*parts)
-    torch.manual_seed(key & (_MASK >> 1))
+    if _has_accelerator():
+        torch.manual_seed(key & (_MASK >> 1))
+    else:  # torch.manual_seed would queue it for accelerators to come, with a stack trace: 1 ms
+        torch.default_generator.manual_seed(key & (_MASK >> 1))
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +98,48 @@ def probe(
         data: One micro-batch, on the model's device.
         resize: (data, n) -> a micro-batch of n samples made from the samples of `data`.
     """
-    two = _record(model, loss, resize(data, 2), backward=True)
-    if not any(two.drew):
-        return Sites((), in_backward=False)
-    three = _record(model, loss, resize(data, 3), backward=False)
+    try:
+        two = _record(model, loss, resize(data, 2), backward=True)
+        if not any(two.drew):
+            return Sites((), in_backward=False)
+        three = _record(model, loss, resize(data, 3), backward=False)
+    except Exception:
+        return _unresized(model, loss, data)
     count = two.forward
     if three.forward != count:
         return Sites(
             (Site(0),) * count,
-            in_backward=len(two.shapes) > count,
+            in_backward=two.again,
             doubts=("the number of random draws depends on the batch",),
         )
     sites, doubts = [], []
     for number, (a, b) in enumerate(zip(two.shapes[:count], three.shapes[:count], strict=True)):
         site, doubt = _compare(a, b) if two.drew[number] else (Site(None, draws=False), "")
         sites.append(site)
+        if site.dim is not None and two.names[number] in _OF_ALL_SAMPLES:
+            site, doubt = Site(None), f"{two.names[number]} mixes the samples of a micro-batch"
         if doubt:
             doubts.append(f"draw {number} of shape {list(a)}: {doubt}")
-    return Sites(tuple(sites), in_backward=len(two.shapes) > count, doubts=tuple(doubts))
+    return Sites(tuple(sites), in_backward=two.again, doubts=tuple(doubts))
+
+
+_OF_ALL_SAMPLES = {"randperm"}
+"""Operators whose result for one sample depends on how many there are."""
+
+
+def _unresized(model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any) -> Sites:
+    """For batches that are more than samples along dimension 0, such as graphs: their own size.
+
+    What fails here is no fault of the probe's: the exception is the user's to see.
+    """
+    own = _record(model, loss, data, backward=True)
+    if not any(own.drew):
+        return Sites((), in_backward=False)
+    return Sites(
+        (Site(0),) * own.forward,
+        in_backward=own.again,
+        doubts=("its batches cannot be cut into samples",),
+    )
 
 
 def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[Site, str]:
@@ -121,13 +156,20 @@ def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[Site, str]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the shape of the result of every operator that may draw, and whether it did."""
+    """Notes the shape of the result of every operator that may draw, and whether it did.
+
+    Attributes:
+        forward: How many there are in the forward pass.
+        again: Backward runs parts of the forward pass again, or may do so.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[tuple[int, ...]] = []
         self.drew: list[bool] = []
+        self.names: list[str] = []
         self.forward = 0
+        self.again = False
 
     def __torch_dispatch__(
         self,
@@ -144,6 +186,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **keywords)
         self.shapes.append(tuple(_first_tensor(result).shape))
         self.drew.append(not torch.equal(before, generator.get_state()))
+        self.names.append(func.__name__.partition(".")[0])
         return result
 
 
@@ -154,15 +197,21 @@ def _record(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
-    with generators_restored(), recorder:
-        value = loss(model, data)
-        recorder.forward = len(recorder.shapes)
-        total = value[0] if isinstance(value, tuple) else value
-        if backward and any(recorder.drew) and total.requires_grad:
-            torch.autograd.grad(total, parameters, allow_unused=True)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        with generators_restored(), recorder:
+            value = loss(model, data)
+            recorder.forward = len(recorder.shapes)
+            total, _ = sum_and_count(value, 1)
+            if backward and any(recorder.drew) and total.requires_grad:
+                try:
+                    torch.autograd.grad(total, parameters, allow_unused=True)
+                except RuntimeError:  # reentrant activation checkpointing does not allow it
+                    recorder.again = True
+                recorder.again |= len(recorder.shapes) > recorder.forward
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
     return recorder
 
 

@@ -26,6 +26,7 @@ from headway.run.executor import Executor
 from headway.run.job import Outcome, TrainJob
 from headway.run.journal import Journal
 from headway.run.memory import keep_freed_memory
+from headway.run.parts import to_float64
 from headway.run.randomness import generators_restored, seed_everything
 from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
@@ -48,7 +49,7 @@ class StepCounter:
 def build_model(recipe: Recipe) -> torch.nn.Module:
     """The model with the initial parameters that every rank and every plan starts from."""
     seed_everything(recipe.seed, _INIT)
-    return recipe.model()
+    return recipe.model().train()
 
 
 class Training:
@@ -128,7 +129,7 @@ class Training:
         keep_freed_memory()
         model = build_model(recipe).to(self._world.device)
         if self._plan.memory.precision == "float64":
-            model.to(torch.float64)
+            to_float64(model)
         optimizer = recipe.optimizer(model)
         scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
         self._data = as_source(recipe.data())
@@ -293,8 +294,8 @@ class Training:
         """A checkpoint that fails because a peer has died is not the cause of the trouble."""
         try:
             yield
-        except CheckpointError as error:
-            cause = error.__cause__
+        except (CheckpointError, RuntimeError) as error:
+            cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):
                 lost = translate(cause, self._world, "a checkpoint")
                 if lost is not None:

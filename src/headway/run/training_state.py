@@ -180,17 +180,14 @@ def _restore_optimizer(
             fix="Resume with the optimiser that was saved.",
         )
     order = [name for group in live for name in group]
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate(order):
-        prefix = f"optimizer.{name}."
-        values = dict(facts["scalars"].get(name, {}))
-        values |= {
-            full.removeprefix(prefix): tensor
-            for full, tensor in tensors.items()
-            if full.startswith(prefix) and "." not in full.removeprefix(prefix)
-        }
-        if values:
-            state[number] = values
+    found: dict[str, dict[str, Any]] = {
+        name: dict(facts["scalars"].get(name, {})) for name in order
+    }
+    for full, tensor in tensors.items():
+        owner, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and owner in found:
+            found[owner][key] = tensor
+    state = {number: found[name] for number, name in enumerate(order) if found[name]}
     positions = iter(range(len(order)))
     groups = [
         {**group["values"], "params": [next(positions) for _ in group["names"]]}

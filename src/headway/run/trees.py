@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with `function` applied to every tensor."""
+def map_tensors(
+    value: Any,
+    function: Callable[[Tensor], Tensor],
+    texts: Callable[[Any], Any] = lambda found: found,
+) -> Any:
+    """The same structure with `function` applied to every tensor, `texts` to lists of texts."""
     match value:
         case Tensor():
             return function(value)
         case dict():
-            return {key: map_tensors(inner, function) for key, inner in value.items()}
+            return {key: map_tensors(inner, function, texts) for key, inner in value.items()}
         case tuple() if hasattr(value, "_fields"):
-            return type(value)(*(map_tensors(inner, function) for inner in value))
+            return type(value)(*(map_tensors(inner, function, texts) for inner in value))
+        case list() | tuple() if value and all(isinstance(inner, str | bytes) for inner in value):
+            return texts(value)
         case list() | tuple():
-            return type(value)(map_tensors(inner, function) for inner in value)
+            return type(value)(map_tensors(inner, function, texts) for inner in value)
         case _:
             return value
 
@@ -41,12 +47,22 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None) -> An
     """Move every tensor; floating-point tensors also change type where `dtype` is given."""
 
     def move(tensor: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        wanted = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            wanted = dtype
+        elif dtype is not None and tensor.is_complex():
+            wanted = dtype.to_complex()
         return tensor.to(device=device, dtype=wanted, non_blocking=True)
 
     return map_tensors(value, move)
 
 
 def resize(value: Any, samples: int) -> Any:
-    """The first sample of every tensor, `samples` times along dimension 0."""
-    return map_tensors(value, lambda t: t[:1].expand(samples, *t.shape[1:]).contiguous())
+    """The first sample of every tensor and list of texts, `samples` times along dimension 0."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:  # one number for the whole batch
+            return tensor
+        return tensor[:1].expand(samples, *tensor.shape[1:]).contiguous()
+
+    return map_tensors(value, repeat, texts=lambda texts: type(texts)(texts[:1] * samples))

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from headway.errors import HeadwayError, WorkerFailed
+from headway.run.failure import brief
 from headway.run.job import Outcome, TrainJob
 from headway.run.place import Place
 from headway.run.reference import importable, user_frame
@@ -35,7 +36,7 @@ def train(place: Place, job: TrainJob) -> Outcome:
     except Exception as error:
         place_in_code, source = user_frame(error)
         raise WorkerFailed(
-            f"{type(error).__name__}: {error}",
+            brief(error),
             where=f"rank {place.rank}, step {step.current}",
             why=f"Raised at {place_in_code}: {source}",
             fix="Mend the cause, then go on with --resume.",

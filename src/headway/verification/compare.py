@@ -4,6 +4,10 @@ The error of a tensor is max |a - b| divided by its scale. The scale is the tens
 magnitude, but at least 2^-10 of the largest magnitude of its kind in the same step: a gradient
 that is zero in exact arithmetic (the key bias of attention, say) is pure rounding of terms as
 large as its neighbours', and has no scale of its own. float64 must agree to 1e-12.
+
+Optimisers that divide by the gradient's own size (Adam) turn such rounding into steps of up to the
+learning rate. Elements of a parameter whose gradient was ever rounding alone need therefore agree
+to 1e-6 only; that their gradient is zero says that the loss does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from headway.verification.record import KINDS, Recording
 
 TOLERANCE = 1e-12
 FLOOR = 2.0**-10
+ROUNDING = 2.0**-40
+"""A gradient below this part of the step's largest one, and not zero, is rounding."""
+LOOSE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,12 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
         tolerance: Largest error that counts as equal.
     """
     scales = _scales(serial)
+    rounded = _rounded(serial, scales)
     extra = [key for key in split.order if key not in serial.tensors]
     order = sorted([*serial.order, *extra], key=_rank_of)
-    return Comparison(tuple(_one(key, serial, split, scales) for key in order), tolerance)
+    return Comparison(
+        tuple(_one(key, serial, split, scales, rounded.get(key)) for key in order), tolerance
+    )
 
 
 def _rank_of(key: str) -> tuple[int, int]:
@@ -88,7 +98,11 @@ def _rank_of(key: str) -> tuple[int, int]:
 
 
 def _one(
-    key: str, serial: Recording, split: Recording, scales: dict[tuple[str, str], float]
+    key: str,
+    serial: Recording,
+    split: Recording,
+    scales: dict[tuple[str, str], float],
+    rounded: Tensor | None,
 ) -> Difference:
     step, kind, name = key.split("/", 2)
     a, b = serial.tensors.get(key), split.tensors.get(key)
@@ -98,14 +112,18 @@ def _one(
     if a.shape != b.shape:
         note = f"shape {list(a.shape)} in the serial run, {list(b.shape)} in the split run"
         return Difference(int(step), kind, name, float("inf"), note)
-    return Difference(int(step), kind, name, _error(a, b, FLOOR * scales[step, kind]))
+    return Difference(int(step), kind, name, _error(a, b, FLOOR * scales[step, kind], rounded))
 
 
-def _error(a: Tensor, b: Tensor, least: float) -> float:
+def _error(a: Tensor, b: Tensor, least: float, rounded: Tensor | None) -> float:
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
-    distance = float((a - b).abs().max())
+    apart = (a - b).abs()
+    if rounded is not None:
+        excused = rounded & (apart <= LOOSE * max(float(a.abs().max()), least))
+        apart = apart.masked_fill(excused, 0.0)
+    distance = float(apart.max())
     scale = max(float(a.abs().max()), least)
     return distance / scale if scale else distance
 
@@ -117,4 +135,19 @@ def _scales(recording: Recording) -> dict[tuple[str, str], float]:
         step, kind, _ = key.split("/", 2)
         size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
         found[step, kind] = max(found.get((step, kind), 0.0), size)
+    return found
+
+
+def _rounded(serial: Recording, scales: dict[tuple[str, str], float]) -> dict[str, Tensor]:
+    """Key of a parameter -> its elements whose gradient was rounding in this or an earlier step."""
+    found: dict[str, Tensor] = {}
+    before: dict[str, Tensor] = {}
+    for key in sorted(serial.order, key=_rank_of):
+        step, kind, name = key.split("/", 2)
+        if kind == "gradient":
+            size = serial.tensors[key].double().abs()
+            tiny = (size > 0) & (size < ROUNDING * scales[step, kind])
+            before[name] = tiny | before[name] if name in before else tiny
+        elif kind == "parameter" and name in before and bool(before[name].any()):
+            found[key] = before[name]
     return found

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headway.data import Cursor
 from headway.run.amounts import resolve_batch
+from headway.run.parts import check_parts
 from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
 from headway.run.training_state import Trained
@@ -114,7 +115,11 @@ class Recorder:
 
     def _put(self, step: int, kind: str, name: str, tensor: Tensor) -> None:
         key = f"{step}/{kind}/{name}"
-        self._tensors[key] = tensor.detach().clone()
+        whole = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        # safetensors knows no complex128: real and imaginary part in a last dimension.
+        self._tensors[key] = (
+            torch.view_as_real(whole).clone() if whole.is_complex() else whole.clone()
+        )
         self._made.append(key)
 
     def recording(self) -> Recording:
@@ -136,4 +141,5 @@ def build(recipe: Recipe, model: nn.Module) -> Trained:
     """Optimiser and scheduler of the recipe around a model."""
     optimizer = recipe.optimizer(model)
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+    check_parts(model, optimizer, scheduler, 1)
     return Trained(model, optimizer, scheduler)

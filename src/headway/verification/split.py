@@ -16,6 +16,7 @@ from headway.errors import NotEqual
 from headway.plan import Plan, data_parallel
 from headway.run.amounts import resolve_batch
 from headway.run.executor import Executor
+from headway.run.parts import to_float64
 from headway.run.place import Place
 from headway.run.recipe import Recipe
 from headway.run.training import build_model
@@ -36,7 +37,7 @@ def record_split(place: Place, job: VerifyJob, target: Path) -> None:
 def record_in(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
-    trained = build(recipe, build_model(recipe).to(torch.float64))
+    trained = build(recipe, to_float64(build_model(recipe)))
     run = Executor(
         trained.model,
         trained.optimizer,
@@ -74,7 +75,9 @@ def _same_everywhere(model: torch.nn.Module, world: World, step: int) -> None:
     if world.ranks == 1:
         return
     for name, parameter in model.named_parameters():
-        low, high = parameter.detach().clone(), parameter.detach().clone()
+        own = parameter.detach()
+        own = torch.view_as_real(own) if own.is_complex() else own
+        low, high = own.clone(), own.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
         if not torch.equal(low, high):

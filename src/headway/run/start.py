@@ -1,0 +1,44 @@
+"""What an executor starts from: its world and its plan, where the user did not give them whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from headway.errors import PlanError, UsageError
+from headway.plan import Plan, data_parallel
+from headway.run.place import Place
+from headway.run.world import World
+
+
+def find_world() -> World:
+    """The process group that the program has made, else what the launcher prepared."""
+    if dist.is_available() and dist.is_initialized():
+        return World.adopt()
+    return World.join(Place.here(), device="auto")
+
+
+def plan_for(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> Plan:
+    """The plan given, as an object or a file, or data parallelism for a batch.
+
+    Raises:
+        PlanError: It cannot exist, or is for another number of processes.
+        UsageError: Not exactly one of `plan` and `batch` is given.
+    """
+    if (plan is None) == (batch is None):
+        raise UsageError(
+            "an Executor needs exactly one of plan and batch",
+            fix="Write Executor(model, optimizer, loss=loss, batch=64) or plan='plan.json'.",
+        )
+    if batch is not None:
+        return data_parallel(batch, processes=ranks)
+    found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
+    found.check()
+    if found.ranks != ranks:
+        raise PlanError(
+            "this plan is for another number of processes",
+            problems=[f"the plan has {found.ranks} ranks; {ranks} processes run"],
+            fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
+        )
+    return found
