@@ -16,6 +16,7 @@ import headway
 from headway.cli import main as cli
 from headway.cli import train as cli_train
 from headway.cli.console import error_text
+from headway.cli.train import _check_plan
 from headway.errors import (
     CheckpointDamaged,
     Diverged,
@@ -30,6 +31,7 @@ from headway.launch.local import LaunchResult
 from headway.plan import Exchange, data_parallel
 from headway.run.job import Outcome
 from headway.run.place import Place
+from headway.run.recipe_check import check_recipe
 from support.golden import check_golden
 
 RECIPE = """
@@ -401,3 +403,17 @@ def test_a_run_from_end_to_end(folder):
     assert "step 3/3  loss " in done.stderr
     assert "complete at step 3" in done.stderr
     assert json.loads(Path("run/recipe.json").read_text())["reference"] == "recipe.toml"
+
+
+def test_a_batch_in_tokens_needs_no_more_than_the_window_of_the_file(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'name = "words"\nbatch = "64 tokens"\nstop = "2 steps"\n'
+        '[model]\ncall = "torch.nn:Identity"\n'
+        '[data]\nmemmap = "words.bin"\nwindow = 16\n'
+        '[loss]\ncriterion = "torch.nn:CrossEntropyLoss"\n'
+        '[optimizer]\ncall = "torch.optim:AdamW"\n'
+    )
+    _check_plan(check_recipe(str(recipe)), None, 4)
+    with pytest.raises(PlanError, match=r"batch.samples is 4 for 5 ranks"):
+        _check_plan(check_recipe(str(recipe)), None, 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -121,11 +121,10 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
                 fix=f"Use --processes {planned}, or another plan.",
             )
     elif isinstance(checked.document, RecipeDocument):
-        data_parallel(
-            resolve_batch(checked.document),
-            processes=ranks,
-            microbatch=checked.document.microbatch,
-        )
+        document = checked.document
+        if document.tokens_per_sample is None:  # as the recipe that is made of it has it
+            document = replace(document, tokens_per_sample=document.data.window)
+        data_parallel(resolve_batch(document), processes=ranks, microbatch=document.microbatch)
 
 
 def _seconds(timeout: str) -> float:

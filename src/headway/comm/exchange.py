@@ -22,7 +22,7 @@ from headway.errors import RunError
 from headway.plan import Exchange
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that the link does not idle until 25 MiB of gradients are there."""
+"""The first bucket is small, so that the link does not idle until a full one is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Recipe:
     """A training job as the serial run would do it.
 
     Attributes:
-        name: Names the run directory.
+        name: Heads the report; of a recipe.toml, it also names the run directory.
         model: Builds the model; called once per process after seeding, so that every rank and
             every plan starts from the same numbers.
         data: Builds the training data: a `Source` or any map-style torch `Dataset`.

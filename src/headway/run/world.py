@@ -267,7 +267,7 @@ def translate(error: RuntimeError, world: World, doing: str) -> PeerLost | Stall
             why=f"Rank {world.rank} waited {world.timeout_seconds:g} s. "
             + ("All other ranks wait, too." if missing else "All ranks wait: a link is broken."),
             fix="Look for what those ranks do instead (slow data, a hang, another number of "
-            "batches), or allow more time with timeout_seconds.",
+            "batches), or allow more time (--timeout, timeout_seconds).",
         )
     if isinstance(error, dist.DistError) or _BROKEN.search(text):
         return PeerLost(
