@@ -19,7 +19,7 @@ from headway.run.recipe import Recipe, criterion
 from headway.workloads.transformer.data import text_source
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM, generate
 
-PROMPT = b"\nclass Reader:\n    def __init__(self"
+PROMPT = b"def read(self, name, value=None):\n    if "
 
 
 def recipe(
@@ -145,6 +145,6 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int) -> LRSchedul
 
 
 def text_sample(model: nn.Module) -> str:
-    """What the model writes after the start of a class."""
+    """What the model writes after the start of a method."""
     text = generate(cast(TransformerLM, model), PROMPT, count=400, temperature=0.7, seed=0)
     return text.decode("utf-8", errors="replace").strip("\n")
