@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headway.comm.exchange import GradientExchange
 from headway.data.loader import Loader
 from headway.errors import NotEqual
-from headway.plan import BatchSplit
+from headway.plan import BatchSplit, Exchange, data_parallel
 from headway.run import executor as executor_module
 from headway.run.executor import Executor
 from headway.run.place import Place
@@ -313,6 +313,15 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path):
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
     assert all(line.endswith("equal") for line in lines[1:3])
     assert lines[3].startswith("EQUAL to the serial run (3 steps,")
+
+
+def test_a_plan_of_the_users_own_is_proved_in_float64(tmp_path):
+    plan = tmp_path / "plan.json"
+    data_parallel(12, processes=2, microbatch=2, exchange=Exchange(overlap=False)).save(plan)
+    done = headway("verify", "support.recipes:mlp", "--plan", str(plan), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[1].split()[0] == "2"
+    assert done.out.splitlines()[1].endswith("equal")
 
 
 def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):

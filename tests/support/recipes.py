@@ -54,11 +54,12 @@ def mlp(*, batch: int = 12, microbatch: int | None = 4, steps: int = 8, seed: in
     )
 
 
-def dropout() -> Recipe:
+def _tiny(name: str, model: Any, data: Any) -> Recipe:
+    """A recipe in which nothing is special but the model."""
     return Recipe(
-        name="dropout",
-        model=WithDropout,
-        data=Points,
+        name=name,
+        model=model,
+        data=data,
         loss=cross_entropy,
         optimizer=adamw,
         batch=12,
@@ -66,34 +67,18 @@ def dropout() -> Recipe:
         stop=8,
         seed=5,
     )
+
+
+def dropout() -> Recipe:
+    return _tiny("dropout", WithDropout, Points)
 
 
 def unused() -> Recipe:
-    return Recipe(
-        name="unused",
-        model=WithUnused,
-        data=Points,
-        loss=cross_entropy,
-        optimizer=adamw,
-        batch=12,
-        microbatch=4,
-        stop=8,
-        seed=5,
-    )
+    return _tiny("unused", WithUnused, Points)
 
 
 def tied() -> Recipe:
-    return Recipe(
-        name="tied",
-        model=Tied,
-        data=Sentences,
-        loss=cross_entropy,
-        optimizer=adamw,
-        batch=12,
-        microbatch=4,
-        stop=8,
-        seed=5,
-    )
+    return _tiny("tied", Tied, Sentences)
 
 
 def attention() -> Recipe:

@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from headway.errors import PlanError, UsageError
 from headway.plan import Plan, data_parallel
+from headway.run.amounts import resolve_batch
 from headway.run.place import Place
+from headway.run.recipe import Recipe
 from headway.run.world import World
 
 
@@ -42,3 +44,25 @@ def plan_for(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> P
             fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
         )
     return found
+
+
+def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
+    """The plan in a file, or data parallelism over all ranks as the recipe wants it.
+
+    Raises:
+        PlanError: The plan is for another global batch than the recipe's.
+    """
+    samples = resolve_batch(recipe)
+    if path is None:
+        return data_parallel(
+            samples, processes=ranks, microbatch=recipe.microbatch, precision=recipe.precision
+        )
+    plan = Plan.load(path)
+    if plan.batch.samples != samples:
+        raise PlanError(
+            "the plan is for another recipe",
+            where=str(path),
+            problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
+            fix="Change batch.samples of the plan, or the batch of the recipe.",
+        )
+    return plan

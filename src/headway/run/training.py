@@ -17,10 +17,10 @@ import torch
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.store import CheckpointStore
 from headway.data import Cursor, Loader, as_source
-from headway.errors import CheckpointError, CheckpointMismatch, PlanError, UsageError
-from headway.plan import BatchSplit, Plan, data_parallel, explain
+from headway.errors import CheckpointError, CheckpointMismatch, UsageError
+from headway.plan import BatchSplit, explain
 from headway.run.alike import share_buffers
-from headway.run.amounts import resolve_batch, stop_steps
+from headway.run.amounts import stop_steps
 from headway.run.directory import RunDirectory, environment
 from headway.run.executor import Executor
 from headway.run.job import Outcome, TrainJob
@@ -32,6 +32,7 @@ from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
 from headway.run.reference import describe_recipe
 from headway.run.signals import StopRequest
+from headway.run.start import plan_of
 from headway.run.training_state import Trained
 from headway.run.world import World, translate
 
@@ -77,7 +78,7 @@ class Training:
     def prepare(self) -> None:
         """Recipe, plan, and the run directory."""
         self._recipe = load_recipe(self._job.recipe, self._job.overrides)
-        self._plan = _choose_plan(self._job, self._recipe, self._world.ranks)
+        self._plan = plan_of(self._recipe, self._job.plan, self._world.ranks)
         self._open()
 
     def begin(self) -> int:
@@ -321,28 +322,6 @@ class Training:
             validation=self._validation,
             stopped_by=stopped_by,
         )
-
-
-def _choose_plan(job: TrainJob, recipe: Recipe, ranks: int) -> Plan:
-    """The plan of the job, or data parallelism over all ranks.
-
-    Raises:
-        PlanError: The plan is for another global batch than the recipe's.
-    """
-    samples = resolve_batch(recipe)
-    if job.plan is None:
-        return data_parallel(
-            samples, processes=ranks, microbatch=recipe.microbatch, precision=recipe.precision
-        )
-    plan = Plan.load(job.plan)
-    if plan.batch.samples != samples:
-        raise PlanError(
-            "the plan is for another recipe",
-            where=str(job.plan),
-            problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
-            fix="Change batch.samples of the plan, or the batch of the recipe.",
-        )
-    return plan
 
 
 def _due(every: int, step: int) -> bool:

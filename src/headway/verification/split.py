@@ -6,6 +6,7 @@ difference even where rank 0 is right.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +14,10 @@ import torch.distributed as dist
 
 from headway.data import as_source
 from headway.errors import NotEqual
-from headway.plan import Plan, data_parallel
-from headway.run.amounts import resolve_batch
 from headway.run.executor import Executor
 from headway.run.parts import to_float64
 from headway.run.place import Place
-from headway.run.recipe import Recipe
+from headway.run.start import plan_of
 from headway.run.training import build_model
 from headway.run.world import World
 from headway.verification.record import Recorder, VerifyJob, build
@@ -37,12 +36,13 @@ def record_split(place: Place, job: VerifyJob, target: Path) -> None:
 def record_in(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
+    plan = plan_of(recipe, job.plan, world.ranks)
     trained = build(recipe, to_float64(build_model(recipe)))
     run = Executor(
         trained.model,
         trained.optimizer,
         loss=recipe.loss,
-        plan=plan_for(job, recipe, world.ranks),
+        plan=replace(plan, memory=replace(plan.memory, precision="float64")),
         scheduler=trained.scheduler,
         clip=recipe.clip,
         seed=recipe.seed,
@@ -57,18 +57,6 @@ def record_in(world: World, job: VerifyJob, target: Path) -> None:
             _same_everywhere(trained.model, world, step)
     if world.rank == 0:
         recorder.recording().save(target)
-
-
-def plan_for(job: VerifyJob, recipe: Recipe, ranks: int) -> Plan:
-    """The plan that is proved, in float64."""
-    if job.plan is None:
-        return data_parallel(
-            resolve_batch(recipe),
-            processes=ranks,
-            microbatch=recipe.microbatch,
-            precision="float64",
-        )
-    return Plan.load(job.plan)
 
 
 def _same_everywhere(model: torch.nn.Module, world: World, step: int) -> None:
