@@ -13,6 +13,7 @@ from headway.errors import RecipeError
 from headway.run.recipe import Recipe
 from headway.workloads.transformer import data, model, recipe
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer.recipe import PROMPT
 
 DEMO_PARAMETERS = 644_224
 SMALL = TransformerConfig(window=16, width=32, layers=2, heads=4)
@@ -265,7 +266,7 @@ def test_the_learning_rate_rises_linearly_and_falls_by_a_cosine_with_plain_state
 
 def test_the_showcase_is_a_text(texts):
     text = small_recipe(texts).showcase(small_model())
-    assert text.startswith("class Reader:")
+    assert text.startswith(PROMPT.decode())
     assert len(text) > 300
 
 
