@@ -48,7 +48,7 @@ def test_all_problems_come_at_once():
         batch=BatchSplit(samples=0, microbatch=0),
         layouts=(Layout(tensors="w", placements={"tensor": "split:0"}),),
         stages=(Stage(modules=("a",)),),
-        exchange=Exchange(bucket_bytes=0),
+        exchange=Exchange(bucket="0"),
         format=7,
     )
     with pytest.raises(PlanError) as caught:
@@ -61,7 +61,7 @@ def test_all_problems_come_at_once():
         "exchange.axis data is not an axis of the mesh (pipe, pipe)",
         "batch.samples is 0; at least 1",
         "batch.microbatch is 0; at least 1, or leave it out",
-        "exchange.bucket_bytes is 0; at least 1",
+        "exchange.bucket is 0 bytes; at least 1",
         "layout of w: tensor is not an axis of the mesh",
         "layout of w: 'split:0' on tensor: no mechanism yet; only copy",
         "stages: no mechanism runs a pipeline yet; leave them out",

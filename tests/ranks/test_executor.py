@@ -91,7 +91,7 @@ def split(
         processes=world.size,
         microbatch=microbatch,
         precision="float64",
-        exchange=Exchange(bucket_bytes=bucket_bytes, overlap=overlap),
+        exchange=Exchange(bucket=str(bucket_bytes), overlap=overlap),
     )
     run = Executor(model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt())
     history = []
@@ -240,7 +240,7 @@ def bytes_sent(world):
     """The records name every bucket that was exchanged, with its size, and the time it took."""
     torch.manual_seed(SEED)
     model = WithDropout().double()
-    plan = data_parallel(8, processes=world.size, exchange=Exchange(bucket_bytes=200))
+    plan = data_parallel(8, processes=world.size, exchange=Exchange(bucket="200"))
     run = Executor(model, momentum(model), loss=cross_entropy, plan=plan, world=World.adopt())
     run.step(next(iter(run.batches(Points(dtype=torch.float64)))))
     return [s.label for s in run.record.spans if s.lane == "exchange"], run.record.seconds("wait")

@@ -24,7 +24,7 @@ PLAN = {
     "exchange": {
         "axis": "data",
         "collective": "all_reduce",
-        "bucket_bytes": 26214400,
+        "bucket": "25 MiB",
         "overlap": True,
     },
     "synchrony": {"kind": "synchronous"},

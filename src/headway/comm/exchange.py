@@ -81,7 +81,9 @@ class GradientExchange:
         trainable = {name: p for name, p in parameters.items() if p.requires_grad}
         self._description = description
         self._group = group
-        self._buckets = _make_buckets(list(trainable.values()), description.bucket_bytes)
+        self._buckets = _make_buckets(
+            list(trainable.values()), description.bucket_bytes or 8 * 2**20
+        )
         self._slots = _make_slots(trainable, self._buckets)
         self._armed = False
         self._next = 0

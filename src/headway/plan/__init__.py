@@ -1,10 +1,11 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
 from headway.plan.batch import BatchSplit
+from headway.plan.compression import Compression, parse_compression
+from headway.plan.exchange import Exchange, ExchangePart
 from headway.plan.explain import difference, explain
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.plan import (
-    Exchange,
     Layout,
     MemoryPolicy,
     Plan,
@@ -17,7 +18,9 @@ from headway.plan.plan import (
 __all__ = [
     "Axis",
     "BatchSplit",
+    "Compression",
     "Exchange",
+    "ExchangePart",
     "Layout",
     "MemoryPolicy",
     "Mesh",
@@ -28,4 +31,5 @@ __all__ = [
     "data_parallel",
     "difference",
     "explain",
+    "parse_compression",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from headway.plan.plan import Plan
-from headway.units import format_bytes
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:
@@ -29,7 +28,7 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
         lines.append(
             f"exchange: gradients are summed over {plan.exchange.axis} by "
             f"{plan.exchange.collective}, in buckets of "
-            f"{format_bytes(plan.exchange.bucket_bytes)}, {when}; "
+            f"{plan.exchange.bucket}, {when}; "
             f"every rank waits for all ({plan.synchrony.kind}, exact)"
         )
     else:

@@ -16,6 +16,7 @@ from typing import Literal
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
 from headway.plan.batch import BatchSplit
+from headway.plan.exchange import Exchange
 from headway.plan.mesh import Axis, Mesh
 
 FORMAT = 1
@@ -50,23 +51,6 @@ class Schedule:
     """
 
     name: Literal["accumulate"] = "accumulate"
-
-
-@document
-class Exchange:
-    """How gradients become the same on all ranks of an axis.
-
-    Attributes:
-        axis: The mesh axis along which they are summed.
-        collective: The collective that sums them.
-        bucket_bytes: Gradients are fused into buckets of about this size.
-        overlap: Buckets leave while the backward pass still runs.
-    """
-
-    axis: str = "data"
-    collective: Literal["all_reduce"] = "all_reduce"
-    bucket_bytes: int = 8 * 2**20
-    overlap: bool = True
 
 
 @document
@@ -222,8 +206,7 @@ def _illegal_values(plan: Plan) -> list[str]:
         )
     if plan.batch.microbatch is not None and plan.batch.microbatch < 1:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
-    if plan.exchange.bucket_bytes < 1:
-        found.append(f"exchange.bucket_bytes is {plan.exchange.bucket_bytes}; at least 1")
+    found.extend(plan.exchange.problems(plan.ranks))
     found.extend(_layout_problems(plan))
     if plan.stages:
         found.append("stages: no mechanism runs a pipeline yet; leave them out")

@@ -1,0 +1,192 @@
+"""How one bucket becomes the same on all ranks: the interface of every exchange method.
+
+A method is written as a generator: it starts operations of torch.distributed, yields each one that
+it must wait for, and goes on when it is done. So one method can be driven by the training thread,
+by a progress thread with several buckets in flight, or by DDP's hook, without knowing which.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headway.collective import Nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The ranks that exchange, as one of them sees them. No two threads may use one route.
+
+    Attributes:
+        ranks: Global ranks that exchange, ascending.
+        rank: The global rank of this process.
+        group: All of them.
+        nodes: How `ranks` are spread over nodes; in global ranks.
+        inside: The ranks of this node; None where the node has one rank or was not asked for.
+        across: The ranks with the same place in the other nodes; None where there is one node or
+            it was not asked for.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup
+    nodes: Nodes
+    inside: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one parameter's gradient lies in a bucket, in elements.
+
+    `shape` is the parameter's shape in its memory order, so that `flat[start:stop].view(shape)` is
+    valid for every parameter.
+    """
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Fused:
+    """One bucket, or one chunk of it, as a method sees it.
+
+    Attributes:
+        buffer: 1-D; the gradients of `pieces` one after the other, then one flag per piece (1.0:
+            this rank used the parameter, else 0.0). A method replaces it in place by the sum over
+            the ranks of the route, or by what it approximates the sum with; flags must come out
+            above 0 exactly where any rank had 1.0 (they are not part of the gradient: never
+            compressed away, never in a norm or a selection).
+        pieces: Empty for a chunk, which only an `elementwise` method gets.
+        number: The bucket's number; the same on all ranks.
+    """
+
+    buffer: Tensor
+    pieces: tuple[Piece, ...] = ()
+    number: int = 0
+
+    @property
+    def gradients(self) -> Tensor:
+        """The buffer without the flags."""
+        return self.buffer[: self.pieces[-1].stop] if self.pieces else self.buffer
+
+    @property
+    def flags(self) -> Tensor:
+        """One element per piece."""
+        return self.buffer[self.pieces[-1].stop :] if self.pieces else self.buffer[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """Point-to-point operations: torch gives them no future, so somebody has to wait for them."""
+
+    works: Sequence[dist.Work]
+
+
+Waiting = dist.Work | Blocking
+
+
+class Method(ABC):
+    """One object per bucket, so that it may keep state: residuals, factors, random generators.
+
+    State belongs to parameters by logical name, never to bucket numbers or addresses, so that it
+    survives checkpoints, other bucket sizes and other numbers of ranks.
+    """
+
+    elementwise: ClassVar[bool] = False
+    """Any slice of the buffer may be exchanged alone; needed for chunks."""
+
+    @abstractmethod
+    def rounds(self, fused: Fused, route: Route) -> Iterator[Waiting]:
+        """Exchange `fused.buffer` in place. All ranks start the same operations in the same order.
+
+        Yields:
+            Each operation that has to be done before the method goes on; it is resumed after that.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive a checkpoint: "logical name" or "logical name/what" -> tensor."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  # most have no state
+        """Take up what `state` returned; entries of other parameters are ignored."""
+
+
+def wait(waiting: Waiting) -> None:
+    """Block until the operation is done."""
+    if isinstance(waiting, Blocking):
+        for work in waiting.works:
+            work.wait()
+    else:
+        waiting.wait()
+
+
+def complete(method: Method, fused: Fused, route: Route) -> None:
+    """Drive one exchange to its end in this thread."""
+    for waiting in method.rounds(fused, route):
+        wait(waiting)
+
+
+class AllReduce(Method):
+    """The plain sum."""
+
+    elementwise = True
+
+    def rounds(self, fused: Fused, route: Route) -> Iterator[Waiting]:
+        work = dist.all_reduce(fused.buffer, group=route.group, async_op=True)
+        assert work is not None
+        yield work
+
+
+def make_route(
+    ranks: Sequence[int] | None, nodes: Nodes, *, hierarchical: bool = False
+) -> Route | None:
+    """Make the groups of a route; collective over all ranks of the world, in the same order.
+
+    Args:
+        ranks: Who exchanges; None: all ranks of the world.
+        nodes: Of the whole world.
+        hierarchical: Make the groups inside and across nodes, too.
+
+    Returns:
+        None where this process is not one of `ranks`.
+    """
+    chosen = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
+    own = dist.get_rank()
+    here = Nodes(
+        tuple(
+            kept
+            for members in nodes.members
+            if (kept := tuple(rank for rank in members if rank in chosen))
+        )
+    )
+    group = dist.new_group(list(chosen), backend=_backend())
+    inside = across = None
+    if hierarchical:
+        for members in here.members:
+            made = dist.new_group(list(members), backend=_backend())
+            inside = made if own in members and len(members) > 1 else inside
+        for first in here.members[0]:
+            column = here.across(first)
+            made = dist.new_group(list(column), backend=_backend())
+            across = made if own in column and len(column) > 1 else across
+    if own not in chosen:
+        return None
+    return Route(chosen, own, group, here, inside, across)
+
+
+def _backend() -> str | None:
+    """Gloo on CPUs; where there are GPUs the default of the world."""
+    return None if torch.cuda.is_available() else "gloo"

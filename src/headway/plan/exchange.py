@@ -1,0 +1,157 @@
+"""How gradients become the same on all ranks, as data: one decision in five parts.
+
+What is sent (`compress`), when (`bucket`, `overlap`, `priority`, `chunk`, `credit`), along which
+path (`collective`), how it is combined (`reduce`, `values`), and for which parameters something
+else holds (`parts`). Spec: MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum (Maleki et al.
+2020). Which parts can be combined is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from headway.documents import document
+from headway.plan.compression import Compression, parse_compression
+from headway.units import parse_bytes
+
+Reduce = Literal["mean", "sum", "adasum"]
+Collective = Literal["all_reduce", "hierarchical"]
+
+
+@document
+class ExchangePart:
+    """Something else for the parameters whose logical name matches a pattern; first match wins.
+
+    Attributes:
+        parameters: A pattern as in file names: "*.bias", "blocks.0.*".
+        compress: See `Exchange.compress`.
+        ranks: Node groups (MLSL): these parameters are summed inside each of these groups of ranks
+            only, instead of over the whole axis; the groups must be a partition of the ranks.
+    """
+
+    parameters: str
+    compress: str | None = None
+    ranks: tuple[tuple[int, ...], ...] | None = None
+
+
+@document
+class Exchange:
+    """The decision; the default is exact.
+
+    Attributes:
+        axis: The mesh axis along which gradients are exchanged.
+        reduce: "mean": the gradient of the global mean loss; "sum": that times the ranks;
+            "adasum": the adaptive sum of the ranks' own mean gradients (inexact).
+        values: What is combined: "gradients", or the "updates" that each rank's own optimiser step
+            would make (the combining optimiser of Adasum).
+        collective: "all_reduce" over all ranks, or "hierarchical": reduce-scatter inside a node,
+            exchange between nodes, all-gather inside.
+        compress: A compressor of `headway.plan.compression`; "auto": chosen from the measured link.
+        bucket: Gradients are fused into buckets of about this size ("8 MiB"), or "auto": fitted to
+            the measured latency and bandwidth (MG-WFBP).
+        overlap: Buckets leave while the backward pass still runs.
+        priority: Most urgent first, across the border of the step: gradients leave in the order in
+            which the next forward pass needs them, large buckets are cut into chunks so that urgent
+            ones can pass, the optimiser steps bucket by bucket, and each layer of the next forward
+            pass waits for its own parameters only. Exact.
+        chunk: Size of the chunks of `priority`, or "auto".
+        credit: Chunks that are on their way at the same time.
+        parts: Exceptions for some parameters.
+    """
+
+    axis: str = "data"
+    reduce: Reduce = "mean"
+    values: Literal["gradients", "updates"] = "gradients"
+    collective: Collective = "all_reduce"
+    compress: str = "none"
+    bucket: str = "8 MiB"
+    overlap: bool = True
+    priority: bool = False
+    chunk: str = "auto"
+    credit: int = 2
+    parts: tuple[ExchangePart, ...] = ()
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """None: to be fitted."""
+        return None if self.bucket == "auto" else parse_bytes(self.bucket)
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """None: to be fitted."""
+        return None if self.chunk == "auto" else parse_bytes(self.chunk)
+
+    @property
+    def compression(self) -> Compression | None:
+        """None: to be chosen."""
+        return None if self.compress == "auto" else parse_compression(self.compress)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is that of the serial run, to rounding."""
+        return self.reduce != "adasum" and all(
+            text in (None, "none") for text in (self.compress, *(p.compress for p in self.parts))
+        )
+
+    def part(self, name: str) -> ExchangePart | None:
+        """The first part that matches a logical name."""
+        return next((p for p in self.parts if fnmatchcase(name, p.parameters)), None)
+
+    def problems(self, ranks: int) -> list[str]:
+        """Every reason why this exchange cannot be, one line each; empty if it can."""
+        found = [*_sizes(self), *_compressors(self)]
+        if self.credit < 1:
+            found.append(f"exchange.credit is {self.credit}; at least 1")
+        if self.priority and not self.overlap:
+            found.append("exchange.priority needs overlap; leave out overlap = false")
+        found.extend(_adasum(self))
+        found.extend(
+            f"exchange.parts {part.parameters}: groups {list(map(list, part.ranks))} are not a "
+            f"partition of the ranks 0 to {ranks - 1}"
+            for part in self.parts
+            if part.ranks is not None
+            and sorted(rank for group in part.ranks for rank in group) != [*range(ranks)]
+        )
+        return found
+
+
+def _sizes(exchange: Exchange) -> list[str]:
+    found = []
+    for key, text in (("bucket", exchange.bucket), ("chunk", exchange.chunk)):
+        if text == "auto":
+            continue
+        try:
+            size = parse_bytes(text)
+        except ValueError as error:
+            found.append(f"exchange.{key}: {error}, or auto")
+        else:
+            if size < 1:
+                found.append(f"exchange.{key} is {size} bytes; at least 1")
+    return found
+
+
+def _compressors(exchange: Exchange) -> list[str]:
+    texts = [("exchange.compress", exchange.compress)]
+    texts += [(f"exchange.parts {p.parameters}", p.compress or "none") for p in exchange.parts]
+    found = []
+    for key, text in texts:
+        if text == "auto" and key == "exchange.compress":
+            continue
+        try:
+            parse_compression(text)
+        except ValueError as error:
+            found.append(f"{key}: {error}")
+    return found
+
+
+def _adasum(exchange: Exchange) -> list[str]:
+    found = []
+    if exchange.reduce == "adasum":
+        if exchange.compress != "none" or any(p.compress for p in exchange.parts):
+            found.append("exchange.reduce adasum works on decoded gradients: compress must be none")
+        if exchange.priority:
+            found.append("exchange.reduce adasum does not go with priority: leave one of them out")
+    if exchange.values == "updates" and exchange.reduce != "adasum":
+        found.append("exchange.values updates is for reduce adasum only")
+    return found
