@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Exchange": "headway.run.own_loop",
     "Executor": "headway.run.executor",
     "HeadwayError": "headway.errors",
     "MemmapSource": "headway.data.source",
@@ -24,6 +25,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Exchange",
     "Executor",
     "HeadwayError",
     "MemmapSource",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from headway.errors import HeadwayError
     from headway.plan import Plan, data_parallel
     from headway.run.executor import Executor
+    from headway.run.own_loop import Exchange
     from headway.run.recipe import Recipe, criterion
     from headway.timeline import Timeline
 

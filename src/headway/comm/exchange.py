@@ -1,132 +1,106 @@
-"""The gradient exchange of synchronous data parallelism, overlapped with the backward pass.
+"""The gradient exchange: gradients leave as backward makes them and come back summed.
 
-Gradients are fused into flat buckets in the reverse order of registration, which is close to the
-order in which backward makes them. When the last gradient of a bucket of the last micro-batch is
-there, the bucket is summed over the ranks while backward goes on (Das et al. 2016, section 3; the
-fusion is that of Horovod and DDP). Invariant: all ranks start the buckets in the same order, so
-that collectives match, whatever order gradients come in. Sums only: the loss is already divided by
-the global count, so a sum over the ranks is the serial gradient.
+Gradients are fused into buckets (Das et al. 2016, section 3; the fusion is that of Horovod and
+DDP). When the last gradient of a bucket of the last micro-batch is there, the bucket is handed to a
+lane, which carries out the bucket's method: a plain sum, a compressed one, a hierarchical one.
+Invariant: all ranks carry out the same operations in the same order, whatever order gradients come
+in. What is summed is what backward made times `factor`; nothing is divided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from headway.comm.buckets import Bucket
+from headway.comm.flight import Flight
+from headway.comm.lane import Lane
 from headway.errors import RunError
-from headway.plan import Exchange
-
-FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that the link does not idle until a full one is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """When a bucket left and when its sum was taken up, in `perf_counter` seconds."""
-
-    bucket: int
-    num_bytes: int
-    sent: float
-    received: float
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """One flat buffer; `views[i]` is the part that holds the gradient of `parameters[i]`."""
-
-    number: int
-    flat: Tensor
-    parameters: list[nn.Parameter]
-    views: list[Tensor]
-    missing: int = 0
-    sent: float = 0.0
-    work: dist.Work | None = None
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Where one parameter's gradient lives, and what happened to it in this step."""
+    """Where one parameter's gradient lives."""
 
     name: str
-    bucket: _Bucket
+    bucket: Bucket
+    index: int
     view: Tensor
-    used: bool = False
-    ready: bool = field(default=False)
 
 
 class GradientExchange:
-    """Sums the gradients of all ranks of a group.
+    """Sums the gradients of all ranks.
 
     Life of a step: `begin`, backward passes with `arm` called before the last one, `send`,
-    `receive`. A rank without work in a ragged batch calls all but the backward passes.
+    `receive`, `settle`. A rank without work in a ragged batch calls all but the backward passes.
 
     Args:
-        parameters: Logical name -> parameter; shared parameters once. Only those that require
-            gradients take part.
-        description: Bucket size and overlap, from the plan.
-        group: The ranks that sum; None: all.
+        buckets: Of all parameters that take part; see `headway.comm.setup`.
+        lane: Carries them out.
+        overlap: Buckets leave while the backward pass still runs.
+
+    Attributes:
+        factor: Gradients are multiplied by it when they enter their bucket.
+        step: Number of the step, from 1.
+        profile: Where it is a dictionary, seconds are noted from the start of the step until each
+            gradient is there, by logical name.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        description: Exchange,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._description = description
-        self._group = group
-        self._buckets = _make_buckets(
-            list(trainable.values()), description.bucket_bytes or 8 * 2**20
-        )
-        self._slots = _make_slots(trainable, self._buckets)
+    def __init__(self, buckets: tuple[Bucket, ...], lane: Lane, *, overlap: bool = True) -> None:
+        self.buckets = buckets
+        self.factor = 1.0
+        self.step = 0
+        self.profile: dict[str, float] | None = None
+        self._began = 0.0
+        self._lane = lane
+        self._overlap = overlap
         self._armed = False
-        self._next = 0
+        self._slots: dict[Tensor, _Slot] = {
+            parameter: _Slot(name, bucket, index, bucket.views[index])
+            for bucket in buckets
+            for index, (name, parameter) in enumerate(
+                zip(bucket.names, bucket.parameters, strict=True)
+            )
+        }
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-            for parameter in trainable.values()
+            parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._slots
         ]
 
     @property
     def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes of each bucket, in sending order."""
-        return tuple(b.flat.numel() * b.flat.element_size() for b in self._buckets)
+        """Bytes of the gradients of each bucket."""
+        return tuple(bucket.num_bytes for bucket in self.buckets)
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
         self._armed = False
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
-            bucket.work = None
+        self.step += 1
+        self._began = perf_counter()
+        for bucket in self.buckets:
+            bucket.open(self.step)
             for parameter in bucket.parameters:
                 parameter.grad = None
-        for slot in self._slots.values():
-            slot.used = slot.ready = False
 
     def arm(self) -> None:
         """The next backward pass is the last one of the step: complete buckets may leave."""
-        self._armed = self._description.overlap
+        self._armed = self._overlap
+
+    def disarm(self) -> None:
+        """The next backward pass only adds to the gradients."""
+        self._armed = False
 
     def _arrived(self, parameter: Tensor) -> None:
         """Backward has added to `parameter.grad`: keep it in its bucket; send a complete bucket."""
         slot = self._slots[parameter]
-        if parameter.grad is not slot.view:
-            assert parameter.grad is not None
-            if parameter.grad.is_sparse:
-                slot.view.zero_().add_(parameter.grad)
-            else:
-                slot.view.copy_(parameter.grad)
-            parameter.grad = slot.view
-        slot.used = True
+        bucket = self._bucket_of(slot)
         if not self._armed:
+            self._take_in(parameter, slot, 1.0)
             return
-        if slot.ready:
+        if bucket.complete[slot.index]:
             raise RunError(
                 f"the gradient of {slot.name} grew after it was handed to the exchange",
                 why="The model uses it in several backward passes of one micro-batch, as reentrant "
@@ -134,106 +108,123 @@ class GradientExchange:
                 fix="Use checkpoint(..., use_reentrant=False), or exchange.overlap = false in the "
                 "plan.",
             )
-        slot.ready = True
-        slot.bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._start(self._buckets[self._next])
+        self._take_in(parameter, slot, self.factor * bucket.weight)
+        bucket.complete[slot.index] = True
+        if self.profile is not None:
+            self.profile[slot.name] = perf_counter() - self._start
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._depart(bucket)
 
-    def send(self) -> None:
-        """Start every bucket that has not left; gradients that never came count as zero."""
-        for bucket in self._buckets[self._next :]:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if not self._slots[parameter].used:
-                    view.zero_()
-            self._start(bucket)
-
-    def _start(self, bucket: _Bucket) -> None:
-        bucket.sent = perf_counter()
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-        self._next = bucket.number + 1
+    def _bucket_of(self, slot: _Slot) -> Bucket:
+        return slot.bucket
 
     @property
-    def used(self) -> Tensor:
-        """One entry per parameter, in the order given: 1.0 where this rank made a gradient."""
-        return torch.tensor([slot.used for slot in self._slots.values()], dtype=torch.float64)
+    def _start(self) -> float:
+        """When the forward pass of this step began."""
+        return self._began
+
+    @staticmethod
+    def _take_in(parameter: Tensor, slot: _Slot, factor: float) -> None:
+        """Point `parameter.grad` at its view, which then holds what backward has made so far."""
+        gradient, view = parameter.grad, slot.view
+        assert gradient is not None
+        if gradient is view:  # backward has added to the view itself
+            if factor != 1.0:
+                view.mul_(factor)
+        elif gradient.is_sparse:
+            view.zero_().add_(gradient, alpha=factor)
+        elif factor == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
+        parameter.grad = view
+        slot.bucket.arrived[slot.index] = True
+
+    def send(self) -> None:
+        """Hand over every bucket that has not left; gradients that never came count as zero."""
+        for bucket in self.buckets:
+            if bucket.missing:
+                bucket.missing = 0
+                self._scale_late(bucket)
+                self._depart(bucket)
+
+    def _scale_late(self, bucket: Bucket) -> None:
+        """Gradients that no armed backward pass has touched: from earlier micro-batches only."""
+        factor = self.factor * bucket.weight
+        if factor != 1.0:
+            for view, arrived, complete in zip(
+                bucket.views, bucket.arrived, bucket.complete, strict=True
+            ):
+                if arrived and not complete:
+                    view.mul_(factor)
+
+    def _depart(self, bucket: Bucket) -> None:
+        bucket.fill()
+        bucket.flight.ready = perf_counter()
+        self._lane.ready(bucket)
 
     def receive(self) -> tuple[Flight, ...]:
-        """Wait for all sums; returns when each bucket left and came back.
+        """Wait for all sums; returns what happened to each bucket.
 
         Raises:
             RuntimeError: As torch.distributed raises it: a peer vanished or a time-out ran out.
         """
-        flights = []
-        for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            size = bucket.flat.numel() * bucket.flat.element_size()
-            flights.append(Flight(bucket.number, size, bucket.sent, perf_counter()))
-        return tuple(flights)
+        for bucket in self.buckets:
+            self._land(bucket)
+        return tuple(bucket.flight for bucket in self.buckets)
 
-    def settle(self, used: Iterable[bool]) -> None:
+    def _land(self, bucket: Bucket) -> None:
+        flight = bucket.flight
+        flight.needed = perf_counter()
+        self._lane.land(bucket)
+        flight.waited = perf_counter() - flight.needed
+
+    def settle(self) -> None:
         """Point every parameter at its sum; a parameter that no rank used keeps no gradient.
 
         The serial run has no gradient there either, and optimisers skip such a parameter, while a
         gradient of zeros would still decay its weight and its momentum.
-
-        Args:
-            used: Whether any rank used the parameter, in the order of `parameters`.
         """
-        for (parameter, slot), wanted in zip(self._slots.items(), used, strict=True):
-            parameter.grad = slot.view if wanted else None
+        for bucket in self.buckets:
+            for parameter, view, used in zip(
+                bucket.parameters, bucket.views, bucket.used, strict=True
+            ):
+                parameter.grad = view if used else None
 
     def scale(self, factor: float) -> None:
         """Multiply all sums, where the global count is only known after the exchange."""
-        for bucket in self._buckets:
-            bucket.flat.mul_(factor)
+        for bucket in self.buckets:
+            bucket.fused.gradients.mul_(factor)
+
+    def waiting(self) -> Iterator[str]:
+        """What each bucket of this step waits for, one line each; for messages about a stall."""
+        for bucket in self.buckets:
+            flight = bucket.flight
+            if flight.received or bucket.step != self.step:
+                continue
+            names = ", ".join(bucket.names[:2]) + (" ..." if len(bucket.names) > 2 else "")
+            if flight.sent:
+                yield f"bucket {bucket.number} ({names}) is on its way"
+            elif flight.ready:
+                yield f"bucket {bucket.number} ({names}) is ready to leave"
+            else:
+                yield f"bucket {bucket.number} ({names}) waits for {bucket.missing} gradients"
+
+    def state(self) -> dict[str, Tensor]:
+        """Residuals and factors of the methods, by logical name of the parameter."""
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            found |= bucket.method.state()
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` returned, under any cut of the buckets."""
+        for bucket in self.buckets:
+            bucket.method.restore(state)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters and end the lane."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Fuse in reverse order of registration; a bucket holds one type on one device."""
-    groups: list[list[nn.Parameter]] = []
-    size, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
-    for parameter in reversed(parameters):
-        num_bytes = parameter.numel() * parameter.element_size()
-        same = groups and (
-            groups[-1][0].dtype == parameter.dtype and groups[-1][0].device == parameter.device
-        )
-        if not same or size + num_bytes > limit:
-            if groups and size >= limit // 2:
-                limit = bucket_bytes
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += num_bytes
-    return [_make_bucket(number, group) for number, group in enumerate(groups)]
-
-
-def _make_bucket(number: int, parameters: list[nn.Parameter]) -> _Bucket:
-    first = parameters[0]
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-    pieces = flat.split([p.numel() for p in parameters])
-    views = [_shaped(piece, p) for piece, p in zip(pieces, parameters, strict=True)]
-    return _Bucket(number, flat, parameters, views)
-
-
-def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A flat piece in the parameter's shape and memory order (transposed, channels last)."""
-    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
-    back = sorted(range(parameter.ndim), key=order.__getitem__)
-    return piece.view([parameter.shape[dim] for dim in order]).permute(back)
-
-
-def _make_slots(
-    parameters: Mapping[str, nn.Parameter], buckets: list[_Bucket]
-) -> dict[Tensor, _Slot]:
-    homes = {
-        parameter: (bucket, view)
-        for bucket in buckets
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-    }
-    return {p: _Slot(name, *homes[p]) for name, p in parameters.items()}
+        self._lane.close()

@@ -108,6 +108,10 @@ class Method(ABC):
     elementwise: ClassVar[bool] = False
     """Any slice of the buffer may be exchanged alone; needed for chunks."""
 
+    blocking: ClassVar[bool] = False
+    """It yields `Blocking`: a lane drives it to its end in one go. Else two ranks that resume two
+    methods in different order would wait for each other."""
+
     @abstractmethod
     def rounds(self, fused: Fused, route: Route) -> Iterator[Waiting]:
         """Exchange `fused.buffer` in place. All ranks start the same operations in the same order.

@@ -26,8 +26,8 @@ class ExchangePart:
     Attributes:
         parameters: A pattern as in file names: "*.bias", "blocks.0.*".
         compress: See `Exchange.compress`.
-        ranks: Node groups (MLSL): these parameters are summed inside each of these groups of ranks
-            only, instead of over the whole axis; the groups must be a partition of the ranks.
+        ranks: Node groups (MLSL): these parameters are combined inside each of these groups of
+            ranks only, instead of over the whole axis; the groups must be a partition of the ranks.
     """
 
     parameters: str
@@ -90,8 +90,10 @@ class Exchange:
     @property
     def exact(self) -> bool:
         """Whether the result is that of the serial run, to rounding."""
-        return self.reduce != "adasum" and all(
-            text in (None, "none") for text in (self.compress, *(p.compress for p in self.parts))
+        return (
+            self.reduce != "adasum"
+            and self.compress == "none"
+            and all(p.compress in (None, "none") and p.ranks is None for p in self.parts)
         )
 
     def part(self, name: str) -> ExchangePart | None:
@@ -106,6 +108,7 @@ class Exchange:
         if self.priority and not self.overlap:
             found.append("exchange.priority needs overlap; leave out overlap = false")
         found.extend(_adasum(self))
+        found.extend(_hierarchical(self))
         found.extend(
             f"exchange.parts {part.parameters}: groups {list(map(list, part.ranks))} are not a "
             f"partition of the ranks 0 to {ranks - 1}"
@@ -143,6 +146,22 @@ def _compressors(exchange: Exchange) -> list[str]:
         except ValueError as error:
             found.append(f"{key}: {error}")
     return found
+
+
+HIERARCHICAL = ("none", "fp16", "bf16", "topk", "mstopk")
+"""Compressors of the step between nodes of a hierarchical exchange."""
+
+
+def _hierarchical(exchange: Exchange) -> list[str]:
+    if exchange.collective != "hierarchical":
+        return []
+    texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
+    return [
+        f"exchange.compress {text} does not go with collective hierarchical; "
+        f"one of {', '.join(HIERARCHICAL)} does"
+        for text in texts
+        if text.partition(":")[0] not in HIERARCHICAL
+    ]
 
 
 def _adasum(exchange: Exchange) -> list[str]:

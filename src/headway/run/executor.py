@@ -8,9 +8,9 @@ because the loss is the sum over the global batch divided by the global count, w
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.comm import GradientExchange
 from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
-from headway.errors import Diverged
 from headway.plan import Plan
 from headway.run import alike, parts
+from headway.run.gradients import Gradients
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
@@ -34,7 +33,6 @@ from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
 from headway.run.world import World
 from headway.timeline import Span
-from headway.units import format_bytes
 
 
 class Executor:
@@ -94,23 +92,27 @@ class Executor:
         self._loss_of: dict[int, Tensor] = {}
         self._shares: list[Tensor] = []
         self._counts: list[Tensor | float] = []
-        self._tallied = torch.zeros(3, dtype=torch.float64)
         self._dtype = torch.float64 if self.plan.memory.precision == "float64" else None
         if self._dtype is not None:
             parts.to_float64(self.model)
         parts.follow_model(optimizer)
-        self._all = dict(self.model.named_parameters())
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._exchange: GradientExchange | None = None
-        self._take_up(self._trainable())
-        self._handlers: dict[str, Callable[[Instruction], None]] = {
-            "clear": self._clear, "forward": self._forward, "arm": self._arm,
-            "backward": self._backward, "send": self._send, "tally": self._tally,
-            "receive": self._receive, "scale": self._scale, "clip": self._clip_norm,
-            "update": self._update,
-        }  # fmt: skip
         if self.world.ranks > 1:
             alike.start_alike(self.model, self.world)
+        self.gradients = Gradients(
+            self.model,
+            optimizer,
+            scheduler,
+            plan=self.plan,
+            world=self.world,
+            clip=clip,
+            seed=seed,
+        )
+        self.gradients.follow()
+        self._handlers: dict[str, Callable[[Instruction], None]] = {
+            "clear": self._clear, "forward": self._forward, "tally": self._tally,
+            "backward": self._backward,
+            **{kind: partial(_carry_out, getattr(self.gradients, kind)) for kind in _PLAIN},
+        }  # fmt: skip
 
     # -- the public loop ---------------------------------------------------------------------
 
@@ -173,6 +175,7 @@ class Executor:
 
     def evaluate(self, batches: Loader) -> tuple[float, int]:
         """The mean loss over all samples of a loader and their number; equal on every rank."""
+        self.flush()
         totals = torch.zeros(3, dtype=torch.float64)
         with parts.evaluating(self.model), torch.no_grad():
             for batch in batches:
@@ -183,10 +186,13 @@ class Executor:
         self.all_reduce(totals, "validation")
         return float(totals[0] / totals[1]), int(totals[2])
 
+    def flush(self) -> None:
+        """Wait until every update has been made (priority); call it before you read parameters."""
+        self.gradients.flush()
+
     def close(self) -> None:
         """Take the hooks off the model and leave the world."""
-        if self._exchange is not None:
-            self._exchange.close()
+        self.gradients.close()
         self.world.leave()
 
     def __enter__(self) -> Executor:
@@ -203,17 +209,6 @@ class Executor:
                 dist.all_reduce(shared)
                 tensor.copy_(shared)
         return tensor
-
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._all.items() if p.requires_grad}
-
-    def _take_up(self, trainable: dict[str, nn.Parameter]) -> None:
-        """Exchange the gradients of these parameters; again where some are frozen or thawed."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self._parameters = trainable
-        if self.plan.data_degree > 1:
-            self._exchange = GradientExchange(trainable, self.plan.exchange)
 
     # -- the interpreter ---------------------------------------------------------------------
 
@@ -239,14 +234,10 @@ class Executor:
         )
 
     def _clear(self, _: Instruction) -> None:
+        assert self._batch is not None
         self._shares, self._counts = [], []
-        trainable = self._trainable()
-        if trainable.keys() != self._parameters.keys():
-            self._take_up(trainable)
-        if self._exchange is not None:
-            self._exchange.begin()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        own = sum(len(micro.positions) for micro in self._batch.micros)
+        self.gradients.begin(self.record, own, f"step {self.steps_done + 1}")
 
     def _forward(self, instruction: Instruction) -> None:
         micro = self._micro(instruction)
@@ -257,94 +248,17 @@ class Executor:
         self._shares.append(share.detach())
         self._counts.append(count)
 
-    def _arm(self, _: Instruction) -> None:
-        if self._exchange is not None:
-            self._exchange.arm()
+    def _tally(self, _: Instruction) -> None:
+        self.gradients.tally(self._shares, self._counts, vote=self.wants_stop)
 
     def _backward(self, instruction: Instruction) -> None:
         loss = self._loss_of.pop(instruction.microbatch or 0)
         recomputes = self._sites is not None and self._sites.in_backward
         with (
-            self._exchanging(),
+            self.gradients.exchanging(),
             self._randomness(self._micro(instruction), drawing=recomputes),
         ):
             loss.backward()
-
-    def _send(self, _: Instruction) -> None:
-        assert self._exchange is not None
-        with self._exchanging():
-            self._exchange.send()
-
-    def _tally(self, _: Instruction) -> None:
-        """Sum over the ranks: loss, count, votes to stop, and which parameters have gradients."""
-        own = torch.tensor(
-            [
-                sum(float(share) for share in self._shares),
-                sum(float(count) for count in self._counts),
-                float(self.wants_stop),
-            ],
-            dtype=torch.float64,
-        )
-        if self._exchange is not None:
-            own = self.all_reduce(torch.cat([own, self._exchange.used]), "the tally")
-        self._tallied = own
-        share, count, votes = own[:3].tolist()
-        self.record.loss = share * (self.record.samples / count) if count else math.nan
-        self.record.votes = round(votes)
-
-    def _receive(self, _: Instruction) -> None:
-        assert self._exchange is not None
-        offset = time() - perf_counter()
-        with self._exchanging():
-            flights = self._exchange.receive()
-        self._exchange.settle((self._tallied[3:] > 0).tolist())
-        node = f"step {self.steps_done + 1}"
-        self.record.spans.extend(
-            Span(
-                rank=self.world.rank,
-                lane="exchange",
-                kind="exchange",
-                label=f"bucket {flight.bucket}: {format_bytes(flight.num_bytes)}",
-                start=offset + flight.sent,
-                end=offset + flight.received,
-                node=node,
-            )
-            for flight in flights
-        )
-
-    def _scale(self, _: Instruction) -> None:
-        """Refuse a loss that is not finite; divide by the global count where it is not N."""
-        if not math.isfinite(self.record.loss):
-            raise self._diverged(f"the loss is {self.record.loss}")
-        factor = self.record.samples / float(self._tallied[1])
-        if factor == 1.0:
-            return
-        if self._exchange is not None:
-            self._exchange.scale(factor)
-        else:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
-    def _diverged(self, what: str) -> Diverged:
-        return Diverged(
-            what,
-            where=f"step {self.steps_done + 1}",
-            why="The update was not made: parameters are those of the step before.",
-            fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
-        )
-
-    def _clip_norm(self, _: Instruction) -> None:
-        assert self._clip is not None
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
-        self.record.norm = float(norm)
-        if not math.isfinite(self.record.norm):
-            raise self._diverged(f"the norm of the gradients is {self.record.norm}")
-
-    def _update(self, _: Instruction) -> None:
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
 
     # -- one micro-batch ---------------------------------------------------------------------
 
@@ -390,5 +304,10 @@ class Executor:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
         return sites
 
-    def _exchanging(self) -> contextlib.AbstractContextManager[None]:
-        return self.world.explained(f"the exchange of step {self.steps_done + 1}")
+
+_PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update", "release")
+"""Instructions that need nothing but the gradients."""
+
+
+def _carry_out(do: Callable[[], None], _: Instruction) -> None:
+    do()

@@ -13,7 +13,19 @@ from typing import Literal
 from headway.plan import Plan
 
 Kind = Literal[
-    "clear", "forward", "arm", "backward", "send", "tally", "receive", "scale", "clip", "update"
+    "clear",
+    "forward",
+    "tally",
+    "arm",
+    "backward",
+    "propose",
+    "send",
+    "receive",
+    "adopt",
+    "scale",
+    "clip",
+    "update",
+    "release",
 ]
 
 
@@ -24,14 +36,17 @@ class Instruction:
     Kinds, with what they mean for synchronous data parallelism:
         clear: forget the last step's gradients.
         forward: the loss of micro-batch `microbatch`.
+        tally: start to sum loss, count and votes over all ranks.
         arm: gradients may leave as soon as the next backward pass has made them.
         backward: the gradients of micro-batch `microbatch`, added to those before.
         send: start the exchange of all gradients that have not left.
-        tally: sum loss, count, used parameters and votes over all ranks.
         receive: wait for the summed gradients.
         scale: divide by a global count that is only known now.
         clip: limit the global norm of the gradients.
         update: the optimiser's and the scheduler's step.
+        release: let the exchange make the update, while the next step begins (priority).
+        propose: make this rank's own update and exchange it in place of the gradients.
+        adopt: make the combined update.
     """
 
     kind: Kind
@@ -60,22 +75,32 @@ def compile_step(plan: Plan, num_microbatches: int, *, clip: bool) -> StepProgra
         clip: Whether the recipe limits the norm of the gradients.
     """
     passes = [_microbatch(number) for number in range(num_microbatches)]
-    if plan.data_degree > 1 and passes:
-        passes[-1].insert(1, Instruction("arm"))
-    exchange = [Instruction("send")] if plan.data_degree > 1 else []
-    arrive = [Instruction("receive")] if plan.data_degree > 1 else []
+    exchange = plan.exchange
+    together = plan.data_degree > 1
+    updates = exchange.values == "updates"
+    if passes:
+        arm = [Instruction("arm")] if together and not updates else []
+        passes[-1][1:1] = [Instruction("tally"), *arm]
+    else:
+        passes.append([Instruction("tally")])
     return StepProgram(
         (
             Instruction("clear"),
             *(instruction for one in passes for instruction in one),
-            *exchange,
-            Instruction("tally"),
-            *arrive,
-            Instruction("scale"),
-            *([Instruction("clip")] if clip else []),
-            Instruction("update"),
+            *map(Instruction, _ending(together, updates, exchange.priority, clip)),
         )
     )
+
+
+def _ending(together: bool, updates: bool, priority: bool, clip: bool) -> list[Kind]:
+    """What follows the last backward pass."""
+    if updates:
+        return ["propose", "send", "receive", "adopt"] if together else ["propose", "adopt"]
+    if together and priority and not clip:  # a clipped norm needs all gradients together
+        return ["send", "release"]
+    arrive: list[Kind] = ["send", "receive"] if together else []
+    limit: list[Kind] = ["clip"] if clip else []
+    return [*arrive, "scale", *limit, "update"]
 
 
 def _microbatch(number: int) -> list[Instruction]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.comm.flight import Flight
 from headway.timeline import Span
 
 _KIND_OF = {
@@ -13,6 +14,8 @@ _KIND_OF = {
     "send": "wait",
     "tally": "wait",
     "receive": "wait",
+    "scale": "wait",
+    "release": "wait",
 }
 
 
@@ -26,6 +29,8 @@ class StepRecord:
         norm: Global norm of the gradients before clipping; None where nothing is clipped.
         votes: How many ranks asked to stop after this step.
         spans: Seconds on the wall clock, for the timeline.
+        flights: What happened to the buckets of the exchange that ended in this step (across the
+            border: of the step before), in `perf_counter` seconds.
     """
 
     loss: float = float("nan")
@@ -33,6 +38,7 @@ class StepRecord:
     norm: float | None = None
     votes: int = 0
     spans: list[Span] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
 
     def seconds(self, *kinds: str, lane: str = "compute") -> float:
         """Total seconds of the given kinds on one lane."""
@@ -40,5 +46,8 @@ class StepRecord:
 
 
 def kind_of(instruction: str) -> str:
-    """The kind of span of an instruction; what is not compute or waiting belongs to the update."""
+    """The kind of span of an instruction; what is not compute or waiting belongs to the update.
+
+    The tally is read where `scale` or `release` begins: what they take is a wait for other ranks.
+    """
     return _KIND_OF.get(instruction, "update")

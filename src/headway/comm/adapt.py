@@ -1,0 +1,288 @@
+"""Measuring and re-arranging: bucket sizes and sending order from what was observed.
+
+In a few steps the times are noted at which gradients become ready and parameters are first used;
+the link is measured by small all-reduces; from both, the same on all ranks, `collective` finds
+buckets (MG-WFBP) or chunks and their planned order. It is done again now and then, because links
+change. Invariant: all ranks measure in the same steps and use the slowest rank's times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway.collective.chunks import cut
+from headway.collective.fusion import merge_buckets
+from headway.collective.link import LinkFit, drifted
+from headway.collective.order import Load, chunk_size, planned_order
+from headway.comm.buckets import fuse
+from headway.comm.crossing import CrossingExchange
+from headway.comm.exchange import GradientExchange
+from headway.comm.routes import Routes
+from headway.comm.setup import (
+    ELEMENTWISE,
+    Arrangement,
+    Key,
+    first_arrangement,
+    make_exchange,
+    respect_keys,
+)
+from headway.plan import Exchange
+
+PROFILED_STEPS = (2, 3)
+"""The first steps that are measured; the very first one pays for allocations."""
+REFIT_STEPS = 50
+"""Steps between two measurements of the link."""
+_PIECE = 1_048_576
+_STREAM_SECONDS = 0.2
+_LONGEST_STREAM = 16
+_SMALL = 4_096
+_SMALL_PROBES = 5
+_MIDDLE = 262_144
+_DRIFT = 0.2
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds, the largest of all ranks, by logical name.
+
+    Attributes:
+        ready: When backward has made the gradient, after the start of the step.
+        needed: When the forward pass first uses the parameter, after its start.
+    """
+
+    ready: Mapping[str, float]
+    needed: Mapping[str, float]
+
+    def drifted(self, other: Profile) -> bool:
+        """Whether the times of a step have changed by more than a fifth."""
+        old, new = max(self.ready.values()), max(other.ready.values())
+        return max(old, new) > (1 + _DRIFT) * min(old, new)
+
+
+class AdaptiveExchange:
+    """The current exchange of a set of parameters, re-arranged when measuring shows something.
+
+    Args:
+        parameters: Logical name -> parameter, in order of registration; those that are trained.
+        description: The plan's.
+        routes: Of this process.
+        seed: Of random compressors.
+        model: With `optimizer`, and `priority` in the description: steps are crossed.
+        optimizer: Whose steps the exchange makes.
+        tell: Called with a sentence when the exchange has been re-arranged.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        description: Exchange,
+        routes: Routes,
+        *,
+        seed: int = 0,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.description = description
+        self._routes = routes
+        self._seed = seed
+        self._crossing = (model, optimizer) if description.priority else (None, None)
+        self._tell = tell
+        self.link: LinkFit | None = None
+        self._profile: Profile | None = None
+        self._step = 0
+        self._arrangement = first_arrangement(self.parameters, description)
+        self.now = self._make()
+
+    @property
+    def crossing(self) -> CrossingExchange | None:
+        """The current exchange, where it crosses the step's border."""
+        return self.now if isinstance(self.now, CrossingExchange) else None
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is left to be found by measuring."""
+        return self.description.bucket == "auto" or self.description.priority
+
+    def _make(self) -> GradientExchange:
+        model, optimizer = self._crossing
+        return make_exchange(
+            self.parameters,
+            self.description,
+            self._arrangement,
+            self._routes,
+            seed=self._seed,
+            model=model,
+            optimizer=optimizer,
+        )
+
+    def begin(self) -> None:
+        """A step begins; now and then the exchange is measured and re-arranged, on all ranks."""
+        if self.measures:
+            if self._profiled(self._step):
+                self.flush()
+                if not self._profiled(self._step + 1):
+                    self._rearrange()
+            if self._profiled(self._step + 1):
+                self.flush()
+                self.now.profile = {}
+        self._step += 1
+        self.now.begin()
+
+    @staticmethod
+    def _profiled(step: int) -> bool:
+        return step in PROFILED_STEPS or (step > 0 and step % REFIT_STEPS == 0)
+
+    def flush(self) -> None:
+        """Wait until all updates of earlier steps have been made."""
+        if self.crossing is not None:
+            self.crossing.flush()
+
+    def _rearrange(self) -> None:
+        profile = self._shared_profile()
+        self.now.profile = None
+        link = probe_link(self._device)
+        same = (
+            self.link is not None
+            and self._profile is not None
+            and not drifted(self.link, link, _DRIFT)
+            and not self._profile.drifted(profile)
+        )
+        if same:
+            return
+        self.link, self._profile = link, profile
+        found = arrange(self.parameters, self.description, profile, link)
+        if found == self._arrangement:
+            return
+        self._arrangement = found
+        state = self.now.state()
+        self.now.close()
+        self.now = self._make()
+        self.now.restore(state)
+        self._tell(
+            f"exchange re-arranged after step {self._step}: {len(found.layout)} buckets; "
+            f"{link.explain()}"
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def _shared_profile(self) -> Profile:
+        """The slowest rank's times; a gradient that never came is ready at the very end."""
+        ready = self.now.profile or {}
+        end = max(ready.values(), default=0.0)
+        crossing = self.crossing
+        needed = crossing.waits.needed if crossing is not None else {}
+        times = torch.tensor(
+            [[ready.get(name, end), needed.get(name, 0.0)] for name in self.parameters],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        rows = times.tolist()
+        names = list(self.parameters)
+        return Profile(
+            {name: row[0] for name, row in zip(names, rows, strict=True)},
+            {name: row[1] for name, row in zip(names, rows, strict=True)},
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive a checkpoint, by logical name."""
+        return self.now.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` returned."""
+        self.now.restore(state)
+
+    def close(self) -> None:
+        """Take all hooks off and end the lane."""
+        self.now.close()
+
+
+def arrange(
+    parameters: Mapping[str, nn.Parameter],
+    description: Exchange,
+    profile: Profile,
+    link: LinkFit,
+) -> Arrangement:
+    """Buckets, chunks and order for measured times."""
+    names = list(parameters)
+    sizes = [parameters[name].numel() * parameters[name].element_size() for name in names]
+    ready = [profile.ready[name] for name in names]
+    if not description.priority:
+        merged = merge_buckets(sizes, ready, link)
+        layout = tuple(tuple(names[i] for i in bucket) for bucket in merged)
+        return Arrangement(respect_keys(layout, description))
+    chunk = description.chunk_bytes or chunk_size(link, largest=max(sizes))
+    # Larger buckets would be as fast in the model, but do not forgive a link that is slower.
+    forward = {name: parameters[name] for name in sorted(names, key=profile.needed.__getitem__)}
+    keys: dict[str, Hashable] = {name: Key.of(name, description) for name in names}
+    layout = fuse(forward, keys, bucket_bytes=chunk)
+    return _ordered(parameters, layout, description, profile, link, chunk)
+
+
+def _ordered(
+    parameters: Mapping[str, nn.Parameter],
+    layout: tuple[tuple[str, ...], ...],
+    description: Exchange,
+    profile: Profile,
+    link: LinkFit,
+    chunk: int,
+) -> Arrangement:
+    """Chunks in their planned order."""
+    loads = []
+    for number, bucket in enumerate(layout):
+        size = sum(parameters[n].numel() * parameters[n].element_size() for n in bucket)
+        whole = Key.of(bucket[0], description).compression.name not in ELEMENTWISE
+        loads += [
+            Load(
+                name=number,
+                num_bytes=stop - start,
+                ready=max(profile.ready[name] for name in bucket),
+                needed=min(profile.needed[name] for name in bucket),
+            )
+            for start, stop in (((0, size),) if whole else cut(size, chunk))
+        ]
+    order = planned_order(loads, link, credit=description.credit)
+    urgency = sorted(
+        range(len(layout)), key=lambda n: (min(profile.needed[name] for name in layout[n]), n)
+    )
+    return Arrangement(layout, chunk, order, tuple(urgency))
+
+
+def probe_link(device: torch.device) -> LinkFit:
+    """Measure all-reduces over the world's group; collective, called by the training thread.
+
+    The rate is that of a stream of pieces, several in flight: shaped links (clouds have them, too)
+    let a burst pass faster, which a step's traffic uses up in its first moments.
+    """
+    first = _seconds(1, _PIECE, device)
+    count = min(max(round(_STREAM_SECONDS / first), 2), _LONGEST_STREAM)
+    per_byte = _seconds(count, _PIECE, device) / (count * _PIECE)
+    middle = min(_seconds(1, _MIDDLE, device) for _ in range(3))
+    small = min(_seconds(1, _SMALL, device) for _ in range(_SMALL_PROBES))
+    latency = max(small - per_byte * _SMALL, 0.0)
+    error = abs(latency + per_byte * _MIDDLE - middle) / middle
+    return LinkFit(latency, per_byte, error, dist.get_world_size())
+
+
+def _seconds(count: int, num_bytes: int, device: torch.device) -> float:
+    """Of `count` all-reduces at once, on the slowest rank."""
+    buffers = [torch.zeros(num_bytes // 4, device=device) for _ in range(count)]
+    start = perf_counter()
+    works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+    for work in works:
+        assert work is not None
+        work.wait()
+    took = torch.tensor([perf_counter() - start], dtype=torch.float64, device=device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)

@@ -1,0 +1,197 @@
+"""The exchange across the border of the step: each layer waits for its own parameters only.
+
+When a step is released, the lane's thread steps the optimiser bucket by bucket, in the order in
+which the next forward pass needs the parameters, as soon as their sums have landed, while the
+training thread is already in that forward pass. Exact, not stale: every module waits for its own
+parameters (`waits`), and a bucket takes new gradients only after its old ones have been used.
+ByteScheduler's and P3's idea with the user's own optimiser (`slices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway.comm.buckets import Bucket
+from headway.comm.exchange import GradientExchange, _Slot
+from headway.comm.flight import Flight
+from headway.comm.lane import ThreadLane
+from headway.comm.slices import OptimizerSlices
+from headway.comm.waits import ForwardWaits
+
+
+class Applier:
+    """What the lane's thread does with landed buckets: step their parameters, most urgent first.
+
+    Args:
+        urgency: Of each bucket, by number: smaller is needed earlier.
+    """
+
+    def __init__(self, urgency: dict[int, int]) -> None:
+        self._urgency = urgency
+        self._landed: list[Bucket] = []
+        self._released = 0
+        self._factor = 1.0
+        self._discard = False
+        self.applied: dict[int, int] = dict.fromkeys(urgency, 0)
+        self.slices: OptimizerSlices | None = None
+        self.tell: Callable[[], None] = lambda: None
+
+    def landed(self, bucket: Bucket) -> None:
+        """In the thread: a sum is there."""
+        self._landed.append(bucket)
+        self._landed.sort(key=lambda b: self._urgency[b.number])
+
+    def release(self, step: int, factor: float, *, discard: bool) -> None:
+        """In the training thread: sums of this step may be used, multiplied by `factor`."""
+        self._factor, self._discard = factor, discard
+        self._released = step
+
+    def apply_one(self) -> bool:
+        """In the thread, when nothing is to be sent: use a landed bucket; False: there is none."""
+        bucket = next((b for b in self._landed if b.step <= self._released), None)
+        if bucket is None:
+            return False
+        self._landed.remove(bucket)
+        if not self._discard:
+            self._use(bucket)
+        bucket.flight.applied = perf_counter()
+        self.applied[bucket.number] = bucket.step
+        self.tell()
+        return True
+
+    def _use(self, bucket: Bucket) -> None:
+        if self._factor != 1.0:
+            bucket.fused.gradients.mul_(self._factor)
+        assert self.slices is not None
+        self.slices.step(bucket, bucket.used)
+
+
+class CrossingExchange(GradientExchange):
+    """As `GradientExchange`, but `release` takes the place of `receive`, `settle` and the update.
+
+    Args:
+        buckets: In forward order.
+        lane: A thread whose hooks are those of `applier`.
+        applier: As given to the lane.
+        model: The whole model; gets forward hooks.
+        optimizer: Steps are made by slices of it.
+    """
+
+    def __init__(
+        self,
+        buckets: tuple[Bucket, ...],
+        lane: ThreadLane,
+        applier: Applier,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        super().__init__(buckets, lane)
+        self._thread = lane
+        self._applier = applier
+        self._optimizer = optimizer
+        applier.slices = OptimizerSlices(optimizer, buckets)
+        applier.tell = lane.tell
+        named = {
+            name: parameter
+            for bucket in buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+        }
+        self.waits = ForwardWaits(model, named, self._await)
+        self._home: dict[Tensor, Bucket] = {p: b for b in buckets for p in b.parameters}
+        self._released = 0
+        self._flights: tuple[Flight, ...] = ()
+
+    def begin(self) -> None:
+        """A step begins; the last one's buckets may still be on their way."""
+        self._armed = False
+        self.step += 1
+
+    @property
+    def _start(self) -> float:
+        return self.waits.began
+
+    def _await(self, parameters: tuple[Tensor, ...]) -> None:
+        for parameter in parameters:
+            bucket = self._home[parameter]
+            if self._pending(bucket):
+                self._stand_still(bucket)
+
+    def _pending(self, bucket: Bucket) -> bool:
+        """Its update has been released and not been made; gradients of a step may still gather."""
+        return self._applier.applied[bucket.number] < bucket.step <= self._released
+
+    def _stand_still(self, bucket: Bucket) -> None:
+        flight, applied = bucket.flight, self._applier.applied
+        start = perf_counter()
+        flight.needed = flight.needed or start
+        self._thread.wait_for(lambda: applied[bucket.number] == bucket.step)
+        flight.waited += perf_counter() - start
+
+    def _bucket_of(self, slot: _Slot) -> Bucket:
+        """The bucket, opened for this step; its old content has been used by now, or is awaited."""
+        bucket = slot.bucket
+        self.waits.check(bucket.parameters[slot.index])
+        if bucket.step != self.step:
+            self._open(bucket)
+        return bucket
+
+    def _open(self, bucket: Bucket) -> None:
+        if self._pending(bucket):
+            self._stand_still(bucket)
+        bucket.open(self.step)
+
+    def send(self) -> None:
+        """Hand over every bucket that has not left; from here on gradients belong to the lane."""
+        for bucket in self.buckets:
+            if bucket.step != self.step:
+                self._open(bucket)
+        super().send()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def release(self, factor: float = 1.0, *, discard: bool = False) -> tuple[Flight, ...]:
+        """Let the lane use the sums of this step; returns at once.
+
+        Args:
+            factor: Sums are multiplied by it.
+            discard: No update is made of them.
+
+        Returns:
+            What happened to the buckets of the step before.
+        """
+        before, self._flights = self._flights, tuple(b.flight for b in self.buckets)
+        if not discard:
+            assert self._applier.slices is not None
+            self._applier.slices.release()
+            # Runs the optimiser's own hooks and counters; without gradients it changes nothing.
+            self._optimizer.step()
+        self._released = self.step
+        self._applier.release(self.step, factor, discard=discard)
+        self._thread.nudge()
+        self.waits.next_step()
+        return before
+
+    def flush(self) -> None:
+        """Wait until every released update has been made."""
+        for bucket in self.buckets:
+            if self._pending(bucket):
+                self._stand_still(bucket)
+        self.waits.settled()
+
+    def discard(self) -> None:
+        """Let the sums of this step go unused; parameters stay those of the step before."""
+        self.release(discard=True)
+        self.flush()
+        for parameter in self._home:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Wait for what was released; take all hooks off; end the thread."""
+        self.waits.close()
+        super().close()

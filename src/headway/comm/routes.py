@@ -1,0 +1,71 @@
+"""The process groups of an exchange, made once and kept: one route per place in flight.
+
+Making groups is collective over all ranks of the world, so every rank asks for the same routes in
+the same order; what was asked for before is not made again when parameters are frozen, buckets
+re-cut or plans changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from headway.collective import Nodes
+from headway.comm.method import Route, make_route
+from headway.errors import PlanError
+
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of ranks, each rank in exactly one."""
+
+
+class Routes:
+    """All routes of this process.
+
+    Args:
+        nodes: Which ranks share a node; None: all ranks are on one node.
+    """
+
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        self.nodes = nodes or Nodes.one(dist.get_world_size())
+        self._made: dict[tuple[Partition | None, bool], list[Route]] = {}
+
+    def world(self) -> Route:
+        """All ranks over the world's own group; only for the thread that uses that group."""
+        ranks = tuple(range(dist.get_world_size()))
+        group = dist.group.WORLD
+        assert group is not None
+        return Route(ranks, dist.get_rank(), group, self.nodes)
+
+    def get(
+        self, count: int, partition: Partition | None = None, *, hierarchical: bool = False
+    ) -> tuple[Route, ...]:
+        """`count` routes of their own; collective where they have not been made before.
+
+        Args:
+            count: How many chunks may be in flight.
+            partition: Who exchanges with whom; None: all with all.
+            hierarchical: With the groups inside and across nodes.
+
+        Raises:
+            PlanError: A hierarchical exchange over nodes with unequal numbers of ranks.
+        """
+        if hierarchical and not self.nodes.uniform:
+            sizes = ", ".join(str(len(ranks)) for ranks in self.nodes.members)
+            raise PlanError(
+                "this exchange cannot run here",
+                problems=[f"exchange.collective hierarchical: the nodes have {sizes} ranks"],
+                fix='Start as many processes on every node, or use collective = "all_reduce".',
+            )
+        made = self._made.setdefault((partition, hierarchical), [])
+        while len(made) < count:
+            made.append(self._make(partition, hierarchical))
+        return tuple(made[:count])
+
+    def _make(self, partition: Partition | None, hierarchical: bool) -> Route:
+        own: Route | None = None
+        for ranks in partition or (None,):
+            route = make_route(ranks, self.nodes, hierarchical=hierarchical)
+            own = route or own
+        assert own is not None  # a plan's partition holds every rank
+        return replace(own)

@@ -1,0 +1,181 @@
+"""From the plan's description to a running exchange: buckets, methods, lane.
+
+Invariant: everything here depends on the description, the parameters' names, shapes and types, and
+on an `Arrangement` that all ranks share; so all ranks build the same buckets and lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from headway.comm.buckets import FIRST_BUCKET_BYTES, Bucket, Layout, fuse, make_bucket, split_by_key
+from headway.comm.crossing import Applier, CrossingExchange
+from headway.comm.exchange import GradientExchange
+from headway.comm.lane import InlineLane, Lane, ThreadLane
+from headway.comm.method import Method, Route
+from headway.comm.methods import make_exchange_method
+from headway.comm.routes import Partition, Routes
+from headway.comm.swap import Scratch
+from headway.plan import Compression, Exchange, parse_compression
+
+DEFAULT_BUCKET_BYTES = 8 * 2**20
+DEFAULT_CHUNK_BYTES = 2**20
+"""Until the link has been measured."""
+ELEMENTWISE = frozenset({"none", "fp16", "bf16"})
+"""Compressors whose buckets can be cut into chunks."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the parameters of one bucket have in common."""
+
+    compression: Compression
+    partition: Partition | None
+
+    @staticmethod
+    def of(name: str, description: Exchange) -> Key:
+        part = description.part(name)
+        text = part.compress if part and part.compress else description.compress
+        return Key(parse_compression(text), part.ranks if part else None)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is found by measuring, the same on all ranks.
+
+    Attributes:
+        layout: Logical names per bucket; of a priority exchange in forward order.
+        chunk_bytes: Size of chunks; None: buckets are sent whole.
+        order: Indices of the chunks (bucket by bucket) in sending order; None: the last first.
+        urgency: Bucket numbers, the most urgent first; None: in order of their number.
+    """
+
+    layout: Layout
+    chunk_bytes: int | None = None
+    order: tuple[int, ...] | None = None
+    urgency: tuple[int, ...] | None = None
+
+
+def first_arrangement(parameters: Mapping[str, nn.Parameter], description: Exchange) -> Arrangement:
+    """Before anything has been measured: registration stands for forward order."""
+    keys: dict[str, Hashable] = {name: Key.of(name, description) for name in parameters}
+    if not description.priority:
+        layout = fuse(
+            dict(reversed(list(parameters.items()))),
+            keys,
+            bucket_bytes=description.bucket_bytes or DEFAULT_BUCKET_BYTES,
+            first_bytes=FIRST_BUCKET_BYTES,
+        )
+        return Arrangement(layout)
+    chunk = description.chunk_bytes or DEFAULT_CHUNK_BYTES
+    return Arrangement(fuse(parameters, keys, bucket_bytes=chunk), chunk)
+
+
+def respect_keys(layout: Layout, description: Exchange) -> Layout:
+    """A measured layout, cut where compressor or group change."""
+    keys: dict[str, Hashable] = {
+        name: Key.of(name, description) for names in layout for name in names
+    }
+    return split_by_key(layout, keys)
+
+
+def make_buckets(
+    parameters: Mapping[str, nn.Parameter],
+    layout: Layout,
+    description: Exchange,
+    routes: Routes,
+    *,
+    seed: int,
+) -> tuple[Bucket, ...]:
+    """The buckets of a layout; collective where routes have to be made."""
+    kinds = [Key.of(names[0], description) for names in layout]
+    scratch = Scratch()
+    methods = [
+        make_exchange_method(description, kind.compression, seed=seed, scratch=scratch)
+        for kind in kinds
+    ]
+    inline = is_inline(description, methods, kinds)
+    credit = 1 if inline else description.credit
+    found = []
+    for number, (names, kind, method) in enumerate(zip(layout, kinds, methods, strict=True)):
+        chosen: tuple[Route, ...]
+        if inline:
+            chosen = (routes.world(),)
+        else:
+            chosen = routes.get(
+                credit, kind.partition, hierarchical=description.collective == "hierarchical"
+            )
+        bucket = make_bucket(number, names, parameters, method, chosen)
+        if description.reduce == "mean":
+            bucket.weight = routes.nodes.ranks / chosen[0].size
+        found.append(bucket)
+    return tuple(found)
+
+
+def is_inline(description: Exchange, methods: list[Method], kinds: list[Key]) -> bool:
+    """Whether the training thread itself can drive the exchange: all methods have one round."""
+    return (
+        not description.priority
+        and description.collective == "all_reduce"
+        and all(method.elementwise and not method.blocking for method in methods)
+        and all(kind.partition is None for kind in kinds)
+    )
+
+
+def make_exchange(
+    parameters: Mapping[str, nn.Parameter],
+    description: Exchange,
+    arrangement: Arrangement,
+    routes: Routes,
+    *,
+    seed: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+) -> GradientExchange:
+    """Build one; collective.
+
+    Args:
+        parameters: Logical name -> parameter, in order of registration.
+        description: The plan's.
+        arrangement: Of exactly these parameters.
+        routes: Of this process.
+        seed: Of random compressors.
+        model: With `optimizer`: the exchange crosses the step's border.
+        optimizer: Whose steps the exchange makes.
+    """
+    buckets = make_buckets(parameters, arrangement.layout, description, routes, seed=seed)
+    methods = [bucket.method for bucket in buckets]
+    kinds = [Key.of(bucket.names[0], description) for bucket in buckets]
+    if is_inline(description, methods, kinds):
+        return GradientExchange(buckets, InlineLane(buckets), overlap=description.overlap)
+    chunks = [
+        (bucket.number, chunk)
+        for bucket in buckets
+        for chunk in bucket.chunks(arrangement.chunk_bytes)
+    ]
+    order = arrangement.order
+    if order is None:
+        # A priority layout is in forward order: the last layers' gradients come first.
+        order = tuple(range(len(chunks)))
+        order = order[::-1] if description.priority else order
+    threads = torch.get_num_threads()
+    sequence = [chunks[index] for index in order]
+    if model is None or optimizer is None:
+        lane: Lane = ThreadLane(buckets, sequence, credit=description.credit, threads=threads)
+        return GradientExchange(buckets, lane, overlap=description.overlap)
+    urgency = arrangement.urgency or tuple(range(len(buckets)))
+    applier = Applier({number: place for place, number in enumerate(urgency)})
+    thread = ThreadLane(
+        buckets,
+        sequence,
+        credit=description.credit,
+        landed=applier.landed,
+        idle=applier.apply_one,
+        threads=threads,
+    )
+    return CrossingExchange(buckets, thread, applier, model=model, optimizer=optimizer)

@@ -1,0 +1,106 @@
+"""Which module waits for which parameters: forward hooks of exchanges across the step's border.
+
+A parameter is awaited by every module that owns it directly, just before that module's forward.
+One that is used without its owner being called (`F.linear(x, self.head.weight)`, a ParameterList)
+is found in the first steps, in which every update is awaited anyway, and from then on awaited
+before the whole model. Invariant: no forward pass reads a parameter that is still to be updated; if
+a gradient shows that one did, the run stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from headway.errors import RunError
+
+
+class ForwardWaits:
+    """Hooks on the modules of a model.
+
+    Args:
+        model: The whole model.
+        parameters: Logical name -> parameter, of all that are exchanged.
+        wait: Called with parameters that must be up to date when it returns.
+
+    Attributes:
+        began: When the forward pass of this step began; 0.0: not yet.
+        needed: Seconds after that at which each parameter was first used, by logical name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        wait: Callable[[tuple[Tensor, ...]], None],
+    ) -> None:
+        self._wait = wait
+        self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        self._strays: dict[Tensor, None] = {}  # in order; `in` on tuples would compare numbers
+        self._awaited: dict[Tensor, int] = dict.fromkeys(self._names, 0)
+        self._step = 1
+        self._forgiving = True
+        self.began = 0.0
+        self.needed: dict[str, float] = {}
+        self._hooks = [model.register_forward_pre_hook(self._at_start, prepend=True)]
+        for module in model.modules():
+            own = tuple(p for p in module.parameters(recurse=False) if p in self._names)
+            if own:
+                self._hooks.append(module.register_forward_pre_hook(partial(self._before, own)))
+
+    def next_step(self) -> None:
+        """A step is over; its updates may still be under way in the next forward pass."""
+        self._step += 1
+        self._forgiving = False
+        self.began = 0.0
+
+    def settled(self) -> None:
+        """All updates have been made: uses that no hook has seen are right, and are learnt."""
+        self._forgiving = True
+
+    def _at_start(self, model: nn.Module, inputs: Any) -> None:
+        if not self.began:
+            self.began = perf_counter()
+        if self._strays:
+            self._before(tuple(self._strays), model, inputs)
+
+    def _before(self, own: tuple[Tensor, ...], module: nn.Module, inputs: Any) -> None:
+        self._note(own)
+        self._wait(own)
+
+    def _note(self, parameters: tuple[Tensor, ...]) -> None:
+        for parameter in parameters:
+            if self._awaited[parameter] != self._step:
+                self._awaited[parameter] = self._step
+                if self._forgiving:
+                    self.needed.setdefault(self._names[parameter], perf_counter() - self.began)
+
+    def check(self, parameter: Tensor) -> None:
+        """A gradient of `parameter` has come: its forward pass must have awaited it.
+
+        Raises:
+            RunError: It did not, and its update may still have been under way.
+        """
+        if self._awaited[parameter] == self._step:
+            return
+        if parameter not in self._strays:
+            self._strays[parameter] = None
+            self.needed.setdefault(self._names[parameter], 0.0)
+        self._awaited[parameter] = self._step
+        if not self._forgiving:
+            raise RunError(
+                f"{self._names[parameter]} was read while its update may have been under way",
+                why="It is used without a call of the module that owns it, and was not used so in "
+                "the first steps.",
+                fix="Call the module (self.head(x), not F.linear(x, self.head.weight)), or set "
+                "exchange.priority = false.",
+            )
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,287 @@
+"""The executor's hands on the gradients: exchange, tally, scaling, clipping, update.
+
+One method for each instruction that comes after the forward passes. In a world of one rank there is
+no exchange, and the same instructions do what is left of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.collective import Nodes
+from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
+from headway.errors import Diverged
+from headway.plan import Plan
+from headway.run.record import StepRecord
+from headway.run.tally import Tally
+from headway.run.world import World
+
+
+class Gradients:
+    """From backward's gradients to updated parameters.
+
+    Args:
+        model: The whole model.
+        optimizer: Over its parameters.
+        scheduler: Stepped after every update.
+        plan: What to do.
+        world: With whom.
+        clip: Largest global norm of the gradients.
+        seed: Of random compressors.
+        weight: Gradients are multiplied by it before they are summed.
+
+    Attributes:
+        remarks: Sentences for the journal: what has been re-arranged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        *,
+        plan: Plan,
+        world: World,
+        clip: float | None,
+        seed: int,
+        weight: float = 1.0,
+    ) -> None:
+        self.remarks: list[str] = []
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._plan = plan
+        self._world = world
+        self._clip = clip
+        self._seed = seed
+        self._weight = weight
+        self._all = dict(model.named_parameters())
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._exchange: AdaptiveExchange | None = None
+        self._routes = Routes(find_nodes(world)) if plan.data_degree > 1 else None
+        self._updates = Updates(optimizer) if plan.exchange.values == "updates" else None
+        self._tally: Tally | None = None
+        self._record = StepRecord()
+        self._own = 0
+        self._doing = ""
+
+    @property
+    def exchange(self) -> AdaptiveExchange | None:
+        """None in a world of one rank, or where nothing is trained."""
+        return self._exchange
+
+    @property
+    def crosses(self) -> bool:
+        """Whether steps cross their border; a clipped norm needs all gradients together."""
+        return self._plan.exchange.priority and self._clip is None and self._routes is not None
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Exchange the gradients of what is trained now; some may have been frozen or thawed."""
+        trainable = {name: p for name, p in self._all.items() if p.requires_grad}
+        if trainable.keys() == self._parameters.keys():
+            return
+        state: dict[str, Tensor] = {}
+        if self._exchange is not None:
+            self.flush()
+            state = self._exchange.state()
+            self._exchange.close()
+            self._exchange = None
+        self._parameters = trainable
+        if self._routes is None or not trainable:
+            return
+        self._exchange = AdaptiveExchange(
+            trainable,
+            self._plan.exchange,
+            self._routes,
+            seed=self._seed,
+            model=self._model if self.crosses else None,
+            optimizer=self._optimizer if self.crosses else None,
+            tell=self.remarks.append,
+        )
+        self._exchange.restore(state)
+
+    def flush(self) -> None:
+        """Wait until every update has been made; needed before parameters are read elsewhere."""
+        if self._exchange is not None:
+            with self.exchanging():
+                self._exchange.flush()
+
+    def close(self) -> None:
+        """Finish what is under way; take the hooks off the model."""
+        if self._exchange is not None:
+            self.flush()
+            self._exchange.close()
+            self._exchange = None
+            self._parameters = {}
+
+    # -- the instructions ------------------------------------------------------------------------
+
+    def begin(self, record: StepRecord, own: int, doing: str) -> None:
+        """A step begins: forget the last one's gradients.
+
+        Args:
+            record: Is filled; its `samples` are those of the global batch.
+            own: Samples of this rank.
+            doing: "step 12".
+        """
+        self._record, self._own, self._doing = record, own, doing
+        self.follow()
+        if self._exchange is None:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            return
+        with self.exchanging():
+            self._exchange.begin()
+        self._exchange.now.factor = 1.0 if self._updates else self._factor()
+
+    def tally(
+        self, shares: Sequence[Tensor], counts: Sequence[Tensor | float], *, vote: bool
+    ) -> None:
+        """Start to sum over the ranks: loss, count, votes to stop."""
+        with self.exchanging():
+            self._tally = Tally(
+                shares,
+                counts,
+                vote=vote,
+                device=self._world.device,
+                together=self._world.ranks > 1,
+            )
+
+    def arm(self) -> None:
+        """Gradients of the next backward pass may leave."""
+        if self._exchange is not None:
+            self._exchange.now.arm()
+
+    def send(self) -> None:
+        """Hand over all gradients that have not left."""
+        if self._exchange is not None:
+            with self.exchanging():
+                self._exchange.now.send()
+
+    def receive(self) -> None:
+        """Wait for the sums."""
+        if self._exchange is None:
+            return
+        with self.exchanging():
+            self._record.flights.extend(self._exchange.now.receive())
+        self._exchange.now.settle()
+
+    def scale(self) -> None:
+        """Refuse a loss that is not finite; divide by the global count where it is not N."""
+        factor = self._read_tally()
+        if factor == 1.0:
+            return
+        if self._exchange is not None:
+            self._exchange.now.scale(factor)
+            return
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def clip(self) -> None:
+        """Limit the global norm."""
+        assert self._clip is not None
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
+        self._record.norm = float(norm)
+        if not math.isfinite(self._record.norm):
+            raise self._diverged(f"the norm of the gradients is {self._record.norm}")
+
+    def update(self) -> None:
+        """The optimiser's and the scheduler's step."""
+        self._optimizer.step()
+        self._schedule()
+
+    def release(self) -> None:
+        """Hand the update over to the exchange, once the loss is known to be finite."""
+        self.hand_over(self._read_tally())
+
+    def hand_over(self, factor: float = 1.0) -> None:
+        """Let the exchange make the update; the next forward pass may begin."""
+        if self._exchange is not None:
+            assert self._exchange.crossing is not None
+            with self.exchanging():
+                self._record.flights.extend(self._exchange.crossing.release(factor))
+        self._schedule()
+
+    def skip(self) -> None:
+        """The update has been made by somebody else: with `priority`, the lane must not make it."""
+        if self._exchange is not None and self._exchange.crossing is not None:
+            with self.exchanging():
+                self._exchange.crossing.discard()
+
+    def propose(self) -> None:
+        """Make this rank's own update, and put it where the gradients were."""
+        assert self._updates is not None
+        factor = self._read_tally() * self._factor()
+        self._updates.propose(self._current, self._parameters.values(), factor)
+
+    def adopt(self) -> None:
+        """Make the combined update."""
+        assert self._updates is not None
+        self._updates.adopt(self._current)
+        self._schedule()
+
+    # -- small parts -----------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> GradientExchange | None:
+        return None if self._exchange is None else self._exchange.now
+
+    def _schedule(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _factor(self) -> float:
+        """By which this rank's gradients, shares of the global mean, enter the exchange."""
+        match self._plan.exchange.reduce:
+            case "sum":
+                return self._weight * self._world.ranks
+            case "adasum" if self._own:  # of the ranks' own means
+                return self._weight * self._record.samples / self._own
+        return self._weight
+
+    def _read_tally(self) -> float:
+        """What the sums must be multiplied by, where the global count is only known now.
+
+        Raises:
+            Diverged: The loss is not finite.
+        """
+        assert self._tally is not None
+        with self.exchanging():
+            share, count, self._record.votes = self._tally.read()
+        self._record.loss = share * (self._record.samples / count) if count else math.nan
+        if not math.isfinite(self._record.loss):
+            if self._exchange is not None and self._exchange.crossing is not None:
+                self._exchange.crossing.discard()
+            raise self._diverged(f"the loss is {self._record.loss}")
+        return self._record.samples / count
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            what,
+            where=self._doing,
+            why="The update was not made: parameters are those of the step before.",
+            fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
+        )
+
+    def exchanging(self) -> contextlib.AbstractContextManager[None]:
+        """Explains torch's errors of a broken exchange."""
+        return self._world.explained(f"the exchange of {self._doing}")
+
+
+def find_nodes(world: World) -> Nodes:
+    """Which ranks share a node; collective."""
+    own = getattr(world.place, "node", "") or socket.gethostname()
+    names: list[str | None] = [None] * world.ranks
+    dist.all_gather_object(names, own, group=world.side_group)
+    return Nodes.of([str(name) for name in names])
