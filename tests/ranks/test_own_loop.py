@@ -261,3 +261,23 @@ def test_one_process_needs_no_exchange():
             optimizer.step()
     for name, value in parameters(plain).items():
         assert torch.equal(value, parameters(model)[name])
+
+
+def automatic(world: Any) -> tuple[list[str], dict[str, Tensor]]:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    exchange = headway.Exchange(model, optimizer, world=World.adopt(), compress="auto")
+    draw = torch.Generator().manual_seed(world.rank)
+    for _ in range(6):
+        model(torch.randn(2, 256, generator=draw)).square().mean().backward()
+        exchange.step()
+    exchange.close()
+    return exchange.remarks, parameters(model)
+
+
+def test_the_compressor_may_be_chosen_from_the_measured_link():
+    (said, first), (also_said, second) = run_ranks(2, automatic)
+    assert len(said) == len(also_said) <= 1  # nothing is said where nothing is changed
+    assert all("compress = " in text for text in said)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

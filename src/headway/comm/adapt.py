@@ -9,7 +9,7 @@ change. Invariant: all ranks measure in the same steps and use the slowest rank'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -22,6 +22,7 @@ from headway.collective.fusion import merge_buckets
 from headway.collective.link import LinkFit, drifted
 from headway.collective.order import Load, chunk_size, planned_order
 from headway.comm.buckets import fuse
+from headway.comm.choose import choose_compressor
 from headway.comm.crossing import CrossingExchange
 from headway.comm.exchange import GradientExchange
 from headway.comm.routes import Routes
@@ -77,6 +78,7 @@ class AdaptiveExchange:
         model: With `optimizer`, and `priority` in the description: steps are crossed.
         optimizer: Whose steps the exchange makes.
         tell: Called with a sentence when the exchange has been re-arranged.
+        doing: See `GradientExchange.doing`.
     """
 
     def __init__(
@@ -89,17 +91,21 @@ class AdaptiveExchange:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        doing: Callable[..., None] = lambda *_: None,
     ) -> None:
         self.parameters = dict(parameters)
-        self.description = description
+        self._wanted = description
+        automatic = description.compress == "auto"
+        self.description = replace(description, compress="none") if automatic else description
         self._routes = routes
         self._seed = seed
         self._crossing = (model, optimizer) if description.priority else (None, None)
         self._tell = tell
+        self._doing = doing
         self.link: LinkFit | None = None
         self._profile: Profile | None = None
         self._step = 0
-        self._arrangement = first_arrangement(self.parameters, description)
+        self._arrangement = first_arrangement(self.parameters, self.description)
         self.now = self._make()
 
     @property
@@ -110,11 +116,12 @@ class AdaptiveExchange:
     @property
     def measures(self) -> bool:
         """Whether anything is left to be found by measuring."""
-        return self.description.bucket == "auto" or self.description.priority
+        wanted = self._wanted
+        return wanted.bucket == "auto" or wanted.priority or wanted.compress == "auto"
 
     def _make(self) -> GradientExchange:
         model, optimizer = self._crossing
-        return make_exchange(
+        made = make_exchange(
             self.parameters,
             self.description,
             self._arrangement,
@@ -123,6 +130,8 @@ class AdaptiveExchange:
             model=model,
             optimizer=optimizer,
         )
+        made.doing = self._doing
+        return made
 
     def begin(self) -> None:
         """A step begins; now and then the exchange is measured and re-arranged, on all ranks."""
@@ -159,8 +168,12 @@ class AdaptiveExchange:
         if same:
             return
         self.link, self._profile = link, profile
-        found = arrange(self.parameters, self.description, profile, link)
-        if found == self._arrangement:
+        before = self.description
+        reason = self._choose(profile, link)
+        decided = [arrange(self.parameters, self.description, profile, link)]
+        dist.broadcast_object_list(decided, src=0)  # numbers are alike; libraries may not be
+        (found,) = decided
+        if found == self._arrangement and before == self.description:
             return
         self._arrangement = found
         state = self.now.state()
@@ -169,8 +182,25 @@ class AdaptiveExchange:
         self.now.restore(state)
         self._tell(
             f"exchange re-arranged after step {self._step}: {len(found.layout)} buckets; "
-            f"{link.explain()}"
+            f"{link.explain()}{reason}"
         )
+
+    def _choose(self, profile: Profile, link: LinkFit) -> str:
+        """Choose the compressor, if that was wanted; returns what is to be said about it."""
+        if self._wanted.compress != "auto":
+            return ""
+        best = choose_compressor(
+            self.parameters,
+            self._wanted,
+            profile.ready,
+            link,
+            self._routes.nodes,
+            current=self.description.compress,
+        )
+        decided = [best.scheme.compress]
+        dist.broadcast_object_list(decided, src=0)
+        self.description = replace(self._wanted, compress=decided[0])
+        return f"; compress = {decided[0]}: {best.reason}"
 
     @property
     def _device(self) -> torch.device:
@@ -218,6 +248,8 @@ def arrange(
     names = list(parameters)
     sizes = [parameters[name].numel() * parameters[name].element_size() for name in names]
     ready = [profile.ready[name] for name in names]
+    if not description.priority and description.bucket != "auto":
+        return first_arrangement(parameters, description)
     if not description.priority:
         merged = merge_buckets(sizes, ready, link)
         layout = tuple(tuple(names[i] for i in bucket) for bucket in merged)

@@ -16,12 +16,30 @@ from torch import Tensor, nn
 from headway.collective.chunks import cut
 from headway.comm.flight import Flight
 from headway.comm.method import Fused, Method, Piece, Route
+from headway.comm.pacing import Pace
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the link does not idle until a full one is there."""
 
 Layout = tuple[tuple[str, ...], ...]
 """Logical names per bucket, in the order in which the buckets become ready."""
+
+
+class Toll:
+    """What an emulated link asks for a bucket: how long its bytes need to leave this node.
+
+    Args:
+        pace: The node's interface.
+        num_bytes: That this rank sends to other nodes.
+    """
+
+    def __init__(self, pace: Pace, num_bytes: float) -> None:
+        self._pace = pace
+        self._num_bytes = num_bytes
+
+    def reserve(self, share: float) -> float:
+        """Queue a share (0 to 1) of the bytes; returns the `time.monotonic` when they have left."""
+        return self._pace.reserve(round(self._num_bytes * share))
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +57,7 @@ class Bucket:
         step: The step to which the content belongs.
         weight: Ranks of the world by ranks that exchange this bucket: a mean over a node group is
             one over its own ranks.
+        toll: Of an emulated link.
         flight: What happened in this step.
     """
 
@@ -55,6 +74,7 @@ class Bucket:
     step: int = 0
     wire_bytes: int = 0
     weight: float = 1.0
+    toll: Toll | None = None
     flight: Flight = field(default_factory=lambda: Flight(0, (), 0, 0))
 
     def __post_init__(self) -> None:

@@ -129,6 +129,7 @@ class CrossingExchange(GradientExchange):
         flight, applied = bucket.flight, self._applier.applied
         start = perf_counter()
         flight.needed = flight.needed or start
+        self.doing("waits for bucket %d (%s ...)", bucket.number, bucket.names[0])
         self._thread.wait_for(lambda: applied[bucket.number] == bucket.step)
         flight.waited += perf_counter() - start
 

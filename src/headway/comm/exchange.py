@@ -9,7 +9,7 @@ in. What is summed is what backward made times `factor`; nothing is divided here
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -45,6 +45,7 @@ class GradientExchange:
 
     Attributes:
         factor: Gradients are multiplied by it when they enter their bucket.
+        doing: Called with a text and its arguments before the training thread waits.
         step: Number of the step, from 1.
         profile: Where it is a dictionary, seconds are noted from the start of the step until each
             gradient is there, by logical name.
@@ -53,6 +54,7 @@ class GradientExchange:
     def __init__(self, buckets: tuple[Bucket, ...], lane: Lane, *, overlap: bool = True) -> None:
         self.buckets = buckets
         self.factor = 1.0
+        self.doing: Callable[..., None] = lambda *_: None
         self.step = 0
         self.profile: dict[str, float] | None = None
         self._began = 0.0
@@ -177,6 +179,7 @@ class GradientExchange:
     def _land(self, bucket: Bucket) -> None:
         flight = bucket.flight
         flight.needed = perf_counter()
+        self.doing("waits for bucket %d (%s ...)", bucket.number, bucket.names[0])
         self._lane.land(bucket)
         flight.waited = perf_counter() - flight.needed
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class InlineLane(Lane):
         self._ready = [False] * len(buckets)
         self._next = 0
         self._rounds: dict[int, tuple[Iterator[Waiting], Waiting | None]] = {}
+        self._leave: dict[int, float] = {}
 
     def ready(self, bucket: Bucket) -> None:
         self._ready[bucket.number] = True
@@ -57,6 +58,8 @@ class InlineLane(Lane):
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flight.sent = perf_counter()
+        if bucket.toll is not None:
+            self._leave[bucket.number] = bucket.toll.reserve(1.0)
         rounds = bucket.method.rounds(bucket.fused, bucket.routes[0])
         self._rounds[bucket.number] = (rounds, next(rounds, None))
         self._next = bucket.number + 1
@@ -66,6 +69,8 @@ class InlineLane(Lane):
         while waiting is not None:
             wait(waiting)
             waiting = next(rounds, None)
+        if bucket.toll is not None:
+            sleep(max(0.0, self._leave[bucket.number] - monotonic()))
         bucket.flight.received = perf_counter()
         if not self._rounds and self._next == len(self._buckets):
             self._ready, self._next = [False] * len(self._buckets), 0
@@ -83,6 +88,12 @@ class _Task:
     ready_step: int = 0
     rounds: Iterator[Waiting] | None = None
     waiting: Waiting | None = None
+    leave: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the bucket's bytes."""
+        return self.chunk.buffer.numel() / self.bucket.fused.buffer.numel()
 
 
 @dataclass(slots=True)
@@ -229,8 +240,11 @@ class ThreadLane(Lane):
         flight = task.bucket.flight
         flight.sent = flight.sent or perf_counter()
         route: Route = task.bucket.routes[place]
+        toll = task.bucket.toll
+        task.leave = toll.reserve(task.share) if toll is not None else 0.0
         if task.bucket.method.blocking:
             complete(task.bucket.method, task.chunk, route)
+            sleep(max(0.0, task.leave - monotonic()) if task.leave else 0.0)
             self._flying[place] = None
             self._count(task.bucket)
             return
@@ -250,14 +264,23 @@ class ThreadLane(Lane):
         task.waiting = next(task.rounds, None)
         if task.waiting is not None:
             assert not isinstance(task.waiting, Blocking)
-            self._call_when_done(task.waiting, place)
+            self._call_when_done(task.waiting, place, task.leave)
             return
         self._flying[place] = task.rounds = None
         self._count(task.bucket)
 
-    def _call_when_done(self, work: dist.Work, place: int) -> None:
+    def _call_when_done(self, work: dist.Work, place: int, leave: float) -> None:
+        """Put the place into the inbox; on an emulated link not before the bytes have left."""
         inbox = self._inbox
-        work.get_future().add_done_callback(lambda _: inbox.put(place))
+
+        def done(_: object) -> None:
+            late = leave - monotonic() if leave else 0.0
+            if late > 0:
+                threading.Timer(late, inbox.put, (place,)).start()
+            else:
+                inbox.put(place)
+
+        work.get_future().add_done_callback(done)
 
     def _count(self, bucket: Bucket) -> None:
         state = self._states[bucket.number]

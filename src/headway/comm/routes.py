@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from headway.collective import Nodes
 from headway.comm.method import Route, make_route
+from headway.comm.pacing import Pace
 from headway.errors import PlanError
 
 Partition = tuple[tuple[int, ...], ...]
@@ -24,9 +25,11 @@ class Routes:
 
     Args:
         nodes: Which ranks share a node; None: all ranks are on one node.
+        pace: The emulated interface of this node; None: links are what they are.
     """
 
-    def __init__(self, nodes: Nodes | None = None) -> None:
+    def __init__(self, nodes: Nodes | None = None, pace: Pace | None = None) -> None:
+        self.pace = pace
         self.nodes = nodes or Nodes.one(dist.get_world_size())
         self._made: dict[tuple[Partition | None, bool], list[Route]] = {}
 

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from headway.comm.buckets import FIRST_BUCKET_BYTES, Bucket, Layout, fuse, make_bucket, split_by_key
+from headway.collective.wire import bucket_traffic
+from headway.comm.buckets import (
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    Layout,
+    Toll,
+    fuse,
+    make_bucket,
+    split_by_key,
+)
 from headway.comm.crossing import Applier, CrossingExchange
 from headway.comm.exchange import GradientExchange
 from headway.comm.lane import InlineLane, Lane, ThreadLane
@@ -21,6 +30,7 @@ from headway.comm.method import Method, Route
 from headway.comm.methods import make_exchange_method
 from headway.comm.routes import Partition, Routes
 from headway.comm.swap import Scratch
+from headway.errors import PlanError
 from headway.plan import Compression, Exchange, parse_compression
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
@@ -113,8 +123,31 @@ def make_buckets(
         bucket = make_bucket(number, names, parameters, method, chosen)
         if description.reduce == "mean":
             bucket.weight = routes.nodes.ranks / chosen[0].size
+        _count_bytes(bucket, description, kind.compression, routes)
         found.append(bucket)
     return tuple(found)
+
+
+def _count_bytes(
+    bucket: Bucket, description: Exchange, compression: Compression, routes: Routes
+) -> None:
+    """What this rank will send for the bucket, by the plan's own arithmetic."""
+    route = bucket.routes[0]
+    traffic = bucket_traffic(
+        [piece.shape for piece in bucket.fused.pieces],
+        route.nodes,
+        reduce=description.reduce,
+        collective=description.collective,
+        compressor=compression.name,
+        amount=compression.amount,
+        element_bytes=bucket.fused.buffer.element_size(),
+    )
+    bucket.wire_bytes = round(traffic.by_rank(route.rank))
+    bucket.open(0)
+    if routes.pace is not None:
+        home = routes.nodes.inside(route.rank)
+        leaving = (n for (a, b), n in traffic.sent.items() if a == route.rank and b not in home)
+        bucket.toll = Toll(routes.pace, sum(leaving))
 
 
 def is_inline(description: Exchange, methods: list[Method], kinds: list[Key]) -> bool:
@@ -153,6 +186,13 @@ def make_exchange(
     kinds = [Key.of(bucket.names[0], description) for bucket in buckets]
     if is_inline(description, methods, kinds):
         return GradientExchange(buckets, InlineLane(buckets), overlap=description.overlap)
+    if any(bucket.fused.buffer.is_cuda for bucket in buckets):
+        raise PlanError(
+            "this exchange cannot run here",
+            problems=["its progress thread handles gradients in host memory only, not on a GPU"],
+            fix='Leave out priority, ranks of parts, collective = "hierarchical" and compressors '
+            "other than fp16 and bf16, or use --device cpu.",
+        )
     chunks = [
         (bucket.number, chunk)
         for bucket in buckets

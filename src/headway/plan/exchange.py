@@ -8,6 +8,7 @@ else holds (`parts`). Spec: MLSL (Das et al. 2016), CommLib (Shi et al. 2020), A
 
 from __future__ import annotations
 
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -71,6 +72,15 @@ class Exchange:
     chunk: str = "auto"
     credit: int = 2
     parts: tuple[ExchangePart, ...] = ()
+
+    def __str__(self) -> str:
+        """What differs from the default: "compress=fp16, priority=True"."""
+        default = Exchange()
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        )
 
     @property
     def bucket_bytes(self) -> int | None:

@@ -21,19 +21,47 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
         f"batch: {plan.batch.equation(plan.data_degree, tokens)}",
         f"precision: {plan.memory.precision}",
     ]
-    if plan.data_degree > 1:
-        when = (
-            "during the last backward pass" if plan.exchange.overlap else "after the backward pass"
-        )
-        lines.append(
-            f"exchange: gradients are summed over {plan.exchange.axis} by "
-            f"{plan.exchange.collective}, in buckets of "
-            f"{plan.exchange.bucket}, {when}; "
-            f"every rank waits for all ({plan.synchrony.kind}, exact)"
-        )
-    else:
-        lines.append("exchange: none; one rank holds the whole batch")
+    lines.append(f"exchange: {explain_exchange(plan)}")
     return "\n".join(lines)
+
+
+def explain_exchange(plan: Plan) -> str:
+    """One sentence."""
+    exchange = plan.exchange
+    if plan.data_degree == 1:
+        return "none; one rank holds the whole batch"
+    how = _HOW[exchange.reduce].replace("gradients", exchange.values)
+    where = f"{how} over {exchange.axis} by {exchange.collective}"
+    if exchange.compress != "none":
+        where += f", compressed by {exchange.compress}"
+    if exchange.priority:
+        order = (
+            f"most urgent first, across the border of the step, in chunks of {exchange.chunk} "
+            f"with {exchange.credit} on their way"
+        )
+        wait = "every layer waits for its own parameters only"
+    else:
+        size = "fitted size" if exchange.bucket == "auto" else exchange.bucket
+        when = "during" if exchange.overlap else "after"
+        order = f"in buckets of {size}, {when} the {'last ' * exchange.overlap}backward pass"
+        wait = "every rank waits for all"
+    parts = "".join(
+        f"; {part.parameters}: "
+        + ", ".join(
+            [f"compress {part.compress}"] * bool(part.compress)
+            + [f"inside {len(part.ranks or ())} groups of ranks"] * bool(part.ranks)
+        )
+        for part in exchange.parts
+    )
+    exact = "exact" if exchange.exact else "inexact"
+    return f"{where}, {order}; {wait} ({plan.synchrony.kind}, {exact}){parts}"
+
+
+_HOW = {
+    "mean": "gradients are summed",
+    "sum": "gradients are summed, not averaged,",
+    "adasum": "gradients are combined by Adasum",
+}
 
 
 def difference(old: Plan, new: Plan) -> list[str]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.collective import Nodes
 from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
+from headway.comm.pacing import Pace
 from headway.errors import Diverged
 from headway.plan import Plan
 from headway.run.record import StepRecord
@@ -66,7 +67,8 @@ class Gradients:
         self._all = dict(model.named_parameters())
         self._parameters: dict[str, nn.Parameter] = {}
         self._exchange: AdaptiveExchange | None = None
-        self._routes = Routes(find_nodes(world)) if plan.data_degree > 1 else None
+        pace = Pace.of(*world.place.pace) if world.place.pace else None
+        self._routes = Routes(find_nodes(world), pace) if plan.data_degree > 1 else None
         self._updates = Updates(optimizer) if plan.exchange.values == "updates" else None
         self._tally: Tally | None = None
         self._record = StepRecord()
@@ -107,6 +109,7 @@ class Gradients:
             model=self._model if self.crosses else None,
             optimizer=self._optimizer if self.crosses else None,
             tell=self.remarks.append,
+            doing=self._wait_for,
         )
         self._exchange.restore(state)
 
@@ -231,6 +234,9 @@ class Gradients:
         self._updates.adopt(self._current)
         self._schedule()
 
+    def _wait_for(self, text: str, *arguments: object) -> None:
+        self._world.doing(f"{text} of {self._doing}", *arguments)
+
     # -- small parts -----------------------------------------------------------------------------
 
     @property
@@ -281,7 +287,8 @@ class Gradients:
 
 def find_nodes(world: World) -> Nodes:
     """Which ranks share a node; collective."""
-    own = getattr(world.place, "node", "") or socket.gethostname()
+    place = world.place
+    own = place.node_name or f"{socket.gethostname()} {place.node_rank}"
     names: list[str | None] = [None] * world.ranks
     dist.all_gather_object(names, own, group=world.side_group)
     return Nodes.of([str(name) for name in names])

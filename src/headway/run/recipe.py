@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from headway.data.source import Source
+from headway.plan import Exchange
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -46,6 +47,8 @@ class Recipe:
         validate_every: Steps between validations; 0: only at the end.
         validation_samples: Most samples of one validation; None: all of them.
         scheduler: Builds a learning-rate scheduler that is stepped after every optimiser step.
+        scale_rate: "linear from 256 samples", "square_root from 256 samples": the optimiser states
+            the rates that are good for that batch; they are scaled to `batch`. None: as stated.
         seed: Decides initial parameters, sample order and dropout.
         clip: Largest global norm of the gradients; None: not clipped.
         precision: Arithmetic of the forward pass. "bfloat16" keeps float32 parameters (autocast).
@@ -54,6 +57,7 @@ class Recipe:
         workers: Data-loading processes of each rank; 0 reads in the rank's own process.
         drop_last: Leave out the ragged last batch of each epoch.
         tokens_per_sample: Needed where `batch` or `stop` is stated in tokens.
+        exchange: How gradients are exchanged, where no plan file says it; None: the default.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -69,6 +73,7 @@ class Recipe:
     validate_every: int = 0
     validation_samples: int | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    scale_rate: str | None = None
     seed: int = 0
     clip: float | None = None
     precision: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -77,6 +82,7 @@ class Recipe:
     workers: int = 0
     drop_last: bool = False
     tokens_per_sample: int | None = None
+    exchange: Exchange | None = None
     showcase: Callable[[nn.Module], str] | None = None
 
 

@@ -55,7 +55,11 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
     samples = resolve_batch(recipe)
     if path is None:
         return data_parallel(
-            samples, processes=ranks, microbatch=recipe.microbatch, precision=recipe.precision
+            samples,
+            processes=ranks,
+            microbatch=recipe.microbatch,
+            precision=recipe.precision,
+            exchange=recipe.exchange,
         )
     plan = Plan.load(path)
     if plan.batch.samples != samples:

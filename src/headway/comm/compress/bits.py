@@ -71,19 +71,35 @@ def pack_signs(values: Floats, scale: float, bits: Bytes) -> None:
         here -= said.view(values.dtype)
 
 
-def add_signs(bits: Bytes, scale: float, out: Floats) -> None:
-    """Add scale for each bit that is set, and subtract it for the others.
+def mean_magnitude(values: Floats) -> float:
+    """The scale of a layer: the mean of |value|, summed block by block in double precision."""
+    block = np.empty(min(STRIDE, values.size), values.dtype)
+    total = 0.0
+    for start in range(0, values.size, STRIDE):
+        here = values[start : start + STRIDE]
+        total += float(np.abs(here, out=block[: here.size]).sum())
+    return total / values.size
+
+
+def sum_signs(rows: Sequence[tuple[Bytes, float]], out: Floats) -> None:
+    """Replace `out` by the sum over rows of scale for a bit that is set and -scale for others.
 
     Args:
-        bits: One byte for 8 values.
-        scale: As packed.
+        rows: Bits and scale of each rank, added in this order.
         out: 8 values per byte.
     """
-    table = _signs() * np.asarray(scale, out.dtype)
-    rows = out.reshape(-1, 8)
-    for start in range(0, bits.size, STRIDE // 8):
-        here = rows[start : start + STRIDE // 8]
-        here += table[bits[start : start + STRIDE // 8]]
+    tables = [_signs() * np.asarray(scale, out.dtype) for _, scale in rows]
+    step = STRIDE // 8
+    work = np.empty((step, 8), out.dtype)
+    wide = out.reshape(-1, 8)
+    for start in range(0, len(wide), step):
+        here = wide[start : start + step]
+        for number, ((bits, _), table) in enumerate(zip(rows, tables, strict=True)):
+            said = work[: len(here)] if number else here
+            # mode: without it numpy copies through a buffer to be able to take back errors.
+            np.take(table, bits[start : start + step], axis=0, out=said, mode="clip")
+            if number:
+                here += said
 
 
 def _signs() -> NDArray[np.int8]:

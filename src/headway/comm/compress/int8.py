@@ -60,7 +60,7 @@ class Int8(Compressor):
         self._rounder.throw(draw)
         if gathers_whole(route.size):
             self._rounder.encode(buffer[:size], self._payload)
-            yield all_gather(self._rows, self._payload, route)
+            yield from all_gather(self._rows, self._payload, route)
             decode_sum(self._rows, buffer[:size])
         else:
             span = self._sum.numel()
@@ -71,7 +71,7 @@ class Int8(Compressor):
             # New numbers: with those of the first rounding the errors would not be independent.
             self._rounder.throw(draw)
             self._rounder.encode(self._sum, self._payload)
-            yield all_gather(self._rows, self._payload, route)
+            yield from all_gather(self._rows, self._payload, route)
             for number, row in enumerate(self._rows):
                 decode_sum(row[None], buffer[:size][number * span : (number + 1) * span])
         if summing is not None:

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.collective.payload import gathers_whole, is_dense, sign_bytes_per_rank
-from headway.comm.compress.bits import BitRange, add_signs, pack_signs, ranges
+from headway.comm.compress.bits import BitRange, mean_magnitude, pack_signs, ranges, sum_signs
 from headway.comm.compress.compressor import Compressor
 from headway.comm.compress.wire import all_gather, all_to_all, place
 from headway.comm.method import Piece, Route, Waiting
-
-Bytes = NDArray[np.uint8]
 
 
 class Sign(Compressor):
@@ -37,7 +33,7 @@ class Sign(Compressor):
         self._payload = self._rows = self._parts = torch.empty(0, dtype=torch.uint8)
         self._part = 0
         self._first = 0
-        self._server = torch.empty(0)
+        self._server = self._total = torch.empty(0)
         self._ranges: list[list[BitRange]] = []
         self._place = 0
 
@@ -51,6 +47,7 @@ class Sign(Compressor):
         parts = 1 if gathers_whole(route.size) else route.size
         self._part, self._place = 8 * num_bytes, place(route)
         self._first = self._place * self._part if parts > 1 else 0
+        self._total = torch.empty(self._part, dtype=self._residual.dtype)
         self._ranges = [ranges(self._layout.packed, i, self._part) for i in range(parts)]
         self._payload = torch.zeros(width, dtype=torch.uint8)
         self._rows = torch.zeros((route.size, width), dtype=torch.uint8)
@@ -67,7 +64,7 @@ class Sign(Compressor):
         scales = self._scales()
         if gathers_whole(route.size):
             self._encode(self._residual, scales, self._ranges[0], self._payload)
-            yield all_gather(self._rows, self._payload, route)
+            yield from all_gather(self._rows, self._payload, route)
             total = self._decoded(self._rows, self._ranges[0])
             self._put(total, self._ranges[0], buffer)
         else:
@@ -83,24 +80,25 @@ class Sign(Compressor):
             self._encode(part, scales, spans, row)
         yield all_to_all(self._rows, self._parts, route)
         own = self._ranges[self._place]
-        self._server += self._decoded(self._rows, own)
+        decoded = self._decoded(self._rows, own)
+        for span in own:  # between the layers there is nothing
+            self._server[span.start : span.stop] += decoded[span.start : span.stop]
         again = torch.zeros_like(scales)
         for span in own:
-            again[span.layer] = _mean_magnitude(self._server[span.start : span.stop])
+            again[span.layer] = mean_magnitude(self._server[span.start : span.stop].numpy())
         self._encode(self._server, again, own, self._payload)
-        yield all_gather(self._rows, self._payload, route)
+        yield from all_gather(self._rows, self._payload, route)
         for spans, row in zip(self._ranges, self._rows, strict=True):
             self._put(self._decoded(row[None], spans), spans, buffer)
 
     def _scales(self) -> Tensor:
         """float32[layers]: s of each layer."""
-        return torch.stack(
-            [_mean_magnitude(self._residual[p.start : p.stop]) for p in self._layout.packed]
-        ).float()
+        return torch.tensor(
+            [mean_magnitude(self._residual[p.start : p.stop].numpy()) for p in self._layout.packed]
+        )
 
     def _encode(self, values: Tensor, scales: Tensor, spans: list[BitRange], row: Tensor) -> None:
         """Write scales and bits of values into a row; leave what they do not say in the values."""
-        scales = scales.float()
         head = 4 * scales.numel()
         row[:head].view(torch.float32).copy_(scales)
         bits = row[head:].numpy()
@@ -112,16 +110,19 @@ class Sign(Compressor):
             )
 
     def _decoded(self, rows: Tensor, spans: list[BitRange]) -> Tensor:
-        """[part]: the sum over rows of what they say, in order of the rows."""
+        """[part]: the sum over rows of what they say, in order of the rows; until the next call."""
         head = 4 * len(self._layout.packed)
-        total = torch.zeros(self._part, dtype=self._residual.dtype)
+        scales = [row[:head].view(torch.float32).tolist() for row in rows]
+        bits = [row[head:].numpy() for row in rows]
+        total = self._total.numpy()
         for span in spans:
             first, last = span.start // 8, -(-span.stop // 8)
-            out = total[8 * first : 8 * last].numpy()
-            for row in rows:
-                scale = float(row[4 * span.layer : 4 * span.layer + 4].view(torch.float32))
-                add_signs(row[head:][first:last].numpy(), scale, out)
-        return total
+            told = [
+                (own[first:last], scale[span.layer])
+                for own, scale in zip(bits, scales, strict=True)
+            ]
+            sum_signs(told, total[8 * first : 8 * last])
+        return self._total
 
     def _put(self, total: Tensor, spans: list[BitRange], buffer: Tensor) -> None:
         for span in spans:
@@ -159,8 +160,3 @@ class Sign(Compressor):
             left[there] = 0
         # Of a part that another rank serves now: this rank sends it on as a worker.
         self._residual[piece.start : piece.stop] += left
-
-
-def _mean_magnitude(values: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, 1)
-    return norm / values.numel()

@@ -60,7 +60,7 @@ class _Sparse(Compressor):
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[Waiting]:
         summing, dense = self._start_dense(buffer, route)
         self._encode(buffer)
-        yield all_gather(self._rows, self._payload, route)
+        yield from all_gather(self._rows, self._payload, route)
         self._clear(buffer)
         for values, places in self._gathered:
             buffer.index_add_(0, places, values)
