@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headway.comm.compress.mstopk import ms_top_k
 from headway.comm.compress.selection import top_k
+from headway.comm.compress.state import parts_of
 from headway.comm.hierarchical import across_circle, check_nodes, inside_circle
 from headway.comm.method import AllReduce, Fused, Method, Piece, Route, Waiting
 from headway.comm.swap import (
@@ -275,8 +276,9 @@ class _Residual:
         values = torch.zeros(size, dtype=dtype, device=like.device)
         entries: dict[str, list[tuple[int, Tensor]]] = {}
         for key, entry in saved.items():
-            name, first, _ = key.rsplit("/", 2)
-            entries.setdefault(name, []).append((int(first), entry))
+            name, first, what = parts_of(key)
+            if what == "residual":
+                entries.setdefault(name, []).append((first, entry.reshape(-1)))
         for part in parts:
             shift = part.start - part.offset
             for offset, entry in entries.get(part.name, ()):

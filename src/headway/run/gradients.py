@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.collective import Nodes
 from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
 from headway.comm.pacing import Pace
+from headway.comm.saved import collect, share_out
 from headway.errors import Diverged
 from headway.plan import Plan
 from headway.run.record import StepRecord
@@ -126,6 +127,26 @@ class Gradients:
             self._exchange.close()
             self._exchange = None
             self._parameters = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What compressors have kept back, for a checkpoint; collective."""
+        if self._exchange is None or self._plan.exchange.exact:
+            return {}
+        with self.exchanging():
+            return collect(self._exchange.state(), self._parameters, self._world.side_group)
+
+    def take_up(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with what `tensors` returned, among other tensors of a checkpoint."""
+        state = share_out(saved, self._world.ranks)
+        if not state:
+            return
+        if self._exchange is None or self._plan.exchange.exact:
+            self.remarks.append(
+                "the checkpoint holds gradients that a compressor had kept back; this exchange "
+                "has no compressor, so they are lost"
+            )
+        else:
+            self._exchange.restore(state)
 
     # -- the instructions ------------------------------------------------------------------------
 

@@ -193,6 +193,7 @@ class Training:
                 fix=f"Set seed = {cursor.seed}, or use a new run directory.",
             )
         self._trained.apply(manifest, destinations)
+        self._executor.gradients.take_up(destinations)
         self._executor.steps_done = manifest.step
         self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
         return cursor
@@ -216,11 +217,13 @@ class Training:
         first = run.steps_done + 1
         while run.steps_done < total:
             self._counter.current = run.steps_done + 1
+            if self._job.before_step is not None:
+                self._job.before_step(self._world.place, self._counter.current)
             with self._storing():
                 self._store.check()
             self.step()
             if run.steps_done == first:
-                self._store.reserve(self._trained.tensors())
+                self._store.reserve(self._tensors())
             stopping, last = run.record.votes > 0, run.steps_done == total
             if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
                 self._save()
@@ -232,13 +235,16 @@ class Training:
 
     def step(self) -> None:
         """One optimiser step, and its entry in the journal."""
+        run = self._executor
         start = perf_counter()
+        self._world.doing("data of step %d", run.steps_done + 1)
         batch = next(self._batches)
         waited = perf_counter() - start
-        run = self._executor
+        self._world.doing("computes step %d", run.steps_done + 1)
         run.wants_stop = self._stop.requested is not None
         run.step(batch)
         self._after = batch.after
+        self._remark()
         self._journal.step(
             run.steps_done,
             batch,
@@ -248,13 +254,25 @@ class Training:
             lr=float(self._trained.optimizer.param_groups[0]["lr"]),
         )
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds, by logical name; collective."""
+        return {**self._trained.tensors(), **self._executor.gradients.tensors()}
+
+    def _remark(self) -> None:
+        """What the exchange says of itself, into the journal."""
+        remarks = self._executor.gradients.remarks
+        while remarks:
+            self._journal.event("note", step=self._executor.steps_done, text=remarks.pop(0))
+
     def _save(self) -> None:
         step = self._executor.steps_done
+        self._executor.flush()
+        self._world.doing("the checkpoint of step %d", step)
         share_buffers(self._trained.model, self._world)
         facts = {**self._trained.facts(), "cursor": self._after.to_dict()}
         start = time()
         with self._storing():
-            receipt = self._store.save(step, self._trained.tensors(), facts)
+            receipt = self._store.save(step, self._tensors(), facts)
         self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
         self._journal.event(
             "checkpoint", step=step, bytes=receipt.bytes, held_seconds=receipt.held_seconds
@@ -265,6 +283,8 @@ class Training:
         if recipe.validation is None:
             return
         start = perf_counter()
+        self._executor.flush()
+        self._world.doing("the validation after step %d", self._executor.steps_done)
         share_buffers(self._trained.model, self._world)
         source = as_source(recipe.validation())
         samples = min(len(source), recipe.validation_samples or len(source))
@@ -307,6 +327,8 @@ class Training:
 
     def _finish(self, stopped_by: str | None) -> Outcome:
         run, showcase = self._executor, self._recipe.showcase
+        self._world.doing("the end of the run after step %d", run.steps_done)
+        self._executor.flush()
         with self._storing():
             self._store.wait()
         if self._journal.is_first and stopped_by is None and showcase is not None:

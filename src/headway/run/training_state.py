@@ -1,9 +1,10 @@
 """The state of a training job under logical names, independent of how the job is split.
 
 Tensors: `model.<name>` for parameters and persistent buffers, `optimizer.<parameter name>.<key>`
-for the optimiser's tensors. Facts (plain values): the optimiser's groups and scalars, the
-scheduler, the cursor, the number of steps. Random numbers need no state of their own: they follow
-from (seed, epoch, position). Nothing here knows about ranks, so any number of processes resumes.
+for the optimiser's tensors, `exchange.<parameter name>/<what>` for what compressors kept back.
+Facts (plain values): the optimiser's groups and scalars, the scheduler, the cursor, the number of
+steps. Random numbers need no state of their own: they follow from (seed, epoch, position). Nothing
+here knows about ranks, so any number of processes resumes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.checkpoint.manifest import Manifest
+from headway.comm.saved import PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
 
 Facts = dict[str, Any]
@@ -68,7 +70,9 @@ class Trained:
         targets = model_tensors(self.model)
         places = {name: parameter for parameter, name in self.names().items()}
         for name, entry in manifest.tensors.items():
-            if name.startswith("optimizer."):
+            if name.startswith(PREFIX):  # of compressors; this run may have none
+                targets[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            elif name.startswith("optimizer."):
                 owner = _owner(name, places)
                 device = places[owner].device if entry.shape else torch.device("cpu")
                 dtype: torch.dtype = getattr(torch, entry.dtype)

@@ -14,6 +14,13 @@ from torch import Tensor
 SUMMED = ("residual", "server")
 
 
+def parts_of(key: str) -> tuple[str, int, str]:
+    """(logical name, offset in elements, what) of "name/what" or "name/offset/what"."""
+    name, _, what = key.rpartition("/")
+    inner, _, offset = name.rpartition("/")
+    return (inner, int(offset), what) if inner and offset.isdigit() else (name, 0, what)
+
+
 def merge_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """One state for one rank that takes over from several: residuals are added.
 
