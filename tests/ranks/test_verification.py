@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headway.comm.buckets import Bucket
 from headway.comm.exchange import GradientExchange
+from headway.comm.method import AllReduce
 from headway.data.loader import Loader
 from headway.errors import NotEqual
 from headway.plan import BatchSplit, Exchange, data_parallel
 from headway.run import executor as executor_module
 from headway.run.executor import Executor
+from headway.run.gradients import Gradients
 from headway.run.place import Place
 from headway.run.world import World
 from headway.verification import Recording, VerifyJob, compare, record_serial
@@ -97,21 +101,20 @@ def test_a_ragged_batch_and_the_next_epoch_are_among_the_steps():
 
 
 def no_reduction(_):
-    def start(self, bucket):
-        bucket.work = dist.barrier(async_op=True)
-        self._next = bucket.number + 1
+    def rounds(self, fused, route):
+        yield dist.barrier(async_op=True)
 
-    GradientExchange._start = start
+    AllReduce.rounds = rounds
 
 
 def double_reduction(_):
-    original = GradientExchange._start
+    original = AllReduce.rounds
 
-    def start(self, bucket):
-        dist.all_reduce(bucket.flat)
-        original(self, bucket)
+    def rounds(self, fused, route):
+        dist.all_reduce(fused.gradients)
+        yield from original(self, fused, route)
 
-    GradientExchange._start = start
+    AllReduce.rounds = rounds
 
 
 def mean_instead_of_sum(_):
@@ -126,14 +129,14 @@ def mean_instead_of_sum(_):
 
 
 def last_bucket_forgotten(_):
-    original = GradientExchange._start
+    original = GradientExchange._depart
 
-    def start(self, bucket):
-        if bucket.number == len(self._buckets) - 1:
-            bucket.flat.mul_(2)
+    def depart(self, bucket):
+        if bucket.number == len(self.buckets) - 1:
+            bucket.fused.gradients.mul_(2)
         original(self, bucket)
 
-    GradientExchange._start = start
+    GradientExchange._depart = depart
 
 
 def dropout_by_rank(world):
@@ -188,45 +191,45 @@ def local_mean(_):
         return original(self, full)
 
     Executor.step = step
-    Executor._scale = lambda self, instruction: None
+    Gradients.scale = lambda self: self._read_tally() and None
 
 
 def accumulation_lost(_):
     """Only the last micro-batch counts."""
-    original = Executor._arm
+    original = Gradients.arm
 
-    def arm(self, instruction):
+    def arm(self):
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        original(self, instruction)
+        original(self)
 
-    Executor._arm = arm
+    Gradients.arm = arm
 
 
 def clipped_before_the_exchange(_):
-    original = Executor._send
+    original = Gradients.send
 
-    def send(self, instruction):
+    def send(self):
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
-        original(self, instruction)
+        original(self)
 
     GradientExchange.arm = lambda self: None
-    Executor._send = send
+    Gradients.send = send
 
 
 def stale_gradients(_):
     original = GradientExchange.begin
 
     def begin(self):
-        old = [b.flat.clone() for b in self._buckets]
+        old = [b.fused.gradients.clone() for b in self.buckets]
         original(self)
         self._old = old
 
     def receive(self, original=GradientExchange.receive):
         flights = original(self)
-        for bucket, old in zip(self._buckets, self._old, strict=True):
-            bucket.flat.add_(old, alpha=0.1)
+        for bucket, old in zip(self.buckets, self._old, strict=True):
+            bucket.fused.gradients.add_(old, alpha=0.1)
         return flights
 
     GradientExchange.begin = begin
@@ -234,30 +237,29 @@ def stale_gradients(_):
 
 
 def scheduler_twice(_):
-    original = Executor._update
+    original = Gradients.update
 
-    def update(self, instruction):
-        original(self, instruction)
-        if self.scheduler is not None:
-            self.scheduler.step()
+    def update(self):
+        original(self)
+        if self._scheduler is not None:
+            self._scheduler.step()
 
-    Executor._update = update
+    Gradients.update = update
 
 
 def no_scheduler(_):
-    def update(self, instruction):
-        self.optimizer.step()
+    def update(self):
+        self._optimizer.step()
 
-    Executor._update = update
+    Gradients.update = update
 
 
 def zeros_for_unused(_):
-    original = GradientExchange.settle
-    GradientExchange.settle = lambda self, used: original(self, [True for _ in used])
+    Bucket.used = property(lambda self: [True for _ in self.names])
 
 
 def not_clipped(_):
-    Executor._clip_norm = lambda self, instruction: None
+    Gradients.clip = lambda self: None
 
 
 def float32_gradients(_):
@@ -265,8 +267,8 @@ def float32_gradients(_):
 
     def receive(self):
         flights = original(self)
-        for bucket in self._buckets:
-            bucket.flat.copy_(bucket.flat.float().double())
+        for bucket in self.buckets:
+            bucket.fused.buffer.copy_(bucket.fused.buffer.float().double())
         return flights
 
     GradientExchange.receive = receive
@@ -322,6 +324,20 @@ def test_a_plan_of_the_users_own_is_proved_in_float64(tmp_path):
     assert done.code == 0, done.err
     assert done.out.splitlines()[1].split()[0] == "2"
     assert done.out.splitlines()[1].endswith("equal")
+
+
+def test_a_plan_with_priority_is_proved_with_its_gradients(tmp_path):
+    plan = tmp_path / "plan.json"
+    exchange = Exchange(priority=True, chunk="200")
+    data_parallel(12, processes=3, microbatch=2, exchange=exchange).save(plan)
+    done = headway(
+        "verify", "support.recipes:tied", "--plan", str(plan), "--json", "--steps", "6",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (facts,) = json.loads(done.out)
+    assert facts["equal"]
+    assert set(facts["errors"]) >= {"loss", "gradient", "parameter", "optimizer"}
 
 
 def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):

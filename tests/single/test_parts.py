@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.comm import GradientExchange
+from headway.comm.buckets import make_bucket
+from headway.comm.lane import InlineLane
+from headway.comm.method import AllReduce
 from headway.data import Cursor
 from headway.errors import Diverged, PeerLost, RecipeError
-from headway.plan import Exchange, data_parallel
+from headway.plan import data_parallel
 from headway.run.executor import Executor
 from headway.run.parts import check_parts, sum_and_count, to_float64
 from headway.run.place import Place
@@ -210,7 +213,11 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
     transposed = nn.Parameter(torch.randn(3, 5).t())
     images = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     parameters = {"t": transposed, "i": images, "n": nn.Parameter(torch.tensor(1.0))}
-    exchange = GradientExchange(parameters, Exchange())
+    buckets = tuple(
+        make_bucket(number, [name], parameters, AllReduce(), ())
+        for number, name in enumerate(parameters)
+    )
+    exchange = GradientExchange(buckets, InlineLane(buckets))
     for parameter in parameters.values():
         (parameter * parameter).sum().backward()
         assert parameter.grad is not None

@@ -54,6 +54,13 @@ def mlp(*, batch: int = 12, microbatch: int | None = 4, steps: int = 8, seed: in
     )
 
 
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 4)
+        )
+
+
 def _tiny(name: str, model: Any, data: Any) -> Recipe:
     """A recipe in which nothing is special but the model."""
     return Recipe(
@@ -71,6 +78,11 @@ def _tiny(name: str, model: Any, data: Any) -> Recipe:
 
 def dropout() -> Recipe:
     return _tiny("dropout", WithDropout, Points)
+
+
+def wide() -> Recipe:
+    """Large enough that compressors have something to compress."""
+    return _tiny("wide", Wide, Points)
 
 
 def unused() -> Recipe:

@@ -20,7 +20,7 @@ from headway.units import format_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headway.verification import Comparison, VerifyJob
+    from headway.verification import Comparison, Law, VerifyJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,12 @@ class Verdict:
     processes: int
     comparison: Comparison
     seconds: float
+    laws: tuple[Law, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Equal; an inexact exchange: its law holds in every bucket."""
+        return all(law.holds for law in self.laws) if self.laws else self.comparison.equal
 
 
 def verify(
@@ -72,10 +78,18 @@ def verify(
         (directory / "verification.json").write_text(json_format.dumps(facts, indent=2) + "\n")
     if json:
         say_json(facts)
-    wrong = [verdict for verdict in verdicts if not verdict.comparison.equal]
+    wrong = [verdict for verdict in verdicts if not verdict.holds]
+    if wrong and wrong[0].laws:
+        raise _broken(wrong[0])
     if wrong:
         raise _not_equal(wrong, steps)
-    if not json:
+    if not json and any(verdict.laws for verdict in verdicts):
+        total = sum(len(verdict.laws) for verdict in verdicts)
+        say(
+            f"INEXACT by its plan, and its law holds ({steps} steps, {total} buckets checked; all "
+            "ranks hold the same parameters)"
+        )
+    elif not json:
         total = sum(len(v.comparison.differences) for v in verdicts)
         say(f"EQUAL to the serial run ({steps} steps, {total} tensors compared)")
     return 0
@@ -94,7 +108,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _prove(job: VerifyJob, counts: list[int], *, quiet: bool) -> list[Verdict]:
-    from headway.verification import Recording, compare, record_serial, record_split
+    from headway.verification import (
+        Recording,
+        compare,
+        laws_file,
+        load_laws,
+        record_serial,
+        record_split,
+    )
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
@@ -106,7 +127,8 @@ def _prove(job: VerifyJob, counts: list[int], *, quiet: bool) -> list[Verdict]:
             start = perf_counter()
             _start(record_split, job, target, count)
             comparison = compare(reference, Recording.load(target))
-            verdicts.append(Verdict(count, comparison, perf_counter() - start))
+            laws = tuple(load_laws(laws_file(target)))
+            verdicts.append(Verdict(count, comparison, perf_counter() - start, laws))
             if not quiet:
                 if number == 0:
                     say(_HEADER)
@@ -135,8 +157,11 @@ _HEADER = "processes  " + "".join(f"{kind:>12}" for kind in _KINDS) + "   tensor
 
 
 def _line(verdict: Verdict) -> str:
-    """One row: the largest relative error of each kind."""
+    """One row: the largest relative error of each kind, or the largest deviation from the law."""
     comparison = verdict.comparison
+    if verdict.laws:
+        worst_law = max(verdict.laws, key=lambda law: law.error / law.bound)
+        return f"{verdict.processes:>9}  inexact; at its worst {worst_law}"
     errors = []
     for kind in _KINDS:
         worst = comparison.worst(kind)
@@ -154,6 +179,7 @@ def _facts(verdict: Verdict) -> dict[str, object]:
     return {
         "processes": verdict.processes,
         "equal": comparison.equal,
+        "laws": [str(law) for law in verdict.laws if not law.holds] if verdict.laws else None,
         "tolerance": comparison.tolerance,
         "tensors": len(comparison.differences),
         "errors": {
@@ -162,6 +188,16 @@ def _facts(verdict: Verdict) -> dict[str, object]:
         "first_difference": str(comparison.first) if comparison.first else None,
         "seconds": verdict.seconds,
     }
+
+
+def _broken(verdict: Verdict) -> NotEqual:
+    broken = [str(law) for law in verdict.laws if not law.holds]
+    return NotEqual(
+        f"the inexact exchange breaks its own law: {broken[0]}",
+        where=f"{verdict.processes} processes",
+        why=f"{len(broken)} of {len(verdict.laws)} buckets:\n  " + "\n  ".join(broken[:5]),
+        fix="This is a mistake of the exchange; please report it with the plan.",
+    )
 
 
 def _not_equal(wrong: list[Verdict], steps: int) -> NotEqual:

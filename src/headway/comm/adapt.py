@@ -79,6 +79,10 @@ class AdaptiveExchange:
         optimizer: Whose steps the exchange makes.
         tell: Called with a sentence when the exchange has been re-arranged.
         doing: See `GradientExchange.doing`.
+
+    Attributes:
+        now: The current exchange.
+        on_made: Called with a new exchange when it takes the place of the current one.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class AdaptiveExchange:
         self.link: LinkFit | None = None
         self._profile: Profile | None = None
         self._step = 0
+        self.on_made: Callable[[GradientExchange], None] = lambda _: None
         self._arrangement = first_arrangement(self.parameters, self.description)
         self.now = self._make()
 
@@ -131,6 +136,7 @@ class AdaptiveExchange:
             optimizer=optimizer,
         )
         made.doing = self._doing
+        self.on_made(made)
         return made
 
     def begin(self) -> None:

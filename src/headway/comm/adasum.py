@@ -31,6 +31,7 @@ from headway.comm.swap import (
     length,
     reduce_scatter,
     shards,
+    stream,
     swap,
 )
 
@@ -181,12 +182,12 @@ class _Combination:
             # As many rounds as the others have: the conveyor's order must be the same.
             yield from (Blocking(()) for _ in range(2 if self.inside else 1))
             return
-        other = self.scratch.take(length(held), self.flat)
+        operands = _Operands(self.flat, held, self.pieces, self.scratch, lower=True)
         used = torch.empty_like(self.used)
-        yield swap(circle, [(other, peer), (used, peer)], [], self.tag)
+        yield swap(circle, [(operands.other, peer), (used, peer)], [], self.tag)
         self.used.add_(used)
-        yield from self._combine(held, other, lower=True, circle=circle, block=1, last=False)
-        self.scratch.give(other)
+        operands.measure(slice(0, length(held)), self.widened)
+        yield from self._combine(operands, circle, block=1, last=False)
 
     def _halve_and_double(self, held: Span, circle: Circle, power: int) -> Iterator[Waiting]:
         way: list[tuple[int, Span, Span]] = []
@@ -197,38 +198,33 @@ class _Combination:
             middle = held.start + length(held) // 2
             halves = slice(held.start, middle), slice(middle, held.stop)
             kept, given = halves if lower else halves[::-1]
-            other = self.scratch.take(length(kept), self.flat)
-            yield swap(circle, [(other, partner)], [(self.flat[given], partner)], self.tag)
+            operands = _Operands(self.flat, kept, self.pieces, self.scratch, lower=lower)
+            for waiting, there in stream(
+                circle, operands.other, self.flat[given], partner, self.tag
+            ):
+                yield waiting
+                operands.measure(there, self.widened)
             level *= 2
-            yield from self._combine(
-                kept, other, lower=lower, circle=circle, block=level, last=level == power
-            )
-            self.scratch.give(other)
+            yield from self._combine(operands, circle, block=level, last=level == power)
             way.append((partner, kept, given))
             held = kept
         for partner, kept, given in reversed(way):
-            receives, sends = [(self.flat[given], partner)], [(self.flat[kept], partner)]
-            yield swap(circle, receives, sends, self.tag)
+            for waiting, _ in stream(circle, self.flat[given], self.flat[kept], partner, self.tag):
+                yield waiting
 
     def _combine(
-        self, held: Span, other: Tensor, *, lower: bool, circle: Circle, block: int, last: bool
+        self, operands: _Operands, circle: Circle, *, block: int, last: bool
     ) -> Iterator[Waiting]:
-        """Combine what is held with `other`, with factors of the whole layers.
+        """Combine what has been measured here, with factors of the whole layers.
 
         Args:
-            held: A part of the group; layers may lie in it partly or not at all.
-            other: The same part of the other operand.
-            lower: The held one is the left operand.
+            operands: Of this rank.
             circle: Of the levels.
             block: The ranks that share the two operands are so many neighbours.
             last: Sum the flags as well: now all ranks take part.
         """
-        parts = [_cut(piece, held) for piece in self.pieces]
-        found: list[float] = []
-        for part in parts:
-            one, two = self.flat[part], other[part.start - held.start : part.stop - held.start]
-            found += statistics(*((one, two) if lower else (two, one)), self.widened)
-        sums = torch.tensor(found, dtype=torch.float64, device=self.flat.device)
+        sums = torch.tensor(operands.sums, dtype=torch.float64, device=self.flat.device)
+        layers = sums.numel()
         if last:
             sums = torch.cat((sums, self.used))
         for places in _stages(circle.place, block):
@@ -236,16 +232,8 @@ class _Combination:
         if self.inside:
             yield from self._sum(sums, self.inside, self.inside.others)
         if last:
-            self.used.copy_(sums[3 * len(parts) :])
-        values = sums.tolist()
-        for number, part in enumerate(parts):
-            dot, first, second = values[3 * number : 3 * number + 3]
-            if first + second > 0:
-                self.seen.append(1 - dot / (first + second))
-            factors = coefficients(dot, first, second)
-            own, opposite = factors if lower else factors[::-1]
-            two = other[part.start - held.start : part.stop - held.start]
-            combine(self.flat[part], two, own, opposite)
+            self.used.copy_(sums[layers:])
+        self.seen.extend(operands.combine(sums[:layers].tolist()))
 
     def _sum(self, values: Tensor, circle: Circle, places: Sequence[int]) -> Iterator[Waiting]:
         """Add up small vectors over these places and one's own; the same bits on all of them."""
@@ -270,7 +258,61 @@ def _stages(place: int, block: int) -> list[list[int]]:
     return [[place ^ (1 << bit)] for bit in range(block.bit_length() - 1)]
 
 
+class _Operands:
+    """A part of a group, as this rank and its partner had it.
+
+    Args:
+        flat: The bucket.
+        held: The part; layers may lie in it partly or not at all.
+        pieces: The layers of the group.
+        lower: What `flat` holds is the left operand.
+
+    Attributes:
+        other: The partner's; to be filled.
+        sums: a.b, |a|^2 and |b|^2 of each layer.
+    """
+
+    def __init__(
+        self, flat: Tensor, held: Span, pieces: Sequence[Piece], scratch: Scratch, *, lower: bool
+    ) -> None:
+        self._flat, self._lower, self._scratch = flat, lower, scratch
+        self._own = flat[held]
+        self._parts = [_cut(piece, held) for piece in pieces]
+        self.other = scratch.take(length(held), flat)
+        self.sums = [0.0] * (3 * len(pieces))
+
+    def measure(self, there: Span, widened: Widened) -> None:
+        """Add the products of a part that has arrived."""
+        for number, part in enumerate(self._parts):
+            if part.stop <= there.start or part.start >= there.stop:
+                continue
+            both = slice(max(part.start, there.start), min(part.stop, there.stop))
+            pair = self._own[both], self.other[both]
+            found = statistics(*(pair if self._lower else pair[::-1]), widened)
+            for place, value in enumerate(found, 3 * number):
+                self.sums[place] += value
+
+    def combine(self, sums: Sequence[float]) -> Iterator[float]:
+        """Write the combination to the bucket.
+
+        Args:
+            sums: Those of all ranks that share the operands.
+
+        Yields:
+            The mean factor of each layer.
+        """
+        for number, part in enumerate(self._parts):
+            dot, first, second = sums[3 * number : 3 * number + 3]
+            factors = coefficients(dot, first, second)
+            own, opposite = factors if self._lower else factors[::-1]
+            combine(self._own[part], self.other[part], own, opposite)
+            if first + second > 0:
+                yield 1 - dot / (first + second)
+        self._scratch.give(self.other)
+
+
 def _cut(piece: Piece, span: Span) -> Span:
-    """The part of a layer that lies in a span; empty at its border where there is none."""
+    """Where a layer lies inside a span, from its start; empty at its border if it does not."""
     start = min(max(piece.start, span.start), span.stop)
-    return slice(start, max(start, min(piece.stop, span.stop)))
+    stop = max(start, min(piece.stop, span.stop))
+    return slice(start - span.start, stop - span.start)

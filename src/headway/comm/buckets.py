@@ -107,7 +107,8 @@ class Bucket:
     @property
     def used(self) -> list[bool]:
         """After the exchange: which parameters any rank has used."""
-        return (self.fused.flags > 0).tolist()
+        flags = self.fused.flags
+        return ((flags.real if flags.is_complex() else flags) > 0).tolist()
 
     def chunks(self, chunk_bytes: int | None) -> list[Fused]:
         """The buffer in parts that can be exchanged alone; the whole where the method cannot."""

@@ -23,6 +23,11 @@ from headway.comm.method import Blocking, Waiting
 Span = slice
 """A part of a flat buffer: start and stop in elements."""
 
+PARCEL_BYTES = 2**19
+PARCELS = 3
+"""A large message travels in parcels of this size, so many under way: a whole one that fills the
+socket's buffers in both directions is slower now and then, and its parts could not be used yet."""
+
 Rounds = Generator[Waiting, None, None]
 
 
@@ -84,6 +89,26 @@ def swap(
     ]
     # As one batch NCCL, too, carries receives and sends out at the same time.
     return Blocking(dist.batch_isend_irecv(operations) if operations else ())
+
+
+def stream(
+    circle: Circle, receive: Tensor, send: Tensor, place: int, tag: int
+) -> Generator[tuple[Blocking, Span], None, None]:
+    """Exchange two large messages with one place, parcel by parcel.
+
+    Both sides must give the same two lengths, which may differ from each other.
+
+    Yields:
+        What has to be waited for, and the part of `receive` that is there after that.
+    """
+    size = max(receive.numel(), send.numel()) * send.element_size()
+    count = max(1, -(-size // PARCEL_BYTES))
+    flying: deque[tuple[Blocking, Span]] = deque()
+    for into, out in zip(shards(receive.numel(), count), shards(send.numel(), count), strict=True):
+        if len(flying) == PARCELS:
+            yield flying.popleft()
+        flying.append((swap(circle, [(receive[into], place)], [(send[out], place)], tag), into))
+    yield from flying
 
 
 def first_tag(number: int, turn: int) -> int:

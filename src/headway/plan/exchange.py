@@ -101,7 +101,7 @@ class Exchange:
     def exact(self) -> bool:
         """Whether the result is that of the serial run, to rounding."""
         return (
-            self.reduce != "adasum"
+            self.reduce == "mean"
             and self.compress == "none"
             and all(p.compress in (None, "none") and p.ranks is None for p in self.parts)
         )

@@ -237,6 +237,18 @@ class Gradients:
                 self._record.flights.extend(self._exchange.crossing.release(factor))
         self._schedule()
 
+    def show(self) -> None:
+        """Put the gradients of the last update into `parameter.grad`, where priority took them."""
+        if self._exchange is not None and self._exchange.crossing is not None:
+            self.flush()
+            self._exchange.now.settle()
+
+    def hide(self) -> None:
+        """Undo `show`; the next step must not add to them."""
+        if self._exchange is not None and self._exchange.crossing is not None:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
     def skip(self) -> None:
         """The update has been made by somebody else: with `priority`, the lane must not make it."""
         if self._exchange is not None and self._exchange.crossing is not None:

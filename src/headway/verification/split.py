@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from headway.data import as_source
 from headway.errors import NotEqual
+from headway.plan import Plan
 from headway.run.executor import Executor
 from headway.run.parts import to_float64
 from headway.run.place import Place
 from headway.run.start import plan_of
 from headway.run.training import build_model
 from headway.run.world import World
+from headway.verification.law import Watch, save_laws
 from headway.verification.record import Recorder, VerifyJob, build
 
 
@@ -36,7 +38,7 @@ def record_split(place: Place, job: VerifyJob, target: Path) -> None:
 def record_in(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
-    plan = plan_of(recipe, job.plan, world.ranks)
+    plan = _whole(plan_of(recipe, job.plan, world.ranks))
     trained = build(recipe, to_float64(build_model(recipe)))
     run = Executor(
         trained.model,
@@ -49,14 +51,39 @@ def record_in(world: World, job: VerifyJob, target: Path) -> None:
         world=world,
     )
     recorder = Recorder(trained)
+    watch = Watch(plan.exchange) if not plan.exchange.exact and world.ranks > 1 else None
     source = as_source(recipe.data())
     cursor = job.start(recipe, len(source))
     with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
         for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
-            recorder.take(step, run.step(batch))
+            exchange = run.gradients.exchange
+            if watch and exchange:
+                watch.before_step(exchange.now)
+                exchange.on_made = watch.before_step
+            loss = run.step(batch)
+            run.gradients.show()
+            recorder.take(step, loss)
+            if watch and exchange:
+                watch.after_step(step, exchange.now)
+            run.gradients.hide()
             _same_everywhere(trained.model, world, step)
+    run.gradients.close()
     if world.rank == 0:
         recorder.recording().save(target)
+        if watch:
+            save_laws(watch.laws, laws_file(target))
+
+
+def _whole(plan: Plan) -> Plan:
+    """Buckets of an inexact exchange in one piece: laws are about whole ones."""
+    if plan.exchange.exact:
+        return plan
+    return replace(plan, exchange=replace(plan.exchange, chunk="1 TiB"))
+
+
+def laws_file(target: Path) -> Path:
+    """Where the laws of an inexact exchange are written beside a recording."""
+    return target.with_suffix(".laws.json")
 
 
 def _same_everywhere(model: torch.nn.Module, world: World, step: int) -> None:

@@ -6,6 +6,7 @@ flag of 1.0 is a power of two on the wire and the sum of flags is exact, or at l
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -31,9 +32,9 @@ class _Half(Method):
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
+    @abstractmethod
     def factor(self, ranks: int) -> float:
         """Values are multiplied by this before they are summed, and divided by it afterwards."""
-        return 1.0
 
     def rounds(self, fused: Fused, route: Route) -> Iterator[Waiting]:
         buffer = fused.buffer
@@ -76,3 +77,6 @@ class Bf16(_Half):
 
     name = "bf16"
     wire = torch.bfloat16
+
+    def factor(self, ranks: int) -> float:
+        return 1.0

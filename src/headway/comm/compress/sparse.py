@@ -45,8 +45,8 @@ class _Sparse(Compressor):
     def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
         """int64[k]: places among `values`, to which `add` has to be added before."""
 
-    def _selected(self, number: int, smallest: float) -> None:
-        """The smallest magnitude that was sent of a parameter."""
+    def _note(self, number: int, sent: Tensor) -> None:
+        """The values that were sent of a parameter; for those who learn from them."""
 
     def _open(self, buffer: Tensor, route: Route) -> None:
         self._counts = [kept(p.stop - p.start, self._density) for p in self._layout.packed]
@@ -92,7 +92,7 @@ class _Sparse(Compressor):
             torch.add(chosen, source.start, out=places[first : first + count])
             # Not simply zero: what a 16-bit gradient cannot hold stays behind.
             kept_back[chosen] = taken.sub_(sent) if same is None else 0
-            self._selected(number, float(sent.abs().min()))
+            self._note(number, sent)
             first += count
 
 
@@ -169,8 +169,8 @@ class Adaptive(_Sparse):
     def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
         return top_k(values, k, add=add)
 
-    def _selected(self, number: int, smallest: float) -> None:
-        self._smallest[number] = smallest
+    def _note(self, number: int, sent: Tensor) -> None:
+        self._smallest[number] = float(sent.abs().min())
 
     def _piece_state(self, number: int, piece: Piece) -> dict[str, Tensor]:
         share = torch.tensor(self._shares[number], dtype=torch.float64)
