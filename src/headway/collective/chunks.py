@@ -8,21 +8,28 @@ gap or overlap.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Protocol
 
-from headway.collective.fusion import Buckets
+from headway.collective.fusion import Buckets, fill_buckets
 from headway.collective.link import LinkFit
-from headway.collective.order import queue_order
+from headway.collective.order import planned_order, queue_order
 from headway.collective.play import Load, play
 
 ALIGNED = 64
 """Chunks begin at multiples of this many bytes: whole elements of every type, whole cache lines."""
-_CLIMBS = 60
-"""Places at which a cut is tried."""
-_SWEEPS = 3
-"""How often all places are tried."""
+_SLOWER = 1.25
+"""A link may become so many times slower before it is measured again."""
+_CLIMBS = 40
+"""Groupings that are played in search of a better one; all of it takes a third of a second."""
+
+
+class Planner(Protocol):
+    """Makes a sending order."""
+
+    def __call__(self, loads: Sequence[Load], link: LinkFit, *, credit: int) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ def cut(num_bytes: int, chunk: int, aligned: int = ALIGNED) -> tuple[tuple[int, 
         *(num_bytes * i // parts // aligned * aligned for i in range(1, parts)),
         num_bytes,
     ]
-    return tuple((a, b) for a, b in itertools.pairwise(borders) if b > a)
+    return tuple((a, b) for a, b in pairwise(borders) if b > a)
 
 
 def make_chunks(
@@ -88,7 +95,8 @@ def priority_buckets(
     """Neighbours in the forward order, fused so that the step across the border is shortest.
 
     Groupings by size are played, from one gradient per bucket to buckets of some chunks; then
-    single cuts of the best one are taken out or put in while that helps. Of equally fast ones the
+    single cuts of the best one are taken out or put in while that helps. Each is played on the link
+    as measured and on a slower one, which large buckets do not forgive. Of equally fast ones the
     one with the fewest buckets is taken, because each costs the processor some work.
 
     Args:
@@ -106,16 +114,23 @@ def priority_buckets(
     if not order:
         return ()
 
-    def price(cuts: frozenset[int]) -> tuple[float, int]:
+    slower = LinkFit(link.latency * _SLOWER, link.seconds_per_byte * _SLOWER, 0.0, link.ranks)
+
+    def price(cuts: frozenset[int], plan: Planner = queue_order) -> tuple[float, int]:
         chunks = make_chunks(_groups(order, cuts), sizes, ready, needed, chunk=chunk)
         loads = [c.load for c in chunks]
-        sent = queue_order(loads, link, credit=credit)
-        return play(loads, link, order=sent, credit=credit).step, len(cuts)
+        sent = plan(loads, link, credit=credit)
+        steps = [play(loads, way, order=sent, credit=credit).step for way in (link, slower)]
+        return sum(steps) / 2, len(cuts)
 
-    limits = [chunk * share / 8 for share in (0, 2, 4, 8, 16, 32, 64)]
-    tried = {cuts: price(cuts) for cuts in {_by_size(order, sizes, limit) for limit in limits}}
+    limits = [max(1, chunk * share // 64) for share in (1, 4, 16, 32, 64, 128, 512)]
+    groupings = {_cuts(fill_buckets(sizes, order, limit)) for limit in (1, *limits)}
+    tried = {cuts: price(cuts) for cuts in groupings}
     best = min(tried, key=lambda cuts: (_rounded(tried[cuts]), sorted(cuts)))
-    return _groups(order, _climb(best, tried[best], price, len(order)))
+    found = _climb(best, tried[best], price, len(order))
+    # The search goes by the quick order; what will be sent is the planned one.
+    simple = _cuts(fill_buckets(sizes, order, chunk))
+    return _groups(order, min((found, simple), key=lambda cuts: price(cuts, planned_order)))
 
 
 def _climb(
@@ -124,15 +139,17 @@ def _climb(
     price: Callable[[frozenset[int]], tuple[float, int]],
     n: int,
 ) -> frozenset[int]:
-    """Toggle single cuts while that helps; three times over all places."""
+    """Toggle single cuts while that helps and the budget lasts."""
     places = range(1, n) if n <= _CLIMBS else range(1, n, -(-n // _CLIMBS))
-    for _ in range(_SWEEPS):
+    left = _CLIMBS
+    while left > 0:
         before = cuts
         for place in places:
             other = cuts ^ {place}
             found = price(other)
             if _rounded(found) < _rounded(cost):
                 cuts, cost = other, found
+        left -= len(places)
         if cuts == before:
             break
     return cuts
@@ -143,17 +160,11 @@ def _rounded(cost: tuple[float, int]) -> tuple[float, int]:
     return float(f"{cost[0]:.4g}"), cost[1]
 
 
-def _by_size(order: Sequence[int], sizes: Sequence[int], limit: float) -> frozenset[int]:
-    """Close a bucket when it has reached the limit; a cut is a place in `order`."""
-    cuts, held = set(), 0
-    for place, i in enumerate(order):
-        if place and held >= limit:
-            cuts.add(place)
-            held = 0
-        held += sizes[i]
-    return frozenset(cuts)
+def _cuts(buckets: Buckets) -> frozenset[int]:
+    """Where a sequence was cut."""
+    return frozenset(accumulate(len(bucket) for bucket in buckets[:-1]))
 
 
 def _groups(order: Sequence[int], cuts: frozenset[int]) -> Buckets:
     borders = [0, *sorted(cuts), len(order)]
-    return tuple(tuple(order[a:b]) for a, b in itertools.pairwise(borders))
+    return tuple(tuple(order[a:b]) for a, b in pairwise(borders))

@@ -17,7 +17,7 @@ from headway.collective.fusion import Buckets, backward_order, fill_buckets, mer
 from headway.collective.link import LinkFit
 from headway.collective.order import chunk_size, planned_order
 from headway.collective.play import Load, Played, play, ready_order
-from headway.collective.service import Network, Service, Speed, service
+from headway.collective.service import Network, Service, Speed, seen_link, service
 from headway.collective.wire import ELEMENTWISE, NOTHING, Traffic, bucket_traffic
 
 FIRST_BUCKET = 2**20
@@ -260,16 +260,9 @@ def _fitted(
 
 
 def effective_link(scheme: Scheme, layers: Sequence[Layer], network: Network) -> LinkFit:
-    """The link as gradients see it that are compressed on the way: fewer bytes, more rounds."""
-    link = network.link_of(scheme.collective)
+    """The link as the layers' gradients see it; see `seen_link`."""
     shapes = [shape for layer in layers for shape in layer.shapes]
-    total = sum(layer.num_bytes for layer in layers)
-    if not total:
-        return link
-    whole = service(scheme, shapes, network, {}, element_bytes=layers[0].element_bytes)
-    ratio = whole.num_bytes / total
-    latency = link.latency + whole.delay
-    return LinkFit(latency, link.seconds_per_byte * ratio, link.error, link.ranks)
+    return seen_link(scheme, shapes, network, layers[0].element_bytes if layers else 4)
 
 
 def layer_bound(scheme: Scheme, layers: Sequence[Layer], network: Network) -> float:

@@ -160,6 +160,34 @@ def service(
     return _flat(chosen, shapes, network, speed, element_bytes)
 
 
+def seen_link(
+    chosen: Chosen,
+    shapes: Sequence[tuple[int, ...]],
+    network: Network,
+    element_bytes: int = 4,
+) -> LinkFit:
+    """The link as gradients see it that are compressed on the way: fewer bytes, more rounds.
+
+    Buckets are to be fitted to this one: compressed gradients are small, so that smaller buckets
+    pay, and a further round costs latency again.
+
+    Args:
+        chosen: A scheme.
+        shapes: Of all parameters.
+        network: As measured.
+        element_bytes: Of a gradient.
+    """
+    link = network.link_of(chosen.collective)
+    total = element_bytes * sum(map(prod, shapes))
+    if not total:
+        return link
+    whole = service(chosen, shapes, network, {}, element_bytes)
+    ratio = whole.num_bytes / total
+    return LinkFit(
+        link.latency + whole.delay, link.seconds_per_byte * ratio, link.error, link.ranks
+    )
+
+
 def _flat(
     chosen: Chosen,
     shapes: Sequence[tuple[int, ...]],
