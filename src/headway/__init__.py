@@ -22,6 +22,7 @@ _HOMES = {
     "Timeline": "headway.timeline",
     "criterion": "headway.run.recipe",
     "data_parallel": "headway.plan",
+    "register_comm_hook": "headway.comm.hook",
 }
 
 __all__ = [
@@ -35,9 +36,11 @@ __all__ = [
     "Timeline",
     "criterion",
     "data_parallel",
+    "register_comm_hook",
 ]
 
 if TYPE_CHECKING:
+    from headway.comm.hook import register_comm_hook
     from headway.data.source import MemmapSource, Source
     from headway.errors import HeadwayError
     from headway.plan import Plan, data_parallel

@@ -95,6 +95,12 @@ def test_eta_comes_from_the_recent_steps(step_seconds, done, eta):
     assert (describe(steady[-1], progress) or "").endswith(f"eta {eta}")
 
 
+def test_a_fault_on_order_is_told():
+    progress = Progress().after(START)
+    fault = {"event": "fault", "attempt": 0, "step": 7, "rank": 3, "text": "kill rank 3 at step 7"}
+    assert describe(fault, progress) == "step 7/1000  fault: kill rank 3 at step 7"
+
+
 def test_a_restart_forgets_the_speed_of_the_attempt_before():
     progress = Progress().after(START).after(step(7, seconds=100.0))
     assert progress.after({**START, "step": 5}).seconds == ()

@@ -69,6 +69,15 @@ def test_torchrun():
     assert Place.here(TORCHRUN).found_world
 
 
+def test_ranks_that_share_a_machine_have_the_same_node():
+    """By the name that the launcher gives, or by the number of the machine."""
+    assert Place.here(TORCHRUN).node == "node-1"
+    assert Place.here(TORCHRUN | {"HEADWAY_NODE": "left"}).node == "left"
+    assert Place.here(SRUN).node == "node-2"
+    assert Place.here(OPEN_MPI).node == Place.alone().node == "node-0"
+    assert Place.here(OPEN_MPI).pace is None
+
+
 def test_torchrun_with_its_own_store_switched_off():
     assert not Place.here(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 

@@ -102,6 +102,8 @@ def describe(event: Event, progress: Progress, cause: str = "") -> str | None:
             )
         case "showcase":
             return "\n".join(["", *(f"  {line}" for line in event["text"].splitlines()), ""])
+        case "fault":
+            return f"{_at(event, progress)}  fault: {event['text']}"
         case "warning":
             return f"warning: {event['text']}"
         case "stop":

@@ -17,7 +17,12 @@ from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json, show_error, warn
 from headway.cli.progress import ProgressDisplay, Tail
+from headway.cli.scene import read_scene
+from headway.cluster import Cluster, Fault
 from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
+from headway.launch.emulation import Emulated
+from headway.launch.faults import Faults
+from headway.launch.paced import Paced
 from headway.launch.warm import warm_up
 from headway.plan import Plan, data_parallel
 from headway.run.amounts import resolve_batch
@@ -52,6 +57,9 @@ def train(
     restarts: int = 3,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: str = "5 min",
+    patience: str = "5 s",
+    emulate: Path | None = None,
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", negative="")] = (),
     trace_steps: int = 50,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -67,38 +75,57 @@ def train(
         restarts: How often dead workers are started again without a new checkpoint between.
         device: What to compute on.
         timeout: Longest wait for another process, such as "30 s" or "5 min".
+        patience: A process of which nothing is heard for so long is lost; "0 s": never.
+        emulate: A cluster.toml: run as if on its nodes, with its links; needs root for all of it.
+        faults: What breaks, as in "kill rank 3 at step 7" or, with --emulate, "link a-b 10x slower
+            from step 20" and "cut link a-b at step 5"; may be repeated.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
         json: Print the outcome as JSON.
     """
     checked = check_recipe(recipe, overrides)
     place = Place.here()
-    ranks = _ranks(place, processes, plan)
+    scene = read_scene(emulate, faults, place, device)
+    ranks = _ranks(place, processes, plan, scene.cluster)
+    scene.check(ranks)
     _check_plan(checked, plan, ranks)
-    seconds = _seconds(timeout)
-    path = choose_directory(checked.name, directory, place, resume=resume)
-    if not place.found_world:
-        warm_up(ranks)  # its import of torch runs beside the one here
+    seconds = _seconds("--timeout", timeout)
+    patience_seconds = _seconds("--patience", patience)
+    with scene.nodes() as emulated:
+        path = choose_directory(checked.name, directory, place, resume=resume)
+        if not place.found_world:
+            warm_up(ranks)  # its import of torch runs beside the one here
 
-    job = TrainJob(
-        recipe=recipe,
-        overrides=overrides,
-        directory=path,
-        plan=plan,
-        resume=resume,
-        device=device,
-        timeout_seconds=seconds,
-        trace_every=trace_steps,
-    )
-    result = _join(place, job) if place.found_world else _launch(job, ranks, restarts)
+        job = TrainJob(
+            recipe=recipe,
+            overrides=overrides,
+            directory=path,
+            plan=plan,
+            resume=resume,
+            device=scene.device,
+            timeout_seconds=seconds,
+            patience_seconds=patience_seconds,
+            trace_every=trace_steps,
+        )
+        if place.found_world:
+            result = _join(place, job)
+        else:
+            result = _launch(job, ranks, restarts, scene.faults, emulated)
     if place.rank == 0:
         _tell(path, result, json=json)
     return 0 if place.found_world else _exit_code(result.stopped_by)
 
 
-def _ranks(place: Place, processes: int | None, plan: Path | None) -> int:
+def _ranks(place: Place, processes: int | None, plan: Path | None, cluster: Cluster | None) -> int:
     """The number of processes; that of the world which is already there cannot be changed."""
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: at least 1")
+    if cluster is not None:
+        if processes not in (None, cluster.ranks):
+            raise UsageError(
+                f"--processes {processes} contradicts the {cluster.ranks} of the emulated cluster",
+                fix="Leave --processes out: the cluster decides.",
+            )
+        return cluster.ranks
     if place.found_world:
         if processes not in (None, place.ranks):
             raise UsageError(
@@ -127,11 +154,11 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
         data_parallel(resolve_batch(document), processes=ranks, microbatch=document.microbatch)
 
 
-def _seconds(timeout: str) -> float:
+def _seconds(option: str, text: str) -> float:
     try:
-        return parse_seconds(timeout)
+        return parse_seconds(text)
     except ValueError as error:
-        raise UsageError(f"--timeout: {error}") from None
+        raise UsageError(f"{option}: {error}") from None
 
 
 def choose_directory(name: str, given: Path | None, place: Place, *, resume: bool) -> Path:
@@ -201,7 +228,13 @@ def _join(place: Place, job: TrainJob) -> _Result:
     return _Result(outcome, outcome.stopped_by)
 
 
-def _launch(job: TrainJob, processes: int, restarts: int) -> _Result:
+def _launch(
+    job: TrainJob,
+    processes: int,
+    restarts: int,
+    faults: tuple[Fault, ...] = (),
+    emulated: Emulated | Paced | None = None,
+) -> _Result:
     """Train in local workers of our own."""
     from headway.launch.local import launch_local
     from headway.run.policies import RestartPolicy
@@ -210,6 +243,11 @@ def _launch(job: TrainJob, processes: int, restarts: int) -> _Result:
     causes: dict[int, str] = {}
     display = ProgressDisplay(job.directory, cause=lambda attempt: causes.get(attempt, ""))
     first = _next_attempt(RunDirectory(job.directory)) if job.resume else 0
+    if faults:
+        happening = Faults(
+            faults=faults, directory=job.directory, first_attempt=first, emulated=emulated
+        )
+        job = replace(job, before_step=happening)
     with display:
         result = launch_local(
             train_rank,
@@ -218,6 +256,7 @@ def _launch(job: TrainJob, processes: int, restarts: int) -> _Result:
             directory=job.directory,
             policy=RestartPolicy(limit=restarts),
             first_attempt=first,
+            emulated=emulated,
             on_restart=causes.__setitem__,
         )
     if result.killed:

@@ -35,11 +35,12 @@ from headway.comm.swap import (
     swap,
 )
 
-GROUP_BYTES = 2 * 2**20
+GROUP_BYTES = 8 * 2**20
 """Whole layers are combined in groups of about this size: while one group waits for its dot
-products, the halves of the next ones keep the link busy."""
+products, the halves of the next one keep the link busy. Smaller ones make streams to several ranks
+share the link, which costs more than it hides."""
 
-WINDOW = 3
+WINDOW = 2
 """Groups under way."""
 
 DIRECT = 8

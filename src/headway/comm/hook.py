@@ -144,7 +144,9 @@ def communication_hook(
     return HookState(compress, ddp_model, seed=seed), exchange_bucket
 
 
-def register(ddp_model: DistributedDataParallel, compress: str, *, seed: int = 0) -> HookState:
+def register_comm_hook(
+    ddp_model: DistributedDataParallel, compress: str, *, seed: int = 0
+) -> HookState:
     """Let a DDP model exchange its gradients compressed; all its ranks call this together.
 
     Args:

@@ -73,22 +73,19 @@ def swap(
     The tensors must not be touched before that. Several messages of one tag between the same two
     ranks arrive in the order in which they were posted.
     """
-    operations = [
-        dist.P2POp(
-            dist.irecv, tensor, group=circle.group, tag=tag, group_peer=circle.members[place]
-        )
-        for tensor, place in receives
-        if tensor.numel()
-    ]
-    operations += [
-        dist.P2POp(
-            dist.isend, tensor, group=circle.group, tag=tag, group_peer=circle.members[place]
-        )
-        for tensor, place in sends
-        if tensor.numel()
-    ]
-    # As one batch NCCL, too, carries receives and sends out at the same time.
-    return Blocking(dist.batch_isend_irecv(operations) if operations else ())
+    group, members = circle.group, circle.members
+    arriving = [(tensor, members[place]) for tensor, place in receives if tensor.numel()]
+    leaving = [(tensor, members[place]) for tensor, place in sends if tensor.numel()]
+    if not arriving and not leaving:
+        return Blocking(())
+    if (arriving or leaving)[0][0].is_cpu:
+        works = [dist.irecv(t, group=group, group_src=peer, tag=tag) for t, peer in arriving]
+        works += [dist.isend(t, group=group, group_dst=peer, tag=tag) for t, peer in leaving]
+        return Blocking([work for work in works if work is not None])
+    # As one batch NCCL carries receives and sends out at the same time.
+    batch = [dist.P2POp(dist.irecv, t, None, group, tag, peer) for t, peer in arriving]
+    batch += [dist.P2POp(dist.isend, t, None, group, tag, peer) for t, peer in leaving]
+    return Blocking(dist.batch_isend_irecv(batch))
 
 
 def stream(

@@ -123,7 +123,7 @@ def _config(job: Job, processes: int, shutdown_seconds: float, monitor_seconds: 
         "run_id": f"headway-{uuid.uuid4().hex[:12]}",
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
-        "local_addr": "127.0.0.1",
+        "local_addr": job.emulated.host if job.emulated else "127.0.0.1",
         "max_restarts": 0,
         "monitor_interval": monitor_seconds,
         "start_method": "forkserver",

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.launch.agent import Ending, run_attempt
+from headway.launch.emulation import Emulated
+from headway.launch.paced import Paced
 from headway.launch.preflight import check_processes, threads_for
 from headway.launch.warm import warm_up
 from headway.launch.worker import Job
@@ -54,6 +56,7 @@ def launch_local(
     preload: tuple[str, ...] = (),
     threads: int | None = None,
     first_attempt: int = 0,
+    emulated: Emulated | Paced | None = None,
     progress: Callable[[], int] | None = None,
     on_restart: Callable[[int, str], None] | None = None,
     shutdown_seconds: float = SHUTDOWN_SECONDS,
@@ -71,6 +74,7 @@ def launch_local(
         preload: Modules that the warm process imports besides torch.
         threads: Of each worker; None: OMP_NUM_THREADS, or its share of the cores.
         first_attempt: Number of the first attempt (a resumed run goes on counting).
+        emulated: The nodes that the workers pretend to be on, with as many ranks as `processes`.
         progress: Returns the newest checkpoint's step, -1 for none; None: looks in `directory`.
         on_restart: Called before a restart with the number of the new attempt and the reason.
         shutdown_seconds: After a signal, so long until workers that go on are killed.
@@ -102,6 +106,7 @@ def launch_local(
                 attempt=attempt,
                 threads=threads_for(processes, threads),
                 environment=dict(os.environ),
+                emulated=emulated,
             )
             before = newest()
             ending = run_attempt(

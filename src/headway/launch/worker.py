@@ -12,20 +12,29 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, WorkerFailed
-from headway.launch.watch import end_process, note, watch_others
-from headway.run.failure import FailureRecord, describe_failure, record_failure
-from headway.run.place import ATTEMPT, Place
+from headway.launch.emulation import Emulated
+from headway.launch.paced import Paced
+from headway.launch.watch import ABANDONED, end_process, note, watch_others
+from headway.run.failure import (
+    FailureRecord,
+    describe_failure,
+    is_to_be_told,
+    record_failure,
+)
+from headway.run.place import ATTEMPT, NODE, Place
 
 INTERRUPTED = 130
 STOPPED = 143
 LINGER_SECONDS = 0.5
+REPORT_SECONDS = 3.0
 # What the agent sets for each worker must not be overwritten by the launcher's own variables.
 _OF_AGENT = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +52,7 @@ class Job:
         attempt: Counted by the launcher.
         threads: For torch in each worker.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
+        emulated: The nodes that the workers pretend to be on; None: they are on one machine.
     """
 
     entry: Callable[..., Any]
@@ -52,6 +62,7 @@ class Job:
     attempt: int
     threads: int
     environment: Mapping[str, str]
+    emulated: Emulated | Paced | None = None
 
 
 def work(job: Job) -> None:
@@ -64,7 +75,9 @@ def work(job: Job) -> None:
     # A forkserver's children would start their own data-loading processes by it: without the
     # user's modules and state. The platform's default is the first of the list.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    place = Place.here()
+    here = _enter_node(job) if job.emulated else Place.here()
+    ending = Ending(lambda error: _report(job, here, error))
+    place = replace(here, emergency=ending.from_thread)
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
         try:
@@ -77,12 +90,7 @@ def work(job: Job) -> None:
         except KeyboardInterrupt:
             end_process(INTERRUPTED)
         except BaseException as error:
-            record = _report(job, place, _unless_exit(error))
-            if record.secondary:
-                # The agent reports the first dead worker that it sees: let it see the other one,
-                # with the signal that killed it. It ends this one then.
-                time.sleep(LINGER_SECONDS)
-            end_process(record.exit_code)
+            ending(_unless_exit(error))
         if stopped_by or signals():
             # The agent is ending its workers: it will not come to collect a return value.
             end_process(STOPPED)
@@ -108,19 +116,58 @@ def work_here(
         directory: The run directory, which gets the failure's record; None: none.
         tell: Called with an error that began in this rank (not with its echo in other ranks).
     """
+
+    def report(error: BaseException) -> FailureRecord:
+        record = describe_failure(place, None, error)
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                record_failure(directory, place, None, error)
+        if is_to_be_told(record, error):
+            tell(record.error())
+        return record
+
+    ending = Ending(report)
     try:
-        return entry(place, *arguments)
+        return entry(replace(place, emergency=ending.from_thread), *arguments)
     except KeyboardInterrupt:
         end_process(INTERRUPTED)
     except BaseException as error:
-        cause = _unless_exit(error)
-        record = describe_failure(place, None, cause)
-        if directory is not None:
+        ending(_unless_exit(error))
+
+
+class Ending:
+    """Reports one error and ends the process, whichever thread comes first with one.
+
+    Args:
+        report: Writes the error down and tells it; returns its record.
+    """
+
+    def __init__(self, report: Callable[[BaseException], FailureRecord]) -> None:
+        self._report = report
+        self._claimed = threading.Lock()
+
+    def __call__(self, error: BaseException) -> None:
+        """End this process with the error's exit code; of a second error nothing is said."""
+        if not self._claimed.acquire(blocking=False):
+            time.sleep(REPORT_SECONDS)
+            end_process(ABANDONED, flush=False)
+        record = self._report(error)
+        for pid in getattr(error, "frozen", ()):
+            # A stopped process does not end by itself, and does not even notice a SIGTERM.
             with contextlib.suppress(OSError):
-                record_failure(directory, place, None, cause)
-        if not record.secondary:
-            tell(record.error())
+                os.kill(pid, signal.SIGKILL)
+        if record.secondary:
+            # An agent reports the first dead worker that it sees: let it see the other one, with
+            # the signal that killed it. It ends this one then.
+            time.sleep(LINGER_SECONDS)
         end_process(record.exit_code)
+
+    def from_thread(self, error: HeadwayError) -> None:
+        """The same while the main thread hangs, and perhaps holds what the report needs."""
+        end = threading.Timer(REPORT_SECONDS, end_process, (ABANDONED,), {"flush": False})
+        end.daemon = True
+        end.start()
+        self(error)
 
 
 def _report(job: Job, place: Place, error: BaseException) -> FailureRecord:
@@ -151,6 +198,22 @@ def _set_environment(job: Job) -> None:
     # All ranks are on this machine: never depend on what its host name stands for.
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _enter_node(job: Job) -> Place:
+    """Move to the node of this rank, before any socket is made, and see the world from there."""
+    assert job.emulated is not None
+    cluster, rank = job.emulated.cluster, int(os.environ["RANK"])
+    name = cluster.nodes_of_ranks[rank]
+    ranks = cluster.ranks_of(name)
+    job.emulated.enter(name)
+    os.environ["LOCAL_RANK"] = str(ranks.index(rank))
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(ranks))
+    os.environ["GROUP_RANK"] = str(cluster.names.index(name))
+    os.environ["GROUP_WORLD_SIZE"] = str(len(cluster.nodes))
+    os.environ["GLOO_SOCKET_IFNAME"] = job.emulated.interface
+    os.environ[NODE] = name
+    return replace(Place.here(), pace=job.emulated.pace(name, job.outbox.parent))
 
 
 def _set_threads(threads: int) -> None:

@@ -1,0 +1,116 @@
+"""`--emulate` and `--fault`: on which emulated nodes a job runs, and what breaks there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.cluster import Cluster, CutLink, Fault, check_faults, parse_fault, read_cluster
+from headway.errors import UsageError
+from headway.launch.emulation import ROOT, Emulated, Emulation, has_root
+from headway.launch.paced import Paced, what_is_paced
+from headway.launch.unprivileged import become_root_inside
+from headway.run.place import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What the two options ask for.
+
+    Attributes:
+        cluster: The nodes to emulate; None: none.
+        faults: What breaks.
+        device: To compute on: nodes are emulated for CPUs only.
+    """
+
+    cluster: Cluster | None
+    faults: tuple[Fault, ...]
+    device: str
+
+    def check(self, ranks: int) -> None:
+        """Raise unless every fault can happen to a job of so many ranks.
+
+        Raises:
+            UsageError: With the first that cannot.
+        """
+        check_faults(self.faults, ranks, self.cluster)
+
+    @contextmanager
+    def nodes(self) -> Iterator[Emulated | Paced | None]:
+        """The emulated nodes; without root those that the exchange itself can emulate.
+
+        Raises:
+            UsageError: There is no root, and a fault that needs it.
+        """
+        if self.cluster is None:
+            yield None
+            return
+        inside = not has_root()
+        if inside:
+            if not become_root_inside():
+                yield self._without_root()
+                return
+            warnings.warn(
+                "without root the job runs in a user namespace: nothing outside of the emulated "
+                "cluster can be reached",
+                stacklevel=2,
+            )
+        with Emulation(self.cluster) as emulated:
+            if inside:
+                emulated.name_hosts()
+            yield emulated
+
+    def _without_root(self) -> Paced:
+        assert self.cluster is not None
+        cut = next((fault for fault in self.faults if isinstance(fault, CutLink)), None)
+        if cut is not None:
+            raise UsageError(
+                "a link that is emulated inside of the exchange cannot be cut",
+                where=f"--fault {str(cut)!r}",
+                why="Without root, and where user namespaces are not allowed, there are no real "
+                "links.",
+                fix=ROOT,
+            )
+        for text in what_is_paced(self.cluster):
+            warnings.warn(text, stacklevel=2)
+        return Paced(cluster=self.cluster)
+
+
+def read_scene(emulate: Path | None, faults: Sequence[str], place: Place, device: str) -> Scene:
+    """Read both options.
+
+    Args:
+        emulate: A cluster.toml.
+        faults: One sentence each.
+        place: Of this process.
+        device: What was asked for.
+
+    Raises:
+        DocumentError: With all problems of the file.
+        UsageError: A sentence that is no fault, or a world that has been started already.
+    """
+    option = "--emulate" if emulate is not None else "--fault"
+    if place.found_world and (emulate is not None or faults):
+        raise UsageError(
+            f"{option} needs processes that headway itself starts",
+            why=f"{place.launcher} has started {place.ranks} of them.",
+            fix="Start `headway train` alone.",
+        )
+    if emulate is not None and device == "cuda":
+        raise UsageError(
+            "nodes are emulated for CPUs only",
+            why="GPUs of one machine exchange past the emulated links.",
+            fix="Use --device cpu.",
+        )
+    try:
+        found = tuple(parse_fault(text) for text in faults)
+    except ValueError as error:
+        raise UsageError(str(error), where="--fault") from None
+    return Scene(
+        cluster=None if emulate is None else read_cluster(emulate),
+        faults=found,
+        device=device if emulate is None else "cpu",
+    )

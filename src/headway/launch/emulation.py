@@ -1,0 +1,346 @@
+"""One machine as a cluster: a network namespace per node, joined by a switch with shaped links.
+
+    host --- hub namespace: bridge --- node namespace: eth0   (ranks of node a)
+                                   --- node namespace: eth0   (ranks of node b)
+
+Ranks of one node share its namespace and reach each other over its loopback at full speed, also
+when they use the address of eth0; everything else goes through the node's interface, whose rates
+`shaping` sets and whose bytes the kernel counts. The bridge has a namespace of its own, where the
+host's firewall has no rules.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from headway.cluster import Cluster
+from headway.errors import UsageError
+from headway.launch.namespaces import (
+    Guard,
+    Tag,
+    batch,
+    check_tools,
+    enter_namespace,
+    exclusive,
+    name_hosts,
+    query,
+    remove_stale,
+    start_of,
+    tags_in_use,
+)
+from headway.launch.shaping import Shape, receiving
+from headway.units import format_seconds
+
+INTERFACE = "eth0"
+ROOT = "Use sudo, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN."
+_NETWORK = ipaddress.ip_network("198.18.0.0/15")  # reserved for benchmarks (RFC 2544)
+_HOST, _FIRST, _LARGEST = 1, 10, 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedNode:
+    """A node that exists.
+
+    Attributes:
+        name: As in the cluster.
+        namespace: Of the kernel.
+        address: Of its interface `eth0`.
+        port: Name of the other end of its cable, at the switch.
+        shape: The limits that its interface began with.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    port: str
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """An emulated cluster that exists; pickles, so that any process of this machine can use it.
+
+    Attributes:
+        cluster: What is emulated.
+        hub: Namespace of the switch.
+        host: Address of the host, which all nodes reach; for stores and agents.
+        nodes: In order of the cluster.
+    """
+
+    cluster: Cluster
+    hub: str
+    host: str
+    nodes: tuple[EmulatedNode, ...]
+
+    @property
+    def interface(self) -> str:
+        """The interface of every node, for GLOO_SOCKET_IFNAME."""
+        return INTERFACE
+
+    def node(self, name: str) -> EmulatedNode:
+        """The node of a name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        return self.nodes[self.cluster.names.index(self.cluster.node(name).name)]
+
+    def enter(self, name: str) -> None:
+        """Move this thread, and what it starts from now on, to a node; before sockets are made.
+
+        Raises:
+            UsageError: The emulation has ended, or this user may not.
+        """
+        enter_namespace(self.node(name).namespace)
+        self.name_hosts()
+
+    def name_hosts(self) -> None:
+        """Let this thread, and what it starts, know nodes by name; `enter` does it."""
+        name_hosts({self.host: "launcher"} | {node.address: node.name for node in self.nodes})
+
+    def pace(self, name: str, folder: Path) -> None:
+        """The kernel does the pacing: nobody else needs to."""
+
+    def counters(self, name: str) -> tuple[int, int]:
+        """Bytes that a node's interface has sent and received, as the kernel counts them.
+
+        With the headers of Ethernet, IP and TCP; without what stays inside of the node.
+        """
+        port = self.node(name).port
+        facts = query("ip", "-s", "link", "show", port, namespace=self.hub)[0]["stats64"]
+        return int(facts["rx"]["bytes"]), int(facts["tx"]["bytes"])
+
+    def all_counters(self) -> dict[str, tuple[int, int]]:
+        """`counters` of every node, at one time."""
+        found = {
+            facts["ifname"]: facts["stats64"]
+            for facts in query("ip", "-s", "link", "show", namespace=self.hub)
+        }
+        return {
+            node.name: (
+                int(found[node.port]["rx"]["bytes"]),
+                int(found[node.port]["tx"]["bytes"]),
+            )
+            for node in self.nodes
+        }
+
+    def set_link(self, first: str, second: str, rate: float | None) -> None:
+        """Change the link between two nodes, both directions; also mends a cut.
+
+        Args:
+            first: A node.
+            second: Another one.
+            rate: Bytes per second; None: the interfaces alone are the limit.
+        """
+        self.set_end(first, second, rate)
+        self.set_end(second, first, rate)
+
+    def set_end(self, sender: str, receiver: str, rate: float | None) -> None:
+        """`set_link` for one direction."""
+        node = self.node(sender)
+        commands = node.shape.limit(self.node(receiver).address, rate)
+        batch("tc", commands, namespace=node.namespace)
+
+    def cut(self, first: str, second: str) -> None:
+        """From now on nothing passes between two nodes; senders get no error."""
+        self.cut_end(first, second)
+        self.cut_end(second, first)
+
+    def cut_end(self, sender: str, receiver: str) -> None:
+        """`cut` for one direction."""
+        node = self.node(sender)
+        batch("tc", node.shape.cut(self.node(receiver).address), namespace=node.namespace)
+
+
+def interface_bytes(interface: str = INTERFACE) -> tuple[int, int]:
+    """Bytes that an interface has sent and received, seen from inside of its namespace.
+
+    Raises:
+        UsageError: There is no such interface where the calling thread is.
+    """
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, colon, numbers = line.partition(":")
+        if colon and name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise UsageError(f"there is no interface {interface} here")
+
+
+class Emulation:
+    """Context manager: the cluster exists inside of it, and nothing of it after.
+
+    Args:
+        cluster: What to emulate.
+
+    Raises (on entry):
+        UsageError: No root, no iproute2, too many nodes, or a kernel without htb.
+        DocumentError: Such a cluster cannot exist.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Emulated:
+        self._cluster.check()
+        check_possible(self._cluster)
+        for text in lost(self._cluster):
+            warnings.warn(text, stacklevel=2)
+        with ExitStack() as stack, exclusive():
+            remove_stale()
+            tag = _new_tag()
+            stack.callback(Guard(tag).close)
+            emulated = _describe(self._cluster, tag)
+            _make(emulated, tag)
+            self._stack = stack.pop_all()
+        return emulated
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+
+def has_root() -> bool:
+    """Whether this process may make network namespaces."""
+    return Path("/proc/self/ns/net").exists() and os.geteuid() == 0
+
+
+def check_possible(cluster: Cluster) -> None:
+    """Raise unless this process may make the namespaces.
+
+    Raises:
+        UsageError: Not Linux, no root, no iproute2, or too many nodes.
+    """
+    if not has_root():
+        raise UsageError(
+            "emulated nodes need Linux and root",
+            why="Only root may make network namespaces and shape links.",
+            fix=ROOT,
+        )
+    check_tools()
+    if len(cluster.nodes) > _LARGEST:
+        raise UsageError(f"{len(cluster.nodes)} nodes are too many to emulate: at most {_LARGEST}")
+
+
+def lost(cluster: Cluster) -> Iterator[str]:
+    """What of a cluster is not emulated, one sentence each."""
+    names = cluster.names
+    late = [
+        link.latency
+        for number, first in enumerate(names)
+        for second in names[number + 1 :]
+        if (link := cluster.link(first, second)) is not None and link.latency > 0
+    ]
+    if late:
+        yield (
+            f"the latency between nodes, up to {format_seconds(max(late))}, is not emulated: only "
+            "rates are; small messages will be faster than on the real links"
+        )
+    if cluster.inside is not None:
+        yield (
+            "the links inside of nodes are not emulated: ranks of one node talk over the loopback "
+            f"at this machine's speed, not at {cluster.inside}"
+        )
+
+
+def _new_tag() -> Tag:
+    pid = os.getpid()
+    start = start_of(pid) or 0
+    used = {tag.serial for tag in tags_in_use() if (tag.pid, tag.start) == (pid, start)}
+    serial = next(number for number in range(len(used) + 1) if number not in used)
+    return Tag(pid=pid, start=start, serial=serial)
+
+
+def _describe(cluster: Cluster, tag: Tag) -> Emulated:
+    """Names and addresses of everything, before anything exists."""
+    network = _free_network(tag)
+    addresses = {name: str(network[_FIRST + i]) for i, name in enumerate(cluster.names)}
+    nodes = []
+    for number, name in enumerate(cluster.names):
+        links = {other: cluster.link(name, other) for other in cluster.names if other != name}
+        shape = Shape(
+            interface=INTERFACE,
+            rate=cluster.interface_rate(name),
+            peers={addresses[o]: None if link is None else link.rate for o, link in links.items()},
+        )
+        nodes.append(
+            EmulatedNode(
+                name=name,
+                namespace=tag.namespace(str(number)),
+                address=addresses[name],
+                port=f"node{number}",
+                shape=shape,
+            )
+        )
+    return Emulated(
+        cluster=cluster,
+        hub=tag.namespace("hub"),
+        host=str(network[_HOST]),
+        nodes=tuple(nodes),
+    )
+
+
+def _free_network(tag: Tag) -> ipaddress.IPv4Network:
+    """A /24 that no interface of this machine has; `exclusive` keeps others from taking it."""
+    assert isinstance(_NETWORK, ipaddress.IPv4Network)
+    taken = {
+        ipaddress.ip_interface(f"{address['local']}/24").network
+        for link in query("ip", "-4", "addr")
+        for address in link["addr_info"]
+    }
+    choices = list(_NETWORK.subnets(new_prefix=24))
+    begin = tag.pid % len(choices)
+    for network in choices[begin:] + choices[:begin]:
+        if network not in taken:
+            return network
+    raise UsageError(f"all networks of {_NETWORK} are in use on this machine")
+
+
+def _make(emulated: Emulated, tag: Tag) -> None:
+    nodes = emulated.nodes
+    namespaces = [emulated.hub, *(node.namespace for node in nodes)]
+    batch(
+        "ip",
+        [
+            *(f"netns add {name}" for name in namespaces),
+            f"link add {tag.link} type veth peer name host netns {emulated.hub}",
+            f"link set {tag.link} addrgenmode none up",
+            f"addr add {emulated.host}/24 dev {tag.link}",
+        ],
+    )
+    batch("ip", _switch(emulated), namespace=emulated.hub)
+    for node in nodes:
+        batch("ip", _interface(node), namespace=node.namespace)
+        if node.shape.rate is not None or any(node.shape.peers.values()):
+            batch("tc", node.shape.commands(), namespace=node.namespace)
+    ports = [line for n in nodes if n.shape.rate for line in receiving(n.port, n.shape.rate)]
+    if ports:
+        batch("tc", ports, namespace=emulated.hub)
+
+
+def _switch(emulated: Emulated) -> Iterator[str]:
+    """Without IPv6 addresses and multicast snooping: nothing but the ranks' bytes is counted."""
+    yield "link add switch type bridge mcast_snooping 0"
+    yield "link set switch addrgenmode none up"
+    yield "link set host addrgenmode none master switch up"
+    for node in emulated.nodes:
+        peer = f"peer name {INTERFACE} netns {node.namespace}"
+        yield f"link add {node.port} type veth {peer}"
+        yield f"link set {node.port} addrgenmode none master switch up"
+
+
+def _interface(node: EmulatedNode) -> Iterator[str]:
+    yield "link set lo up"
+    yield f"addr add {node.address}/24 dev {INTERFACE}"
+    yield f"link set {INTERFACE} addrgenmode none up"

@@ -1,0 +1,129 @@
+"""Faults carried out: links get slow or are cut and ranks die, once per launch, at their steps.
+
+One rank acts: the one that is killed, or the first rank of a link's first node, for both ends. It
+notes the event in the run's history before it acts, and the history is what a restarted rank asks
+whether the fault has happened already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.cluster import CutLink, Fault, KillRank
+from headway.launch.emulation import Emulated
+from headway.launch.paced import Paced
+from headway.run.directory import RunDirectory
+from headway.run.events import EventLog
+from headway.run.place import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deed:
+    """What is done at a step.
+
+    Attributes:
+        text: The fault as the user wrote it, for the history.
+        rank: Who does it.
+        step: Before which.
+        late: Also done at a later step, should the run begin there.
+        kill: The rank ends itself.
+        ends: Nodes of the link that is changed.
+        rate: New bytes per second of the link; None: as in the cluster.
+        cut: The link carries nothing more.
+    """
+
+    text: str
+    rank: int
+    step: int
+    late: bool = True
+    kill: bool = False
+    ends: tuple[str, str] = ("", "")
+    rate: float | None = None
+    cut: bool = False
+
+
+def deeds_of(fault: Fault, emulated: Emulated | Paced | None) -> list[Deed]:
+    """What a fault means, in order; a slow link that recovers is two deeds.
+
+    Args:
+        fault: Checked by `check_faults`.
+        emulated: The links; None where only ranks can fail.
+    """
+    text = str(fault)
+    if isinstance(fault, KillRank):
+        return [Deed(text=text, rank=fault.rank, step=fault.step, late=False, kill=True)]
+    assert emulated is not None
+    first = emulated.cluster.ranks_of(fault.ends[0])[0]
+    if isinstance(fault, CutLink):
+        return [Deed(text=text, rank=first, step=fault.step, ends=fault.ends, cut=True)]
+    link = emulated.cluster.link(*fault.ends)
+    assert link is not None
+    slow = Deed(
+        text=text, rank=first, step=fault.first, ends=fault.ends, rate=link.rate / fault.factor
+    )
+    if fault.until is None:
+        return [slow]
+    back = f"link {'-'.join(fault.ends)} back to {link} at step {fault.until}"
+    return [slow, Deed(text=back, rank=first, step=fault.until, ends=fault.ends, rate=link.rate)]
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """The faults of a launch, for `TrainJob.before_step`; pickles.
+
+    Attributes:
+        faults: In any order.
+        directory: Of the run.
+        first_attempt: Of this launch; what an earlier one noted does not count.
+        emulated: The links.
+    """
+
+    faults: tuple[Fault, ...]
+    directory: Path
+    first_attempt: int = 0
+    emulated: Emulated | Paced | None = None
+    _over: set[str] = field(default_factory=set)
+
+    def __call__(self, place: Place, step: int) -> None:
+        """Do what is due before a step, if this rank is the one to do it."""
+        for deed in sorted(self._deeds(), key=lambda deed: deed.step):
+            due = step >= deed.step if deed.late else step == deed.step
+            if due and deed.rank == place.rank and deed.text not in self._over:
+                if deed.text not in self._happened():
+                    self._note(deed, place, step)
+                    self._do(deed, place)
+                self._over.add(deed.text)
+
+    def _deeds(self) -> list[Deed]:
+        return [deed for fault in self.faults for deed in deeds_of(fault, self.emulated)]
+
+    def _do(self, deed: Deed, place: Place) -> None:
+        if deed.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif isinstance(self.emulated, Paced):
+            if place.pace is not None:
+                self.emulated.set_link(*deed.ends, deed.rate, place.pace[0].parent)
+        elif self.emulated is not None and deed.cut:
+            self.emulated.cut(*deed.ends)
+        elif self.emulated is not None:
+            self.emulated.set_link(*deed.ends, deed.rate)
+
+    def _note(self, deed: Deed, place: Place, step: int) -> None:
+        """Any rank may add a line to the run's history: short lines are appended as a whole."""
+        path = RunDirectory(self.directory).events_file
+        with EventLog(path, attempt=place.attempt) as log:
+            log.write("fault", step=step, rank=place.rank, text=deed.text)
+
+    def _happened(self) -> set[str]:
+        path = RunDirectory(self.directory).events_file
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines if b'"fault"' in line and line.endswith(b"}")]
+        return {
+            event["text"]
+            for event in events
+            if event["event"] == "fault" and event["attempt"] >= self.first_attempt
+        }

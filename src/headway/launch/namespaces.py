@@ -1,0 +1,298 @@
+"""Network namespaces: making them, entering one, and removing all of them whatever happens.
+
+A name carries the process id and start time of its maker, so that what a dead one left is told from
+what a living one uses, even where the id is used again. Invariant: a namespace or link exists only
+while its guard does, a small process that removes them as soon as the maker has gone; should both
+be killed, the next start removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.errors import UsageError
+
+RUN = Path("/run/netns")
+_NAME = re.compile(r"headway-([0-9]+)-([0-9]+)-([0-9]+)-.+")
+_HOSTS = Path("/etc/hosts")
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
+_NEEDED = ("ip", "tc")
+_GUARD_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tag:
+    """The maker of a set of namespaces, and the number of the set.
+
+    Attributes:
+        pid: Process id.
+        start: When the process began, in the kernel's clock ticks.
+        serial: From 0; a process may emulate several clusters at a time.
+    """
+
+    pid: int
+    start: int
+    serial: int
+
+    def namespace(self, part: str) -> str:
+        return f"headway-{self.pid}-{self.start}-{self.serial}-{part}"
+
+    @property
+    def link(self) -> str:
+        """The host's end of its link to the hub; the kernel allows 15 letters."""
+        return f"hw{self.pid}.{self.serial}"
+
+    @property
+    def alive(self) -> bool:
+        return start_of(self.pid) == self.start
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began; None: there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def check_tools() -> None:
+    """Raise unless the commands of iproute2 are there.
+
+    Raises:
+        UsageError: With the name of the missing one.
+    """
+    missing = [name for name in _NEEDED if shutil.which(name) is None]
+    if missing:
+        raise UsageError(
+            f"the command {' and '.join(missing)} is missing",
+            why="Namespaces and links are made by it.",
+            fix="Install iproute2.",
+        )
+
+
+def batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
+    """Run many commands of `ip` or `tc` in one process.
+
+    Args:
+        tool: "ip" or "tc".
+        lines: One command each, without the tool's name.
+        namespace: Where; empty: the host.
+
+    Raises:
+        UsageError: The first command that failed, with what the kernel said.
+    """
+    commands = list(lines)
+    where = ["-n", namespace] if namespace else []
+    done = subprocess.run(
+        [tool, *where, "-batch", "-"],
+        input="\n".join([*commands, ""]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UsageError(
+            "the emulated network could not be made or changed",
+            where=_failed(tool, commands, done.stderr),
+            why=" ".join(done.stderr.split()),
+            fix="It needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), and a kernel with veth, bridge, "
+            "sch_htb and cls_u32.",
+        )
+
+
+def _failed(tool: str, commands: list[str], said: str) -> str:
+    number = re.search(r"Command failed -:([0-9]+)", said)
+    line = int(number.group(1)) - 1 if number else 0
+    return f"{tool} {commands[line]}" if line < len(commands) else tool
+
+
+def query(tool: str, *words: str, namespace: str = "") -> Any:
+    """What `ip -json` or `tc -json` says, as plain data."""
+    where = ["-n", namespace] if namespace else []
+    done = subprocess.run(
+        [tool, "-json", *where, *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UsageError(
+            "the emulated network cannot be read",
+            where=f"{tool} {' '.join(words)}",
+            why=" ".join(done.stderr.split()),
+        )
+    return json.loads(done.stdout or "[]")
+
+
+def enter_namespace(name: str) -> None:
+    """Move the calling thread, and all threads and processes that it starts, into a namespace.
+
+    Sockets that are open already stay where they are.
+
+    Raises:
+        UsageError: There is no such namespace, or this user may not enter it.
+    """
+    try:
+        descriptor = os.open(RUN / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _setns(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UsageError(
+            "cannot enter the namespace of a node", where=name, why=str(error.strerror)
+        ) from error
+
+
+def name_hosts(names: Mapping[str, str]) -> None:
+    """Let the calling thread, and what it starts, know names of addresses as if of /etc/hosts.
+
+    In a namespace without a way out no name server answers, and torch warns of every connection
+    whose other end has no name. The file itself is not changed: this thread gets a view of the file
+    system of its own, in which another one, without a name elsewhere, lies over it. Where that is
+    not allowed (some containers) addresses stay without names, and nothing else is lost.
+
+    Args:
+        names: Address -> name.
+    """
+    if not _HOSTS.exists():
+        return
+    lines = [_HOSTS.read_text(), "::1 localhost"]
+    for address, name in names.items():
+        # Sockets for both families, as torch's, see IPv4 addresses in their IPv6 form.
+        lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w") as file:
+        file.write("\n".join([*lines, ""]))
+        file.flush()
+        os.chmod(file.name, 0o644)
+        library_call("unshare", ctypes.c_int(CLONE_NEWNS))
+        mount("none", "/", MS_REC | MS_SLAVE)
+        mount(file.name, str(_HOSTS), MS_BIND)
+
+
+def _setns(descriptor: int) -> None:
+    setns = getattr(os, "setns", None)  # since Python 3.12
+    if setns is not None:
+        setns(descriptor, CLONE_NEWNET)
+    else:
+        library_call("setns", ctypes.c_int(descriptor), ctypes.c_int(CLONE_NEWNET))
+
+
+def mount(source: str, target: str, flags: int, kind: str = "") -> None:
+    """mount(2), in the calling thread's view of the file system.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    words = [ctypes.c_char_p(word.encode()) for word in (source, target)]
+    kinds = ctypes.c_char_p(kind.encode()) if kind else None
+    library_call("mount", *words, kinds, ctypes.c_ulong(flags), None)
+
+
+def library_call(name: str, *arguments: object) -> None:
+    """A function of the C library that returns 0 or sets errno.
+
+    Raises:
+        OSError: With that errno.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    if function(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """No other process chooses names and addresses at the same time; leaves no file behind.
+
+    The lock is on the folder above: `ip netns add` itself locks the one with the names.
+    """
+    descriptor = os.open(RUN.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def tags_in_use() -> set[Tag]:
+    """The makers of all namespaces that are there, dead or alive."""
+    names = [path.name for path in RUN.iterdir()] if RUN.is_dir() else []
+    found = (_NAME.fullmatch(name) for name in names)
+    return {
+        Tag(pid=int(m.group(1)), start=int(m.group(2)), serial=int(m.group(3))) for m in found if m
+    }
+
+
+def remove(tag: Tag) -> None:
+    """Remove everything that carries a tag; what is gone already is no error.
+
+    The host's link goes first and the names last, so that an interrupted removal is found again.
+    """
+    subprocess.run(
+        ["sh", "-c", removal(tag)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def remove_stale() -> None:
+    """Remove what dead processes have left."""
+    for tag in tags_in_use():
+        if not tag.alive:
+            remove(tag)
+
+
+def removal(tag: Tag) -> str:
+    """A shell's commands that remove everything of a tag."""
+    names = RUN / tag.namespace("*")
+    return (
+        f"ip link del {tag.link}; for f in {names}; do "
+        f'[ -e "$f" ] && ip netns del "$(basename "$f")"; done; true'
+    )
+
+
+class Guard:
+    """A small process that waits for the end of this one, and then removes what carries its tag.
+
+    It ignores the signals of a terminal, holds no file of this process, and its only input is a
+    pipe that closes when this process ends, however it does. A line on it means an orderly end;
+    without one a command of the killed maker may still be running, so it removes everything twice.
+    """
+
+    def __init__(self, tag: Tag) -> None:
+        self._tag, clean = tag, removal(tag)
+        self._process = subprocess.Popen(
+            ["sh", "-c", f"trap '' HUP INT TERM QUIT; read _ || {{ {clean}; sleep 1; }}; {clean}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Have it remove everything now; done here should it not be there any more."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.close()
+        try:
+            self._process.wait(_GUARD_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._tag in tags_in_use():
+            remove(self._tag)
