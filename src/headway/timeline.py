@@ -7,11 +7,22 @@ export to the Chrome trace format (opens in Perfetto).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 LANES = ("compute", "exchange", "data", "checkpoint")
-KINDS = ("data", "forward", "backward", "exchange", "wait", "update", "validate", "checkpoint")
+KINDS = (
+    "data",
+    "forward",
+    "backward",
+    "queued",
+    "exchange",
+    "wait",
+    "update",
+    "validate",
+    "checkpoint",
+)
+_MOMENT = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +32,8 @@ class Span:
     Attributes:
         rank: Who did it.
         lane: What was occupied: one of LANES.
-        kind: What was done: one of KINDS. "wait" on the compute lane is exposed communication.
+        kind: What was done: one of KINDS. "wait" on the compute lane is exposed communication;
+            "queued" on the exchange lane: ready to leave, and not on its way yet.
         label: Text for people: "micro-batch 2", "bucket 0: 4.2 MiB".
         start: Seconds on the timeline's clock.
         end: Seconds on the timeline's clock; never before `start`.
@@ -65,31 +77,83 @@ class Timeline:
         )
 
     def to_chrome(self) -> dict[str, object]:
-        """The Chrome trace event format: a process per rank, a thread per lane, microseconds."""
+        """The Chrome trace event format: a process per rank, a thread per lane, microseconds.
+
+        Viewers cannot show pieces of one thread that overlap without being nested: a lane in which
+        several things happen at the same time gets more threads.
+        """
         events: list[dict[str, object]] = []
         for rank in self.ranks:
             events.append(_named("process_name", rank, 0, f"rank {rank}"))
             events.extend(
                 _named("thread_name", rank, number, lane) for number, lane in enumerate(LANES)
             )
-        events.extend(
-            {
-                "name": span.label or span.kind,
-                "cat": span.kind,
-                "ph": "X",
-                "pid": span.rank,
-                "tid": LANES.index(span.lane),
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
-                "args": {"node": span.node},
-            }
-            for span in self.spans
-        )
+        rows = {place: iter(tracks(spans)) for place, spans in self._by_lane().items()}
+        named = {(rank, _thread(lane, 0)) for rank, lane in rows}
+        for span in self.spans:
+            row = next(rows[span.rank, span.lane])
+            thread = _thread(span.lane, row)
+            if (span.rank, thread) not in named:
+                named.add((span.rank, thread))
+                name = f"{span.lane} ({row + 1})"
+                events.append(_named("thread_name", span.rank, thread, name))
+            events.append(
+                {
+                    "name": span.label or span.kind,
+                    "cat": span.kind,
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": thread,
+                    "ts": span.start * 1e6,
+                    "dur": span.seconds * 1e6,
+                    "args": {"node": span.node},
+                }
+            )
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _by_lane(self) -> dict[tuple[int, str], list[Span]]:
+        found: dict[tuple[int, str], list[Span]] = {}
+        for span in self.spans:
+            found.setdefault((span.rank, span.lane), []).append(span)
+        return found
 
     def to_rows(self) -> list[dict[str, object]]:
         """Plain rows for JSON lines."""
         return [asdict(span) for span in self.spans]
+
+
+def tracks(spans: Sequence[Span]) -> list[int]:
+    """A row for each span of one lane: in a row nothing overlaps, unless it lies within.
+
+    What goes on with the same subject (its label) stays in its row.
+
+    Args:
+        spans: In order of their start.
+    """
+    rows: list[list[Span]] = []
+    chosen = []
+    for span in spans:
+        free = [n for n, row in enumerate(rows) if _fits(span, row)]
+        same = [n for n in free if rows[n] and rows[n][-1].label == span.label != ""]
+        number = (same or free or [len(rows)])[0]
+        if number == len(rows):
+            rows.append([])
+        rows[number].append(span)
+        chosen.append(number)
+    return chosen
+
+
+def _fits(span: Span, row: list[Span]) -> bool:
+    """Whether a span can follow in a row; forgets what has ended before it."""
+    while row and row[-1].end <= span.start + _MOMENT:
+        if len(row) == 1:
+            return True
+        row.pop()
+    return not row or (span.lane != "exchange" and span.end <= row[-1].end + _MOMENT)
+
+
+def _thread(lane: str, row: int) -> int:
+    return LANES.index(lane) + row * len(LANES)
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:

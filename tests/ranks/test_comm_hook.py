@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm.compress import spread_states
-from headway.comm.hook import communication_hook, register
+from headway.comm.hook import communication_hook, register_comm_hook
 from support.ranks import ranks
 
 WIDTH = 48
@@ -76,7 +76,7 @@ def same_everywhere(model, world):
 def test_without_compression_the_hook_is_bitwise_ddp(world):
     for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         plain, hooked = make(**options), make(**options)
-        with register(hooked, "none"):
+        with register_comm_hook(hooked, "none"):
             train(plain, world, 6)
             train(hooked, world, 6)
         assert torch.equal(same_everywhere(plain, world), same_everywhere(hooked, world))
@@ -86,7 +86,7 @@ def test_without_compression_the_hook_is_bitwise_ddp(world):
 def test_fp16_equals_the_fp16_hook_of_torch_to_rounding(world):
     theirs, ours = make(), make()
     theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    with register(ours, "fp16"):
+    with register_comm_hook(ours, "fp16"):
         for model in (theirs, ours):
             x, y = data(world.rank, 0)
             nn.functional.cross_entropy(model(x), y).backward()
@@ -120,7 +120,7 @@ def test_residuals_follow_their_parameters_into_ddps_new_buckets(world):
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     sent = {name: torch.zeros_like(p) for name, p in parameters.items()}
     cuts = set()
-    with register(model, "topk:0.02") as state:
+    with register_comm_hook(model, "topk:0.02") as state:
         for step in range(8):
             x, y = data(world.rank, step, torch.float64)
             model.zero_grad()
@@ -150,14 +150,14 @@ def test_residuals_follow_their_parameters_into_ddps_new_buckets(world):
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world):
     for text in ("powersgd:1", "topk:0.05", "int8"):
         straight, resumed = make(), make()
-        with register(straight, text, seed=4):
+        with register_comm_hook(straight, text, seed=4):
             train(straight, world, 8)
-        with register(resumed, text, seed=4) as state:
+        with register_comm_hook(resumed, text, seed=4) as state:
             train(resumed, world, 4)
             saved = copy.deepcopy((resumed.module.state_dict(), state.state_dict()))
         again = make()
         again.module.load_state_dict(saved[0])
-        with register(again, text, seed=4) as state:
+        with register_comm_hook(again, text, seed=4) as state:
             state.load_state_dict(saved[1])
             train(again, world, 4, first=4)
         if text == "int8":  # its blocks begin elsewhere until DDP has cut its buckets anew
@@ -172,7 +172,7 @@ def test_accumulation_and_memory_formats(world):
     """no_sync sends nothing; a channels-last weight is taken in its memory order."""
     model = make(memory_format=torch.channels_last)
     assert not model.module.conv.weight.is_contiguous()
-    with register(model, "powersgd:1") as state:
+    with register_comm_hook(model, "powersgd:1") as state:
         x, y = data(world.rank, 0)
         with model.no_sync():
             nn.functional.cross_entropy(model(x), y).backward()
@@ -189,7 +189,7 @@ def test_accumulation_and_memory_formats(world):
 @ranks(2)
 def test_what_goes_wrong_in_the_hook_reaches_the_training_thread(world):
     model = make()
-    with register(model, "topk:0.05"):
+    with register_comm_hook(model, "topk:0.05"):
         x, y = data(world.rank, 0)
         with pytest.raises(Exception, match="not a number"):
             (nn.functional.cross_entropy(model(x), y) * math.nan).backward()
@@ -198,4 +198,4 @@ def test_what_goes_wrong_in_the_hook_reaches_the_training_thread(world):
 @ranks(1)
 def test_an_unknown_compressor_is_refused_by_name(world):
     with pytest.raises(ValueError, match=r"'powersdg' is no compressor"):
-        register(make(), "powersdg:2")
+        register_comm_hook(make(), "powersdg:2")

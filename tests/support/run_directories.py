@@ -81,6 +81,7 @@ def write_run(
     restart: tuple[int, int] | None = (57, 50),
     complete: bool = True,
     traced: tuple[int, ...] = (1, 20, 60, 100),
+    buckets: int = 0,
 ) -> Path:
     """Write a run directory.
 
@@ -91,6 +92,7 @@ def write_run(
         restart: (last step before the kill, step of the checkpoint it resumes from), or None.
         complete: The run wrote its stop event.
         traced: Steps with spans.
+        buckets: Buckets of the exchange that the run tells of; 0: it tells nothing.
     """
     (directory / "ranks").mkdir(parents=True)
     plan = {**PLAN, "mesh": {"axes": [{"name": "data", "size": ranks}]}}
@@ -99,7 +101,7 @@ def write_run(
     lives = [(0, 0, steps)] if restart is None else [(0, 0, restart[0]), (1, restart[1], steps)]
     events: list[dict[str, Any]] = []
     for attempt, first, last in lives:
-        events += _life(attempt, first, last, ranks)
+        events += _life(attempt, first, last, ranks, traced, buckets)
     if complete:
         events.append({"event": "showcase", "step": steps, "text": f"def main():\n    {NASTY}"})
         events.append(
@@ -131,7 +133,28 @@ def _time(attempt: int, step: int) -> float:
     return BEGAN + 0.41 * step + 10.0 * attempt
 
 
-def _life(attempt: int, first: int, last: int, ranks: int) -> Iterator[dict[str, Any]]:
+def exchange_at(step: int, buckets: int) -> list[dict[str, Any]]:
+    """Buckets of 4 MiB that become ready one after the other; the last is waited for."""
+    return [
+        {
+            "bucket": number,
+            "parameters": [f"blocks.{number}.{part}" for part in ("weight", "bias", NASTY)],
+            "bytes": 4 * 2**20,
+            "wire_bytes": 4 * 2**20 + step,
+            "ready": 0.1 + 0.02 * number,
+            "sent": 0.11 + 0.02 * number,
+            "received": 0.15 + 0.02 * number,
+            "applied": None,
+            "needed": 0.2,
+            "waited": 0.03 if number == buckets - 1 else 0.0,
+        }
+        for number in range(buckets)
+    ]
+
+
+def _life(
+    attempt: int, first: int, last: int, ranks: int, traced: tuple[int, ...], buckets: int
+) -> Iterator[dict[str, Any]]:
     began = {"attempt": attempt, "time": _time(attempt, first), "step": first}
     if first:
         yield {"event": "resume", **began, "checkpoint": first}
@@ -154,7 +177,12 @@ def _life(attempt: int, first: int, last: int, ranks: int) -> Iterator[dict[str,
             "rate": 64 / seconds,
             "lr": 1e-3 * min(1.0, step / 20) * max(0.1, 1 - step / 200),
             "norm": 1.2 * math.exp(-step / 60) + 0.2,
+            **(
+                {"exposed": 0.03, "overlap": 0.75, "wire_bytes": buckets * 2**22} if buckets else {}
+            ),
         }
+        if buckets and step in traced:
+            yield {"event": "exchange", **here, "buckets": exchange_at(step, buckets)}
         if step % 25 == 0:
             loss = loss_at(step) + 0.15
             yield {"event": "validation", **here, "loss": loss, "samples": 1000, "seconds": 1.2}

@@ -47,10 +47,16 @@ COMMANDS = (
     Command("plan show", "headway.cli.plan:show", "A plan in words."),
     Command("plan check", "headway.cli.plan:check", "Say whether plans can exist."),
     Command("plan diff", "headway.cli.plan:diff", "What differs between two plans."),
+    Command(
+        "exchange compare",
+        "headway.cli.exchange:compare",
+        "What each way of exchanging gradients would take on a link.",
+    ),
     Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),
 )
 GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
+    "exchange": "Ways of exchanging gradients.",
     "plan": "Look at plans, check and compare them.",
 }
 

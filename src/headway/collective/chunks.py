@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from headway.collective.fusion import Buckets, fill_buckets
+from headway.collective.fusion import SLOWER, Buckets, fill_buckets
 from headway.collective.link import LinkFit
 from headway.collective.order import planned_order, queue_order
 from headway.collective.play import Load, play
 
 ALIGNED = 64
 """Chunks begin at multiples of this many bytes: whole elements of every type, whole cache lines."""
-_SLOWER = 1.25
-"""A link may become so many times slower before it is measured again."""
 _CLIMBS = 40
 """Groupings that are played in search of a better one; all of it takes a third of a second."""
 
@@ -114,7 +112,7 @@ def priority_buckets(
     if not order:
         return ()
 
-    slower = LinkFit(link.latency * _SLOWER, link.seconds_per_byte * _SLOWER, 0.0, link.ranks)
+    slower = LinkFit(link.latency * SLOWER, link.seconds_per_byte * SLOWER, 0.0, link.ranks)
 
     def price(cuts: frozenset[int], plan: Planner = queue_order) -> tuple[float, int]:
         chunks = make_chunks(_groups(order, cuts), sizes, ready, needed, chunk=chunk)

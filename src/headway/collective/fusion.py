@@ -8,51 +8,93 @@ gradient is in exactly one bucket.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.collective.link import LinkFit
 
 Buckets = tuple[tuple[int, ...], ...]
+Numbers = NDArray[np.float64]
+
+SLACK = 0.002
+"""The last bucket may arrive later by this share of the backward pass, for the sake of fewer."""
+SLOWER = 1.25
+"""A link may become so many times slower before it is measured again."""
 
 
-def merge_buckets(sizes: Sequence[int], ready: Sequence[float], link: LinkFit) -> Buckets:
-    """The buckets whose last one arrives soonest; of equally fast ones the fewest.
+def merge_buckets(
+    sizes: Sequence[int], ready: Sequence[float], link: LinkFit, *, slack: float = SLACK
+) -> Buckets:
+    """The fewest buckets whose last one arrives as soon as it can.
 
     With T(j) the earliest time at which the first j gradients can have arrived,
     `T(j) = min over i < j of max(T(i), ready of j) + a + b * (bytes of i+1 to j)`.
+    From the end, each bucket is then made as large as it may be without moving the last arrival, on
+    this link and on one that is slower by SLOWER: more buckets would cost the processor work and
+    gain nothing.
 
     Args:
         sizes: Bytes of each gradient.
         ready: When backward has made it; seconds on any clock.
         link: Price of one collective; one runs after the other.
+        slack: By how much the last bucket may arrive later, as a share of the time for which
+            gradients come.
 
     Returns:
         Indices, in the order in which backward makes them, bucket by bucket.
     """
     _check(sizes, ready)
     order = backward_order(ready)
-    n = len(order)
-    if n == 0:
+    if not order:
         return ()
     sums = np.concatenate([[0.0], np.cumsum([float(sizes[i]) for i in order])])
     times = np.array([ready[i] for i in order])
-    # T of a prefix, its number of buckets, and the start of its last bucket.
-    done, count, cut = np.full(n + 1, -np.inf), np.zeros(n + 1, int), np.zeros(n + 1, int)
-    for j in range(1, n + 1):
-        ends = np.maximum(done[:j], times[j - 1]) + link.latency
-        ends += link.seconds_per_byte * (sums[j] - sums[:j])
-        best = ends.min()
-        equal = np.flatnonzero(ends <= best + 1e-12 * abs(best))
-        cut[j] = equal[np.argmin(count[equal])]
-        done[j], count[j] = ends[cut[j]], count[cut[j]] + 1
-    borders = [n]
+    late = slack * float(times[-1] - times[0])
+    slower = LinkFit(link.latency * SLOWER, link.seconds_per_byte * SLOWER, 0.0, link.ranks)
+    ways = [_Way(way, sums, times) for way in (link, slower)]
+    ends = [float(way.done[-1]) * (1 + 1e-12) + late for way in ways]
+    borders = [len(order)]
     while borders[-1]:
-        borders.append(int(cut[borders[-1]]))
+        j = borders[-1]
+        fits = [way.fitting(j, end) for way, end in zip(ways, ends, strict=True)]
+        both = np.flatnonzero(fits[0] & fits[1])
+        # A cut that is best on this link may not be so on the slower one.
+        i = int(both[0] if both.size else np.flatnonzero(fits[0])[0])
+        ends = [
+            max(end - way.seconds(i, j), float(way.done[i]))
+            for way, end in zip(ways, ends, strict=True)
+        ]
+        borders.append(i)
     borders.reverse()
-    return tuple(tuple(order[a:b]) for a, b in itertools.pairwise(borders))
+    return tuple(tuple(order[a:b]) for a, b in pairwise(borders))
+
+
+class _Way:
+    """T of every prefix on one link."""
+
+    def __init__(self, link: LinkFit, sums: Numbers, times: Numbers) -> None:
+        self._link, self._sums, self._times = link, sums, times
+        self.done: Numbers = np.full(len(times) + 1, -np.inf)
+        for j in range(1, len(times) + 1):
+            self.done[j] = self._arrivals(j).min()
+
+    def _arrivals(self, j: int) -> Numbers:
+        """When the first j gradients have arrived, for every start i of the last bucket."""
+        starts: Numbers = np.maximum(self.done[:j], self._times[j - 1])
+        sent: Numbers = self._link.seconds_per_byte * (self._sums[j] - self._sums[:j])
+        return starts + self._link.latency + sent
+
+    def fitting(self, j: int, end: float) -> NDArray[np.bool_]:
+        """For every i: whether i+1 to j may be the last bucket of those that arrive by `end`."""
+        found: NDArray[np.bool_] = self._arrivals(j) <= end
+        return found
+
+    def seconds(self, i: int, j: int) -> float:
+        """Of the bucket of i+1 to j."""
+        return self._link.seconds(float(self._sums[j] - self._sums[i]))
 
 
 def arrival(buckets: Buckets, sizes: Sequence[int], ready: Sequence[float], link: LinkFit) -> float:

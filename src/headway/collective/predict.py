@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.bound import sharp_bound
-from headway.collective.chunks import cut, priority_buckets
+from headway.collective.chunks import cut
 from headway.collective.fusion import Buckets, backward_order, fill_buckets, merge_buckets
 from headway.collective.link import LinkFit
 from headway.collective.order import chunk_size, planned_order
@@ -211,52 +211,37 @@ def make_buckets(
     ready: Sequence[float],
     needed: Sequence[float],
 ) -> Buckets:
-    """The buckets of a scheme; layers of different methods or groups never share one."""
+    """The buckets of a scheme; layers of different methods or groups never share one.
+
+    With priority gradients are fused in forward order up to the size of a chunk, whatever the
+    scheme's bucket: a larger bucket would only delay what is urgent in it.
+    """
     sizes = [layer.num_bytes for layer in layers]
     keys = [(layer.compressor, layer.amount, layer.ranks) for layer in layers]
     chosen = [i for i, size in enumerate(sizes) if size]
-    if scheme.bucket is None:
-        found = _fitted(scheme, layers, network, chosen, ready, needed)
+    if scheme.bucket is None and not scheme.priority:
+        link = effective_link(scheme, layers, network)
+        found = merge_buckets([sizes[i] for i in chosen], [ready[i] for i in chosen], link)
         return tuple(
             same
             for bucket in found
-            for key in dict.fromkeys(keys[i] for i in bucket)
-            if (same := tuple(i for i in bucket if keys[i] == key))
+            for key in dict.fromkeys(keys[chosen[i]] for i in bucket)
+            if (same := tuple(chosen[i] for i in bucket if keys[chosen[i]] == key))
         )
-    limit, first = scheme.bucket, FIRST_BUCKET
-    order = backward_order(ready)
     if scheme.priority:
-        limit, order = min(limit, chunk_bytes(scheme, layers, network)), sorted(order)
-        first = limit
+        limit = first = chunk_bytes(scheme, layers, network)
+        order = sorted(chosen, key=lambda i: (needed[i], i))
+    else:
+        assert scheme.bucket is not None
+        limit, first = scheme.bucket, FIRST_BUCKET
+        order = [i for i in backward_order(ready) if sizes[i]]
     place = {i: number for number, i in enumerate(order)}
     made = [
         bucket
         for key in dict.fromkeys(keys[i] for i in order)
-        for bucket in fill_buckets(
-            sizes, [i for i in order if keys[i] == key and sizes[i]], limit, first
-        )
+        for bucket in fill_buckets(sizes, [i for i in order if keys[i] == key], limit, first)
     ]
     return tuple(sorted(made, key=lambda bucket: place[bucket[-1]]))
-
-
-def _fitted(
-    scheme: Scheme,
-    layers: Sequence[Layer],
-    network: Network,
-    chosen: Sequence[int],
-    ready: Sequence[float],
-    needed: Sequence[float],
-) -> Buckets:
-    sizes = [layers[i].num_bytes for i in chosen]
-    link = effective_link(scheme, layers, network)
-    come = [ready[i] for i in chosen]
-    if scheme.priority:
-        chunk = chunk_bytes(scheme, layers, network)
-        uses = [needed[i] for i in chosen]
-        found = priority_buckets(sizes, come, uses, link, chunk=chunk, credit=scheme.credit)
-    else:
-        found = merge_buckets(sizes, come, link)
-    return tuple(tuple(chosen[i] for i in bucket) for bucket in found)
 
 
 def effective_link(scheme: Scheme, layers: Sequence[Layer], network: Network) -> LinkFit:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "ArraySource": "headway.data.source",
+    "CacheStatistics": "headway.data.cache_counters",
+    "CacheWarning": "headway.data.cache",
+    "CachedSource": "headway.data.cache",
     "Cursor": "headway.data.cursor",
     "DatasetSource": "headway.data.source",
     "Loader": "headway.data.loader",
@@ -22,11 +25,15 @@ _HOMES = {
     "Source": "headway.data.source",
     "TensorSource": "headway.data.source",
     "as_source": "headway.data.source",
+    "cached": "headway.data.cache",
     "take": "headway.data.cursor",
 }
 
 __all__ = [
     "ArraySource",
+    "CacheStatistics",
+    "CacheWarning",
+    "CachedSource",
     "Cursor",
     "DatasetSource",
     "Loader",
@@ -38,10 +45,13 @@ __all__ = [
     "Source",
     "TensorSource",
     "as_source",
+    "cached",
     "take",
 ]
 
 if TYPE_CHECKING:
+    from headway.data.cache import CachedSource, CacheWarning, cached
+    from headway.data.cache_counters import CacheStatistics
     from headway.data.cursor import Cursor, take
     from headway.data.loader import Loader, MicroBatch, RankBatch
     from headway.data.order import Order

@@ -34,6 +34,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "forward": ("#3b7de0", "#6ea8ff"),
     "backward": ("#1b4fa3", "#3f78d8"),
     "wait": ("#dc4a1f", "#ff7d55"),
+    "queued": ("#b9e0d8", "#1d5249"),
     "exchange": ("#16937f", "#3fc4ab"),
     "data": ("#c28a06", "#eabb45"),
     "update": ("#7d4cc2", "#b18bf0"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headway.report.canvas import NUM_SERIES, colour, draw, legend, plain_axes
 from headway.report.records import RunHistory
-from headway.units import format_bytes
+from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,6 +129,25 @@ def norm_picture(history: RunHistory) -> str | None:
         _finish(axes, "gradient norm", [value for _, value in points])
 
     return draw("norm", SIZE, paint, alt="Global norm of the gradients over the steps")
+
+
+def exposed_picture(history: RunHistory) -> str | None:
+    """Exposed communication of every step, where there was an exchange."""
+    points = _finite((step.step, step.exposed) for step in history.steps)
+    if not points:
+        return None
+
+    def paint(figure: Figure) -> None:
+        from matplotlib.ticker import FuncFormatter
+
+        axes = plain_axes(figure)
+        _noisy(axes, points, "exposed", colour("wait"))
+        _mark_restarts(axes, history)
+        _finish(axes, "exposed", [])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+
+    return draw("exposed", SIZE, paint, alt="Exposed communication over the steps")
 
 
 def memory_picture(history: RunHistory) -> str | None:

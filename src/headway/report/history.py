@@ -19,6 +19,7 @@ from headway.report.lines import read_lines, read_object, read_objects
 from headway.report.records import (
     Attempt,
     CheckpointRecord,
+    ExchangeRecord,
     Failure,
     Proof,
     RankStep,
@@ -27,6 +28,7 @@ from headway.report.records import (
     StepRecord,
     ValidationRecord,
     WarningRecord,
+    exchange_record,
     record,
 )
 from headway.timeline import LANES, Span, Timeline
@@ -34,7 +36,9 @@ from headway.timeline import LANES, Span, Timeline
 __all__ = ["RunHistory", "read_history"]
 
 _SIGNS = ("events.jsonl", "recipe.json", "plan.json", "environment.json")
-_Stepped = TypeVar("_Stepped", StepRecord, ValidationRecord, CheckpointRecord, Showcase)
+_Stepped = TypeVar(
+    "_Stepped", StepRecord, ValidationRecord, CheckpointRecord, Showcase, ExchangeRecord
+)
 
 
 def read_history(directory: Path) -> RunHistory:
@@ -67,6 +71,7 @@ def read_history(directory: Path) -> RunHistory:
         validations=tuple(replay.validations),
         checkpoints=tuple(replay.checkpoints),
         showcases=tuple(replay.showcases),
+        exchanges=tuple(replay.exchanges),
         warnings=tuple(replay.warnings),
         rank_steps=rank_steps,
         traces=traces,
@@ -102,6 +107,7 @@ class _Replay:
         self.validations: list[ValidationRecord] = []
         self.checkpoints: list[CheckpointRecord] = []
         self.showcases: list[Showcase] = []
+        self.exchanges: list[ExchangeRecord] = []
         self.warnings: list[WarningRecord] = []
         self.superseded = 0
         self.unusable = 0
@@ -133,6 +139,8 @@ class _Replay:
                 _put(self.checkpoints, record(CheckpointRecord, row))
             case "showcase":
                 _put(self.showcases, record(Showcase, row))
+            case "exchange":
+                _put(self.exchanges, exchange_record(row))
             case "warning":
                 self.warnings.append(record(WarningRecord, row))
             case "stop":
@@ -170,7 +178,8 @@ class _Replay:
     def _rewind(self, step: int) -> None:
         """Remove what was logged beyond `step`: it is about to be done again."""
         before = len(self.steps)
-        for entries in (self.steps, self.validations, self.checkpoints, self.showcases):
+        stepped = (self.validations, self.checkpoints, self.showcases, self.exchanges)
+        for entries in (self.steps, *stepped):
             _drop_beyond(entries, step)
         self.superseded += before - len(self.steps)
 

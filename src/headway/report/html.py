@@ -14,6 +14,7 @@ from markupsafe import Markup
 from headway import __version__
 from headway.report import curves, facts, lanes
 from headway.report.canvas import style_sheet
+from headway.report.exchange import exchange_view
 from headway.report.records import RunHistory, WarningRecord
 from headway.units import format_bytes, format_seconds
 
@@ -56,6 +57,8 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         shares=found,
         parts=lanes.PARTS,
         shares_picture=_picture(lanes.shares_picture(found)),
+        exchange=exchange_view(history, step),
+        exposed=_picture(curves.exposed_picture(history)),
         peaks=_peaks(history),
         attempts=[(attempt, facts.ending(history, attempt)) for attempt in history.attempts],
         warnings=_counted(history.warnings),

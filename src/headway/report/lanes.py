@@ -6,13 +6,14 @@ would remove.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headway.report.canvas import colour, draw, legend, plain_axes
 from headway.report.records import RankStep, RunHistory
-from headway.timeline import KINDS, LANES, Span, Timeline
+from headway.timeline import KINDS, LANES, Span, Timeline, tracks
 from headway.units import format_seconds
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 MOST_RANKS = 16
 """Most ranks in one picture; timeline.json has all of them."""
 _MOST_SPANS = 3000
+_MOST_TRACKS = 6
+"""Most rows of one lane; of more buckets at the same time some are drawn on top of others."""
 _WORDS: Mapping[str, str] = {
     "wait": "exposed communication",
     "exchange": "communication",
+    "queued": "queued for it",
     "data": "data wait",
 }
 PARTS = ("compute", "exposed", "data", "update", "other")
@@ -36,6 +40,10 @@ _PART_COLOURS: Mapping[str, str] = {
     "other": "other",
 }
 _PART_WORDS: Mapping[str, str] = {"exposed": "exposed communication", "data": "data wait"}
+
+
+_Place = tuple[int, str, int]
+"""Rank, lane, and row of the lane."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +90,16 @@ def chosen_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def representative_step(history: RunHistory) -> int | None:
-    """The traced step of middle duration that has spans of most ranks; warm-up is left out."""
-    traces = history.traces
+    """The traced step of middle duration that has spans of most ranks; warm-up is left out.
+
+    A step of which only its checkpoint is known is drawn only where there is nothing else.
+    """
+    whole = {
+        step: trace
+        for step, trace in history.traces.items()
+        if any(span.lane == "compute" for span in trace.spans)
+    }
+    traces = whole or history.traces
     if not traces:
         return None
     most = max(len(trace.ranks) for trace in traces.values())
@@ -96,23 +112,19 @@ def representative_step(history: RunHistory) -> int | None:
 
 def _length(trace: Timeline) -> float:
     """Seconds of the step itself: a checkpoint may be written long after it."""
-    spans = [span for span in trace.spans if span.lane == "compute"] or list(trace.spans)
+    spans = [span for span in trace.spans if span.lane == "compute" and span.kind != "wait"]
+    spans = spans or list(trace.spans)  # waits may lie in the step after it
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
 def timeline_picture(trace: Timeline) -> str | None:
     """One step: a row for each lane of each rank, time from left to right."""
     ranks = chosen_ranks(trace.ranks)
-    spans = [span for span in trace.spans if span.rank in ranks][:_MOST_SPANS]
+    spans = _from_its_start([span for span in trace.spans if span.rank in ranks])[:_MOST_SPANS]
     if not spans:
         return None
-    rows = [
-        (rank, lane)
-        for rank in ranks
-        for lane in LANES
-        if any(span.rank == rank and span.lane == lane for span in spans)
-    ]
-    heights = _row_heights(rows)
+    spans, places = _places(spans)
+    heights = _row_heights(sorted(set(places), key=lambda p: (p[0], LANES.index(p[1]), p[2])))
     start = min(span.start for span in spans)
     titles = {
         f"span-{number}": f"{_word(span.kind)}"
@@ -123,24 +135,58 @@ def timeline_picture(trace: Timeline) -> str | None:
     def paint(figure: Figure) -> None:
         axes = plain_axes(figure, grid="x")
         for number, span in enumerate(spans):
-            _bar(axes, span, start, heights[span.rank, span.lane], f"span-{number}")
+            _bar(axes, span, start, heights[places[number]], f"span-{number}")
         _label_rows(axes, heights)
         _time_axis(axes, 9)
         _kinds_legend(axes, spans)
 
-    height = 62 + 17 * len(rows) + 7 * len(ranks)
+    height = 62 + 17 * len(heights) + 7 * len(ranks)
     alt = "Timeline of one step: what each rank did on each lane"
     return draw("timeline", (900, height), paint, alt=alt, titles=titles)
 
 
-def _row_heights(rows: Sequence[tuple[int, str]]) -> dict[tuple[int, str], float]:
+def _from_its_start(spans: Sequence[Span]) -> list[Span]:
+    """Without what the exchange of the step before did before this step began."""
+    begins = [span.start for span in spans if span.lane != "exchange"]
+    begin = min(begins, default=-math.inf)
+    return [
+        replace(span, start=max(span.start, begin))
+        for span in spans
+        if span.lane != "exchange" or span.end > begin
+    ]
+
+
+def _places(spans: Sequence[Span]) -> tuple[list[Span], list[_Place]]:
+    """The spans that are drawn, and where: what overlaps on the exchange lane has several rows.
+
+    Where these would be too many, buckets that only wait to leave are left out.
+    """
+    lanes: dict[int, list[int]] = {}
+    for number, span in enumerate(spans):
+        if span.lane == "exchange":
+            lanes.setdefault(span.rank, []).append(number)
+    rows: dict[int, int] = {}
+    for numbers in lanes.values():
+        found = tracks([spans[number] for number in numbers])
+        if max(found) >= _MOST_TRACKS:
+            numbers = [number for number in numbers if spans[number].kind != "queued"]
+            found = [row % _MOST_TRACKS for row in tracks([spans[n] for n in numbers])]
+        rows |= dict(zip(numbers, found, strict=True))
+    drawn = [n for n, span in enumerate(spans) if span.lane != "exchange" or n in rows]
+    return (
+        [spans[number] for number in drawn],
+        [(spans[n].rank, spans[n].lane, rows.get(n, 0)) for n in drawn],
+    )
+
+
+def _row_heights(places: Sequence[_Place]) -> dict[_Place, float]:
     """Positions from the top, with a gap between ranks."""
-    heights: dict[tuple[int, str], float] = {}
+    heights: dict[_Place, float] = {}
     position, before = 0.0, None
-    for rank, lane in rows:
-        position += 1.0 if rank == before or before is None else 1.5
-        before = rank
-        heights[rank, lane] = position
+    for place in places:
+        position += 1.0 if place[0] == before or before is None else 1.5
+        before = place[0]
+        heights[place] = position
     return heights
 
 
@@ -158,17 +204,18 @@ def _bar(axes: Axes, span: Span, start: float, height: float, group: str) -> Non
     bars[0].set_gid(group)
 
 
-def _label_rows(axes: Axes, heights: Mapping[tuple[int, str], float]) -> None:
-    ranks = {rank for rank, _ in heights}
+def _label_rows(axes: Axes, heights: Mapping[_Place, float]) -> None:
+    ranks = sorted({rank for rank, _, _ in heights})
     labels = []
     named: set[int] = set()
-    for rank, lane in heights:
-        labels.append(lane if rank in named else f"rank {rank}   {lane}")
+    for rank, lane, row in heights:
+        text = "" if row else lane
+        labels.append(text if rank in named else f"rank {rank}   {text}")
         named.add(rank)
     axes.set_yticks(list(heights.values()), labels)
     axes.set_ylim(max(heights.values()) + 0.7, 0.3)
     if len(ranks) > 1:
-        tops = [min(h for (r, _), h in heights.items() if r == rank) for rank in sorted(ranks)]
+        tops = [min(h for (r, _, _), h in heights.items() if r == rank) for rank in ranks]
         for top in tops[1:]:
             axes.axhline(top - 0.75, color=colour("grid"), linewidth=0.8)
 

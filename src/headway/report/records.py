@@ -20,7 +20,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimiser step of the history that counts; `seconds` s, `rate` in samples/s."""
+    """One optimiser step of the history that counts; `seconds` s, `rate` in samples/s.
+
+    What it says of the exchange is rank 0's: `exposed` s of waiting, `overlap` the hidden fraction
+    of the time that buckets were on their way, `wire_bytes` that the rank sends.
+    """
 
     step: int
     attempt: int = 0
@@ -33,6 +37,46 @@ class StepRecord:
     rate: float = math.nan
     lr: float = math.nan
     norm: float = math.nan
+    exposed: float = math.nan
+    overlap: float = math.nan
+    wire_bytes: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketRecord:
+    """One bucket of a traced step; moments in seconds since the step began, NaN for never.
+
+    Attributes:
+        bucket: Its number.
+        parameters: Logical names.
+        bytes: Of its gradients.
+        wire_bytes: That the rank sends for it.
+        ready: Its last gradient was there.
+        sent: It was handed to the network.
+        received: Its sum was there.
+        applied: The optimiser had used it, where it does so bucket by bucket.
+        needed: The training thread asked for it.
+        waited: Seconds for which the thread then stood still.
+    """
+
+    bucket: int
+    parameters: tuple[str, ...] = ()
+    bytes: int = 0
+    wire_bytes: int = 0
+    ready: float = math.nan
+    sent: float = math.nan
+    received: float = math.nan
+    applied: float = math.nan
+    needed: float = math.nan
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeRecord:
+    """The exchange of one traced step, as rank 0 saw it."""
+
+    step: int
+    buckets: tuple[BucketRecord, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +199,7 @@ class RunHistory:
         validations: In order, at most one per step.
         checkpoints: In order, at most one per step.
         showcases: In order.
+        exchanges: Of traced steps, in order.
         warnings: In order, of all attempts.
         rank_steps: Steps of each rank, in order.
         traces: The spans of each traced step; seconds since the first span of the run.
@@ -173,6 +218,7 @@ class RunHistory:
     validations: tuple[ValidationRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     showcases: tuple[Showcase, ...]
+    exchanges: tuple[ExchangeRecord, ...]
     warnings: tuple[WarningRecord, ...]
     rank_steps: Mapping[int, tuple[RankStep, ...]]
     traces: Mapping[int, Timeline]
@@ -220,6 +266,20 @@ def record(kind: type[R], row: Mapping[str, Any]) -> R:
     return kind(**values)
 
 
+def exchange_record(row: Mapping[str, Any]) -> ExchangeRecord:
+    """Build the record of an exchange from a row.
+
+    Raises:
+        ValueError: See `record`.
+    """
+    rows = row.get("buckets")
+    if not isinstance(rows, list) or not all(isinstance(bucket, Mapping) for bucket in rows):
+        raise ValueError("buckets is not a list of objects")
+    return ExchangeRecord(
+        step=_whole(row.get("step")), buckets=tuple(record(BucketRecord, bucket) for bucket in rows)
+    )
+
+
 def _whole(value: Any) -> int:
     if isinstance(value, int | float) and math.isfinite(value):
         return int(value)
@@ -238,9 +298,16 @@ def _truth(value: Any) -> bool:
     raise ValueError(f"{value!r} is not true or false")
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, list):
+        return tuple(map(str, value))
+    raise ValueError(f"{value!r} is not a list of names")
+
+
 _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "int": _whole,
     "float": _number,
     "str": str,
     "bool": _truth,
+    "tuple[str, ...]": _names,
 }

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run: loss, validation loss, rate, learning rate, norm, memory per rank.
+"""TensorBoard events of a run: losses, rates, norm, exposed communication, memory per rank.
 
 Written with the record writer of the `tensorboard` package, into one file that is replaced as a
 whole; torch's SummaryWriter would cost the import of torch.
@@ -28,6 +28,8 @@ def scalars(history: RunHistory) -> Iterator[Scalar]:
             ("rate/samples per second", step.rate),
             ("learning rate", step.lr),
             ("gradient norm", step.norm),
+            ("exchange/exposed (seconds)", step.exposed),
+            ("exchange/hidden fraction", step.overlap),
         ):
             if math.isfinite(value):
                 yield tag, step.step, value, step.time

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headway.errors import DataError, RecipeError
-from headway.run.recipe_schema import BATCH_UNITS, STOP_UNITS
+from headway.run.recipe_values import BATCH_UNITS, STOP_UNITS
 from headway.units import Amount
 
 

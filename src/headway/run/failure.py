@@ -23,6 +23,7 @@ from headway.run.place import Place
 
 FOLDER = "failures"
 _STEP = "headway_step"
+_SPEAKS = "headway_speaks"
 _OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
 
 
@@ -84,6 +85,17 @@ def step_of(error: BaseException) -> int | None:
             return step
         seen = seen.__cause__
     return None
+
+
+def speak_for_all(error: HeadwayError) -> HeadwayError:
+    """Mark an error as the one that the user is told, although it began in another rank."""
+    setattr(error, _SPEAKS, True)
+    return error
+
+
+def is_to_be_told(record: FailureRecord, error: BaseException) -> bool:
+    """Whether this rank tells the user: of its own errors, and where it speaks for all."""
+    return not record.secondary or getattr(error, _SPEAKS, False) is True
 
 
 def describe_failure(

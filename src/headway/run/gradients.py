@@ -21,6 +21,7 @@ from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
 from headway.comm.pacing import Pace
 from headway.comm.saved import collect, share_out
 from headway.errors import Diverged
+from headway.optim import fit_exchange
 from headway.plan import Plan
 from headway.run.record import StepRecord
 from headway.run.tally import Tally
@@ -71,6 +72,7 @@ class Gradients:
         pace = Pace.of(*world.place.pace) if world.place.pace else None
         self._routes = Routes(find_nodes(world), pace) if plan.data_degree > 1 else None
         self._updates = Updates(optimizer) if plan.exchange.values == "updates" else None
+        fit_exchange(optimizer, plan.exchange, ranks=plan.data_degree)
         self._tally: Tally | None = None
         self._record = StepRecord()
         self._own = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from headway.run.place import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,10 @@ class TrainJob:
         resume: Go on from the newest sound checkpoint of the directory.
         device: "cpu", "cuda" or "auto".
         timeout_seconds: Longest wait for another rank.
+        patience_seconds: Of which nothing is heard for so long, that rank is lost.
         trace_every: Steps between detailed timelines; the first steps are always traced.
+        before_step: Called on every rank before each step with the place and the step's number,
+            from 1: `launch.faults` makes things break there. None: nothing.
     """
 
     recipe: str
@@ -28,7 +34,9 @@ class TrainJob:
     resume: bool = False
     device: str = "auto"
     timeout_seconds: float = 300.0
+    patience_seconds: float = 5.0
     trace_every: int = 50
+    before_step: Callable[[Place, int], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from time import perf_counter, time
 from typing import Any
 
+from headway.comm.flight import Flight
 from headway.data import RankBatch
+from headway.run import flights as told
 from headway.run.directory import RunDirectory
 from headway.run.events import EventLog
 from headway.run.memory import resident_bytes
@@ -17,6 +20,14 @@ from headway.run.world import World
 from headway.timeline import Span
 
 _ALWAYS_TRACED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """When a step began, in `perf_counter` seconds."""
+
+    step: int
+    time: float
 
 
 class Journal:
@@ -35,6 +46,7 @@ class Journal:
         attempt = world.place.attempt
         self._world = world
         self._trace_every = trace_every
+        self._before: _Begin | None = None
         self._run: EventLog | None = None
         if world.rank == 0:
             self._run = stack.enter_context(EventLog(directory.events_file, attempt=attempt))
@@ -69,19 +81,26 @@ class Journal:
             waited: Seconds of it spent waiting for data.
             lr: Learning rate after it.
         """
+        offset = time() - perf_counter()
+        now = _Begin(step, record.spans[0].start - offset)
+        inside = told.exposed_inside(
+            (span for span in record.spans if span.kind in ("forward", "backward")),
+            record.flights,
+            offset,
+        )
+        exposed = record.seconds("wait") + inside
         self._own.write(
             "rank_step",
             step=step,
             seconds=seconds,
-            compute=record.seconds("forward", "backward"),
-            exposed=record.seconds("wait"),
+            compute=record.seconds("forward", "backward") - inside,
+            exposed=exposed,
             data=waited,
             update=record.seconds("update"),
             memory_bytes=resident_bytes(self._world.device),
         )
-        every = self._trace_every
-        if step <= _ALWAYS_TRACED or (every and step % every == 0):
-            self._trace(step, record, waited)
+        if self._traces(step):
+            self._trace(step, record, waited, offset)
         self.event(
             "step",
             step=step,
@@ -93,12 +112,48 @@ class Journal:
             rate=record.samples / seconds,
             lr=lr,
             norm=record.norm,
+            exposed=exposed if record.flights else None,
+            overlap=told.overlap(record.flights),
+            wire_bytes=sum(flight.wire_bytes for flight in record.flights) or None,
         )
+        self._trace_flights(now, record.flights, offset)
+        self._before = now
 
-    def _trace(self, step: int, record: StepRecord, waited: float) -> None:
+    def _traces(self, step: int) -> bool:
+        every = self._trace_every
+        return step <= _ALWAYS_TRACED or bool(every and step % every == 0)
+
+    def _trace(self, step: int, record: StepRecord, waited: float, offset: float) -> None:
         begin = record.spans[0].start
         self.span(step, "data", "data", "read the batch", begin - waited, begin)
-        for span in record.spans:
+        still = [(start + offset, end + offset) for start, end in told.waits(record.flights)]
+        compute = [span for span in record.spans if span.lane == "compute"]
+        others = [span for span in record.spans if span.lane != "compute"]
+        self._write_spans(step, [*told.cut(compute, still), *others])
+
+    def _trace_flights(self, now: _Begin, flights: list[Flight], offset: float) -> None:
+        """The exchange of this step, or of the one before where it has crossed the border.
+
+        It goes with the step that made the gradients, if that one is traced, and else with the
+        one that had to wait for them.
+        """
+        if not flights:
+            return
+        crossed = self._before is not None and flights[0].ready < now.time
+        home = self._before if crossed and self._before is not None else now
+        group = home.step if self._traces(home.step) else now.step
+        if not self._traces(group):
+            return
+        made = told.spans(flights, rank=self._world.rank, node=f"step {home.step}", offset=offset)
+        self._write_spans(group, made)
+        self.event(
+            "exchange",
+            step=home.step,
+            buckets=[told.row(flight, home.time) for flight in flights],
+        )
+
+    def _write_spans(self, step: int, spans: Iterable[Span]) -> None:
+        for span in spans:
             self._own.write("span", step=step, **asdict(span))
 
     def span(self, step: int, lane: str, kind: str, label: str, start: float, end: float) -> None:

@@ -42,18 +42,21 @@ class Meeting:
     Attributes:
         store: The fresh store; rank 0 hosts it.
         attempt: The highest restart count that any rank was told.
+        notice: What rank 0 wanted all to know.
     """
 
     store: TCPStore
     attempt: int
+    notice: str = ""
 
 
-def meet(place: Place, seconds: float) -> Meeting:
+def meet(place: Place, seconds: float, notice: str = "") -> Meeting:
     """Wait until all ranks have arrived in one fresh store; collective.
 
     Args:
         place: Of this rank, with ranks > 1.
         seconds: Longest wait for all ranks together.
+        notice: Of rank 0: a text for all.
 
     Raises:
         Stalled: Names the ranks that have not arrived.
@@ -61,7 +64,7 @@ def meet(place: Place, seconds: float) -> Meeting:
     """
     deadline = time.monotonic() + seconds
     if place.rank == 0:
-        return _gather(place, seconds, deadline)
+        return _gather(place, seconds, deadline, notice)
     found = _invitations(place, deadline) if place.agent_store else _encounters(place, deadline)
     for store in found:
         # A count above one: this process reported here before, so it is the store of an old world.
@@ -93,7 +96,7 @@ def reachable_address(place: Place) -> str:
 # -- rank 0 ------------------------------------------------------------------------------------
 
 
-def _gather(place: Place, seconds: float, deadline: float) -> Meeting:
+def _gather(place: Place, seconds: float, deadline: float, notice: str) -> Meeting:
     """Open the fresh store, wait for the others, then tell that all are here, or who is not."""
     if place.agent_store:
         address = reachable_address(place)
@@ -114,8 +117,8 @@ def _gather(place: Place, seconds: float, deadline: float) -> Meeting:
         raise _absent(sorted(waiting), place, seconds)
     told = (int(store.get(_told(rank))) for rank in range(1, place.ranks))
     attempt = max([place.attempt, *told])
-    store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt}))
-    return Meeting(store=store, attempt=attempt)
+    store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt, "notice": notice}))
+    return Meeting(store=store, attempt=attempt, notice=notice)
 
 
 class _Answers:
@@ -222,7 +225,7 @@ def _await_verdict(
             verdict = json.loads(text)
             if verdict["missing"]:
                 raise _absent(verdict["missing"], place, seconds)
-            return Meeting(store=store, attempt=int(verdict["attempt"]))
+            return Meeting(store=store, attempt=int(verdict["attempt"]), notice=verdict["notice"])
     raise _absent([0], place, seconds)
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "HEADWAY_ATTEMPT"
+NODE = "HEADWAY_NODE"
 DEFAULT_PORT = 29500
 # Derived ports lie below 32768, where the kernel starts to hand out ports to clients by itself.
 PORT_RANGE = range(12000, 32000)
@@ -41,6 +43,11 @@ class Place:
         master_port: Port of the meeting point; 0 when alone.
         agent_store: A store of the launching agent already listens at the meeting point (else
             rank 0 opens one there).
+        node_name: What the launcher calls this machine; empty: nothing, see `node`.
+        pace: Given by an emulation without root: the file by which the ranks of this node share
+            one interface, and its rate in bytes per second, for `comm.pacing.Pace.of`.
+        emergency: Reports an error and ends this process, from any thread; does not return. Given
+            by who called the rank's program; None: nobody, the program is the user's own.
     """
 
     rank: int
@@ -53,6 +60,11 @@ class Place:
     master_address: str
     master_port: int
     agent_store: bool
+    node_name: str = ""
+    pace: tuple[Path, float] | None = None
+    emergency: Callable[[HeadwayError], None] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     @classmethod
     def alone(cls) -> Place:
@@ -94,6 +106,11 @@ class Place:
         else:
             place = cls.alone()
         return place
+
+    @property
+    def node(self) -> str:
+        """The name of this machine among those of the job: ranks that share it have the same."""
+        return self.node_name or f"node-{self.node_rank}"
 
     @property
     def found_world(self) -> bool:
@@ -175,6 +192,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
         master_address=env.get("MASTER_ADDR") or LOOPBACK,
         master_port=_port(env, DEFAULT_PORT),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        node_name=env.get(NODE, ""),
     )
 
 

@@ -21,7 +21,9 @@ from headway.run.recipe_schema import (
     Call,
     DataTable,
     LossTable,
+    RecipeDocument,
     RecipeReference,
+    nested_calls,
     read_recipe,
     reference_recipe,
 )
@@ -166,3 +168,16 @@ def _references(document: AnyRecipe) -> Iterator[tuple[str, str]]:
                 reference = getattr(table, key, None)
                 if reference is not None:
                     yield f"{part.name}.{key}", reference
+        cache = table.cache if isinstance(table, DataTable) else None
+        for key in ("prepare", "augment") if cache else ():
+            reference = getattr(cache, key)
+            if reference is not None:
+                yield f"{part.name}.cache.{key}", reference
+    if isinstance(document, RecipeDocument) and document.scheduler is not None:
+        yield from _nested("scheduler", document.scheduler)
+
+
+def _nested(key: str, table: Call) -> Iterator[tuple[str, str]]:
+    for name, inner in nested_calls(table.arguments).items():
+        yield f"{key}.{name}.call", inner.call
+        yield from _nested(f"{key}.{name}", inner)

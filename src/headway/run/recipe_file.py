@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.errors import RecipeError
+from headway.optim.scaling import Scaling, scale_rates
 from headway.run.amounts import resolve_batch
 from headway.run.recipe import Loss, Recipe, criterion
 from headway.run.recipe_check import CheckedRecipe, check_recipe
 from headway.run.recipe_schema import (
+    CacheTable,
     Call,
     DataTable,
     LossTable,
     RecipeDocument,
     RecipeReference,
+    nested_calls,
     scalars_of,
 )
 from headway.run.reference import (
@@ -53,8 +56,10 @@ def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
     checked = check_recipe(reference, overrides)
     with checked.importable():
         recipe = _build(checked)
-    resolve_batch(recipe)
-    return recipe
+    samples = resolve_batch(recipe)
+    if recipe.scale_rate is None:
+        return recipe
+    return dataclasses.replace(recipe, optimizer=_scaled(recipe, samples))
 
 
 def _build(checked: CheckedRecipe) -> Recipe:
@@ -90,7 +95,7 @@ def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
         loss=parts.loss(document.loss),
         optimizer=parts.optimizer(document.optimizer),
         validation=parts.data("validation", document.validation) if document.validation else None,
-        scheduler=parts.call("scheduler", document.scheduler, 1) if document.scheduler else None,
+        scheduler=parts.scheduler(document.scheduler) if document.scheduler else None,
         showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
         **_scalars(document),
     )
@@ -120,8 +125,24 @@ class _Parts:
 
     def data(self, key: str, table: DataTable) -> Callable[[], Any]:
         if table.call is not None:
-            return self.call(key, Call(call=table.call, arguments=table.arguments))
-        return _memmap(table, self.checked.folders[0], self.checked.where(f"{key}.memmap"))
+            data = self.call(key, Call(call=table.call, arguments=table.arguments))
+        else:
+            data = _memmap(table, self.checked.folders[0], self.checked.where(f"{key}.memmap"))
+        return self._cached(f"{key}.cache", table.cache, data) if table.cache else data
+
+    def _cached(self, key: str, table: CacheTable, data: UserCall) -> Callable[[], Any]:
+        """The data behind a cache; by default it has the name of what builds it, and where."""
+        given = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+        options = {name: value for name, value in given.items() if value is not None}
+        folder = self.checked.folders[0]
+        if table.disk is not None:
+            options["disk"] = folder / Path(table.disk).expanduser()
+        for name in ("prepare", "augment"):
+            if name in options:
+                where = self.checked.where(f"{key}.{name}")
+                options[name] = self._function(options[name], where)
+                check_arguments(options[name], (None,), {}, where)
+        return _Cached(data, options.pop("name", f"{data} in {folder}"), options)
 
     def loss(self, table: LossTable) -> Loss:
         """A class is built once with the arguments; a function gets them with every call."""
@@ -145,6 +166,14 @@ class _Parts:
         if isinstance(built.function, type) and issubclass(built.function, Optimizer):
             return _OfParameters(built)
         return cast("Callable[[nn.Module], Optimizer]", _Checked(built, Optimizer))
+
+    def scheduler(self, table: Call, key: str = "scheduler") -> UserCall:
+        """Tables with `call` among the arguments become functions of the optimiser, too."""
+        inner = {
+            name: self.scheduler(call, f"{key}.{name}")
+            for name, call in nested_calls(table.arguments).items()
+        }
+        return self.call(key, Call(call=table.call, arguments={**table.arguments, **inner}), 1)
 
     def _function(self, reference: str, where: str) -> Callable[..., Any]:
         function = resolve(reference, where=where)
@@ -187,6 +216,57 @@ class _OfParameters:
 
     def __str__(self) -> str:
         return str(self.call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """An optimiser whose rates are scaled from a reference batch to the recipe's."""
+
+    build: Callable[[nn.Module], Optimizer]
+    scaling: Scaling
+    samples: int
+    tokens: int | None
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.build(model)
+        scale_rates(optimizer, self.scaling, batch=self.samples, tokens_per_sample=self.tokens)
+        return optimizer
+
+    def __str__(self) -> str:
+        factor = self.scaling.factor(self.samples, self.tokens)
+        return f"{describe(self.build)}, rates x{factor:g}"
+
+
+def _scaled(recipe: Recipe, samples: int) -> _Scaled:
+    assert recipe.scale_rate is not None
+    try:
+        scaling = Scaling.parse(recipe.scale_rate)
+    except ValueError as error:
+        raise RecipeError(f"scale_rate: {error}", where=f"recipe {recipe.name}") from None
+    scaling.factor(samples, recipe.tokens_per_sample)  # what is missing is said here
+    return _Scaled(recipe.optimizer, scaling, samples, recipe.tokens_per_sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cached:
+    """Data behind a cache; built once, because validation asks for its data again and again."""
+
+    data: UserCall
+    name: str
+    options: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self._source
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        from headway.data.cache import cached
+
+        return cached(self.data(), self.name, **self.options)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{key}={describe(value)}" for key, value in self.options.items())
+        return f"{self.data} behind a data cache ({inner})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,106 +12,33 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import Annotated, Any
 
 from headway.documents import document, find_line, to_type
 from headway.errors import DocumentError, RecipeError
-from headway.units import Amount
-
-BATCH_UNITS = ("samples", "tokens")
-STOP_UNITS = ("steps", "epochs", "samples", "tokens")
-
-
-def _show(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _whole(least: int) -> BeforeValidator:
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{_show(value)} is not a whole number of at least {least}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _amount(units: tuple[str, ...], example: str) -> BeforeValidator:
-    def check(value: object) -> object:
-        try:
-            Amount.parse(value if isinstance(value, int) else str(value), units)
-        except ValueError as error:
-            raise ValueError(f"{error}; for example {example}") from None
-        return value
-
-    return BeforeValidator(check)
-
-
-def _text(value: object) -> object:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{_show(value)} is not a text; write it in quotes")
-    return value
-
-
-def _positive(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{_show(value)} is not a number greater than 0")
-    return value
-
-
-def _flag(value: object) -> object:
-    if not isinstance(value, bool):
-        raise ValueError(f"{_show(value)} is neither true nor false")
-    return value
-
-
-def _reference(value: object) -> object:
-    module, colon, name = str(value).partition(":")
-    if not isinstance(value, str) or not (module and colon and name):
-        raise ValueError(f'{value!r} is not of the form "module:name", as in "torch.nn:Linear"')
-    return value
-
-
-def _name(value: object) -> object:
-    """The name becomes a directory."""
-    value = _text(value)
-    if any(sign in str(value) for sign in "/\\\0") or str(value) in {".", ".."}:
-        raise ValueError(f"{value!r} names the run directory; leave out slashes and dots alone")
-    return value
-
-
-def _table(*own: str) -> BeforeValidator:
-    """Gather what is not one of the table's `own` keys as keyword arguments."""
-
-    def gather(value: object) -> object:
-        if not isinstance(value, dict):
-            raise ValueError(
-                f'{value!r} is not a table; write it as [table] with call = "module:name"'
-            )
-        if "memmap" in value:
-            return value
-        extra = {key: inner for key, inner in value.items() if key not in (*own, "arguments")}
-        rest = {key: inner for key, inner in value.items() if key not in extra}
-        given = value.get("arguments", {})
-        return rest | {"arguments": extra | given} if isinstance(given, dict) else rest
-
-    return BeforeValidator(gather)
-
-
-Least0 = Annotated[int, _whole(0)]
-Least1 = Annotated[int, _whole(1)]
-Batch = Annotated[int | str, _amount(BATCH_UNITS, '"64 samples" or "8192 tokens"')]
-Stop = Annotated[int | str, _amount(STOP_UNITS, '"300 steps", "2 epochs" or "1M samples"')]
-Name = Annotated[str, BeforeValidator(_name)]
-Text = Annotated[str, BeforeValidator(_text)]
-Reference = Annotated[str, BeforeValidator(_reference)]
-Precision = Literal["float32", "float64", "bfloat16"]
+from headway.plan import Exchange
+from headway.run.recipe_values import (
+    Batch,
+    Flag,
+    Least0,
+    Least1,
+    Name,
+    Positive,
+    Precision,
+    Reference,
+    Scale,
+    Size,
+    Stop,
+    Text,
+    table_of,
+)
 
 
 @document
 class Call:
     """`call` names a class or function; all other keys of the table are its keyword arguments.
+
+    In [scheduler], an argument that is itself a table with `call` names a further scheduler.
 
     `arguments` may be written as a table of its own where a keyword is itself named "call".
     """
@@ -136,9 +63,29 @@ class LossTable:
 
 
 @document
-class DataTable:
-    """Either `call` with arguments, or `memmap` with `window` and `dtype`."""
+class CacheTable:
+    """The arguments of `headway.data.cached`; `prepare` and `augment` name functions."""
 
+    memory: Size | None = None
+    disk: Text | None = None
+    disk_limit: Size | None = None
+    name: Text | None = None
+    version: int | str | None = None
+    prepare: Reference | None = None
+    augment: Reference | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.memory or self.disk):
+            raise ValueError("needs memory (a size), disk (a directory on a local disk), or both")
+        if self.disk_limit is not None and self.disk is None:
+            raise ValueError("disk_limit needs disk, a directory on a local disk")
+
+
+@document
+class DataTable:
+    """Either `call` with arguments, or `memmap` with `window` and `dtype`; both may be cached."""
+
+    cache: CacheTable | None = None
     call: Reference | None = None
     memmap: Text | None = None
     window: Least1 | None = None
@@ -154,8 +101,8 @@ class DataTable:
             raise ValueError("arguments belong to call, not to memmap")
 
 
-CallTable = Annotated[Call, _table("call")]
-DataCall = Annotated[DataTable, _table("call")]
+CallTable = Annotated[Call, table_of("call")]
+DataCall = Annotated[DataTable, table_of("call", "cache")]
 
 
 @document
@@ -165,14 +112,16 @@ class Scalars:
     microbatch: Least1 | None = None
     validate_every: Least0 | None = None
     validation_samples: Least1 | None = None
+    scale_rate: Scale | None = None
     seed: Least0 | None = None
-    clip: Annotated[float, BeforeValidator(_positive)] | None = None
+    clip: Positive | None = None
     precision: Precision | None = None
     checkpoint_every: Least0 | None = None
     checkpoint_keep: Least1 | None = None
     workers: Least0 | None = None
-    drop_last: Annotated[bool, BeforeValidator(_flag)] | None = None
+    drop_last: Flag | None = None
     tokens_per_sample: Least1 | None = None
+    exchange: Exchange | None = None
 
 
 @document
@@ -184,7 +133,7 @@ class RecipeDocument(Scalars):
     stop: Stop
     model: CallTable
     data: DataCall
-    loss: Annotated[LossTable, _table("call", "criterion")]
+    loss: Annotated[LossTable, table_of("call", "criterion")]
     optimizer: CallTable
     validation: DataCall | None = None
     scheduler: CallTable | None = None
@@ -203,6 +152,15 @@ class RecipeReference(Scalars):
 
 
 AnyRecipe = RecipeDocument | RecipeReference
+
+
+def nested_calls(arguments: Mapping[str, Any]) -> dict[str, Call]:
+    """The arguments that are themselves tables with `call`, by name."""
+    return {
+        name: Call(call=value["call"], arguments={k: v for k, v in value.items() if k != "call"})
+        for name, value in arguments.items()
+        if isinstance(value, Mapping) and isinstance(value.get("call"), str)
+    }
 
 
 def scalars_of(recipe: AnyRecipe) -> dict[str, Any]:
@@ -300,7 +258,7 @@ def _contradictions(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     if tokens_per_sample(raw) is None:
         found.extend(
             (key, f"{key} is stated in tokens; tokens_per_sample must say how many a sample has")
-            for key in ("batch", "stop")
+            for key in ("batch", "stop", "scale_rate")
             if str(raw.get(key, "")).rstrip().endswith(("token", "tokens"))
         )
     if "validation" not in raw:

@@ -180,7 +180,10 @@ class UserCall:
             return call(self.function, *values, where=self.where, **self.arguments)
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{key}={value!r}" for key, value in self.arguments.items())
+        inner = ", ".join(
+            f"{key}={value if isinstance(value, UserCall) else repr(value)}"
+            for key, value in self.arguments.items()
+        )
         return f"{describe(self.function)}({inner})"
 
 

@@ -22,11 +22,17 @@ def train(place: Place, job: TrainJob) -> Outcome:
         HeadwayError: With rank and step; exceptions of the user's code become `WorkerFailed`.
     """
     step = StepCounter()
+    world: World | None = None
     folders = [Path.cwd(), *([Path(job.recipe).parent] if job.recipe.endswith(".toml") else [])]
     try:
         with importable(*folders), ExitStack() as stack:
             world = stack.enter_context(
-                World.join(place, device=job.device, timeout_seconds=job.timeout_seconds)
+                World.join(
+                    place,
+                    device=job.device,
+                    timeout_seconds=job.timeout_seconds,
+                    patience_seconds=job.patience_seconds,
+                )
             )
             stop = stack.enter_context(StopRequest())
             return Training(job, world, stop, step, stack).run()
@@ -34,6 +40,9 @@ def train(place: Place, job: TrainJob) -> Outcome:
         error.where = error.where or f"rank {place.rank}, step {step.current}"
         raise
     except Exception as error:
+        lost = world.lost() if world is not None else None
+        if lost is not None:  # whatever a broken connection looks like from the inside
+            raise lost from error
         place_in_code, source = user_frame(error)
         raise WorkerFailed(
             brief(error),

@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from headway.errors import PeerLost, Stalled, UsageError
+from headway.errors import HeadwayError, PeerLost, Stalled, UsageError
+from headway.run.failure import brief
+from headway.run.heartbeat import PATIENCE_SECONDS, Listener
+from headway.run.lifeline import Lifeline, check_patience
 from headway.run.meeting import meet, name_ranks
 from headway.run.place import Place
 
@@ -36,6 +39,9 @@ _EXCHANGE = re.compile(
     r"gloo|nccl|c10d|connection|socket|wait timeout|pair closure|store|pipe", re.IGNORECASE
 )
 _FAREWELL_SECONDS = 2.0
+_NEWS_SECONDS = 1.0
+"""For rank 0's word who it was, after an exchange broke."""
+_MOST_STATES = 8
 
 
 class World:
@@ -67,6 +73,7 @@ class World:
         self.store = store
         self.side_group = side_group
         self.timeout_seconds = timeout_seconds
+        self._lifeline = Lifeline(place)
 
     @property
     def rank(self) -> int:
@@ -86,6 +93,7 @@ class World:
         device: str = "cpu",
         timeout_seconds: float = 300.0,
         join_seconds: float | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> World:
         """Meet the other ranks; collective.
 
@@ -94,9 +102,11 @@ class World:
             device: "cpu", "cuda", or "auto" (GPUs where every rank of the machine has one).
             timeout_seconds: Longest wait for another rank in an exchange.
             join_seconds: Longest wait for all ranks to arrive; None: `timeout_seconds`.
+            patience_seconds: Of which nothing is heard for so long, that rank is lost (a slow one
+                is not: it goes on beating); 0: only time-outs notice.
 
         Raises:
-            UsageError: No such device, or a process group exists already.
+            UsageError: No such device, or a process group exists already, or no patience.
             Stalled: Names the ranks that did not arrive.
             PeerLost: A rank vanished while the groups were made.
         """
@@ -109,7 +119,18 @@ class World:
                 why="headway makes the groups of its world itself.",
                 fix="Call dist.destroy_process_group() before, or leave the init to headway.",
             )
-        meeting = meet(place, timeout_seconds if join_seconds is None else join_seconds)
+        check_patience(patience_seconds)
+        listener = Listener.open() if place.rank == 0 and patience_seconds else None
+        try:
+            meeting = meet(
+                place,
+                timeout_seconds if join_seconds is None else join_seconds,
+                notice="" if listener is None else listener.notice,
+            )
+        except BaseException:
+            if listener is not None:
+                listener.socket.close()
+            raise
         world = cls(
             place=replace(place, attempt=meeting.attempt),
             device=chosen,
@@ -117,6 +138,7 @@ class World:
             store=meeting.store,
             timeout_seconds=timeout_seconds,
         )
+        world._lifeline.start(listener, meeting.store.host, meeting.notice, patience_seconds)
         with world.explained("making the process groups"):
             world._make_groups(meeting.store)
         return world
@@ -142,6 +164,7 @@ class World:
         """Leave in order: all ranks, then rank 0, which hosts the store. May be called again."""
         if self.store is None:
             return
+        self._lifeline.stop()
         self._farewell()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -160,6 +183,29 @@ class World:
         # the groups could wait for them. The process ends, and with it everything.
         if error is None:
             self.leave()
+        elif not isinstance(error, PeerLost):
+            self._lifeline.stop(brief(error).partition("\n")[0])
+
+    def doing(self, text: str, *arguments: object) -> None:
+        """Say what this rank does from now on; costs no more than an assignment.
+
+        Args:
+            text: "waits for bucket %d (%s) of step %d"; read if a rank is missed somewhere.
+            arguments: For the text, as in `logging`.
+        """
+        self._lifeline.doing(text, arguments)
+
+    def lost(self, seconds: float = 0.0) -> HeadwayError | None:
+        """The error of a rank that has been lost, if there is one.
+
+        Args:
+            seconds: For the news to arrive.
+        """
+        return self._lifeline.lost(seconds)
+
+    def states(self) -> dict[int, str]:
+        """What each rank has been doing for how long, as far as it stands still."""
+        return self._lifeline.states()
 
     def barrier(self, doing: str) -> None:
         """Wait for all ranks; collective.
@@ -177,9 +223,16 @@ class World:
 
         Args:
             doing: What the exchange is for: "the exchange of step 17".
+
+        Raises:
+            HeadwayError: A rank has been lost already.
         """
+        lost = self.lost()
+        if lost is not None:
+            raise lost
         try:
-            yield
+            with self._lifeline.waiting():
+                yield
         except RuntimeError as error:
             known = translate(error, self, doing)
             if known is None:
@@ -248,34 +301,43 @@ class World:
             return  # the host of the store is gone already: nobody needs the goodbye
 
 
-def translate(error: RuntimeError, world: World, doing: str) -> PeerLost | Stalled | None:
+def translate(error: RuntimeError, world: World, doing: str) -> HeadwayError | None:
     """What an exception of torch.distributed means; None: no trouble with other ranks.
 
     Args:
         error: What torch raised.
-        world: Asked who is missing after a time-out; this takes up to 4 s.
+        world: Asked who is lost, or after a time-out who is missing; this takes up to 5 s.
         doing: What the exchange was for.
     """
     text = str(error)
     if not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):
         return None
     if _TIMED_OUT.search(text):
-        missing = world.missing(doing)
-        who = f"{name_ranks(missing)} did not come" if missing else "the exchange took too long"
-        return Stalled(
-            f"{doing}: {who}",
-            why=f"Rank {world.rank} waited {world.timeout_seconds:g} s. "
-            + ("All other ranks wait, too." if missing else "All ranks wait: a link is broken."),
-            fix="Look for what those ranks do instead (slow data, a hang, another number of "
-            "batches), or allow more time (--timeout, timeout_seconds).",
-        )
+        return world.lost() or _stalled(world, doing)
     if isinstance(error, dist.DistError) or _BROKEN.search(text):
-        return PeerLost(
+        return world.lost(_NEWS_SECONDS) or PeerLost(
             f"another rank vanished during {doing}",
             why=_first_line(text),
             fix="Its own error, or the signal that killed it, is the cause.",
         )
     return None
+
+
+def _stalled(world: World, doing: str) -> Stalled:
+    """Nobody is lost, and yet nothing moves: who is missing, and what those do instead."""
+    missing = world.missing(doing)
+    states = world.states()
+    who = f"{name_ranks(missing)} did not come" if missing else "the exchange took too long"
+    why = f"Rank {world.rank} waited {world.timeout_seconds:g} s. "
+    why += "All other ranks wait, too." if missing else "All ranks wait: a link is broken."
+    concerned = [rank for rank in missing or sorted(states) if rank in states]
+    lines = [f"rank {rank}: {states[rank]}" for rank in concerned[:_MOST_STATES]]
+    return Stalled(
+        f"{doing}: {who}",
+        why="\n  ".join([why, *lines]),
+        fix="Look for what those ranks do instead (slow data, a hang, another number of "
+        "batches), or allow more time (--timeout, timeout_seconds).",
+    )
 
 
 def _first_line(text: str) -> str:

@@ -1,0 +1,265 @@
+"""`headway exchange compare`: what each way of exchanging gradients would take on a link.
+
+Nothing is run: layers and link are given as numbers, and every row is the price of an `Exchange`.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from cyclopts import Parameter
+
+from headway.cli.console import say, say_json
+from headway.collective.bound import WORDS, Consistency, bound
+from headway.collective.choice import TYPICAL, Choice, exactness, judge
+from headway.collective.fusion import backward_order, capped_buckets
+from headway.collective.predict import Layer, Scheme, moments, predict
+from headway.collective.service import Network
+from headway.cost.exchange import price_exchange, scheme_of
+from headway.errors import UsageError
+from headway.plan import Exchange
+from headway.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
+from headway.units import parse_bytes as parse_size
+
+DDP_CAPS = (1, 2, 5, 10, 25)
+"""MiB; the bucket sizes among which the best is looked for."""
+FLAT: dict[str, Exchange] = {
+    "buckets of 8 MiB (default)": Exchange(),
+    "fitted buckets": Exchange(bucket="auto"),
+    "fitted buckets, fp16": Exchange(bucket="auto", compress="fp16"),
+    "priority": Exchange(bucket="auto", priority=True),
+    "priority, fp16": Exchange(bucket="auto", priority=True, compress="fp16"),
+    "fitted buckets, int8": Exchange(bucket="auto", compress="int8"),
+    "fitted buckets, powersgd:4": Exchange(bucket="auto", compress="powersgd:4"),
+    "fitted buckets, topk:0.01": Exchange(bucket="auto", compress="topk:0.01"),
+}
+LAYERED: dict[str, Exchange] = {
+    "hierarchical": Exchange(bucket="auto", collective="hierarchical"),
+    "hierarchical, priority": Exchange(bucket="auto", collective="hierarchical", priority=True),
+    "hierarchical, topk:0.01": Exchange(
+        bucket="auto", collective="hierarchical", compress="topk:0.01"
+    ),
+}
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of exchanging."""
+
+    name: str
+    choice: Choice
+    exchange: Exchange | None
+    node_bytes: float
+
+    @property
+    def bound(self) -> float:
+        found = self.choice.predicted
+        how: Consistency = "crossing" if found.crossing else "overlap"
+        return bound(found.forward, found.backward, found.communication, how)
+
+
+def compare(
+    *,
+    layers: int = 25,
+    size: str = "1 MiB",
+    link: str = "1 Gbit/s",
+    latency: str = "0.2 ms",
+    forward: str,
+    backward: str,
+    ranks: int = 2,
+    nodes: int | None = None,
+    inside: str = "20 Gbit/s",
+    svg: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Price the ways of exchanging gradients on a link, without running anything.
+
+    The model is a chain of equal layers; the fastest rows are listed with what limits them.
+
+    Args:
+        layers: Number of layers.
+        size: Of the gradients of one layer.
+        link: Rate of a node's link.
+        latency: Time of an all-reduce of a few bytes.
+        forward: Time of the forward pass.
+        backward: Time of the backward pass.
+        ranks: Number of processes.
+        nodes: Over how many nodes they are spread; by default each has a node of its own.
+        inside: Rate between two ranks of one node.
+        svg: Write a picture of the steps to this file.
+        json: Print the rows as JSON.
+    """
+    if layers < 1 or ranks < 2:
+        raise UsageError(f"--layers {layers} --ranks {ranks}: at least 1 layer and 2 ranks")
+    count = ranks if nodes is None else nodes
+    if count < 1 or ranks % count:
+        raise UsageError(f"--nodes {count}: {ranks} ranks cannot be spread evenly over them")
+    network = Network.of_rates(
+        count,
+        ranks // count,
+        rate=_amount("--link", link, parse_rate),
+        inside=_amount("--inside", inside, parse_rate),
+        latency=_amount("--latency", latency, parse_seconds),
+    )
+    chain = equal_layers(
+        layers,
+        _amount("--size", size, parse_size),
+        _amount("--forward", forward, parse_seconds),
+        _amount("--backward", backward, parse_seconds),
+    )
+    rows = make_rows(chain, network)
+    if svg is not None:
+        from headway.cli.exchange_picture import steps_picture
+
+        shown = [(row.name, row.choice.predicted) for row in _shown(rows)]
+        svg.write_text(steps_picture(shown, chain), encoding="utf-8")
+    if json:
+        say_json([_facts(row) for row in rows])
+    else:
+        say(describe(rows, chain, network))
+
+
+def _amount(option: str, text: str, parse: Callable[[str], Value]) -> Value:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def equal_layers(count: int, num_bytes: int, forward: float, backward: float) -> list[Layer]:
+    """A chain of equal layers, each one matrix that is as square as its size allows."""
+    elements = max(1, num_bytes // 4)
+    rows = next(n for n in range(math.isqrt(elements), 0, -1) if elements % n == 0)
+    shape = (rows, elements // rows)
+    return [
+        Layer(
+            name=f"layer {number}",
+            shapes=(shape,),
+            forward=forward / count,
+            backward=backward / count,
+        )
+        for number in range(count)
+    ]
+
+
+def make_rows(layers: Sequence[Layer], network: Network) -> list[Row]:
+    """DDP first, to compare with; then exchanges from exact and simple to coarse."""
+    rows = _ddp(layers, network)
+    spread = 1 < network.nodes.count < network.nodes.ranks
+    for name, exchange in (FLAT | (LAYERED if spread else {})).items():
+        price = price_exchange(exchange, layers, network)
+        choice = judge(scheme_of(exchange), price.predicted, layers, network)
+        rows.append(Row(name, choice, exchange, price.node_bytes))
+    return rows
+
+
+def _ddp(layers: Sequence[Layer], network: Network) -> list[Row]:
+    """DDP with its default, and with the bucket size that is best for it."""
+    ready, _ = moments(layers)
+    sizes = [layer.num_bytes for layer in layers]
+    order = backward_order(ready)
+
+    def row(name: str, cap: int) -> Row:
+        caps = (min(cap, 1) << 20, cap << 20)
+        buckets = capped_buckets(sizes, order, caps)
+        predicted = predict(Scheme(), layers, network, TYPICAL, buckets=buckets)
+        choice = judge(Scheme(), predicted, layers, network)
+        return Row(name, choice, None, predicted.traffic.busiest_node(network.nodes))
+
+    tuned = [row(f"DDP, best buckets ({cap} MiB)", cap) for cap in DDP_CAPS]
+    best = min(tuned, key=lambda found: found.choice.step)
+    return [row("DDP, default buckets", 25), best]
+
+
+def describe(rows: Sequence[Row], layers: Sequence[Layer], network: Network) -> str:
+    """The table, and which exchange to take."""
+    found = rows[0].choice.predicted
+    total = sum(layer.num_bytes for layer in layers)
+    nodes = network.nodes
+    lines = [
+        f"{len(layers)} layers, {format_bytes(total)} of gradients; forward "
+        f"{format_seconds(found.forward)}, backward {format_seconds(found.backward)}",
+        f"{nodes.ranks} ranks on {nodes.count} nodes; all-reduce: latency "
+        f"{format_seconds(network.link.latency)}, {format_rate(network.link.rate)} per rank, "
+        f"{format_seconds(network.link.seconds(total))} for all gradients",
+        "",
+        f"{'exchange':<30}{'step':>9}{'of DDP':>8}{'exposed':>10}{'sent/node':>11}{'bound':>9}"
+        "  limited by",
+        *(_line(row, rows[0]) for row in rows),
+        "",
+    ]
+    exact = [row for row in rows if row.exchange and not _inexact(row)]
+    best = min(exact, key=lambda row: row.choice.step)
+    lines.append(f"best exact: {best.name}")
+    lines.extend(f"  {part}" for part in re.split("[:;] ", best.choice.diagnosis.sentence))
+    fastest = min((row for row in rows if row.exchange), key=lambda row: row.choice.step)
+    if fastest is not best:
+        gain = best.choice.step / fastest.choice.step
+        lines.append(f"fastest: {fastest.name}")
+        lines.append(f"  {gain:.2f}x as fast as the best exact one, and approximate")
+    lines.extend(_toml(best))
+    return "\n".join(lines)
+
+
+def _inexact(row: Row) -> bool:
+    return exactness(row.choice.scheme) > 0
+
+
+def _line(row: Row, first: Row) -> str:
+    choice = row.choice
+    return (
+        f"{row.name:<30}{format_seconds(choice.step):>9}"
+        f"{first.choice.step / choice.step:>7.2f}x"
+        f"{format_seconds(choice.predicted.exposed):>10}{format_bytes(row.node_bytes):>11}"
+        f"{format_seconds(row.bound):>9}  {WORDS[choice.diagnosis.limit]}"
+    )
+
+
+def _toml(row: Row) -> list[str]:
+    """The lines of a recipe that ask for it."""
+    assert row.exchange is not None
+    default = Exchange()
+    asked = {
+        key: getattr(row.exchange, key)
+        for key in ("bucket", "collective", "compress", "priority")
+        if getattr(row.exchange, key) != getattr(default, key)
+    }
+    values = [f"{key} = {json_format.dumps(value)}" for key, value in asked.items()]
+    return ["in the plan: exchange = { " + ", ".join(values) + " }"] if values else []
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """For the picture: DDP's default, its best, and the best exact ones with and without border."""
+    exact = [row for row in rows[2:] if not _inexact(row)]
+    inside = min(
+        (row for row in exact if not row.choice.predicted.crossing), key=lambda r: r.choice.step
+    )
+    across = min(
+        (row for row in exact if row.choice.predicted.crossing), key=lambda r: r.choice.step
+    )
+    return [rows[0], rows[1], inside, across]
+
+
+def _facts(row: Row) -> dict[str, object]:
+    predicted = row.choice.predicted
+    return {
+        "exchange": row.name,
+        "plan": None if row.exchange is None else asdict(row.exchange),
+        "step": row.choice.step,
+        "exposed": predicted.exposed,
+        "isolated": predicted.isolated,
+        "bound": row.bound,
+        "node_bytes": row.node_bytes,
+        "rank_bytes": predicted.traffic.busiest_rank(),
+        "buckets": len(predicted.buckets),
+        "exact": not _inexact(row),
+        "limit": row.choice.diagnosis.limit,
+        "reason": row.choice.diagnosis.sentence,
+    }

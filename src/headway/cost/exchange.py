@@ -1,0 +1,138 @@
+"""The price of a plan's exchange: seconds of a step, exposed seconds, bytes on the wire, the limit.
+
+A thin layer: it turns the plan's `Exchange` into a `Scheme` and asks `collective.predict`.
+Invariant: the price equals what `simulator` plays, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headway.collective.bound import Consistency, Diagnosis, bound
+from headway.collective.choice import TYPICAL, choose, judge
+from headway.collective.predict import Layer, Predicted, Scheme, predict
+from headway.collective.service import Network, Speed
+from headway.errors import PlanError
+from headway.plan import Exchange, parse_compression
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePrice:
+    """What an exchange costs in each step.
+
+    Attributes:
+        exchange: With everything chosen that was left open.
+        predicted: Buckets, loads, order, and the played step.
+        bound: The shortest step that this kind of exchange allows; seconds.
+        rank_bytes: What the rank that sends most sends.
+        node_bytes: What leaves the node that sends most.
+        diagnosis: What limits the step.
+    """
+
+    exchange: Exchange
+    predicted: Predicted
+    bound: float
+    rank_bytes: float
+    node_bytes: float
+    diagnosis: Diagnosis
+
+    @property
+    def step(self) -> float:
+        """Seconds from the start of a step to the start of the next one."""
+        return self.predicted.step
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which the training thread waits for the exchange."""
+        return self.predicted.exposed
+
+    @property
+    def isolated(self) -> float:
+        """Seconds that the exchange would take on its own."""
+        return self.predicted.isolated
+
+    @property
+    def overlap(self) -> float:
+        """Share of the communication that is hidden: 1 - exposed / isolated."""
+        return 1 - self.exposed / self.isolated if self.isolated else 1.0
+
+
+def price_exchange(
+    exchange: Exchange,
+    layers: Sequence[Layer],
+    network: Network,
+    speeds: Mapping[str, Speed] = TYPICAL,
+) -> ExchangePrice:
+    """Price the exchange of a plan.
+
+    Args:
+        exchange: The plan's; `compress = "auto"` is chosen here.
+        layers: In the order of the forward pass; names are matched by the plan's `parts`.
+        network: Links and nodes.
+        speeds: Of compressors.
+
+    Raises:
+        PlanError: An exchange that cannot be, on these ranks and nodes.
+    """
+    problems = exchange.problems(network.nodes.ranks)
+    if exchange.collective == "hierarchical" and not network.nodes.uniform:
+        sizes = ", ".join(str(len(ranks)) for ranks in network.nodes.members)
+        problems.append(f"exchange.collective hierarchical: the nodes have {sizes} ranks")
+    if problems:
+        raise PlanError("this exchange cannot be priced", problems=problems)
+    own = with_exceptions(layers, exchange)
+    scheme = scheme_of(exchange)
+    if exchange.compress == "auto":
+        scheme = choose(own, network, base=scheme, speeds=speeds)[0].scheme
+        exchange = replace(exchange, compress=scheme.compress)
+    try:
+        predicted = predict(scheme, own, network, speeds)
+    except ValueError as error:
+        raise PlanError("this exchange cannot be priced", problems=[str(error)]) from None
+    return ExchangePrice(
+        exchange=exchange,
+        predicted=predicted,
+        bound=bound(predicted.forward, predicted.backward, predicted.communication, _how(exchange)),
+        rank_bytes=predicted.traffic.busiest_rank(),
+        node_bytes=predicted.traffic.busiest_node(network.nodes),
+        diagnosis=judge(scheme, predicted, own, network).diagnosis,
+    )
+
+
+def scheme_of(exchange: Exchange) -> Scheme:
+    """What of an exchange decides on time; an automatic compressor is "none" so far."""
+    compression = exchange.compression
+    return Scheme(
+        compressor=compression.name if compression else "none",
+        amount=compression.amount if compression else 0.0,
+        reduce=exchange.reduce,
+        collective=exchange.collective,
+        bucket=exchange.bucket_bytes,
+        overlap=exchange.overlap,
+        priority=exchange.priority,
+        chunk=exchange.chunk_bytes,
+        credit=exchange.credit,
+    )
+
+
+def with_exceptions(layers: Sequence[Layer], exchange: Exchange) -> list[Layer]:
+    """The layers with what the plan's `parts` say of them; of groups the largest is priced."""
+    found = []
+    for layer in layers:
+        part = exchange.part(layer.name)
+        if part and part.compress:
+            other = parse_compression(part.compress)
+            layer = replace(layer, compressor=other.name, amount=other.amount)
+        if part and part.ranks:
+            sizes = [len(group) for group in part.ranks]
+            largest = part.ranks[sizes.index(max(sizes))]
+            layer = replace(layer, ranks=tuple(sorted(largest)))
+        found.append(layer)
+    return found
+
+
+def _how(exchange: Exchange) -> Consistency:
+    if not exchange.overlap:
+        return "none"
+    return "crossing" if exchange.priority else "overlap"

@@ -1,0 +1,64 @@
+"""Training with large batches: LARS, LAMB, divided norms, and the learning rates that belong to it.
+
+The names are loaded when they are first used: the rules of `scaling` are arithmetic without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "LAMB": "headway.optim.lamb",
+    "LARS": "headway.optim.lars",
+    "ParallelOperator": "headway.optim.pto",
+    "Scaling": "headway.optim.scaling",
+    "WarmUp": "headway.optim.warmup",
+    "adasum_rate": "headway.optim.scaling",
+    "check_scaling": "headway.optim.scaling",
+    "correct_momentum": "headway.optim.warmup",
+    "fit_exchange": "headway.optim.attach",
+    "linear": "headway.optim.scaling",
+    "parallel_norms": "headway.optim.layerwise",
+    "scale_rates": "headway.optim.scaling",
+    "square_root": "headway.optim.scaling",
+}
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "ParallelOperator",
+    "Scaling",
+    "WarmUp",
+    "adasum_rate",
+    "check_scaling",
+    "correct_momentum",
+    "fit_exchange",
+    "linear",
+    "parallel_norms",
+    "scale_rates",
+    "square_root",
+]
+
+if TYPE_CHECKING:
+    from headway.optim.attach import fit_exchange
+    from headway.optim.lamb import LAMB
+    from headway.optim.lars import LARS
+    from headway.optim.layerwise import parallel_norms
+    from headway.optim.pto import ParallelOperator
+    from headway.optim.scaling import (
+        Scaling,
+        adasum_rate,
+        check_scaling,
+        linear,
+        scale_rates,
+        square_root,
+    )
+    from headway.optim.warmup import WarmUp, correct_momentum
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headway.optim' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,436 @@
+"""pure: the price of an exchange, the simulator against it, the choice, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from headway.cli.exchange import compare, equal_layers
+from headway.cli.main import main
+from headway.collective import Nodes
+from headway.collective.choice import CANDIDATES, choose, exactness, pays
+from headway.collective.fusion import backward_order, capped_buckets
+from headway.collective.link import LinkFit
+from headway.collective.predict import Layer, Scheme, moments, predict
+from headway.collective.service import Network, Speed, service
+from headway.cost import price_exchange
+from headway.errors import PlanError, UsageError
+from headway.plan import Exchange, ExchangePart
+from headway.simulator import simulate_exchange
+from support.golden import check_golden
+
+MIB = 2**20
+SLOW = Network.flat(LinkFit.of_rate(12.5e6, 2e-4, 2))
+"""100 Mbit/s, two ranks."""
+
+
+def chain(n=25, compute=1.0, shape=(512, 512)):
+    return [
+        Layer(
+            name=f"layer{i}",
+            shapes=(shape,),
+            forward=compute / 3 / n,
+            backward=compute * 2 / 3 / n,
+        )
+        for i in range(n)
+    ]
+
+
+def uneven(seed, n=12):
+    draw = random.Random(seed)
+    return [
+        Layer(
+            name=f"blocks.{i}",
+            shapes=((draw.choice([8, 64, 300]), draw.choice([32, 500])), (draw.choice([8, 64]),)),
+            forward=draw.uniform(0.001, 0.03),
+            backward=draw.uniform(0.002, 0.06),
+        )
+        for i in range(n)
+    ]
+
+
+def without_latency(layers, ratio):
+    """A link on which the whole communication takes `ratio` seconds."""
+    return Network.flat(LinkFit(0.0, ratio / sum(layer.num_bytes for layer in layers)))
+
+
+# -- the specification's model of the bound ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ddp", "fifo", "priority", "lower"),
+    [
+        (0.25, 1.24, 1.01, 1.01, 1.00),
+        (0.5, 1.48, 1.02, 1.02, 1.00),
+        (0.75, 1.72, 1.11, 1.03, 1.00),
+        (1.0, 1.96, 1.36, 1.05, 1.00),
+        (1.5, 2.44, 1.86, 1.54, 1.50),
+        (2.0, 2.92, 2.36, 2.04, 2.00),
+        (4.0, 4.84, 4.36, 4.04, 4.00),
+    ],
+)
+def test_the_table_of_25_equal_layers(ratio, ddp, fifo, priority, lower):
+    """Communication over compute; DDP's default buckets, best order inside the step, priority
+    across its border with chunks of 256 KiB, bound. 0.75 gives 1.035, printed as 1.03 there."""
+    layers = chain()
+    network = without_latency(layers, ratio)
+    order = backward_order(moments(layers)[0])
+    sizes = [layer.num_bytes for layer in layers]
+    buckets = capped_buckets(sizes, order, (MIB, 25 * MIB))
+    assert predict(Scheme(), layers, network, {}, buckets=buckets).step == pytest.approx(
+        ddp, abs=0.005
+    )
+    assert predict(Scheme(), layers, network, {}).step == pytest.approx(fifo, abs=0.005)
+    price = price_exchange(Exchange(bucket="auto", priority=True), layers, network)
+    assert price.step == pytest.approx(priority, abs=0.0065)
+    assert price.bound == pytest.approx(lower)
+
+
+def test_fp16_halves_the_communication():
+    """Section 3.5: with q = 2 and crossing 1.92x over DDP's default at C = F + B, 2.79x at twice
+    that; and crossing adds next to nothing there (bound 1.02)."""
+    layers = chain()
+    for ratio, gain in ((1.0, 1.92), (2.0, 2.79)):
+        network = without_latency(layers, ratio)
+        buckets = capped_buckets(
+            [layer.num_bytes for layer in layers],
+            backward_order(moments(layers)[0]),
+            (MIB, 25 * MIB),
+        )
+        ddp = predict(Scheme(), layers, network, {}, buckets=buckets).step
+        half = predict(Scheme(compressor="fp16", priority=True), layers, network, {}).step
+        assert ddp / half == pytest.approx(gain, abs=0.03)
+    inside = predict(Scheme(compressor="fp16"), layers, without_latency(layers, 1.0), {}).step
+    across = predict(
+        Scheme(compressor="fp16", priority=True), layers, without_latency(layers, 1.0), {}
+    ).step
+    assert inside / across == pytest.approx(1.0, abs=0.02)
+
+
+# -- the simulator is the price ----------------------------------------------------------------
+
+EXCHANGES = {
+    "default": Exchange(),
+    "fitted": Exchange(bucket="auto"),
+    "small": Exchange(bucket="64 KiB"),
+    "after backward": Exchange(bucket="auto", overlap=False),
+    "fp16": Exchange(bucket="auto", compress="fp16"),
+    "int8": Exchange(bucket="auto", compress="int8"),
+    "topk": Exchange(bucket="auto", compress="topk:0.05"),
+    "powersgd": Exchange(bucket="auto", compress="powersgd:2"),
+    "priority": Exchange(bucket="auto", priority=True),
+    "priority, given size": Exchange(priority=True, bucket="1 MiB", chunk="100 KiB"),
+    "priority, credit 1": Exchange(bucket="auto", priority=True, credit=1),
+    "priority, fp16": Exchange(bucket="auto", priority=True, compress="fp16"),
+    "priority, topk": Exchange(bucket="auto", priority=True, compress="topk:0.05"),
+    "adasum": Exchange(bucket="auto", reduce="adasum"),
+    "hierarchical": Exchange(bucket="auto", collective="hierarchical"),
+    "hierarchical, priority": Exchange(bucket="auto", collective="hierarchical", priority=True),
+    "hitopkcomm": Exchange(bucket="auto", collective="hierarchical", compress="mstopk:0.05"),
+    "hierarchical adasum": Exchange(bucket="auto", collective="hierarchical", reduce="adasum"),
+    "parts": Exchange(
+        bucket="auto",
+        parts=(
+            ExchangePart(parameters="blocks.1*", compress="fp16"),
+            ExchangePart(parameters="blocks.3", ranks=((0, 1), (2, 3))),
+        ),
+    ),
+}
+GRID = Network.of_rates(2, 2, rate=2e6, inside=1e9, latency=1e-3)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_price_is_what_the_simulator_plays(name, seed):
+    exchange, layers = EXCHANGES[name], uneven(seed)
+    price = price_exchange(exchange, layers, GRID)
+    played = simulate_exchange(price.predicted, layers, steps=4, overlap=exchange.overlap)
+    first = 1 if exchange.priority else 0  # nothing is under way in the very first forward pass
+    for step in played.steps[first:-1]:
+        assert step == pytest.approx(price.step, rel=1e-12)
+    exposed = sum(
+        span.seconds
+        for span in played.timeline.spans
+        if span.kind == "wait" and span.node == "step 2"
+    )
+    assert exposed == pytest.approx(price.exposed, abs=1e-12)
+    assert 0 <= price.exposed <= price.isolated + 1e-12
+    assert price.bound <= price.step + 1e-12
+    assert 0 <= price.overlap <= 1
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_byte_travels_once_a_step(name):
+    layers = uneven(3)
+    price = price_exchange(EXCHANGES[name], layers, GRID)
+    found = price.predicted
+    assert sorted(i for bucket in found.buckets for i in bucket) == [*range(len(layers))]
+    played = simulate_exchange(found, layers, steps=3)
+    assert played.bytes_sent == pytest.approx(3 * sum(load.num_bytes for load in found.loads))
+    lane = played.timeline.seconds(rank=0, lane="exchange")
+    assert lane == pytest.approx(3 * found.communication)
+
+
+def test_dense_loads_are_the_gradients():
+    layers = uneven(4)
+    for exchange in (Exchange(), Exchange(priority=True, bucket="auto")):
+        found = price_exchange(exchange, layers, SLOW).predicted
+        assert sum(load.num_bytes for load in found.loads) == pytest.approx(
+            sum(layer.num_bytes for layer in layers)
+        )
+
+
+@pytest.mark.parametrize("name", ["fitted", "priority", "topk"])
+def test_no_lane_does_two_things_at_a_time(name):
+    layers = uneven(5)
+    found = price_exchange(EXCHANGES[name], layers, GRID).predicted
+    spans = simulate_exchange(found, layers, steps=3).timeline.spans
+    for lane in ("compute", "exchange"):
+        own = sorted((s for s in spans if s.lane == lane), key=lambda s: s.start)
+        assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(own))
+
+
+def test_layers_of_different_methods_share_no_bucket():
+    price = price_exchange(EXCHANGES["parts"], uneven(6), GRID)
+    kinds = [
+        {"group" if i == 3 else "fp16" if i in (1, 10, 11) else "plain" for i in bucket}
+        for bucket in price.predicted.buckets
+    ]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert {next(iter(kind)) for kind in kinds} == {"group", "fp16", "plain"}
+
+
+# -- methods -----------------------------------------------------------------------------------
+
+
+def test_the_plain_all_reduce_is_priced_at_what_was_measured():
+    link = LinkFit(1e-3, 1e-8, 0.0, 4)
+    assert service(Scheme(), [(1000, 1000)], Network.flat(link), {}).num_bytes == 4e6
+
+
+def test_gathering_costs_as_the_bytes_that_a_rank_sends():
+    """Flat top-k of 1 % over four ranks: 3 payloads of 8 bytes, where a ring sends 1.5 of all."""
+    served = service(
+        Scheme(compressor="topk", amount=0.01),
+        [(1000, 1000)],
+        Network.flat(LinkFit(1e-3, 1e-8, 0.0, 4)),
+        {"topk": Speed(1e-9, 1e-10)},
+    )
+    assert served.num_bytes == pytest.approx(3 * 80_000 / 1.5)
+    assert served.encode == pytest.approx(4e6 * 1e-9)
+    assert served.decode == pytest.approx(4 * 4e6 * 1e-10)
+
+
+def test_powersgd_has_a_second_round():
+    link = LinkFit(1e-3, 1e-8, 0.0, 2)
+    served = service(
+        Scheme(compressor="powersgd", amount=1.0), [(500, 500)], Network.flat(link), {}
+    )
+    assert served.delay == pytest.approx(1e-3)
+    assert served.num_bytes == 4 * 1000
+
+
+def test_hierarchy_pays_where_nodes_share_a_link():
+    """Specification 3.7: 25 MiB on two nodes of two ranks at 100 Mbit/s: 3.21 s flat, 2.37 s in
+    levels (2.10 s is what 25 MiB take), 0.166 s flat top-k and HiTopKComm 0.166 s."""
+    network = Network.of_rates(2, 2, rate=12.5e6, inside=1e9, latency=1e-3)
+    layers = [Layer(name="all", shapes=((2560, 2560),))]
+
+    def alone(exchange):
+        return price_exchange(exchange, layers, network).step
+
+    assert alone(Exchange()) == pytest.approx(3.15, abs=0.01)
+    assert alone(Exchange(collective="hierarchical")) == pytest.approx(2.11, abs=0.02)
+    assert alone(Exchange(compress="topk:0.01")) == pytest.approx(0.14, abs=0.02)
+    sparse = alone(Exchange(compress="mstopk:0.01", collective="hierarchical"))
+    assert sparse == pytest.approx(0.08, abs=0.02)
+
+
+def test_an_unmeasured_inside_costs_nothing():
+    nodes = Nodes(((0, 1), (2, 3)))
+    network = Network(LinkFit(1e-3, 1e-7, 0.0, 4), nodes)
+    price = price_exchange(Exchange(collective="hierarchical"), chain(4), network)
+    assert math.isfinite(price.step)
+    assert price.predicted.link is network.link
+
+
+def test_a_group_of_fewer_ranks_sends_less():
+    small = GRID.among((0, 1))
+    assert small.link.ranks == 2
+    assert small.link.seconds_per_byte == pytest.approx(GRID.link.seconds_per_byte / 1.5)
+    assert small.nodes.members == ((0, 1),)
+
+
+def test_one_rank_exchanges_nothing():
+    price = price_exchange(Exchange(), chain(3), Network.flat(LinkFit.of_rate(1e6, 0.0, 1)))
+    assert price.step == pytest.approx(1.0)
+    assert price.rank_bytes == 0
+
+
+def test_impossible_exchanges_are_refused_with_the_reason():
+    uneven_nodes = Network(LinkFit(0.0, 1e-8, 0.0, 3), Nodes(((0, 1), (2,))))
+    with pytest.raises(PlanError, match="cannot be priced") as caught:
+        price_exchange(Exchange(collective="hierarchical"), chain(2), uneven_nodes)
+    assert caught.value.problems == ("exchange.collective hierarchical: the nodes have 2, 1 ranks",)
+    with pytest.raises(PlanError) as caught:
+        price_exchange(Exchange(collective="hierarchical", compress="powersgd:1"), chain(2), GRID)
+    assert "powersgd" in caught.value.problems[0]
+    with pytest.raises(PlanError) as caught:
+        price_exchange(Exchange(bucket="many"), chain(2), SLOW)
+    assert "exchange.bucket" in caught.value.problems[0]
+
+
+# -- choosing ----------------------------------------------------------------------------------
+
+
+def test_exact_is_chosen_where_communication_is_hidden_anyway():
+    ranked = choose(chain(), without_latency(chain(), 0.2), base=Scheme())
+    assert ranked[0].scheme.compressor == "none"
+    assert ranked[0].reason.startswith("exact")
+
+
+def test_on_a_slow_link_the_coarse_ones_win_by_their_bytes():
+    ranked = choose(chain(), without_latency(chain(), 40.0), base=Scheme())
+    assert exactness(ranked[0].scheme) == 2
+    assert "as fast as the best exact exchange" in ranked[0].reason
+    steps = [choice.step for choice in ranked]
+    assert ranked[-1].scheme.compressor == "none"
+    assert steps[-1] > 10 * steps[0]
+
+
+def test_only_exact_ones_where_nothing_else_is_allowed():
+    ranked = choose(chain(), without_latency(chain(), 4.0), base=Scheme(), exact_only=True)
+    assert {choice.scheme.compressor for choice in ranked} == {"none"}
+    both = choose(
+        chain(), without_latency(chain(), 1.0), base=Scheme(), exact_only=True, vary_priority=True
+    )
+    assert [choice.scheme.priority for choice in both] == [True, False]
+
+
+def test_an_approximation_must_gain_something():
+    """Slightly faster is not enough, and the reason says how much would be."""
+    layers = chain()
+    ranked = choose(
+        layers,
+        without_latency(layers, 0.5),
+        base=Scheme(),
+        candidates=(("none", 0.0), ("fp16", 0.0)),
+        speeds={},
+    )
+    assert [choice.scheme.compressor for choice in ranked] == ["none", "fp16"]
+    assert ranked[1].step < ranked[0].step
+    assert "less exact: it must be 1.02x" in ranked[1].reason
+
+
+def test_never_worse_than_the_best_hook_of_ddp():
+    """Whatever the link, the choice's step is within its class's handicap of the best hook's."""
+    hooks = (("fp16", 0.0), ("powersgd", 1.0), ("powersgd", 2.0), ("powersgd", 4.0))
+    for ratio in (0.1, 0.5, 1.0, 2.0, 5.0, 20.0, 100.0):
+        network = without_latency(chain(), ratio)
+        chosen = choose(chain(), network, base=Scheme())[0]
+        best = min(
+            choice.step for choice in choose(chain(), network, base=Scheme(), candidates=hooks)
+        )
+        assert chosen.step <= best * 1.05
+
+
+def test_shards_that_cut_gradients_leave_some_compressors_out():
+    ranked = choose(chain(4), GRID, base=Scheme(collective="hierarchical"))
+    assert {choice.scheme.compressor for choice in ranked} == {"none", "fp16", "topk"}
+
+
+def test_a_slow_compressor_does_not_pay_on_a_fast_link():
+    """Specification 3.6: 1 / S < (1 - 1 / q) x link time per byte."""
+    selection = Speed(0.45e-9)
+    assert pays(selection, 100.0, 8e-9)  # 1 Gbit/s
+    assert not pays(selection, 100.0, 0.4e-9)
+    assert pays(Speed(0.04e-9), 2.0, 0.8e-9)  # fp16 at 10 Gbit/s
+    layers = chain(compute=1e-3)
+    fast = Network.flat(LinkFit(0.0, 0.2e-9, 0.0, 2))
+    slow = {"topk": Speed(3e-9)}
+    ranked = choose(
+        layers, fast, base=Scheme(), speeds=slow, candidates=(("none", 0.0), ("topk", 0.01))
+    )
+    assert ranked[0].scheme.compressor == "none"
+
+
+def test_the_ranking_is_the_same_every_time():
+    first = choose(chain(), SLOW, base=Scheme(), vary_priority=True)
+    again = choose(chain(), SLOW, base=Scheme(), vary_priority=True)
+    assert [c.scheme for c in first] == [c.scheme for c in again]
+    assert len(first) == 2 * len(CANDIDATES)
+
+
+def test_an_automatic_compressor_is_chosen_in_the_price():
+    exact = price_exchange(
+        Exchange(compress="auto", bucket="auto"), chain(), without_latency(chain(), 0.1)
+    )
+    assert exact.exchange.compress == "none"
+    coarse = price_exchange(
+        Exchange(compress="auto", bucket="auto"), chain(), without_latency(chain(), 50.0)
+    )
+    assert coarse.exchange.compress not in ("none", "auto")
+    assert coarse.step < 10
+
+
+# -- the command -------------------------------------------------------------------------------
+
+ARGUMENTS = (
+    "exchange", "compare", "--layers", "25", "--size", "1 MiB", "--link", "100 Mbit/s",
+    "--latency", "0.2 ms", "--forward", "0.7 s", "--backward", "1.4 s",
+)  # fmt: skip
+
+
+def test_the_table_of_the_command(capsys):
+    assert main([*ARGUMENTS, "--ranks", "2"]) == 0
+    check_golden("cli/exchange_compare.txt", capsys.readouterr().out)
+
+
+def test_nodes_with_several_ranks_have_hierarchical_rows(capsys):
+    assert main([*ARGUMENTS, "--ranks", "4", "--nodes", "2"]) == 0
+    check_golden("cli/exchange_compare_nodes.txt", capsys.readouterr().out)
+
+
+def test_facts_and_picture(capsys, tmp_path):
+    picture = tmp_path / "steps.svg"
+    assert main([*ARGUMENTS, "--json", "--svg", str(picture)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    by_name = {row["exchange"]: row for row in rows}
+    assert by_name["priority"]["plan"]["priority"] is True
+    assert by_name["DDP, default buckets"]["plan"] is None
+    assert all(row["bound"] <= row["step"] + 1e-9 for row in rows)
+    assert all(row["exposed"] <= row["isolated"] + 1e-9 for row in rows)
+    assert by_name["fitted buckets, fp16"]["node_bytes"] * 2 == pytest.approx(
+        by_name["fitted buckets"]["node_bytes"]
+    )
+    svg = picture.read_text()
+    assert svg.startswith("<svg")
+    for name in ("DDP, default buckets", "priority", "exposed communication"):
+        assert name in svg
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"link": "fast"}, "--link: 'fast' is not a rate"),
+        ({"size": "one"}, "--size: 'one' is not a size"),
+        ({"forward": "soon"}, "--forward: 'soon' is not a duration"),
+        ({"ranks": 1}, "at least 1 layer and 2 ranks"),
+        ({"layers": 0}, "at least 1 layer and 2 ranks"),
+        ({"ranks": 4, "nodes": 3}, "--nodes 3: 4 ranks cannot be spread evenly"),
+    ],
+)
+def test_impossible_arguments(change, words):
+    with pytest.raises(UsageError, match=words):
+        compare(**({"forward": "1 s", "backward": "2 s"} | change))
+
+
+def test_equal_layers_are_as_square_as_they_can_be():
+    layer = equal_layers(3, 4 * 6, 3.0, 6.0)[0]
+    assert layer.shapes == ((2, 3),)
+    assert (layer.forward, layer.backward) == (1.0, 2.0)
+    assert equal_layers(1, 4 * 7, 1.0, 1.0)[0].shapes == ((1, 7),)

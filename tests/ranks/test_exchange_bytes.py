@@ -1,0 +1,166 @@
+"""ranks: what methods hand to the network is the figure that the plan states, pair by pair."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.collective import Nodes
+from headway.collective.wire import bucket_traffic
+from headway.comm.adasum import Adasum, HierarchicalAdasum
+from headway.comm.compress import make_method
+from headway.comm.hierarchical import Hierarchical
+from headway.comm.method import AllReduce, Fused, Piece, complete, make_route
+from headway.comm.sparse_hierarchical import SparseHierarchical
+from headway.plan import parse_compression
+from support.ranks import ranks
+
+SHAPES = ((40, 64), (33,), (3, 16, 30), (7,))
+
+
+class Counter:
+    """Stands between headway and torch.distributed, and keeps what this rank sends to whom."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.sent: dict[tuple[int, int], float] = {}
+        names = ["all_reduce", "all_to_all_single", "batch_isend_irecv"]
+        gather = "all_gather_single" if hasattr(dist, "all_gather_single") else None
+        names.append(gather or "all_gather_into_tensor")
+        for name in names:
+            real, count = getattr(dist, name), getattr(self, name.removesuffix("_into_tensor"))
+            monkeypatch.setattr(dist, name, self.counted(real, count))
+        self.all_gather_single = self.all_gather
+
+    @staticmethod
+    def counted(real, count):
+        def call(*arguments, **named):
+            count(*arguments, **named)
+            return real(*arguments, **named)
+
+        return call
+
+    def add(self, to: int, size: float) -> None:
+        if size:
+            pair = (dist.get_rank(), to)
+            self.sent[pair] = self.sent.get(pair, 0.0) + size
+
+    @staticmethod
+    def right(group) -> tuple[int, int]:
+        """The neighbour in Gloo's ring, and the size of the group."""
+        members = dist.get_process_group_ranks(group)
+        place = members.index(dist.get_rank())
+        return members[(place + 1) % len(members)], len(members)
+
+    def all_reduce(self, tensor, group=None, **_) -> None:
+        to, n = self.right(group or dist.group.WORLD)
+        self.add(to, 2 * (n - 1) / n * tensor.nbytes)
+
+    def all_gather(self, rows, payload, group=None, **_) -> None:
+        to, n = self.right(group or dist.group.WORLD)
+        self.add(to, (n - 1) * payload.nbytes)
+
+    all_gather_single = all_gather
+
+    def all_to_all_single(self, rows, payloads, group=None, **_) -> None:
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        for to in members:
+            if to != dist.get_rank():
+                self.add(to, payloads.nbytes / len(members))
+
+    def batch_isend_irecv(self, operations) -> None:
+        for operation in operations:
+            if operation.op is dist.isend:
+                self.add(operation.peer, operation.tensor.nbytes)
+
+
+def fused_of(shapes):
+    pieces, start = [], 0
+    for number, shape in enumerate(shapes):
+        stop = start + math.prod(shape)
+        pieces.append(Piece(f"p{number}", start, stop, shape))
+        start = stop
+    buffer = torch.rand(start + len(shapes), generator=torch.Generator().manual_seed(3))
+    buffer[start:] = 1.0
+    return Fused(buffer, tuple(pieces), 1)
+
+
+METHODS = {
+    "plain": (AllReduce, {}),
+    "adasum": (Adasum, {"reduce": "adasum"}),
+    "hierarchical": (Hierarchical, {"collective": "hierarchical"}),
+    "hierarchical fp16": (
+        lambda: Hierarchical(make_method(parse_compression("fp16"), seed=0)),
+        {"collective": "hierarchical", "compressor": "fp16"},
+    ),
+    "hitopkcomm": (
+        lambda: SparseHierarchical(0.02),
+        {"collective": "hierarchical", "compressor": "topk", "amount": 0.02},
+    ),
+    "hitopkcomm, dense": (
+        lambda: SparseHierarchical(0.9),
+        {"collective": "hierarchical", "compressor": "topk", "amount": 0.9},
+    ),
+    "hierarchical adasum": (
+        HierarchicalAdasum,
+        {"collective": "hierarchical", "reduce": "adasum"},
+    ),
+    **{
+        text: (
+            lambda text=text: make_method(parse_compression(text), seed=0),
+            {"compressor": parse_compression(text).name, "amount": parse_compression(text).amount},
+        )
+        for text in ("fp16", "bf16", "int8", "sign", "topk:0.05", "mstopk:0.05", "randomk:0.05")
+    },
+    "powersgd": (
+        lambda: make_method(parse_compression("powersgd:2"), seed=0),
+        {"compressor": "powersgd", "amount": 2.0},
+    ),
+}
+
+
+def differences(members):
+    """Method -> what this rank sent, and what it should have sent, where they differ."""
+    nodes = Nodes(members)
+    route = make_route(None, nodes, hierarchical=True)
+    found = {}
+    for name, (make, how) in METHODS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            counter = Counter(patch)
+            complete(make(), fused_of(SHAPES), route)
+        planned = bucket_traffic(SHAPES, nodes, **how)
+        own = {pair: size for pair, size in planned.sent.items() if pair[0] == dist.get_rank()}
+        total = sum(own.values())
+        pairs = {*own, *counter.sent}
+        # Halves and shards of an odd length differ by an element.
+        if any(
+            abs(own.get(p, 0.0) - counter.sent.get(p, 0.0)) > 0.002 * total + 16 for p in pairs
+        ) or sum(counter.sent.values()) != pytest.approx(total, rel=0.003):
+            found[name] = (counter.sent, own)
+    return found
+
+
+def none_differs(results):
+    assert results == [{}] * len(results)
+
+
+@ranks(4, check=none_differs)
+def test_two_nodes_of_two_ranks(world):
+    return differences(((0, 1), (2, 3)))
+
+
+@ranks(4, check=none_differs)
+def test_nodes_that_alternate(world):
+    return differences(((0, 2), (1, 3)))
+
+
+@ranks(3, check=none_differs)
+def test_three_nodes(world):
+    return differences(((0,), (1,), (2,)))
+
+
+@ranks(2, check=none_differs)
+def test_two_nodes(world):
+    return differences(((0,), (1,)))

@@ -1,0 +1,278 @@
+"""single: who is given up and who is excused, from what the two kernels and the peer say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from headway.errors import PeerLost, Stalled, UsageError
+from headway.run.heartbeat import Heartbeat, Listener, connect
+from headway.run.lifeline import Lifeline
+from headway.run.loss import Loss, failed, name_places, silent, spread_of
+from headway.run.peer import Identity, Peer, _facts
+from headway.run.place import Place
+from headway.run.sockets import break_connections, open_sockets
+from headway.run.world import World
+
+OWN = Identity(rank=0, local_rank=0, node=0, host="a", machine="m", pid=1, started="")
+HERE = Identity.here(replace(Place.alone(), rank=1))
+
+
+@pytest.fixture
+def pair():
+    """A peer, and the other end of its line."""
+    server = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(server.getsockname())
+    near, _ = server.accept()
+    peer = Peer(near, now=100.0)
+    peer.identity = replace(OWN, rank=1)
+    peer.preparing = False
+    yield peer, far
+    for thing in (server, far, near):
+        thing.close()
+
+
+# -- the evidence --------------------------------------------------------------------------------
+
+
+def test_silence_for_longer_than_the_patience_is_a_loss(pair):
+    peer, _ = pair
+    assert not peer.overdue(105.0, 5.0, "m")
+    assert peer.overdue(105.1, 5.0, "m")
+    peer.forgive(105.0)
+    assert not peer.overdue(109.0, 5.0, "m")
+    peer.left = True
+    assert not peer.overdue(999.0, 5.0, "m")
+
+
+def test_who_prepares_is_excused_for_ten_times_as_long(pair):
+    peer, _ = pair
+    peer.take_beat({"preparing": True}, 100.0)
+    assert not peer.overdue(149.0, 5.0, "m")
+    assert peer.overdue(151.0, 5.0, "m")
+
+
+def test_who_prepares_on_a_machine_that_does_not_answer_is_not_excused(pair, monkeypatch):
+    peer, _ = pair
+    peer.take_beat({"preparing": True}, 100.0)
+    monkeypatch.setattr(Peer, "answers", lambda self: False)
+    assert peer.overdue(105.1, 5.0, "m")
+
+
+def test_who_has_not_said_who_it_is_is_not_judged(pair):
+    peer, _ = pair
+    peer.identity = None
+    assert not peer.overdue(999.0, 5.0, "m")
+
+
+def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
+    peer, _ = pair
+    facts = _facts(os.getpid())
+    assert facts[0] == "R"
+    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("S", _facts(pid)[1], facts[2]))
+    peer.identity = HERE
+    assert HERE.machine
+    assert not peer.overdue(104.0, 5.0, HERE.machine)  # from here on its seconds are counted
+    before = os.times()
+    while os.times().user + os.times().system - before.user - before.system < 0.9:
+        pass
+    assert not peer.overdue(106.0, 5.0, HERE.machine)  # 0.9 s of computing in two
+    assert peer.overdue(120.0, 5.0, HERE.machine)  # but not in sixteen
+    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("R", 0.0, facts[2]))
+    assert not peer.overdue(120.0, 5.0, HERE.machine)  # it waits for a core
+    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("T", 0.0, facts[2]))
+    assert peer.overdue(120.0, 5.0, HERE.machine)  # it is stopped
+    assert peer.is_here(HERE.machine)
+    peer.identity = replace(HERE, started="0")  # another process of the same number
+    assert not peer.is_here(HERE.machine)
+
+
+def test_a_machine_that_acknowledges_answers(pair):
+    peer, _ = pair
+    for _ in range(3):
+        peer.send()
+    time.sleep(0.1)
+    assert peer.answers() is True
+
+
+def test_messages_arrive_whole_in_pieces(pair):
+    peer, far = pair
+    far.sendall(b'\n{"doing": "da')
+    time.sleep(0.05)
+    assert peer.receive(101.0) == [{}]
+    far.sendall(b'ta", "seconds": 3}\nnonsense\n[1]\n')
+    time.sleep(0.05)
+    assert peer.receive(102.0) == [{"doing": "data", "seconds": 3}]
+    assert peer.receive(103.0) == []
+    assert peer.heard == 102.0
+    peer.take_beat({"doing": "data", "seconds": 3}, 102.0)
+    assert peer.doing == ("data", 99.0)
+    far.close()
+    time.sleep(0.05)
+    assert peer.receive(104.0) is None
+
+
+# -- the thread ----------------------------------------------------------------------------------
+
+
+def other(listener: Listener, rank: int, **facts) -> Heartbeat:
+    own = replace(OWN, rank=rank, **facts)
+    return Heartbeat(own, hub=connect("127.0.0.1", listener.notice, own), patience=3.0)
+
+
+def test_states_reach_every_rank_and_goodbyes_are_no_losses():
+    listener = Listener.open()
+    said = ("data of step 3", time.monotonic() - 7, False)
+    hub = Heartbeat(OWN, listener=listener, patience=3.0)
+    slow = Heartbeat(
+        replace(OWN, rank=1),
+        hub=connect("127.0.0.1", listener.notice, replace(OWN, rank=1)),
+        said=lambda: said,
+    )
+    third = other(listener, 2)
+    for thread in (hub, slow, third):
+        thread.start()
+    deadline = time.monotonic() + 5
+    while third.states().get(1, ("", 0.0))[0] != "data of step 3":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert third.states()[1][1] > 6.9
+    assert set(hub.states()) == {0, 1, 2}
+    slow.stop()
+    hub.stop()
+    third.stop()
+    assert [thread.loss for thread in (hub, slow, third)] == [None] * 3
+
+
+def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
+    listener = Listener.open()
+    hub, third = Heartbeat(OWN, listener=listener), other(listener, 2, host="c")
+    failing = other(listener, 1, host="b")
+    stranger = socket.create_connection(("127.0.0.1", int(listener.notice.split()[0])))
+    stranger.sendall(b'{"failed": "me too"}\n{"token": 5}\n')
+    for thread in (hub, third, failing):
+        thread.start()
+    assert stranger.recv(1) == b""
+    stranger.close()
+    time.sleep(0.3)
+    assert hub.loss is None
+    failing.stop("ValueError: no")
+    for thread in (hub, third):
+        assert thread.lost.wait(5)
+        assert thread.loss.ranks == (1,)
+        assert thread.loss.what == "rank 1 on b failed: ValueError: no"
+        assert isinstance(thread.loss.error(), PeerLost)
+        thread.stop()
+
+
+def test_a_process_that_stood_still_itself_judges_nobody(monkeypatch):
+    """As after the suspension of a machine: the beats of the others come when it goes on."""
+    listener = Listener.open()
+    hub, second = Heartbeat(OWN, listener=listener, patience=3.0), other(listener, 1)
+    hub.start()
+    second.start()
+    time.sleep(0.3)
+    until: list[float] = []
+    beat = Heartbeat._beat
+
+    def still(self, now):
+        """Both stand still; rank 0 goes on first."""
+        if not until:
+            until.append(time.monotonic() + 5.0)
+        later = 1.5 * self._own.rank
+        time.sleep(max(0.0, until[0] + later - time.monotonic()))
+        beat(self, now)
+
+    monkeypatch.setattr(Heartbeat, "_beat", still)
+    time.sleep(10.0)
+    assert until
+    assert (hub.loss, second.loss) == (None, None)
+    second.stop()
+    hub.stop()
+
+
+# -- the words -----------------------------------------------------------------------------------
+
+
+def test_machines_are_named_where_there_are_several():
+    ranks = [replace(OWN, rank=n, node=n // 2, host="ab"[n // 2]) for n in range(4)]
+    assert spread_of(ranks[:2]) == ""
+    assert spread_of(ranks) == "host"
+    assert spread_of([replace(r, host="x") for r in ranks]) == "node"
+    assert name_places(ranks[1:], "host") == "rank 1 on a and ranks 2 and 3 on b"
+    assert name_places(ranks[2:], "node") == "ranks 2 and 3 on node 1"
+    assert name_places(ranks[2:], "") == "ranks 2 and 3"
+
+
+def test_silence_says_what_was_heard_last_and_is_one_ranks_to_tell(pair):
+    peer, _ = pair
+    peer.doing = ("data of step 3", 90.0)
+    loss = silent([peer], OWN, 106.0, "host")
+    assert loss.what == "rank 1 on a has not been heard of for 6 s"
+    assert "The last that rank 1 said: data of step 3." in loss.why
+    assert isinstance(loss.error(), Stalled)
+    echo = Loss.heard(loss.message())
+    assert (echo, echo.speaks, loss.speaks) == (loss, False, True)
+    assert isinstance(echo.error(), PeerLost)
+    peer.identity = OWN
+    for local_rank, speaks in ((0, True), (1, False)):
+        own = replace(OWN, rank=3, node=1, local_rank=local_rank, host="b")
+        told = silent([peer], own, 106.0, "host")
+        assert told.what == "rank 0 on a cannot be reached from rank 3 on b"
+        assert told.speaks is speaks
+
+
+def test_an_exchange_is_not_begun_once_a_rank_is_lost():
+    world = World(place=Place.alone(), device="cpu")
+    world._lifeline._heartbeat = Heartbeat(OWN)
+    world._lifeline._heartbeat.loss = failed(replace(OWN, rank=1), "no", "")
+    world.doing("data of step %d", 4)
+    with pytest.raises(PeerLost, match="rank 1 failed") as caught, world.explained("x"):
+        pytest.fail("began")
+    assert caught.value.where == "step 4"
+    world._lifeline._heartbeat._close()
+
+
+def test_too_little_patience_is_refused():
+    place = replace(Place.alone(), ranks=2)
+    with pytest.raises(UsageError, match="a patience of 1 s is too short"):
+        World.join(place, patience_seconds=1.0)
+
+
+def test_doing_is_put_together_only_when_asked():
+    class Costly:
+        def __str__(self) -> str:
+            raise AssertionError("nobody asked")
+
+    line = Lifeline(Place.alone())
+    assert line.said()[2]
+    line.doing("bucket %s", (Costly(),))
+    line.doing("bucket %d of step %d", (3, 4))
+    assert line.said()[0] == "bucket 3 of step 4"
+    assert not line.said()[2]
+
+
+# -- the sockets ---------------------------------------------------------------------------------
+
+
+def test_only_connections_of_foreign_code_since_a_moment_are_broken(pair):
+    peer, far = pair
+    kept = frozenset(open_sockets().values())
+    server = socket.create_server(("127.0.0.1", 0))
+    python = socket.create_connection(server.getsockname())
+    foreign = os.dup(socket.create_connection(server.getsockname()).detach())
+    ends = [server.accept()[0] for _ in range(2)]
+    assert break_connections(kept) >= 1
+    ends[1].settimeout(2)
+    assert ends[1].recv(1) == b""
+    peer.send()
+    assert far.recv(1) == b"\n"
+    python.sendall(b"x")
+    assert ends[0].recv(1) == b"x"
+    for thing in (server, python, *ends):
+        thing.close()
+    os.close(foreign)
