@@ -94,10 +94,7 @@ if __name__ == "__main__":
     rows = emulated.run(nodes=1, per_node=2, rate=None, body=body)[0]
     here, there, slices = (min(column) for column in zip(*rows, strict=True))
     print(f"{COUNT} chunks of 16 KiB, best of {ROUNDS} rounds, us of processor time per chunk:")
-    print(
-        f"  training thread (hooks, waits, hand-over, less the plain optimiser's step) {here:.0f}"
-    )
-    print(
-        f"  progress thread (sending, completing, the optimiser's slice)              {there:.0f}"
-    )
-    print("  goal: at most 100")
+    print(f"  training thread: hooks, waits, hand-over                  {here:.0f}")
+    print(f"  progress thread: sending, completing                      {there:.0f}")
+    print(f"  progress thread: the optimiser's own step for each bucket {slices:.0f}")
+    print("  goal for the exchange: at most 100")

@@ -26,13 +26,12 @@ class Counter:
 
     def __init__(self, monkeypatch) -> None:
         self.sent: dict[tuple[int, int], float] = {}
-        names = ["all_reduce", "all_to_all_single", "batch_isend_irecv"]
+        names = ["all_reduce", "all_to_all_single", "isend"]
         gather = "all_gather_single" if hasattr(dist, "all_gather_single") else None
         names.append(gather or "all_gather_into_tensor")
         for name in names:
             real, count = getattr(dist, name), getattr(self, name.removesuffix("_into_tensor"))
             monkeypatch.setattr(dist, name, self.counted(real, count))
-        self.all_gather_single = self.all_gather
 
     @staticmethod
     def counted(real, count):
@@ -70,10 +69,9 @@ class Counter:
             if to != dist.get_rank():
                 self.add(to, payloads.nbytes / len(members))
 
-    def batch_isend_irecv(self, operations) -> None:
-        for operation in operations:
-            if operation.op is dist.isend:
-                self.add(operation.peer, operation.tensor.nbytes)
+    def isend(self, tensor, group=None, group_dst=None, **_) -> None:
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.add(members[group_dst], tensor.nbytes)
 
 
 def fused_of(shapes):

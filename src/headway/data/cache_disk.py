@@ -150,8 +150,7 @@ class DiskLevel:
             self._folder.mkdir(exist_ok=True)
             files: list[int] = []
             close = weakref.finalize(self, close_all, files)
-            for name in ("users", "index", "data"):
-                files.append(_opened(self._folder / name))
+            files.extend(_opened(self._folder / name) for name in ("users", "index", "data"))
             # Held by every process that inherits the descriptor, and so until the last one ends.
             fcntl.flock(files[0], fcntl.LOCK_SH)
             os.utime(files[0])
