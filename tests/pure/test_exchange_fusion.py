@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from headway.collective.chunks import ALIGNED, cut, make_chunks, priority_buckets
+from headway.collective.chunks import ALIGNED, cut
 from headway.collective.fusion import (
     SLACK,
     SLOWER,
@@ -19,7 +19,6 @@ from headway.collective.fusion import (
     merge_buckets,
 )
 from headway.collective.link import LinkFit
-from headway.collective.order import chunk_size, planned_order, play
 
 
 def all_cuts(order):
@@ -144,59 +143,3 @@ def test_chunks_cover_a_bucket_evenly():
         assert all(start % ALIGNED == 0 for start, _ in spans)
         assert max(stop - start for start, stop in spans) <= chunk + ALIGNED
         assert len(spans) <= math.ceil(size / chunk)
-
-
-def test_a_chunk_is_ready_and_needed_with_its_bucket():
-    buckets = ((0, 1), (2,))
-    made = make_chunks(buckets, [64, 192, 64], [3.0, 2.0, 1.0], [0.0, 0.1, 0.2], chunk=128)
-    assert [(c.bucket, c.start, c.stop) for c in made] == [(0, 0, 128), (0, 128, 256), (1, 0, 64)]
-    assert [(c.load.ready, c.load.needed) for c in made] == [(3.0, 0.0), (3.0, 0.0), (1.0, 0.2)]
-
-
-# -- priority ----------------------------------------------------------------------------------
-
-
-def crossing(buckets, sizes, ready, needed, link, chunk):
-    loads = [c.load for c in make_chunks(buckets, sizes, ready, needed, chunk=chunk)]
-    return play(loads, link, order=planned_order(loads, link, credit=2, jitter=0)).step
-
-
-def chain(draw, n):
-    sizes = [draw.choice([2**12, 2**18, 2**20, 4 * 2**20]) for _ in range(n)]
-    times = [draw.uniform(0.1, 1.1) for _ in range(n)]
-    whole = sum(times)
-    needed = [sum(times[:i]) / whole / 3 for i in range(n)]
-    ready = [1 / 3 + sum(times[i:]) / whole * 2 / 3 for i in range(n)]
-    link = LinkFit(draw.choice([1e-4, 2e-3, 0.02]), draw.choice([0.3, 1, 2]) / sum(sizes))
-    return sizes, ready, needed, link
-
-
-def test_priority_buckets_against_all_groupings():
-    """A search without guarantee: on average within half a per cent, at worst within eight."""
-    ratios = []
-    for seed in range(25):
-        sizes, ready, needed, link = chain(random.Random(seed), 2 + seed % 5)
-        chunk = chunk_size(link, largest=max(sizes))
-        found = priority_buckets(sizes, ready, needed, link, chunk=chunk)
-        best = min(
-            crossing(cuts, sizes, ready, needed, link, chunk)
-            for cuts in all_cuts([*range(len(sizes))])
-        )
-        ratios.append(crossing(found, sizes, ready, needed, link, chunk) / best)
-    assert sum(ratios) / len(ratios) < 1.005
-    assert max(ratios) < 1.08
-
-
-def test_priority_buckets_are_neighbours_in_forward_order():
-    sizes, ready, needed, link = chain(random.Random(11), 40)
-    found = priority_buckets(sizes, ready, needed, link, chunk=2**18)
-    assert [i for bucket in found for i in bucket] == [*range(40)]
-    assert priority_buckets([], [], [], link, chunk=1) == ()
-
-
-def test_small_gradients_are_fused_where_each_collective_costs_latency():
-    n = 60
-    needed = [i / n / 3 for i in range(n)]
-    ready = [1 / 3 + (n - i) / n * 2 / 3 for i in range(n)]
-    link = LinkFit(0.03, 0.2 / n / 1024)
-    assert len(priority_buckets([1024] * n, ready, needed, link, chunk=2**18)) < n / 3

@@ -21,6 +21,8 @@ from headway.collective.chunks import cut
 from headway.collective.fusion import merge_buckets
 from headway.collective.link import LinkFit, drifted
 from headway.collective.order import Load, chunk_size, planned_order
+from headway.collective.predict import Scheme
+from headway.collective.service import Network, seen_link
 from headway.comm.buckets import fuse
 from headway.comm.choose import choose_compressor
 from headway.comm.crossing import CrossingExchange
@@ -256,6 +258,16 @@ def arrange(
     ready = [profile.ready[name] for name in names]
     if not description.priority and description.bucket != "auto":
         return first_arrangement(parameters, description)
+    # Compressed gradients see a faster link, with more latency for each further round.
+    link = seen_link(
+        Scheme(
+            compressor=description.compression.name if description.compression else "none",
+            amount=description.compression.amount if description.compression else 0.0,
+        ),
+        [tuple(p.shape) for p in parameters.values()],
+        Network.flat(link),
+        next(iter(parameters.values())).element_size(),
+    )
     if not description.priority:
         merged = merge_buckets(sizes, ready, link)
         layout = tuple(tuple(names[i] for i in bucket) for bucket in merged)

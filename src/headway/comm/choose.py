@@ -15,7 +15,8 @@ from headway.collective.choice import CANDIDATES, Choice, choose
 from headway.collective.link import LinkFit
 from headway.collective.predict import Layer, Scheme
 from headway.collective.service import Network
-from headway.plan import COMPRESSORS, Exchange, parse_compression
+from headway.plan import Exchange, parse_compression
+from headway.plan.compression import COMPRESSORS
 
 
 def choose_compressor(

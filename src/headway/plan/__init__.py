@@ -1,7 +1,7 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
 from headway.plan.batch import BatchSplit
-from headway.plan.compression import COMPRESSORS, Compression, parse_compression
+from headway.plan.compression import Compression, parse_compression
 from headway.plan.exchange import Exchange, ExchangePart
 from headway.plan.explain import difference, explain
 from headway.plan.mesh import Axis, Mesh
@@ -16,7 +16,6 @@ from headway.plan.plan import (
 )
 
 __all__ = [
-    "COMPRESSORS",
     "Axis",
     "BatchSplit",
     "Compression",

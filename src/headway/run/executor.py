@@ -241,7 +241,7 @@ class Executor:
 
     def _forward(self, instruction: Instruction) -> None:
         micro = self._micro(instruction)
-        with self._randomness(micro, drawing=True):
+        with self.gradients.exchanging(), self._randomness(micro, drawing=True):
             total, count = self._sum_and_count(micro)
         share = total / self.record.samples
         self._loss_of[instruction.microbatch or 0] = share

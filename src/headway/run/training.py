@@ -16,7 +16,7 @@ import torch
 
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.store import CheckpointStore
-from headway.data import Cursor, Loader, as_source
+from headway.data import CachedSource, Cursor, Loader, as_source
 from headway.errors import CheckpointError, CheckpointMismatch, UsageError
 from headway.plan import BatchSplit, explain
 from headway.run.alike import share_buffers
@@ -336,6 +336,10 @@ class Training:
             with torch.no_grad(), generators_restored():
                 text = showcase(self._trained.model)
             self._journal.event("showcase", step=run.steps_done, text=text)
+        if isinstance(self._data, CachedSource):
+            self._journal.event(
+                "data_cache", step=run.steps_done, **self._data.statistics().to_dict()
+            )
         self._journal.event("stop", step=run.steps_done, reason=stopped_by or "complete")
         self._world.barrier("the end of the run")
         return Outcome(

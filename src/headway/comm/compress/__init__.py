@@ -18,7 +18,22 @@ from headway.comm.compress.state import merge_states, spread_states
 from headway.comm.method import AllReduce, Method
 from headway.plan.compression import Compression
 
-__all__ = ["make_method", "merge_states", "ms_top_k", "spread_states", "top_k"]
+__all__ = [
+    "Adaptive",
+    "Bf16",
+    "Fp16",
+    "Int8",
+    "MsTopK",
+    "PowerSgd",
+    "RandomK",
+    "Sign",
+    "TopK",
+    "make_method",
+    "merge_states",
+    "ms_top_k",
+    "spread_states",
+    "top_k",
+]
 
 
 def make_method(compression: Compression, *, seed: int) -> Method:
