@@ -15,13 +15,11 @@ from headway.comm.adasum import Adasum, HierarchicalAdasum
 from headway.comm.adasum_rule import (
     Widened,
     adasum_tree,
-    check_rate,
     coefficients,
     describe_tree,
     statistics,
 )
 from headway.comm.method import Fused, Piece, complete, make_route
-from headway.errors import PlanError
 from support.ranks import ranks, run_ranks
 
 SIZES = (130, 1, 0, 700, 3, 166)
@@ -235,19 +233,6 @@ def test_factors_of_zero_are_one():
 )
 def test_the_tree_in_words(size, text):
     assert describe_tree(range(size)) == text
-
-
-def test_a_rate_scaled_with_the_ranks_is_refused():
-    check_rate(1.0, combined=8)
-    check_rate(2.5, combined=8)
-    check_rate(64.0, combined=1)
-    with pytest.raises(PlanError, match="8 times that of a single worker") as caught:
-        check_rate(8.0, combined=8)
-    assert "best rate of a single worker, then try up to 2.5 times" in str(caught.value)
-    check_rate(8.0, combined=2, averaged=4)
-    with pytest.raises(PlanError, match="over 2 nodes bears 10 times") as caught:
-        check_rate(16.0, combined=2, averaged=4)
-    assert "times 4, the ranks of a node" in str(caught.value)
 
 
 # ---- on the wire -------------------------------------------------------------------------------

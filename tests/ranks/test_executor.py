@@ -243,7 +243,9 @@ def bytes_sent(world):
     plan = data_parallel(8, processes=world.size, exchange=Exchange(bucket="200"))
     run = Executor(model, momentum(model), loss=cross_entropy, plan=plan, world=World.adopt())
     run.step(next(iter(run.batches(Points(dtype=torch.float64)))))
-    return [s.label for s in run.record.spans if s.lane == "exchange"], run.record.seconds("wait")
+    flights = run.record.flights
+    assert all(0 < f.ready <= f.sent <= f.received for f in flights)
+    return [f"bucket {f.bucket}: {f.num_bytes} B" for f in flights], run.record.seconds("wait")
 
 
 def test_every_bucket_is_on_the_timeline():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.errors import PlanError, UsageError
+from headway.errors import PlanError, Stalled, UsageError
 from headway.run.world import World
 from support.ranks import run_ranks
 
@@ -281,3 +281,22 @@ def test_the_compressor_may_be_chosen_from_the_measured_link():
     assert all("compress = " in text for text in said)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def stalls(world: Any) -> None:
+    """Rank 1 has made the gradients of its last layer only when the exchange gives up."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = headway.Exchange(model, optimizer, world=World.adopt(), bucket="80")
+    model[1](torch.randn(2, 4)).sum().backward()
+    with pytest.raises(Stalled) as caught, exchange._gradients.exchanging():
+        raise Stalled("rank 1 did not come", why="Rank 0 waited 5 s.")
+    assert "Rank 0 waited 5 s." in caught.value.why
+    assert "here bucket 0 (1.bias, 1.weight) is on its way" in caught.value.why
+    assert "here bucket 1 (0.bias, 0.weight) waits for 2 of its gradients" in caught.value.why
+    exchange.synchronize()
+    exchange.close()
+
+
+def test_a_stall_says_what_buckets_wait_for():
+    run_ranks(2, stalls)

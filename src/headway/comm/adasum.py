@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from headway.comm.adasum_rule import Widened, coefficients, combine, power_of_two, statistics
-from headway.comm.hierarchical import across_circle, check_nodes, inside_circle
-from headway.comm.method import Blocking, Fused, Method, Piece, Route, Waiting
+from headway.comm.hierarchical import across_circle, inside_circle
+from headway.comm.method import Blocking, Fused, Method, Piece, Route, Waiting, check_nodes
 from headway.comm.swap import (
     Circle,
     Scratch,

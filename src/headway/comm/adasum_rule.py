@@ -1,4 +1,4 @@
-"""Adasum without communication: the formula, the tree over the ranks, the reference, the rate rule.
+"""Adasum without communication: the formula, the tree over the ranks, the reference.
 
 Two gradients of one layer that point the same way are averaged, orthogonal ones are added, and in
 between it is gradual (Maleki et al. 2021, equation 3):
@@ -19,16 +19,12 @@ import torch
 from torch import Tensor
 
 from headway.comm.method import Piece
-from headway.errors import PlanError
 
 TINY = math.sqrt(torch.finfo(torch.float64).tiny)
 """A squared norm below the square root of the smallest normal double counts as zero."""
 
 BLOCK = 2**15
 """Elements that are widened to float64 at a time: they stay in the cache (CPU)."""
-
-RATE_FACTOR = 2.5
-"""Up to here a rate that is best for one worker may be raised."""
 
 
 class Widened:
@@ -120,33 +116,3 @@ def describe_tree(ranks: Sequence[int]) -> str:
     while len(level) > 1:
         level = [f"A({a}, {b})" for a, b in zip(level[::2], level[1::2], strict=True)]
     return level[0]
-
-
-def check_rate(factor: float, *, combined: int, averaged: int = 1) -> None:
-    """Refuse a rate that was scaled with the number of ranks: Adasum does that scaling itself.
-
-    Where gradients agree Adasum is their mean, and the rate of one worker is right; where they do
-    not, it is up to their sum already. A rate that was multiplied by the ranks on top of it makes
-    training diverge. What one averages is a larger batch, for which the rate may grow as usual.
-
-    Args:
-        factor: The rate divided by the best rate of a single worker.
-        combined: Ranks (or nodes) between which Adasum is taken.
-        averaged: Ranks whose mean enters it, of the hierarchical form.
-
-    Raises:
-        PlanError: The factor is more than Adasum can bear.
-    """
-    bound = RATE_FACTOR * averaged
-    if combined > 1 and factor > bound:
-        raise PlanError(
-            "this learning rate does not go with Adasum",
-            problems=[
-                f"the rate is {factor:g} times that of a single worker, and Adasum over {combined} "
-                f"{'nodes' if averaged > 1 else 'ranks'} bears {bound:g} times at most: it already "
-                "adds up gradients that do not agree"
-            ],
-            fix="Leave the scaling by ranks out: start with the best rate of a single worker"
-            + (f" times {averaged}, the ranks of a node" if averaged > 1 else "")
-            + f", then try up to {RATE_FACTOR:g} times that; let it decay less.",
-        )

@@ -9,10 +9,10 @@ ByteScheduler's and P3's idea with the user's own optimiser (`slices`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from headway.comm.buckets import Bucket
@@ -102,7 +102,7 @@ class CrossingExchange(GradientExchange):
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
         }
         self.waits = ForwardWaits(model, named, self._await)
-        self._home: dict[Tensor, Bucket] = {p: b for b in buckets for p in b.parameters}
+        self._home = {name: bucket for bucket in buckets for name in bucket.names}
         self._released = 0
         self._flights: tuple[Flight, ...] = ()
 
@@ -115,9 +115,9 @@ class CrossingExchange(GradientExchange):
     def _start(self) -> float:
         return self.waits.began
 
-    def _await(self, parameters: tuple[Tensor, ...]) -> None:
-        for parameter in parameters:
-            bucket = self._home[parameter]
+    def _await(self, names: Iterable[str]) -> None:
+        for name in names:
+            bucket = self._home[name]
             if self._pending(bucket):
                 self._stand_still(bucket)
 
@@ -136,7 +136,7 @@ class CrossingExchange(GradientExchange):
     def _bucket_of(self, slot: _Slot) -> Bucket:
         """The bucket, opened for this step; its old content has been used by now, or is awaited."""
         bucket = slot.bucket
-        self.waits.check(bucket.parameters[slot.index])
+        self.waits.check(slot.name)
         if bucket.step != self.step:
             self._open(bucket)
         return bucket
@@ -152,6 +152,9 @@ class CrossingExchange(GradientExchange):
             if bucket.step != self.step:
                 self._open(bucket)
         super().send()
+        self._hide_gradients()
+
+    def _hide_gradients(self) -> None:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -189,8 +192,7 @@ class CrossingExchange(GradientExchange):
         """Let the sums of this step go unused; parameters stay those of the step before."""
         self.release(discard=True)
         self.flush()
-        for parameter in self._home:
-            parameter.grad = None
+        self._hide_gradients()
 
     def close(self) -> None:
         """Wait for what was released; take all hooks off; end the thread."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -61,15 +62,14 @@ class GradientExchange:
         self._lane = lane
         self._overlap = overlap
         self._armed = False
-        self._slots: dict[Tensor, _Slot] = {
-            parameter: _Slot(name, bucket, index, bucket.views[index])
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._arrived, _Slot(name, bucket, index, bucket.views[index]))
+            )
             for bucket in buckets
             for index, (name, parameter) in enumerate(
                 zip(bucket.names, bucket.parameters, strict=True)
             )
-        }
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._slots
         ]
 
     @property
@@ -95,9 +95,8 @@ class GradientExchange:
         """The next backward pass only adds to the gradients."""
         self._armed = False
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _arrived(self, slot: _Slot, parameter: Tensor) -> None:
         """Backward has added to `parameter.grad`: keep it in its bucket; send a complete bucket."""
-        slot = self._slots[parameter]
         bucket = self._bucket_of(slot)
         if not self._armed:
             self._take_in(parameter, slot, 1.0)
@@ -212,7 +211,8 @@ class GradientExchange:
             elif flight.ready:
                 yield f"bucket {bucket.number} ({names}) is ready to leave"
             else:
-                yield f"bucket {bucket.number} ({names}) waits for {bucket.missing} gradients"
+                missing = f"{bucket.missing} of its gradients"
+                yield f"bucket {bucket.number} ({names}) waits for {missing}"
 
     def state(self) -> dict[str, Tensor]:
         """Residuals and factors of the methods, by logical name of the parameter."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headway.collective import Nodes
-from headway.comm.method import AllReduce, Fused, Method, Route, Waiting
+from headway.comm.method import AllReduce, Fused, Method, Route, Waiting, check_nodes
 from headway.comm.swap import (
     Circle,
     Scratch,
@@ -108,21 +108,6 @@ def segments(flat: Tensor, size: int) -> tuple[Span, ...]:
     """Cut a buffer into even segments of about `size` bytes, 1024 at most; never an empty one."""
     count = round(flat.numel() * flat.element_size() / size)
     return shards(flat.numel(), max(1, min(count, flat.numel(), 1024)))
-
-
-def check_nodes(nodes: Nodes) -> None:
-    """A hierarchical exchange pairs the ranks of nodes by place.
-
-    Raises:
-        PlanError: The nodes have unequal numbers of ranks.
-    """
-    if not nodes.uniform:
-        sizes = ", ".join(str(len(ranks)) for ranks in nodes.members)
-        raise PlanError(
-            "this exchange cannot run here",
-            problems=[f"exchange.collective hierarchical: the nodes have {sizes} ranks"],
-            fix='Start as many processes on every node, or use collective = "all_reduce".',
-        )
 
 
 def inside_circle(route: Route) -> Circle:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.collective import Nodes
+from headway.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,9 @@ def make_route(
 
     Returns:
         None where this process is not one of `ranks`.
+
+    Raises:
+        PlanError: A hierarchical route over nodes with unequal numbers of its ranks.
     """
     chosen = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     own = dist.get_rank()
@@ -176,6 +180,8 @@ def make_route(
             if (kept := tuple(rank for rank in members if rank in chosen))
         )
     )
+    if hierarchical:
+        check_nodes(here)
     group = dist.new_group(list(chosen), backend=_backend())
     inside = across = None
     if hierarchical:
@@ -189,6 +195,21 @@ def make_route(
     if own not in chosen:
         return None
     return Route(chosen, own, group, here, inside, across)
+
+
+def check_nodes(nodes: Nodes) -> None:
+    """A hierarchical exchange pairs the ranks of nodes by place.
+
+    Raises:
+        PlanError: The nodes have unequal numbers of ranks.
+    """
+    if not nodes.uniform:
+        sizes = ", ".join(str(len(ranks)) for ranks in nodes.members)
+        raise PlanError(
+            "this exchange cannot run here",
+            problems=[f"exchange.collective hierarchical: the nodes have {sizes} ranks"],
+            fix='Start as many processes on every node, or use collective = "all_reduce".',
+        )
 
 
 def _backend() -> str | None:

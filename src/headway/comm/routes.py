@@ -14,7 +14,6 @@ import torch.distributed as dist
 from headway.collective import Nodes
 from headway.comm.method import Route, make_route
 from headway.comm.pacing import Pace
-from headway.errors import PlanError
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of ranks, each rank in exactly one."""
@@ -51,15 +50,8 @@ class Routes:
             hierarchical: With the groups inside and across nodes.
 
         Raises:
-            PlanError: A hierarchical exchange over nodes with unequal numbers of ranks.
+            PlanError: See `make_route`.
         """
-        if hierarchical and not self.nodes.uniform:
-            sizes = ", ".join(str(len(ranks)) for ranks in self.nodes.members)
-            raise PlanError(
-                "this exchange cannot run here",
-                problems=[f"exchange.collective hierarchical: the nodes have {sizes} ranks"],
-                fix='Start as many processes on every node, or use collective = "all_reduce".',
-            )
         made = self._made.setdefault((partition, hierarchical), [])
         while len(made) < count:
             made.append(self._make(partition, hierarchical))

@@ -21,8 +21,8 @@ from torch import Tensor
 from headway.comm.compress.mstopk import ms_top_k
 from headway.comm.compress.selection import top_k
 from headway.comm.compress.state import parts_of
-from headway.comm.hierarchical import across_circle, check_nodes, inside_circle
-from headway.comm.method import AllReduce, Fused, Method, Piece, Route, Waiting
+from headway.comm.hierarchical import across_circle, inside_circle
+from headway.comm.method import AllReduce, Fused, Method, Piece, Route, Waiting, check_nodes
 from headway.comm.swap import (
     Circle,
     Scratch,

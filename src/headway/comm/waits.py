@@ -9,7 +9,7 @@ a gradient shows that one did, the run stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,7 @@ class ForwardWaits:
     Args:
         model: The whole model.
         parameters: Logical name -> parameter, of all that are exchanged.
-        wait: Called with parameters that must be up to date when it returns.
+        wait: Called with names of parameters that must be up to date when it returns.
 
     Attributes:
         began: When the forward pass of this step began; 0.0: not yet.
@@ -36,19 +36,20 @@ class ForwardWaits:
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        wait: Callable[[tuple[Tensor, ...]], None],
+        wait: Callable[[Iterable[str]], None],
     ) -> None:
         self._wait = wait
-        self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        self._strays: dict[Tensor, None] = {}  # in order; `in` on tuples would compare numbers
-        self._awaited: dict[Tensor, int] = dict.fromkeys(self._names, 0)
+        # By name, not by tensor: these are looked up for every layer, and tensors hash slowly.
+        self._awaited = dict.fromkeys(parameters, 0)
+        self._strays: dict[str, None] = {}
         self._step = 1
         self._forgiving = True
         self.began = 0.0
         self.needed: dict[str, float] = {}
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._hooks = [model.register_forward_pre_hook(self._at_start, prepend=True)]
         for module in model.modules():
-            own = tuple(p for p in module.parameters(recurse=False) if p in self._names)
+            own = tuple(names[p] for p in module.parameters(recurse=False) if p in names)
             if own:
                 self._hooks.append(module.register_forward_pre_hook(partial(self._before, own)))
 
@@ -63,37 +64,33 @@ class ForwardWaits:
         self._forgiving = True
 
     def _at_start(self, model: nn.Module, inputs: Any) -> None:
+        self._before(tuple(self._strays), model, inputs)
+
+    def _before(self, own: tuple[str, ...], module: nn.Module, inputs: Any) -> None:
         if not self.began:
             self.began = perf_counter()
-        if self._strays:
-            self._before(tuple(self._strays), model, inputs)
-
-    def _before(self, own: tuple[Tensor, ...], module: nn.Module, inputs: Any) -> None:
-        self._note(own)
+        for name in own:
+            if self._awaited[name] != self._step:
+                self._awaited[name] = self._step
+                if self._forgiving:
+                    self.needed.setdefault(name, perf_counter() - self.began)
         self._wait(own)
 
-    def _note(self, parameters: tuple[Tensor, ...]) -> None:
-        for parameter in parameters:
-            if self._awaited[parameter] != self._step:
-                self._awaited[parameter] = self._step
-                if self._forgiving:
-                    self.needed.setdefault(self._names[parameter], perf_counter() - self.began)
-
-    def check(self, parameter: Tensor) -> None:
-        """A gradient of `parameter` has come: its forward pass must have awaited it.
+    def check(self, name: str) -> None:
+        """A gradient has come: its forward pass must have awaited the parameter.
 
         Raises:
-            RunError: It did not, and its update may still have been under way.
+            RunError: It did not, and the update may still have been under way.
         """
-        if self._awaited[parameter] == self._step:
+        if self._awaited[name] == self._step:
             return
-        if parameter not in self._strays:
-            self._strays[parameter] = None
-            self.needed.setdefault(self._names[parameter], 0.0)
-        self._awaited[parameter] = self._step
+        if name not in self._strays:
+            self._strays[name] = None
+            self.needed.setdefault(name, 0.0)
+        self._awaited[name] = self._step
         if not self._forgiving:
             raise RunError(
-                f"{self._names[parameter]} was read while its update may have been under way",
+                f"{name} was read while its update may have been under way",
                 why="It is used without a call of the module that owns it, and was not used so in "
                 "the first steps.",
                 fix="Call the module (self.head(x), not F.linear(x, self.head.weight)), or set "

@@ -7,9 +7,10 @@ no exchange, and the same instructions do what is left of them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from headway.collective import Nodes
 from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
 from headway.comm.pacing import Pace
 from headway.comm.saved import collect, share_out
-from headway.errors import Diverged
+from headway.errors import Diverged, Stalled
 from headway.optim import fit_exchange
 from headway.plan import Plan
 from headway.run.record import StepRecord
 from headway.run.tally import Tally
 from headway.run.world import World
+
+_MOST_BUCKETS = 4
 
 
 class Gradients:
@@ -315,9 +318,17 @@ class Gradients:
             fix="Lower the learning rate, clip the gradients, or look at this batch's data.",
         )
 
-    def exchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Explains torch's errors of a broken exchange."""
-        return self._world.explained(f"the exchange of {self._doing}")
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Explains torch's errors of a broken exchange; a stall also says what buckets wait for."""
+        try:
+            with self._world.explained(f"the exchange of {self._doing}"):
+                yield
+        except Stalled as error:
+            if self._exchange is not None:
+                waiting = itertools.islice(self._exchange.now.waiting(), _MOST_BUCKETS)
+                error.why = "\n  ".join([error.why, *(f"here {line}" for line in waiting)])
+            raise
 
 
 def find_nodes(world: World) -> Nodes:
