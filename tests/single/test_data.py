@@ -555,6 +555,8 @@ class TestMemmapSource:
         with loader(MemmapSource(path, window=10), 8, workers=workers) as batches:
             waiting = iter(batches)
             next(waiting)
+            # A worker that has read ahead waits; cut in the moment of reading, it would be killed.
+            time.sleep(0.5 * workers)
             if damage == "vanished":
                 path.unlink()
             else:

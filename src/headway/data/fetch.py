@@ -47,6 +47,12 @@ class Request:
     positions: range
 
 
+_BUS_ERROR = (
+    "A mapped file was cut short in the moment of reading, or /dev/shm is full: look at both, then "
+    "start again from the last checkpoint."
+)
+
+
 class Reader(Dataset[Any]):
     """Reads micro-batches; to torch's DataLoader a data set whose items they are."""
 
@@ -152,7 +158,9 @@ class WorkerProcesses:
                 raise DataError(
                     "a data-loading process died",
                     why=str(error),
-                    fix="Look for a lack of memory; use fewer workers, or none.",
+                    fix=_BUS_ERROR
+                    if "Bus error" in str(error)
+                    else "Look for a lack of memory; use fewer workers, or none.",
                 ) from error
             raise
         if isinstance(item, _Failure):
