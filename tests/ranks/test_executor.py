@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,17 @@ from headway.run.executor import Executor
 from headway.run.world import World
 from support.ranks import RanksFailed, run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
-from support.tiny_models import ALL, Mlp, Points, Sentences, Tied, WithDropout, cross_entropy
+from support.tiny_models import (
+    ALL,
+    Mlp,
+    Points,
+    Sentences,
+    SometimesUnused,
+    Tied,
+    WithDropout,
+    cross_entropy,
+    ignoring_a_word,
+)
 
 SEED = 3
 
@@ -27,28 +36,6 @@ def adamw(model):
 
 def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def ignoring_a_word(model, batch):
-    """A loss whose count is not the number of samples: targets equal to 3 do not count."""
-    inputs, target = batch
-    logits = model(inputs).flatten(0, 1)
-    total = F.cross_entropy(logits, target.flatten(), ignore_index=3, reduction="sum")
-    return total, (target != 3).sum()
-
-
-class SometimesUnused(nn.Module):
-    """`extra` is used only where a sample asks for it, so on some ranks and in some steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.main = nn.Linear(6, 4)
-        self.extra = nn.Linear(6, 4)
-
-    def forward(self, x):
-        wanted = x[:, 0] > 1.2
-        y = self.main(x)
-        return y if not wanted.any() else y + self.extra(x) * wanted[:, None]
 
 
 class Checkpointed(nn.Module):

@@ -18,7 +18,15 @@ from headway.run.executor import Executor
 from headway.run.world import World
 from support.ranks import run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
-from support.tiny_models import ALL, Points, Sentences, Tied, cross_entropy
+from support.tiny_models import (
+    ALL,
+    Points,
+    Sentences,
+    SometimesUnused,
+    Tied,
+    cross_entropy,
+    ignoring_a_word,
+)
 
 SEED = 3
 STEPS = 9
@@ -50,14 +58,6 @@ OPTIMIZERS = {
 }
 
 
-def ignoring_a_word(model, batch):
-    """A loss whose count is not the number of samples: the sums are scaled after the exchange."""
-    inputs, target = batch
-    logits = model(inputs).flatten(0, 1)
-    total = F.cross_entropy(logits, target.flatten(), ignore_index=3, reduction="sum")
-    return total, (target != 3).sum()
-
-
 class Strays(nn.Module):
     """Parameters that are used without a call of the module that owns them."""
 
@@ -70,20 +70,6 @@ class Strays(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.first(x)) * self.scales[0] + self.scales[1]
         return F.linear(x, self.head.weight, self.head.bias)
-
-
-class SometimesUnused(nn.Module):
-    """`extra` is used only where a sample asks for it, so on some ranks and in some steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.main = nn.Linear(6, 4)
-        self.extra = nn.Linear(6, 4)
-
-    def forward(self, x):
-        wanted = x[:, 0] > 1.2
-        y = self.main(x)
-        return y if not wanted.any() else y + self.extra(x) * wanted[:, None]
 
 
 CASES: dict[str, tuple[Any, Any, Any]] = {

@@ -89,6 +89,20 @@ class WithUnused(nn.Module):
         return self.second(torch.tanh(self.frozen(self.first(x_BF))))
 
 
+class SometimesUnused(nn.Module):
+    """`extra` is used only where a sample asks for it, so on some ranks and in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(FEATURES, CLASSES)
+        self.extra = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        wanted = x_BF[:, 0] > 1.2
+        y_BC = self.main(x_BF)
+        return y_BC if not wanted.any() else y_BC + self.extra(x_BF) * wanted[:, None]
+
+
 class TinyConv(nn.Module):
     """A convolution with a normalisation that keeps running statistics: image_BCHW -> logits_BC."""
 
@@ -186,6 +200,14 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, target = batch
     logits = model(inputs)
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
+
+
+def ignoring_a_word(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss whose count is not the number of samples: targets equal to 3 do not count."""
+    inputs, target = batch
+    logits = model(inputs).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, target.flatten(), ignore_index=3, reduction="sum")
+    return total, (target != 3).sum()
 
 
 ALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Dataset[tuple[Tensor, Tensor]]]]] = {

@@ -21,9 +21,10 @@ from headway.collective.choice import TYPICAL, Choice, exactness, judge
 from headway.collective.fusion import backward_order, capped_buckets
 from headway.collective.predict import Layer, Scheme, moments, predict
 from headway.collective.service import Network
-from headway.cost.exchange import price_exchange, scheme_of
+from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
 from headway.plan import Exchange
+from headway.plan.scheme import scheme_of
 from headway.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 from headway.units import parse_bytes as parse_size
 

@@ -13,10 +13,11 @@ from torch import nn
 from headway.collective import Nodes
 from headway.collective.choice import CANDIDATES, Choice, choose
 from headway.collective.link import LinkFit
-from headway.collective.predict import Layer, Scheme
+from headway.collective.predict import Layer
 from headway.collective.service import Network
 from headway.plan import Exchange, parse_compression
 from headway.plan.compression import COMPRESSORS
+from headway.plan.scheme import scheme_of
 
 
 def choose_compressor(
@@ -44,15 +45,7 @@ def choose_compressor(
         for name, amount in CANDIDATES
         if COMPRESSORS[name].feedback or not parse_compression(current).facts.feedback
     ]
-    base = Scheme(
-        reduce=description.reduce,
-        collective=description.collective,
-        bucket=description.bucket_bytes,
-        overlap=description.overlap,
-        priority=description.priority,
-        chunk=description.chunk_bytes,
-        credit=description.credit,
-    )
+    base = scheme_of(description)
     network = Network(link, nodes)
     return choose(
         _layers(parameters, description, ready), network, base=base, candidates=candidates

@@ -7,8 +7,6 @@ re-cut or plans changed.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch.distributed as dist
 
 from headway.collective import Nodes
@@ -63,4 +61,4 @@ class Routes:
             route = make_route(ranks, self.nodes, hierarchical=hierarchical)
             own = route or own
         assert own is not None  # a plan's partition holds every rank
-        return replace(own)
+        return own

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from headway.collective.bound import Consistency, Diagnosis, bound
 from headway.collective.choice import TYPICAL, choose, judge
-from headway.collective.predict import Layer, Predicted, Scheme, predict
+from headway.collective.predict import Layer, Predicted, predict
 from headway.collective.service import Network, Speed
 from headway.errors import PlanError
 from headway.plan import Exchange, parse_compression
+from headway.plan.scheme import scheme_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +98,6 @@ def price_exchange(
         rank_bytes=predicted.traffic.busiest_rank(),
         node_bytes=predicted.traffic.busiest_node(network.nodes),
         diagnosis=judge(scheme, predicted, own, network).diagnosis,
-    )
-
-
-def scheme_of(exchange: Exchange) -> Scheme:
-    """What of an exchange decides on time; an automatic compressor is "none" so far."""
-    compression = exchange.compression
-    return Scheme(
-        compressor=compression.name if compression else "none",
-        amount=compression.amount if compression else 0.0,
-        reduce=exchange.reduce,
-        collective=exchange.collective,
-        bucket=exchange.bucket_bytes,
-        overlap=exchange.overlap,
-        priority=exchange.priority,
-        chunk=exchange.chunk_bytes,
-        credit=exchange.credit,
     )
 
 
