@@ -28,7 +28,7 @@ import headway
 
 LAYERS, WIDTH = 25, 512
 CAPS = (1, 2, 5, 10)
-STEPS = 4
+STEPS = 8
 
 
 class Pause(torch.autograd.Function):

@@ -483,8 +483,7 @@ def count_bytes(world):
     """What reaches torch.distributed, against the arithmetic of the pure plane."""
     handed = []
     kinds = dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), "all_gather")
-    kinds |= {name: name for name in ("all_reduce", "all_gather")}
-    kinds |= {"all_to_all_single": "all_to_all"}
+    kinds |= {"all_gather": "all_gather", "all_to_all_single": "all_to_all"}
     true = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
 
     def spy(name, place):
@@ -496,7 +495,14 @@ def count_bytes(world):
         return call
 
     for name in true:
-        setattr(dist, name, spy(name, 0 if name == "all_reduce" else 1))
+        setattr(dist, name, spy(name, 1))
+    all_reduce = dist.ProcessGroup.allreduce
+
+    def spied(group, tensors, *arguments):
+        handed.extend(("all_reduce", tensor.numel() * tensor.element_size()) for tensor in tensors)
+        return all_reduce(group, tensors, *arguments)
+
+    dist.ProcessGroup.allreduce = spied
     route = make_route(world)
     shapes = SHAPES | {"large": (700, 300)}  # so large that two ranks gather it in parts
     texts = [*ALL, "topk:0.3", "randomk:1", "powersgd:5"]

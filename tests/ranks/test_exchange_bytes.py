@@ -26,12 +26,14 @@ class Counter:
 
     def __init__(self, monkeypatch) -> None:
         self.sent: dict[tuple[int, int], float] = {}
-        names = ["all_reduce", "all_to_all_single", "isend"]
+        names = ["all_to_all_single", "isend"]
         gather = "all_gather_single" if hasattr(dist, "all_gather_single") else None
         names.append(gather or "all_gather_into_tensor")
         for name in names:
             real, count = getattr(dist, name), getattr(self, name.removesuffix("_into_tensor"))
             monkeypatch.setattr(dist, name, self.counted(real, count))
+        real = dist.ProcessGroup.allreduce
+        monkeypatch.setattr(dist.ProcessGroup, "allreduce", self.counted(real, self.all_reduce))
 
     @staticmethod
     def counted(real, count):
@@ -53,9 +55,9 @@ class Counter:
         place = members.index(dist.get_rank())
         return members[(place + 1) % len(members)], len(members)
 
-    def all_reduce(self, tensor, group=None, **_) -> None:
-        to, n = self.right(group or dist.group.WORLD)
-        self.add(to, 2 * (n - 1) / n * tensor.nbytes)
+    def all_reduce(self, group, tensors, *_) -> None:
+        to, n = self.right(group)
+        self.add(to, sum(2 * (n - 1) / n * tensor.nbytes for tensor in tensors))
 
     def all_gather(self, rows, payload, group=None, **_) -> None:
         to, n = self.right(group or dist.group.WORLD)

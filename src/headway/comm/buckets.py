@@ -59,6 +59,7 @@ class Bucket:
             one over its own ranks.
         toll: Of an emulated link.
         flight: What happened in this step.
+        num_bytes: Of the gradients.
     """
 
     number: int
@@ -76,14 +77,11 @@ class Bucket:
     weight: float = 1.0
     toll: Toll | None = None
     flight: Flight = field(default_factory=lambda: Flight(0, (), 0, 0))
+    num_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.num_bytes = self.fused.gradients.numel() * self.fused.buffer.element_size()
         self.open(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the gradients."""
-        return self.fused.gradients.numel() * self.fused.buffer.element_size()
 
     def open(self, step: int) -> None:
         """Begin a new step: no gradient is there."""

@@ -1,30 +1,36 @@
 """The exchange across the border of the step: each layer waits for its own parameters only.
 
-When a step is released, the lane's thread steps the optimiser bucket by bucket, in the order in
-which the next forward pass needs the parameters, as soon as their sums have landed, while the
-training thread is already in that forward pass. Exact, not stale: every module waits for its own
+When a step is released, the optimiser is stepped bucket by bucket, in the order in which the next
+forward pass needs the parameters, as soon as their sums have landed, while the training thread is
+already in that forward pass. Exact, not stale: every module waits for its own
 parameters (`waits`), and a bucket takes new gradients only after its old ones have been used.
 ByteScheduler's and P3's idea with the user's own optimiser (`slices`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 from time import perf_counter
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from headway.comm.buckets import Bucket
 from headway.comm.exchange import GradientExchange, _Slot
 from headway.comm.flight import Flight
-from headway.comm.lane import ThreadLane
+from headway.comm.progress import ProgressLane
 from headway.comm.slices import OptimizerSlices
 from headway.comm.waits import ForwardWaits
 
 
 class Applier:
-    """What the lane's thread does with landed buckets: step their parameters, most urgent first.
+    """Steps the parameters of landed buckets, most urgent first.
+
+    The lane's thread does it when nothing is to be sent; a bucket that the training thread stands
+    still for is left to that thread, which has nothing else to do.
 
     Args:
         urgency: Of each bucket, by number: smaller is needed earlier.
@@ -32,42 +38,71 @@ class Applier:
 
     def __init__(self, urgency: dict[int, int]) -> None:
         self._urgency = urgency
-        self._landed: list[Bucket] = []
+        self._lock = threading.Lock()
+        self._landed: dict[int, Bucket] = {}
+        self._usable: list[tuple[int, int]] = []  # a heap of (urgency, number); some are gone
+        self._early: list[Bucket] = []  # landed before their step was released
         self._released = 0
         self._factor = 1.0
         self._discard = False
+        self._awaited = -1
         self.applied: dict[int, int] = dict.fromkeys(urgency, 0)
         self.slices: OptimizerSlices | None = None
         self.tell: Callable[[], None] = lambda: None
 
     def landed(self, bucket: Bucket) -> None:
-        """In the thread: a sum is there."""
-        self._landed.append(bucket)
-        self._landed.sort(key=lambda b: self._urgency[b.number])
+        """In the lane's thread: a sum is there."""
+        with self._lock:
+            self._landed[bucket.number] = bucket
+            if bucket.step <= self._released:
+                heappush(self._usable, (self._urgency[bucket.number], bucket.number))
+            else:
+                self._early.append(bucket)
 
     def release(self, step: int, factor: float, *, discard: bool) -> None:
         """In the training thread: sums of this step may be used, multiplied by `factor`."""
-        self._factor, self._discard = factor, discard
-        self._released = step
+        with self._lock:
+            self._factor, self._discard, self._released = factor, discard, step
+            for bucket in self._early:
+                heappush(self._usable, (self._urgency[bucket.number], bucket.number))
+            self._early.clear()
 
     def apply_one(self) -> bool:
-        """In the thread, when nothing is to be sent: use a landed bucket; False: there is none."""
-        bucket = next((b for b in self._landed if b.step <= self._released), None)
+        """In the lane's thread: use a landed bucket; False: there is none."""
+        bucket = None
+        with self._lock:
+            while self._usable and bucket is None:
+                _, number = heappop(self._usable)
+                if number != self._awaited:
+                    bucket = self._landed.pop(number, None)
         if bucket is None:
             return False
-        self._landed.remove(bucket)
-        if not self._discard:
-            self._use(bucket)
-        bucket.flight.applied = perf_counter()
-        self.applied[bucket.number] = bucket.step
+        self._apply(bucket)
         self.tell()
         return True
 
-    def _use(self, bucket: Bucket) -> None:
-        if self._factor != 1.0:
-            bucket.fused.gradients.mul_(self._factor)
-        assert self.slices is not None
-        self.slices.step(bucket, bucket.used)
+    def stand_still(self, bucket: Bucket, wait_for: Callable[[Callable[[], bool]], None]) -> None:
+        """In the training thread: return when a released bucket has been used."""
+        number = bucket.number
+        self._awaited = number
+        wait_for(lambda: number in self._landed or self.applied[number] == bucket.step)
+        with self._lock:
+            mine = self._landed.pop(number, None)
+            self._awaited = -1
+        if mine is not None:
+            with torch.no_grad():
+                self._apply(mine)
+        else:  # the other thread was about to
+            wait_for(lambda: self.applied[number] == bucket.step)
+
+    def _apply(self, bucket: Bucket) -> None:
+        if not self._discard:
+            if self._factor != 1.0:
+                bucket.fused.gradients.mul_(self._factor)
+            assert self.slices is not None
+            self.slices.step(bucket, bucket.used)
+        bucket.flight.applied = perf_counter()
+        self.applied[bucket.number] = bucket.step
 
 
 class CrossingExchange(GradientExchange):
@@ -84,7 +119,7 @@ class CrossingExchange(GradientExchange):
     def __init__(
         self,
         buckets: tuple[Bucket, ...],
-        lane: ThreadLane,
+        lane: ProgressLane,
         applier: Applier,
         *,
         model: nn.Module,
@@ -126,11 +161,11 @@ class CrossingExchange(GradientExchange):
         return self._applier.applied[bucket.number] < bucket.step <= self._released
 
     def _stand_still(self, bucket: Bucket) -> None:
-        flight, applied = bucket.flight, self._applier.applied
+        flight = bucket.flight
         start = perf_counter()
         flight.needed = flight.needed or start
         self.doing("waits for bucket %d (%s ...)", bucket.number, bucket.names[0])
-        self._thread.wait_for(lambda: applied[bucket.number] == bucket.step)
+        self._applier.stand_still(bucket, self._thread.wait_for)
         flight.waited += perf_counter() - start
 
     def _bucket_of(self, slot: _Slot) -> Bucket:

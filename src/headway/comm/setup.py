@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,10 +25,12 @@ from headway.comm.buckets import (
     split_by_key,
 )
 from headway.comm.crossing import Applier, CrossingExchange
+from headway.comm.direct_lane import DirectLane
 from headway.comm.exchange import GradientExchange
-from headway.comm.lane import InlineLane, Lane, ThreadLane
-from headway.comm.method import Method, Route
+from headway.comm.lane import InlineLane
+from headway.comm.method import Fused, Method, Route
 from headway.comm.methods import make_exchange_method
+from headway.comm.rounds_lane import RoundsLane
 from headway.comm.routes import Partition, Routes
 from headway.comm.swap import Scratch
 from headway.errors import PlanError
@@ -151,12 +154,17 @@ def _count_bytes(
 
 
 def is_inline(description: Exchange, methods: list[Method], kinds: list[Key]) -> bool:
-    """Whether the training thread itself can drive the exchange: all methods have one round."""
+    """Whether the training thread itself can drive the exchange."""
     return (
         not description.priority
-        and description.collective == "all_reduce"
-        and all(method.elementwise and not method.blocking for method in methods)
+        and _has_one_round(description, methods)
         and all(kind.partition is None for kind in kinds)
+    )
+
+
+def _has_one_round(description: Exchange, methods: list[Method]) -> bool:
+    return description.collective == "all_reduce" and all(
+        method.elementwise and not method.blocking for method in methods
     )
 
 
@@ -193,29 +201,33 @@ def make_exchange(
             fix='Leave out priority, ranks of parts, collective = "hierarchical" and compressors '
             "other than fp16 and bf16, or use --device cpu.",
         )
+    sequence = _sequence(buckets, description, arrangement)
+    kind = DirectLane if _has_one_round(description, methods) else RoundsLane
+    make_lane = partial(
+        kind,
+        buckets,
+        sequence,
+        credit=description.credit,
+        threads=torch.get_num_threads(),
+    )
+    if model is None or optimizer is None:
+        return GradientExchange(buckets, make_lane(), overlap=description.overlap)
+    urgency = arrangement.urgency or tuple(range(len(buckets)))
+    applier = Applier({number: place for place, number in enumerate(urgency)})
+    lane = make_lane(landed=applier.landed, idle=applier.apply_one)
+    return CrossingExchange(buckets, lane, applier, model=model, optimizer=optimizer)
+
+
+def _sequence(
+    buckets: tuple[Bucket, ...], description: Exchange, arrangement: Arrangement
+) -> list[tuple[int, Fused]]:
+    """The chunks in sending order, each with the number of its bucket."""
     chunks = [
         (bucket.number, chunk)
         for bucket in buckets
         for chunk in bucket.chunks(arrangement.chunk_bytes)
     ]
-    order = arrangement.order
-    if order is None:
-        # A priority layout is in forward order: the last layers' gradients come first.
-        order = tuple(range(len(chunks)))
-        order = order[::-1] if description.priority else order
-    threads = torch.get_num_threads()
-    sequence = [chunks[index] for index in order]
-    if model is None or optimizer is None:
-        lane: Lane = ThreadLane(buckets, sequence, credit=description.credit, threads=threads)
-        return GradientExchange(buckets, lane, overlap=description.overlap)
-    urgency = arrangement.urgency or tuple(range(len(buckets)))
-    applier = Applier({number: place for place, number in enumerate(urgency)})
-    thread = ThreadLane(
-        buckets,
-        sequence,
-        credit=description.credit,
-        landed=applier.landed,
-        idle=applier.apply_one,
-        threads=threads,
-    )
-    return CrossingExchange(buckets, thread, applier, model=model, optimizer=optimizer)
+    if arrangement.order is not None:
+        return [chunks[index] for index in arrangement.order]
+    # A priority layout is in forward order: the last layers' gradients come first.
+    return chunks[::-1] if description.priority else chunks

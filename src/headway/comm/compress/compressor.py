@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.comm.compress.layout import Dense, Layout, make_layout
-from headway.comm.compress.wire import all_reduce
-from headway.comm.method import Fused, Method, Piece, Route, Waiting
+from headway.comm.method import Fused, Method, Piece, Route, Waiting, all_reduce
 from headway.errors import RunError
 
 LARGEST_BUCKET = 2**31

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.comm.compress.wire import all_reduce
-from headway.comm.method import Fused, Method, Route, Waiting
+from headway.comm.method import Fused, Method, Route, Waiting, all_reduce
 from headway.errors import RunError
 
 

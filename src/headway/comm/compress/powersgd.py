@@ -22,8 +22,7 @@ from torch import Tensor
 from headway.collective.payload import matrix_shape, pays
 from headway.comm.compress.compressor import Compressor
 from headway.comm.compress.draws import generator
-from headway.comm.compress.wire import all_reduce
-from headway.comm.method import Piece, Route, Waiting
+from headway.comm.method import Piece, Route, Waiting, all_reduce
 
 
 @dataclass(frozen=True, slots=True)

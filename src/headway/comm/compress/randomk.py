@@ -16,8 +16,7 @@ from torch import Tensor
 from headway.collective.payload import is_dense, kept
 from headway.comm.compress.compressor import Compressor
 from headway.comm.compress.draws import generator
-from headway.comm.compress.wire import all_reduce
-from headway.comm.method import Route, Waiting
+from headway.comm.method import Route, Waiting, all_reduce
 
 
 def drawn(seed: int, name: str, step: int, size: int, k: int) -> Tensor:

@@ -16,12 +16,6 @@ LARGE = 2**17
 PARTS = 4
 
 
-def all_reduce(payload: Tensor, route: Route) -> dist.Work:
-    """Start to sum a tensor over the ranks in place."""
-    work: dist.Work = dist.all_reduce(payload, group=route.group, async_op=True)
-    return work
-
-
 def all_gather(rows: Tensor, payload: Tensor, route: Route) -> list[dist.Work]:
     """Start to gather every rank's payload; all of the operations have to be waited for.
 
