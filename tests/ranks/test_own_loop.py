@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
+from headway.collective.choice import TYPICAL
+from headway.collective.link import LinkFit
+from headway.collective.service import Speed
+from headway.comm import adapt
 from headway.errors import PlanError, Stalled, UsageError
 from headway.run.world import World
 from support.ranks import run_ranks
@@ -281,6 +285,24 @@ def test_the_compressor_may_be_chosen_from_the_measured_link():
     assert all("compress = " in text for text in said)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def automatic_here(world: Any, seconds_per_byte: float | None) -> str:
+    """On a link of 10 Mbit/s, with compressors of a given speed or as measured."""
+    adapt.probe_link = lambda _: LinkFit(1e-4, 8e-7, 0.0, world.size)
+    if seconds_per_byte is not None:
+        speeds = dict.fromkeys(TYPICAL, Speed(seconds_per_byte, seconds_per_byte))
+        adapt.measure_speeds = lambda _: speeds
+    said, _ = automatic(world)
+    return said[0] if said else "nothing"
+
+
+def test_the_choice_depends_on_how_fast_compressors_are():
+    measured = run_ranks(2, automatic_here, None)
+    assert "compress = powersgd" in measured[0] or "compress = topk" in measured[0]
+    assert measured[0] == measured[1]
+    slow = run_ranks(2, automatic_here, 1.0)
+    assert slow == ["nothing"] * 2
 
 
 def stalls(world: Any) -> None:

@@ -22,7 +22,7 @@ from headway.collective.fusion import merge_buckets
 from headway.collective.link import LinkFit, drifted
 from headway.collective.order import Load, chunk_size, planned_order
 from headway.collective.predict import Scheme
-from headway.collective.service import Network, seen_link
+from headway.collective.service import Network, Speed, seen_link
 from headway.comm.buckets import fuse
 from headway.comm.choose import choose_compressor
 from headway.comm.crossing import CrossingExchange
@@ -36,6 +36,7 @@ from headway.comm.setup import (
     make_exchange,
     respect_keys,
 )
+from headway.comm.speeds import measure_speeds
 from headway.plan import Exchange
 
 PROFILED_STEPS = (2, 3)
@@ -110,6 +111,7 @@ class AdaptiveExchange:
         self._doing = doing
         self.link: LinkFit | None = None
         self._profile: Profile | None = None
+        self._speeds: dict[str, Speed] = {}
         self._step = 0
         self.on_made: Callable[[GradientExchange], None] = lambda _: None
         self._arrangement = first_arrangement(self.parameters, self.description)
@@ -197,6 +199,7 @@ class AdaptiveExchange:
         """Choose the compressor, if that was wanted; returns what is to be said about it."""
         if self._wanted.compress != "auto":
             return ""
+        self._speeds = self._speeds or measure_speeds(self._device)
         best = choose_compressor(
             self.parameters,
             self._wanted,
@@ -204,6 +207,7 @@ class AdaptiveExchange:
             link,
             self._routes.nodes,
             current=self.description.compress,
+            speeds=self._speeds,
         )
         decided = [best.scheme.compress]
         dist.broadcast_object_list(decided, src=0)
@@ -321,7 +325,8 @@ def probe_link(device: torch.device) -> LinkFit:
     middle = min(_seconds(1, _MIDDLE, device) for _ in range(3))
     small = min(_seconds(1, _SMALL, device) for _ in range(_SMALL_PROBES))
     latency = max(small - per_byte * _SMALL, 0.0)
-    error = abs(latency + per_byte * _MIDDLE - middle) / middle
+    # Slower than the fit: unsteady. Faster: the burst of a shaped link, which is as it should be.
+    error = max(middle / (latency + per_byte * _MIDDLE) - 1, 0.0)
     return LinkFit(latency, per_byte, error, dist.get_world_size())
 
 

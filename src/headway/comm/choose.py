@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from headway.collective import Nodes
-from headway.collective.choice import CANDIDATES, Choice, choose
+from headway.collective.choice import CANDIDATES, TYPICAL, Choice, choose
 from headway.collective.link import LinkFit
 from headway.collective.predict import Layer
-from headway.collective.service import Network
+from headway.collective.service import Network, Speed
 from headway.plan import Exchange, parse_compression
 from headway.plan.compression import COMPRESSORS
 from headway.plan.scheme import scheme_of
@@ -28,6 +28,7 @@ def choose_compressor(
     nodes: Nodes,
     *,
     current: str,
+    speeds: Mapping[str, Speed] = TYPICAL,
 ) -> Choice:
     """The best candidate.
 
@@ -39,6 +40,7 @@ def choose_compressor(
         nodes: Of all ranks.
         current: The compressor that is used now. One that has kept gradients back is only
             followed by one that will send them.
+        speeds: Of compressors, as measured.
     """
     candidates = [
         (name, amount)
@@ -48,7 +50,11 @@ def choose_compressor(
     base = scheme_of(description)
     network = Network(link, nodes)
     return choose(
-        _layers(parameters, description, ready), network, base=base, candidates=candidates
+        _layers(parameters, description, ready),
+        network,
+        base=base,
+        candidates=candidates,
+        speeds=speeds,
     )[0]
 
 
