@@ -20,8 +20,8 @@ from headway.plan import (
     Layout,
     MemoryPolicy,
     Mesh,
+    Pipeline,
     Plan,
-    Stage,
     data_parallel,
     difference,
     explain,
@@ -47,7 +47,6 @@ def test_all_problems_come_at_once():
         mesh=Mesh(axes=(Axis(name="pipe", size=2), Axis(name="pipe", size=0))),
         batch=BatchSplit(samples=0, microbatch=0),
         layouts=(Layout(tensors="w", placements={"tensor": "split:0"}),),
-        stages=(Stage(modules=("a",)),),
         exchange=Exchange(bucket="0"),
         format=7,
     )
@@ -57,14 +56,12 @@ def test_all_problems_come_at_once():
         "format 7 is not known; this headway reads format 1",
         "mesh axis pipe has size 0; at least 1",
         "mesh axis pipe appears twice",
-        "mesh axis pipe of size 2: no mechanism splits along it yet; only data",
         "exchange.axis data is not an axis of the mesh (pipe, pipe)",
         "batch.samples is 0; at least 1",
         "batch.microbatch is 0; at least 1, or leave it out",
         "exchange.bucket is 0 bytes; at least 1",
         "layout of w: tensor is not an axis of the mesh",
         "layout of w: 'split:0' on tensor: no mechanism yet; only copy",
-        "stages: no mechanism runs a pipeline yet; leave them out",
     )
     for problem in caught.value.problems:
         assert problem in str(caught.value)
@@ -157,8 +154,7 @@ def _unchecked(data):
     parts = {
         "batch": BatchSplit(**data["batch"]),
         "layouts": tuple(Layout(**layout) for layout in data["layouts"]),
-        "stages": tuple(Stage(**stage) for stage in data["stages"]),
-        "schedule": dataclasses.replace(FULL.schedule, **data["schedule"]),
+        "pipeline": Pipeline(**data["pipeline"]),
         "exchange": Exchange(**data["exchange"]),
         "synchrony": dataclasses.replace(FULL.synchrony, **data["synchrony"]),
         "memory": MemoryPolicy(**data["memory"]),
@@ -169,7 +165,7 @@ def _unchecked(data):
 
 def test_the_leaves_cover_every_field():
     named = {path[0] for path in LEAVES}
-    assert named == {f.name for f in dataclasses.fields(Plan)} - {"stages"}  # empty, no mechanism
+    assert named == {f.name for f in dataclasses.fields(Plan)}
 
 
 def test_differences_of_length_and_none():

@@ -19,8 +19,7 @@ PLAN = {
     "mesh": {"axes": [{"name": "data", "size": 2}]},
     "batch": {"samples": 64, "microbatch": 16},
     "layouts": [],
-    "stages": [],
-    "schedule": {"name": "accumulate"},
+    "pipeline": {},
     "exchange": {
         "axis": "data",
         "collective": "all_reduce",

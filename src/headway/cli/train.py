@@ -24,7 +24,7 @@ from headway.launch.emulation import Emulated
 from headway.launch.faults import Faults
 from headway.launch.paced import Paced
 from headway.launch.warm import warm_up
-from headway.plan import Plan, data_parallel
+from headway.plan import Plan, plan_without_file
 from headway.run.amounts import resolve_batch
 from headway.run.directory import RunDirectory
 from headway.run.job import Outcome, TrainJob
@@ -53,6 +53,7 @@ def train(
     directory: Annotated[Path | None, Parameter(alias="-d")] = None,
     resume: Annotated[bool, Parameter(negative="")] = False,
     plan: Path | None = None,
+    schedule: Path | None = None,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     restarts: int = 3,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -67,10 +68,11 @@ def train(
 
     Args:
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
-        processes: Local processes; by default those of the plan, else 1.
+        processes: Local processes; by default those of the plan, else the recipe's stages.
         directory: The run directory; by default the next free runs/NAME-001.
         resume: Go on from the last checkpoint; without --directory, of the newest run.
         plan: A plan.json; by default data parallelism over all processes.
+        schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         restarts: How often dead workers are started again without a new checkpoint between.
         device: What to compute on.
@@ -82,10 +84,11 @@ def train(
         trace_steps: Steps between detailed timelines; 0: only the first steps.
         json: Print the outcome as JSON.
     """
+    overrides += _scheduled(schedule, plan)
     checked = check_recipe(recipe, overrides)
     place = Place.here()
     scene = read_scene(emulate, faults, place, device)
-    ranks = _ranks(place, processes, plan, scene.cluster)
+    ranks = _ranks(place, processes, _default_ranks(checked, plan), scene.cluster)
     scene.check(ranks)
     _check_plan(checked, plan, ranks)
     seconds = _seconds("--timeout", timeout)
@@ -115,7 +118,26 @@ def train(
     return 0 if place.found_world else _exit_code(result.stopped_by)
 
 
-def _ranks(place: Place, processes: int | None, plan: Path | None, cluster: Cluster | None) -> int:
+def _scheduled(schedule: Path | None, plan: Path | None) -> tuple[str, ...]:
+    """What a table on the command line changes in the recipe."""
+    if schedule is None:
+        return ()
+    if plan is not None:
+        raise UsageError(
+            f"--schedule {schedule} contradicts --plan {plan}: a plan has its own pipeline",
+            fix="Leave one of them out.",
+        )
+    from headway.cli.schedule import overrides_of
+
+    return overrides_of(schedule)
+
+
+def _default_ranks(checked: CheckedRecipe, plan: Path | None) -> int:
+    """Processes where nobody says how many: those of the plan, or one pipeline."""
+    return Plan.load(plan).ranks if plan else checked.document.stages or 1
+
+
+def _ranks(place: Place, processes: int | None, default: int, cluster: Cluster | None) -> int:
     """The number of processes; that of the world which is already there cannot be changed."""
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: at least 1")
@@ -134,7 +156,7 @@ def _ranks(place: Place, processes: int | None, plan: Path | None, cluster: Clus
                 fix="Leave --processes out: the launcher decides.",
             )
         return place.ranks
-    return processes or (Plan.load(plan).ranks if plan else 1)
+    return processes or default
 
 
 def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
@@ -151,7 +173,14 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
         document = checked.document
         if document.tokens_per_sample is None:  # as the recipe that is made of it has it
             document = replace(document, tokens_per_sample=document.data.window)
-        data_parallel(resolve_batch(document), processes=ranks, microbatch=document.microbatch)
+        plan_without_file(
+            resolve_batch(document),
+            processes=ranks,
+            microbatch=document.microbatch,
+            exchange=document.exchange,
+            stages=document.stages or 1,
+            pipeline=document.pipeline,
+        )
 
 
 def _seconds(option: str, text: str) -> float:

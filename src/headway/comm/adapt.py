@@ -8,6 +8,7 @@ change. Invariant: all ranks measure in the same steps and use the slowest rank'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -42,7 +43,9 @@ from headway.plan import Exchange
 PROFILED_STEPS = (2, 3)
 """The first steps that are measured; the very first one pays for allocations."""
 REFIT_STEPS = 50
-"""Steps between two measurements of the link."""
+"""Least number of steps between two measurements of the link."""
+REFIT_SHARE = 0.005
+"""Largest share of the time that measuring may take: short steps are measured less often."""
 _PIECE = 1_048_576
 _STREAM_SECONDS = 0.2
 _LONGEST_STREAM = 16
@@ -113,6 +116,7 @@ class AdaptiveExchange:
         self._profile: Profile | None = None
         self._speeds: dict[str, Speed] = {}
         self._step = 0
+        self._refit = REFIT_STEPS
         self.on_made: Callable[[GradientExchange], None] = lambda _: None
         self._arrangement = first_arrangement(self.parameters, self.description)
         self.now = self._make()
@@ -149,24 +153,33 @@ class AdaptiveExchange:
             if self._profiled(self._step):
                 self.flush()
                 if not self._profiled(self._step + 1):
-                    self._rearrange()
+                    self._measure()
             if self._profiled(self._step + 1):
                 self.flush()
                 self.now.profile = {}
         self._step += 1
         self.now.begin()
 
-    @staticmethod
-    def _profiled(step: int) -> bool:
-        return step in PROFILED_STEPS or (step > 0 and step % REFIT_STEPS == 0)
+    def _profiled(self, step: int) -> bool:
+        return step in PROFILED_STEPS or step == self._refit
 
     def flush(self) -> None:
         """Wait until all updates of earlier steps have been made."""
         if self.crossing is not None:
             self.crossing.flush()
 
-    def _rearrange(self) -> None:
+    def _measure(self) -> None:
+        """Re-arrange what has changed; the next time is far enough away to be worth this one."""
+        start = perf_counter()
         profile = self._shared_profile()
+        self._rearrange(profile)
+        took = torch.tensor([perf_counter() - start], dtype=torch.float64, device=self._device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        step = max(profile.ready.values())
+        worth = float(took) / (REFIT_SHARE * step) if step else 0.0
+        self._refit = self._step + max(REFIT_STEPS, math.ceil(worth))
+
+    def _rearrange(self, profile: Profile) -> None:
         self.now.profile = None
         link = probe_link(self._device)
         same = (

@@ -5,14 +5,15 @@ from headway.plan.compression import Compression, parse_compression
 from headway.plan.exchange import Exchange, ExchangePart
 from headway.plan.explain import difference, explain
 from headway.plan.mesh import Axis, Mesh
+from headway.plan.pipeline import Pipeline
 from headway.plan.plan import (
     Layout,
     MemoryPolicy,
     Plan,
-    Schedule,
-    Stage,
     Synchrony,
     data_parallel,
+    pipelined,
+    plan_without_file,
 )
 
 __all__ = [
@@ -24,12 +25,13 @@ __all__ = [
     "Layout",
     "MemoryPolicy",
     "Mesh",
+    "Pipeline",
     "Plan",
-    "Schedule",
-    "Stage",
     "Synchrony",
     "data_parallel",
     "difference",
     "explain",
     "parse_compression",
+    "pipelined",
+    "plan_without_file",
 ]

@@ -19,10 +19,12 @@ class BatchSplit:
     Attributes:
         samples: Samples of the global batch of one optimiser step.
         microbatch: Most samples that a rank passes through the model at once; None: its share.
+        parts: In place of it: the number of micro-batches of a share, as long as there are samples.
     """
 
     samples: int
     microbatch: int | None = None
+    parts: int | None = None
 
     def share(self, rank: int, ranks: int, samples: int | None = None) -> range:
         """The samples of `rank`, as positions in the global batch.
@@ -38,15 +40,21 @@ class BatchSplit:
         return range(start, start + small + (rank < larger))
 
     def microbatches(self, share: range) -> tuple[range, ...]:
-        """A share cut into as few micro-batches as `microbatch` allows, of nearly equal size."""
+        """A share cut into as few micro-batches as are allowed, of nearly equal size."""
         if not share:
             return ()
         most = self.microbatch or len(share)
-        parts = -(-len(share) // most)
+        parts = min(self.parts, len(share)) if self.parts else -(-len(share) // most)
         cuts = BatchSplit(samples=len(share))
         return tuple(
             share[part.start : part.stop] for part in (cuts.share(i, parts) for i in range(parts))
         )
+
+    def largest(self, ranks: int) -> int | None:
+        """Most samples of a micro-batch; None: not limited."""
+        if self.parts is None:
+            return self.microbatch
+        return -(-len(self.share(0, ranks)) // self.parts)
 
     def equation(self, ranks: int, tokens: int | None = None) -> str:
         """The derivation, for people: "64 samples = 2 ranks x 4 micro-batches x 8 samples".

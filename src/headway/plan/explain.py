@@ -21,13 +21,29 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
         f"batch: {plan.batch.equation(plan.data_degree, tokens)}",
         f"precision: {plan.memory.precision}",
     ]
+    if plan.pipe_degree > 1:
+        lines.append(f"pipeline: {explain_pipeline(plan)}")
     lines.append(f"exchange: {explain_exchange(plan)}")
     return "\n".join(lines)
+
+
+def explain_pipeline(plan: Plan) -> str:
+    """One sentence."""
+    assert plan.batch.parts is not None
+    schedule = plan.pipeline.make(plan.pipe_degree, plan.batch.parts)
+    cut = ", ".join(plan.pipeline.cut) or "equal numbers of parameters"
+    pipes = "" if len(schedule.pipes) == 1 else f" in {len(schedule.pipes)} pipes"
+    return (
+        f"{schedule.name} over {plan.pipe_degree} ranks, {schedule.stages} stages{pipes}, "
+        f"{schedule.num_microbatches} micro-batches; cut at {cut}"
+    )
 
 
 def explain_exchange(plan: Plan) -> str:
     """One sentence."""
     exchange = plan.exchange
+    if plan.pipe_degree > 1:
+        return "gradients are summed over the copies of each stage, exact"
     if plan.data_degree == 1:
         return "none; one rank holds the whole batch"
     how = _HOW[exchange.reduce].replace("gradients", exchange.values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from headway.errors import DocumentError, PlanError
 from headway.plan.batch import BatchSplit
 from headway.plan.exchange import Exchange
 from headway.plan.mesh import Axis, Mesh
+from headway.plan.pipeline import AXIS, Pipeline
 
 FORMAT = 1
 
@@ -33,24 +35,6 @@ class Layout:
 
     tensors: str
     placements: dict[str, str]
-
-
-@document
-class Stage:
-    """A pipeline stage: the modules (patterns of logical names) that it holds."""
-
-    modules: tuple[str, ...]
-
-
-@document
-class Schedule:
-    """The order of the micro-batches of one step.
-
-    "accumulate": each rank runs forward and backward of its micro-batches one after the other and
-    gradients leave during the last backward pass.
-    """
-
-    name: Literal["accumulate"] = "accumulate"
 
 
 @document
@@ -74,8 +58,7 @@ class Plan:
     mesh: Mesh
     batch: BatchSplit
     layouts: tuple[Layout, ...] = ()
-    stages: tuple[Stage, ...] = ()
-    schedule: Schedule = Schedule()
+    pipeline: Pipeline = Pipeline()
     exchange: Exchange = Exchange()
     synchrony: Synchrony = Synchrony()
     memory: MemoryPolicy = MemoryPolicy()
@@ -101,6 +84,15 @@ class Plan:
     def data_degree(self) -> int:
         """The number of shares into which the global batch is cut."""
         return self.mesh.degree(self.exchange.axis)
+
+    @property
+    def pipe_degree(self) -> int:
+        """Ranks of a pipeline; 1: there is none."""
+        return self.mesh.degree(AXIS)
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch a rank works on."""
+        return self.mesh.coordinate(rank).get(self.exchange.axis, 0)
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -160,6 +152,89 @@ def data_parallel(
     return plan
 
 
+def pipelined(
+    batch: int,
+    *,
+    processes: int,
+    stages: int,
+    pipeline: Pipeline | None = None,
+    microbatch: int | None = None,
+    precision: Literal["float32", "float64", "bfloat16"] = "float32",
+    exchange: Exchange | None = None,
+) -> Plan:
+    """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
+
+    Args:
+        batch: Samples of the global batch.
+        processes: Number of ranks; a multiple of `stages`.
+        stages: Ranks of one pipeline; neighbours lie next to each other.
+        pipeline: Schedule and cut.
+        microbatch: Most samples in one forward pass; decides the number of micro-batches where
+            `pipeline` does not.
+        precision: Arithmetic type of the forward pass.
+        exchange: Of the copies; the default is the only one yet.
+
+    Raises:
+        PlanError: Such a plan cannot exist.
+    """
+    if stages < 1 or processes % stages:
+        raise PlanError(
+            "this plan cannot exist",
+            problems=[f"{processes} processes are no multiple of {stages} ranks of a pipeline"],
+            fix=f"Start {max(1, processes // max(stages, 1)) * max(stages, 1)} processes.",
+        )
+    copies = processes // stages
+    pipe = pipeline or Pipeline()
+    share = -(-batch // copies)
+    if pipe.microbatches is None and microbatch and not pipe.table:
+        pipe = replace(pipe, microbatches=-(-share // microbatch))
+    plan = Plan(
+        mesh=Mesh(axes=(Axis(name="data", size=copies), Axis(name=AXIS, size=stages))),
+        batch=BatchSplit(samples=batch, parts=pipe.parts(stages, batch // copies)),
+        pipeline=pipe,
+        exchange=exchange or Exchange(),
+        memory=MemoryPolicy(precision=precision),
+    )
+    plan.check()
+    return plan
+
+
+def plan_without_file(
+    batch: int,
+    *,
+    processes: int,
+    stages: int = 1,
+    pipeline: Pipeline | None = None,
+    microbatch: int | None = None,
+    precision: Literal["float32", "float64", "bfloat16"] = "float32",
+    exchange: Exchange | None = None,
+) -> Plan:
+    """The plan of a recipe that has no plan file: a pipeline if it has stages, else copies.
+
+    The arguments are those of `pipelined` and `data_parallel`.
+
+    Raises:
+        PlanError: Such a plan cannot exist.
+    """
+    if stages > 1:
+        return pipelined(
+            batch,
+            processes=processes,
+            stages=stages,
+            pipeline=pipeline,
+            microbatch=microbatch,
+            precision=precision,
+            exchange=exchange,
+        )
+    return data_parallel(
+        batch,
+        processes=processes,
+        microbatch=microbatch,
+        precision=precision,
+        exchange=exchange,
+    )
+
+
 def _problems(plan: Plan) -> list[str]:
     """Every reason why the plan cannot exist, one line each."""
     return _wrong_types(plan) or _illegal_values(plan)
@@ -188,9 +263,9 @@ def _illegal_values(plan: Plan) -> list[str]:
         f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1})
     )
     found.extend(
-        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data"
+        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data and pipe"
         for a in plan.mesh.axes
-        if a.name != plan.exchange.axis and a.size > 1
+        if a.name not in (plan.exchange.axis, AXIS) and a.size > 1
     )
     if plan.exchange.axis not in names:
         found.append(
@@ -208,8 +283,23 @@ def _illegal_values(plan: Plan) -> list[str]:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
     found.extend(plan.exchange.problems(plan.ranks))
     found.extend(_layout_problems(plan))
-    if plan.stages:
-        found.append("stages: no mechanism runs a pipeline yet; leave them out")
+    if not found and plan.pipe_degree > 1:
+        found.extend(_pipeline_problems(plan))
+    return found
+
+
+def _pipeline_problems(plan: Plan) -> list[str]:
+    exchange = plan.exchange
+    found = []
+    if plan.batch.parts is None:
+        found.append("batch.parts is missing: the number of micro-batches of a pipeline's step")
+    else:
+        found.extend(plan.pipeline.problems(plan.pipe_degree, plan.batch.parts))
+    if not exchange.exact or exchange.priority or exchange.collective != "all_reduce":
+        found.append(
+            "exchange: copies of a pipeline's stages sum their gradients exactly, stage by stage; "
+            f"leave out {exchange}"
+        )
     return found
 
 

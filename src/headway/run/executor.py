@@ -25,10 +25,12 @@ from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
 from headway.plan import Plan
 from headway.run import alike, parts
 from headway.run.gradients import Gradients
+from headway.run.pipeline import Means, PipelineSteps
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord, kind_of
+from headway.run.stage_gradients import StageGradients
 from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
 from headway.run.world import World
@@ -98,7 +100,9 @@ class Executor:
         parts.follow_model(optimizer)
         if self.world.ranks > 1:
             alike.start_alike(self.model, self.world)
-        self.gradients = Gradients(
+        self._pipeline: PipelineSteps | None = None
+        hands = StageGradients if self.plan.pipe_degree > 1 else Gradients
+        self.gradients = hands(
             self.model,
             optimizer,
             scheduler,
@@ -108,9 +112,11 @@ class Executor:
             seed=seed,
         )
         self.gradients.follow()
+        if isinstance(self.gradients, StageGradients):
+            self._pipeline = PipelineSteps(self._means())
         self._handlers: dict[str, Callable[[Instruction], None]] = {
-            "clear": self._clear, "forward": self._forward, "tally": self._tally,
-            "backward": self._backward,
+            "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
+            "tally": self._tally, "backward": self._backward,
             **{kind: partial(_carry_out, getattr(self.gradients, kind)) for kind in _PLAIN},
         }  # fmt: skip
 
@@ -149,7 +155,7 @@ class Executor:
         return Loader(
             as_source(examples),
             self.plan.batch,
-            rank=self.world.rank,
+            rank=self.plan.data_rank(self.world.rank),
             ranks=self.plan.data_degree,
             cursor=cursor or Cursor(seed=self.seed, epoch=0, position=0),
             **options,
@@ -218,7 +224,8 @@ class Executor:
         for instruction in program.instructions:
             start = perf_counter()
             self._handlers[instruction.kind](instruction)
-            self._note(instruction, offset + start, offset + perf_counter(), node)
+            if kind_of(instruction.kind):
+                self._note(instruction, offset + start, offset + perf_counter(), node)
 
     def _note(self, instruction: Instruction, start: float, end: float, node: str) -> None:
         self.record.spans.append(
@@ -260,6 +267,27 @@ class Executor:
         ):
             loss.backward()
 
+    def _pass_through(self, _: Instruction) -> None:
+        """All micro-batches through the pipeline; losses are known where a pipe ends."""
+        assert self._batch is not None
+        assert self._pipeline is not None
+        assert isinstance(self.gradients, StageGradients)
+        self.record.spans.extend(self._pipeline.run(self._batch))
+        self.gradients.homes = self._pipeline.homes
+        self._shares, self._counts = self._pipeline.losses, self._pipeline.counts
+
+    def _means(self) -> Means:
+        return Means(
+            model=self.model,
+            loss=self._loss,
+            plan=self.plan,
+            world=self.world,
+            seed=self.seed,
+            arithmetic=self._arithmetic,
+            prepare=lambda data: to_device(data, self.world.device, self._dtype),
+            probe=self._probe,
+        )
+
     # -- one micro-batch ---------------------------------------------------------------------
 
     def _micro(self, instruction: Instruction) -> MicroBatch:
@@ -297,7 +325,9 @@ class Executor:
 
     def _find_sites(self, micro: MicroBatch) -> Sites:
         """Look once how random draws depend on the batch; without doubt, or with a warning."""
-        data = to_device(micro.data, self.world.device, self._dtype)
+        return self._probe(to_device(micro.data, self.world.device, self._dtype))
+
+    def _probe(self, data: Any) -> Sites:
         with self._arithmetic():
             sites = probe(self.model, self._loss, data, resize)
         for doubt in sites.doubts:

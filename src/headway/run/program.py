@@ -14,6 +14,7 @@ from headway.plan import Plan
 
 Kind = Literal[
     "clear",
+    "pipeline",
     "forward",
     "tally",
     "arm",
@@ -35,6 +36,8 @@ class Instruction:
 
     Kinds, with what they mean for synchronous data parallelism:
         clear: forget the last step's gradients.
+        pipeline: forward and backward of all micro-batches through the stages of a pipeline, and
+            the sums of the gradients of each stage's copies.
         forward: the loss of micro-batch `microbatch`.
         tally: start to sum loss, count and votes over all ranks.
         arm: gradients may leave as soon as the next backward pass has made them.
@@ -74,6 +77,10 @@ def compile_step(plan: Plan, num_microbatches: int, *, clip: bool) -> StepProgra
         num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
         clip: Whether the recipe limits the norm of the gradients.
     """
+    if plan.pipe_degree > 1:
+        ending: list[Kind] = ["clip", "update"] if clip else ["update"]
+        kinds: list[Kind] = ["clear", "pipeline", "tally", "scale", *ending]
+        return StepProgram(tuple(map(Instruction, kinds)))
     passes = [_microbatch(number) for number in range(num_microbatches)]
     exchange = plan.exchange
     together = plan.data_degree > 1

@@ -194,25 +194,44 @@ def _record(
     model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any, *, backward: bool
 ) -> _Recorder:
     """Run a pass, put everything back, and return what was drawn."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
+    with _buffers_restored(model), generators_restored(), recorder:
+        value = loss(model, data)
+        recorder.forward = len(recorder.shapes)
+        total, _ = sum_and_count(value, 1)
+        if backward and any(recorder.drew) and total.requires_grad:
+            try:
+                torch.autograd.grad(total, parameters, allow_unused=True)
+            except RuntimeError:  # reentrant activation checkpointing does not allow it
+                recorder.again = True
+            recorder.again |= len(recorder.shapes) > recorder.forward
+    return recorder
+
+
+def draws_before(run: Callable[[Callable[[], None]], object], model: nn.Module) -> tuple[int, ...]:
+    """How many draws of a forward pass come before each of some moments.
+
+    Args:
+        run: A forward pass; calls its argument at those moments.
+        model: Its buffers are left as they were.
+    """
+    found: list[int] = []
+    recorder = _Recorder()
+    with _buffers_restored(model), generators_restored(), torch.no_grad(), recorder:
+        run(lambda: found.append(len(recorder.shapes)))
+    return tuple(found)
+
+
+@contextmanager
+def _buffers_restored(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with generators_restored(), recorder:
-            value = loss(model, data)
-            recorder.forward = len(recorder.shapes)
-            total, _ = sum_and_count(value, 1)
-            if backward and any(recorder.drew) and total.requires_grad:
-                try:
-                    torch.autograd.grad(total, parameters, allow_unused=True)
-                except RuntimeError:  # reentrant activation checkpointing does not allow it
-                    recorder.again = True
-                recorder.again |= len(recorder.shapes) > recorder.forward
+        yield
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
-    return recorder
 
 
 @contextmanager
@@ -247,6 +266,23 @@ class LogicalRandomness(TorchDispatchMode):
         self._epoch = epoch
         self._met: dict[int, Site] = {}
 
+    def advance(self, number: int) -> None:
+        """Leave out draws, so that the next one has this number in the whole forward pass."""
+        while len(self._met) < number:
+            self._meet()
+
+    def _meet(self) -> tuple[int, Site]:
+        """The key and the site of the next draw."""
+        # With the generator named it is no draw of the model's, should this mode be active.
+        number = torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator)
+        token = int(number)
+        site = self._met.get(token)
+        if site is None:
+            place = len(self._met)
+            known = place < len(self._sites.forward)
+            site = self._met[token] = self._sites.forward[place] if known else Site(0)
+        return token, site
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -258,12 +294,7 @@ class LogicalRandomness(TorchDispatchMode):
         if not _may_draw(func, keywords):
             return func(*args, **keywords)
         device = _device_of(args, keywords)
-        token = int(torch.empty((), dtype=torch.int64).random_())
-        site = self._met.get(token)
-        if site is None:
-            number = len(self._met)
-            known = number < len(self._sites.forward)
-            site = self._met[token] = self._sites.forward[number] if known else Site(0)
+        token, site = self._meet()
         if not site.draws:
             return func(*args, **keywords)
         generator = _generator(device)

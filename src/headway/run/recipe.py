@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from headway.data.source import Source
-from headway.plan import Exchange
+from headway.plan import Exchange, Pipeline
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -58,6 +58,9 @@ class Recipe:
         drop_last: Leave out the ragged last batch of each epoch.
         tokens_per_sample: Needed where `batch` or `stop` is stated in tokens.
         exchange: How gradients are exchanged, where no plan file says it; None: the default.
+        stages: Ranks over which the model is cut as a pipeline, where no plan file says it; the
+            rest of the ranks are copies of the pipeline.
+        pipeline: Schedule and cut of that pipeline; None: the default.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -83,6 +86,8 @@ class Recipe:
     drop_last: bool = False
     tokens_per_sample: int | None = None
     exchange: Exchange | None = None
+    stages: int = 1
+    pipeline: Pipeline | None = None
     showcase: Callable[[nn.Module], str] | None = None
 
 

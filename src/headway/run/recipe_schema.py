@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from headway.documents import document, find_line, to_type
 from headway.errors import DocumentError, RecipeError
-from headway.plan import Exchange
+from headway.plan import Exchange, Pipeline
 from headway.run.recipe_values import (
     Batch,
     Flag,
@@ -122,6 +122,8 @@ class Scalars:
     drop_last: Flag | None = None
     tokens_per_sample: Least1 | None = None
     exchange: Exchange | None = None
+    stages: Least1 | None = None
+    pipeline: Pipeline | None = None
 
 
 @document

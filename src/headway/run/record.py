@@ -8,6 +8,7 @@ from headway.comm.flight import Flight
 from headway.timeline import Span
 
 _KIND_OF = {
+    "pipeline": "",  # its actions have spans of their own
     "forward": "forward",
     "backward": "backward",
     "arm": "forward",
@@ -46,7 +47,9 @@ class StepRecord:
 
 
 def kind_of(instruction: str) -> str:
-    """The kind of span of an instruction; what is not compute or waiting belongs to the update.
+    """The kind of span of an instruction; "" for one that has none.
+
+    What is not compute or waiting belongs to the update.
 
     The tally is read where `scale` or `release` begins: what they take is a wait for other ranks.
     """

@@ -289,13 +289,14 @@ class Training:
         source = as_source(recipe.validation())
         samples = min(len(source), recipe.validation_samples or len(source))
         batch = BatchSplit(
-            samples=min(samples, plan.batch.samples), microbatch=plan.batch.microbatch
+            samples=min(samples, plan.batch.samples),
+            microbatch=plan.batch.largest(plan.data_degree),
         )
         with Loader(
             source,
             batch,
             rank=self._world.rank,
-            ranks=plan.data_degree,
+            ranks=plan.ranks,
             cursor=Cursor(seed=recipe.seed),
             shuffle=False,
             epochs=1,

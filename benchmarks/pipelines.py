@@ -1,0 +1,244 @@
+"""Pipelines that sleep: executed against simulated times, and headway's executor against torch's.
+
+    python benchmarks/pipelines.py sleep [repeats]
+    python benchmarks/pipelines.py overhead [repeats]
+
+Four ranks on the loopback. `sleep`: a rank's whole share of the model takes 20 ms forward and 40 ms
+backward (input and weight gradient 20 ms each), spent asleep, so that four ranks do not fight for
+two cores; every schedule, in turn, the best of the repeats, beside what the simulator says. Torch's
+own 1F1B, interleaved and zero-bubble schedules run in the same processes on the same stages.
+`overhead`: stages that do next to nothing; what is left is the cost of an action.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+import emulated
+from headway.parallel import Calls, Pipeline, StageSums, Team, cut
+from headway.schedule import PipelineSchedule, StageCosts
+from headway.schedule.lowering import lower
+from headway.schedule.named import make_schedule
+from headway.schedule.timing import time_schedule
+
+RANKS, UNIT, WIDTH = 4, 0.02, 16
+CASES = [
+    ("gpipe", 4), ("1f1b", 4), ("chimera", 4), ("zbv", 4),
+    ("gpipe", 8), ("1f1b", 8), ("interleaved", 8), ("zb-h1", 8), ("interleaved-zero-bubble", 8),
+    ("zbv", 8), ("dualpipe-v", 8), ("chimera", 8), ("chimera-doubling", 8),
+    ("doubling, kept", 8),
+]  # fmt: skip
+PAIRS = (  # what, against what, how much less time is wanted
+    ("chimera 4", "torch 1f1b 4", 0.20),
+    ("doubling, kept 8", "torch 1f1b 8", 0.15),
+    ("doubling, kept 8", "1f1b 8", 0.15),
+    ("zb-h1 8", "torch 1f1b 8", 0.0),
+    ("zbv 8", "torch zbv 8", 0.0),
+    ("interleaved 8", "torch interleaved 8", 0.0),
+)
+
+
+class Inward(torch.autograd.Function):
+    """Sleeps in forward, and where the gradient of the input is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ahead: float, back: float) -> Tensor:
+        ctx.back = back
+        time.sleep(ahead)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.back)
+        return grad, None, None
+
+
+class Weighing(torch.autograd.Function):
+    """Sleeps where the gradient of the weight is made."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, back: float) -> Tensor:
+        ctx.back = back
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.back)
+        return grad, None
+
+
+class Asleep(nn.Module):
+    """A stage: `x * w`; the first one has an input gradient, too, that of its own factor."""
+
+    def __init__(self, seconds: float, *, first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.factor = nn.Parameter(torch.ones(WIDTH)) if first else None
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factor is not None:
+            x = x * self.factor
+        x = Inward.apply(x, self.seconds, self.seconds)
+        return x * Weighing.apply(self.weight, self.seconds)
+
+
+def build(stages: int, seconds: float) -> nn.Sequential:
+    """A rank's share takes `seconds` forward; more stages than ranks have as much less each."""
+    part = seconds * RANKS / stages
+    return nn.Sequential(*[Asleep(part, first=number == 0) for number in range(stages)])
+
+
+def schedule_of(name: str, count: int) -> PipelineSchedule:
+    """Of a name; doubling also without recomputation, as 1F1B runs beside it."""
+    if name == "doubling, kept":
+        return replace(schedule_of("chimera-doubling", count), recompute=False)
+    return make_schedule(name, stages=RANKS, microbatches=count)
+
+
+def costs_of(schedule: PipelineSchedule) -> StageCosts:
+    """In seconds; the first stage's gradient of its input is that of a weight."""
+    part = UNIT * RANKS / schedule.stages
+    rest = [part] * (schedule.stages - 1)
+    return StageCosts.of(
+        schedule.stages,
+        ranks=RANKS,
+        forward=[part, *rest],
+        input_grad=[0.0, *rest],
+        weight_grad=[2 * part, *rest],
+    )
+
+
+def mean(model: Any, data: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+def batch(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH)) for _ in range(count)]
+
+
+def own(name: str, count: int, seconds: float) -> Callable[[], None]:
+    """A step by headway's executor."""
+    schedule = lower(schedule_of(name, count), sync="eager-opt")
+    stages = cut(build(schedule.stages, seconds), mean, batch(1)[0], stages=schedule.stages)
+    team = Team(rank=dist.get_rank(), ranks=tuple(range(RANKS)))
+    sums = StageSums(stages, schedule, team)
+    calls = Calls(loss=mean, sync=sums, step=lambda _: None)
+    pipeline = Pipeline(stages, schedule, team, calls)
+    data = batch(count)
+    return lambda: pipeline.run(data) and None
+
+
+def torchs(kind: str, count: int, seconds: float) -> Callable[[], None]:
+    """A step by torch's."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    several = 1 if kind == "1f1b" else 2
+    model = build(RANKS * several, seconds)
+    numbers = [rank] if several == 1 else [rank, rank + RANKS]
+    if kind == "zbv":
+        numbers = [rank, 2 * RANKS - 1 - rank]
+    stages = [PipelineStage(model[n], n, RANKS * several, device) for n in numbers]
+    options = {"n_microbatches": count, "loss_fn": nn.functional.mse_loss}
+    if kind == "1f1b":
+        schedule: Any = Schedule1F1B(stages[0], **options)
+    else:
+        classes = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+        schedule = classes[kind](stages, **options)
+    x, y = torch.ones(2 * count, WIDTH), torch.zeros(2 * count, WIDTH)
+    last = RANKS * several - 1 in numbers
+
+    def step() -> None:
+        target = {"target": y, "losses": []} if last else {}
+        schedule.step(*((x,) if 0 in numbers else ()), **target)
+
+    return step
+
+
+def timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def body(world: Any, repeats: int, seconds: float, cases: list[Any]) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    steps = {f"{name} {count}": own(name, count, seconds) for name, count in cases}
+    rivals = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zbv", 8)]
+    steps |= {f"torch {kind} {count}": torchs(kind, count, seconds) for kind, count in rivals}
+    for step in steps.values():
+        timed(step)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            times[name].append(timed(step))
+    return times
+
+
+def report_sleep(repeats: int) -> None:
+    times = emulated.run(nodes=1, per_node=RANKS, rate=None, body=body,
+                         arguments=(repeats, UNIT, CASES))[0]  # fmt: skip
+    print(f"4 ranks asleep, 20/40 ms, best of {repeats}, load {os.getloadavg()[0]:.1f}")
+    for name, count in CASES:
+        schedule = schedule_of(name, count)
+        simulated = time_schedule(schedule, costs_of(schedule)).makespan
+        values = times[f"{name} {count}"]
+        best, middle = min(values), statistics.median(values)
+        print(
+            f"  {name:24} N={count}: {best * 1e3:6.1f} ms, simulated {simulated * 1e3:6.1f}: "
+            f"{best / simulated - 1:+.1%} (median {middle / simulated - 1:+.1%})"
+        )
+    for kind in [key for key in times if key.startswith("torch")]:
+        print(f"  {kind:24}      {min(times[kind]) * 1e3:6.1f} ms")
+    for what, rival, wanted in PAIRS:
+        ratios = [a / b for a, b in zip(times[what], times[rival], strict=True)]
+        best = min(times[what]) / min(times[rival])
+        print(
+            f"  {what} / {rival}: {statistics.median(ratios):.3f}, best / best {best:.3f} "
+            f"(wanted at most {1 - wanted:.2f})"
+        )
+
+
+def report_overhead(repeats: int) -> None:
+    cases = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zbv", 8), ("chimera", 8)]
+    times = emulated.run(nodes=1, per_node=RANKS, rate=None, body=body,
+                         arguments=(repeats, 0.0, cases))[0]  # fmt: skip
+    print(f"4 ranks, empty stages, {repeats} repeats, load {os.getloadavg()[0]:.1f}")
+    actions = {"1f1b": 2, "interleaved": 4, "zbv": 6, "chimera": 2}
+    for key, values in times.items():
+        name, count = key.removeprefix("torch ").split()
+        number = actions[name] * int(count)
+        print(
+            f"  {key:24} {statistics.median(values) * 1e3:6.2f} ms a step, "
+            f"{statistics.median(values) / number * 1e6:5.0f} us for each of a rank's "
+            f"{number} forwards and backwards (best {min(values) / number * 1e6:.0f})"
+        )
+    for key in ("1f1b 4", "1f1b 8", "interleaved 8", "zbv 8"):
+        ratios = [a / b for a, b in zip(times[key], times[f"torch {key}"], strict=True)]
+        print(f"  {key} / torch: {statistics.median(ratios):.2f} (wanted at most 1)")
+
+
+if __name__ == "__main__":
+    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    if sys.argv[1:2] == ["overhead"]:
+        report_overhead(repeats or 30)
+    else:
+        report_sleep(repeats or 7)

@@ -1,0 +1,27 @@
+"""Pipelines at work: the user's model cut into stages, and the executor of every schedule."""
+
+from headway.parallel.by_hand import cut_by_hand
+from headway.parallel.cut import cut, list_units
+from headway.parallel.measure import StageCost, measure, weigh_units
+from headway.parallel.pipeline import Pipeline
+from headway.parallel.row import Calls, Sync, Team
+from headway.parallel.stage_sums import StageSums
+from headway.parallel.stages import Entry, Exit, Stage, Stages
+
+__all__ = [
+    "Calls",
+    "Entry",
+    "Exit",
+    "Pipeline",
+    "Stage",
+    "StageCost",
+    "StageSums",
+    "Stages",
+    "Sync",
+    "Team",
+    "cut",
+    "cut_by_hand",
+    "list_units",
+    "measure",
+    "weigh_units",
+]

@@ -1,0 +1,165 @@
+"""What the stages of a model cost, measured on this machine with one micro-batch.
+
+The executor itself is the stop-watch: all stages on one rank, each forward, input gradient and
+weight gradient an action of its own. Gradients, buffers and random numbers are left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from headway.parallel.cut import cut, list_units
+from headway.parallel.examples import left_as_it_was
+from headway.parallel.row import Calls, Row, Team
+from headway.parallel.stage_run import Phase, Share
+from headway.parallel.stages import Stages
+from headway.parallel.standin import Loss
+from headway.schedule import Action, Kind, Pipe, PipelineSchedule
+
+_KINDS = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage and one micro-batch.
+
+    Attributes:
+        forward: Seconds.
+        input_grad: Seconds of the gradient of what enters (0: nothing with a gradient enters).
+        weight_grad: Seconds of the gradients of the weights.
+        activation: Bytes that are kept from forward to backward.
+        message: Bytes that the stage gives to others.
+        weight: Bytes of the parameters.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    activation: int
+    message: int
+    weight: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all three."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+def measure(
+    stages: Stages,
+    loss: Loss,
+    data: Any,
+    *,
+    share: Share = lambda value, _: value,
+    repeats: int = 5,
+) -> tuple[StageCost, ...]:
+    """The cost of each stage: the shortest of some repetitions, after one that does not count.
+
+    Args:
+        stages: Of a model; all of it is on this rank.
+        loss: As for `cut`.
+        data: Of one micro-batch.
+        share: As of `Calls`.
+        repeats: How often.
+    """
+    device = next((p.device for p in stages.model.parameters()), torch.device("cpu"))
+    saved = _Saved(stages.model)
+    calls = Calls(loss=loss, share=share, around=saved.around)
+    row = Row(stages, _one_rank(len(stages)), Team(rank=0, ranks=(0,), device=device), calls)
+    best: dict[tuple[Kind, int], float] = {}
+    with _gradients_kept(stages.model), left_as_it_was(stages.model):
+        for repeat in range(repeats + 1):
+            saved.counts = repeat == 0  # the hooks take time
+            row.run([data])
+            for action, start, end in row.spans if repeat else ():
+                key = action.kind, action.stage
+                best[key] = min(best.get(key, end - start), end - start)
+    sent = row.bytes_given()
+    return tuple(
+        StageCost(
+            forward=best[Kind.FORWARD, n],
+            input_grad=best[Kind.INPUT_GRAD, n] if n else 0.0,
+            weight_grad=best[Kind.WEIGHT_GRAD, n],
+            activation=saved.bytes[n],
+            message=sent[n],
+            weight=sum(_size(p) for p in stages[n].parameters.values()),
+        )
+        for n in range(len(stages))
+    )
+
+
+def weigh_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> dict[str, float]:
+    """Measured seconds of the units between which a cut into so many stages chooses.
+
+    Args:
+        model: As for `cut`.
+        loss: As for `cut`.
+        data: Of one micro-batch.
+        stages: How many stages there will be.
+
+    Raises:
+        PlanError: As `cut`; also where the model cannot be cut at every unit.
+    """
+    units = list_units(model, loss, data, stages)
+    costs = measure(cut(model, loss, data, stages=len(units)), loss, data)
+    return {name: cost.seconds for name, cost in zip(units, costs, strict=True)}
+
+
+def _one_rank(stages: int) -> PipelineSchedule:
+    forth = [Action(Kind.FORWARD, "d0", n, 0) for n in range(stages)]
+    back = [Action(kind, "d0", n, 0) for n in reversed(range(stages)) for kind in _KINDS[1:]]
+    skips = tuple((a, b) for a in range(stages) for b in range(a + 2, stages))
+    pipe = Pipe("d0", (0,) * stages, (0,))
+    return PipelineSchedule(name="measure", pipes=(pipe,), order=((*forth, *back),), skips=skips)
+
+
+class _Saved:
+    """Counts what autograd keeps of each stage.
+
+    Attributes:
+        bytes: By stage, of the last forward that counted.
+        counts: Whether the next one does.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.bytes: dict[int, int] = {}
+        self.counts = True
+
+    def around(self, stage: int, microbatch: int, phase: Phase) -> AbstractContextManager[Any]:
+        if phase != "forward" or not self.counts:
+            return nullcontext()
+        seen = set(self._weights)
+        self.bytes[stage] = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                self.bytes[stage] += storage.nbytes()
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    before = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,153 @@
+"""Schedules as text: one line per rank, one column per slot or per unit of time.
+
+Small tables are drawn as the papers draw them: a digit is the forward of that micro-batch, a letter
+its backward. Others get cells of fixed width that say kind and number. Invariant: equal columns on
+all lines are the same moment. Source of the small form: figures 3 and 8 of Chimera (Li and Hoefler,
+SC 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from headway.schedule.action import COMPUTE, Action, Kind
+from headway.schedule.pipeline import PipelineSchedule
+from headway.schedule.timing import Timing
+
+_IDLE = "."
+_GOES_ON = "-"
+_DIGITS = 10
+_LETTERS = "abcdefghij"
+
+
+def draw_aligned(schedule: PipelineSchedule) -> str:
+    """The table in equal slots, as its generator placed the actions.
+
+    Args:
+        schedule: With `slots`; actions without a slot (messages) are not drawn.
+
+    Returns:
+        A line per rank: "P0 0.12c3da.b".
+
+    Raises:
+        ValueError: The schedule has no slots; draw it by time.
+    """
+    if schedule.slots is None:
+        raise ValueError(f"{schedule.name} has no slots; use draw_timed")
+    write = _writer(schedule)
+    rows: list[dict[int, str]] = []
+    for row in schedule.order:
+        cells: dict[int, str] = {}
+        for action in row:
+            if action in schedule.slots:
+                slot = schedule.slots[action]
+                cells[slot] = cells.get(slot, "") + write(action)
+        rows.append(cells)
+    return _lines(rows)
+
+
+def draw_timed(schedule: PipelineSchedule, timing: Timing, *, unit: float | None = None) -> str:
+    """The table by time.
+
+    Args:
+        schedule: What was timed.
+        timing: When its actions start and end.
+        unit: Time of one column; the shortest action's time if not given. Actions that are shorter
+            may hide each other.
+
+    Returns:
+        A line per rank; an action that lasts several columns fills all of them.
+    """
+    write = _writer(schedule)
+    column = unit or _shortest(timing)
+    rows: list[dict[int, str]] = []
+    for actions, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True):
+        cells: dict[int, str] = {}
+        for action, start, end in zip(actions, starts, ends, strict=True):
+            if action.kind in COMPUTE:
+                first, last = _rounded(start / column), _rounded(end / column)
+                text = write(action)
+                rest = text if len(text) == 1 else _GOES_ON
+                cells |= {first: text, **dict.fromkeys(range(first + 1, last), rest)}
+        rows.append(cells)
+    return _lines(rows)
+
+
+def legend(schedule: PipelineSchedule) -> str:
+    """How to read the drawings of a schedule, in one line."""
+    kinds = {action.kind for _, action in schedule.actions()}
+    split = Kind.WEIGHT_GRAD in kinds
+    if _is_small(schedule):
+        letters = "letter: its backward (a is 0)"
+        if split:
+            letters = "letter: its backward or input gradient (a is 0), capital: weight gradient"
+        return f"digit: forward of that micro-batch, {letters}, dot: idle"
+    names = {
+        Kind.FORWARD: "forward",
+        Kind.BACKWARD: "backward",
+        Kind.INPUT_GRAD: "input gradient",
+        Kind.WEIGHT_GRAD: "weight gradient",
+    }
+    said = ", ".join(f"{kind}: {name}" for kind, name in names.items() if kind in kinds)
+    stage = "stage, " if _has_several_stages(schedule) else ""
+    return f"{stage}kind and number of the micro-batch ({said}), dot: idle"
+
+
+def _shortest(timing: Timing) -> float:
+    """Of all actions that take time; 1 if none does."""
+    times = [
+        end - start
+        for row, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True)
+        for action, start, end in zip(row, starts, ends, strict=True)
+        if action.kind in COMPUTE and end > start
+    ]
+    return min(times, default=1.0)
+
+
+def _rounded(columns: float) -> int:
+    """Halves go up, so that nothing of at least one column vanishes."""
+    return math.floor(columns + 0.5)
+
+
+def _is_small(schedule: PipelineSchedule) -> bool:
+    """Whether one character per action is enough."""
+    numbers = [m for pipe in schedule.pipes for m in pipe.microbatches]
+    return max(numbers, default=0) < _DIGITS and not _has_several_stages(schedule)
+
+
+def _has_several_stages(schedule: PipelineSchedule) -> bool:
+    """Whether a rank has more than one stage of the same pipe."""
+    return any(max(Counter(pipe.placement).values()) > 1 for pipe in schedule.pipes)
+
+
+def _writer(schedule: PipelineSchedule) -> Callable[[Action], str]:
+    """The text of an action."""
+    if _is_small(schedule):
+        return _glyph
+    if _has_several_stages(schedule):
+        return lambda action: f"{action.stage}{action.kind}{action.microbatch}"
+    return lambda action: f"{action.kind}{action.microbatch}"
+
+
+def _glyph(action: Action) -> str:
+    if action.kind == Kind.FORWARD:
+        return str(action.microbatch)
+    letter = _LETTERS[action.microbatch]
+    return letter.upper() if action.kind == Kind.WEIGHT_GRAD else letter
+
+
+def _lines(rows: Sequence[Mapping[int, str]]) -> str:
+    """Cells by column, padded to one width; a space between them unless they are single."""
+    width = max((len(text) for cells in rows for text in cells.values()), default=1)
+    columns = max((column + 1 for cells in rows for column in cells), default=0)
+    names = [f"P{rank}" for rank in range(len(rows))]
+    margin = max(map(len, names), default=0)
+    gap = "" if width == 1 else " "
+    lines = []
+    for name, cells in zip(names, rows, strict=True):
+        texts = [cells.get(column, _IDLE) for column in range(columns)]
+        padded = [(t * width if t == _GOES_ON else t).ljust(width) for t in texts]
+        lines.append(f"{name.ljust(margin)} {gap.join(padded)}".rstrip())
+    return "\n".join(lines)

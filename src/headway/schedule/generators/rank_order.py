@@ -1,0 +1,92 @@
+"""How the order of one rank is written: alternation, split backwards, and programs of phases.
+
+Invariant: the micro-batches of a stage appear in ascending order, forward, backward and weight
+gradients alike; so gradients are summed in the order of a serial run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from headway.schedule.action import Action, Kind
+from headway.schedule.pipeline import Pipe
+
+
+def visits(
+    kind: Kind, stage: int, microbatches: Iterable[int], *, pipe: str = "d0"
+) -> list[Action]:
+    """One stage does the same thing with several micro-batches."""
+    return [Action(kind, pipe, stage, microbatch) for microbatch in microbatches]
+
+
+def alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """First `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
+    order = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(forwards[ahead:]) :])
+
+
+def split_backwards(order: Iterable[Action], behind: int) -> tuple[Action, ...]:
+    """Every B becomes I; its W comes `behind` backwards later, the last ones at the end."""
+    result: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in order:
+        if action.kind != Kind.BACKWARD:
+            result.append(action)
+            continue
+        result.append(replace(action, kind=Kind.INPUT_GRAD))
+        waiting.append(replace(action, kind=Kind.WEIGHT_GRAD))
+        if len(waiting) > behind:
+            result.append(waiting.popleft())
+    return (*result, *waiting)
+
+
+class RankProgram:
+    """The order of one rank, written phase after phase; it numbers the micro-batches itself.
+
+    What a phase asks of micro-batches that its pipe does not have is left out.
+
+    Args:
+        chunks: The stages of the rank, as (pipe, stage).
+    """
+
+    def __init__(self, *chunks: tuple[Pipe, int]) -> None:
+        self.actions: list[Action] = []
+        self._chunks = chunks
+        self._asked: Counter[tuple[Kind, int]] = Counter()
+        self._waiting: deque[Action] = deque()
+
+    def forward(self, chunk: int) -> None:
+        """Of the next micro-batch of a chunk."""
+        self.actions += self._next(Kind.FORWARD, chunk)
+
+    def backward(self, chunk: int) -> None:
+        """Of the next micro-batch of a chunk, whole."""
+        self.actions += self._next(Kind.BACKWARD, chunk)
+
+    def input_grad(self, chunk: int) -> None:
+        """Of the next micro-batch of a chunk; its weight gradient waits."""
+        for whole in self._next(Kind.BACKWARD, chunk):
+            self.actions.append(replace(whole, kind=Kind.INPUT_GRAD))
+            self._waiting.append(replace(whole, kind=Kind.WEIGHT_GRAD))
+
+    def weight_grad(self) -> None:
+        """The weight gradient that has waited longest, if there is one."""
+        if self._waiting:
+            self.actions.append(self._waiting.popleft())
+
+    def weight_grads(self) -> None:
+        """All weight gradients that wait."""
+        self.actions += self._waiting
+        self._waiting.clear()
+
+    def _next(self, kind: Kind, chunk: int) -> list[Action]:
+        pipe, stage = self._chunks[chunk]
+        number = self._asked[kind, chunk]
+        self._asked[kind, chunk] += 1
+        return visits(kind, stage, pipe.microbatches[number : number + 1], pipe=pipe.name)

@@ -1,0 +1,1 @@
+"""The rules of `check`, by what they look at: cells, waiting, messages, updates, memory."""

@@ -1,0 +1,144 @@
+"""ranks: plans with a pipeline through the executor equal the serial run, and save and resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headway.errors import PlanError
+from headway.plan import Exchange, Pipeline, pipelined
+from headway.run.executor import Executor
+from headway.run.stage_gradients import StageGradients
+from headway.run.world import World
+from support.ranks import run_ranks
+from support.serial import largest_error, numbers, train_serially
+
+SEED, STEPS, SAMPLES, BATCH = 3, 5, 26, 12  # two batches of an epoch are whole, the third is ragged
+FEATURES, CLASSES = 6, 4
+
+
+class Net(nn.Module):
+    """A residual chain with dropout, a skip from the first to the last stage, and a tied layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2),
+                          nn.Linear(16, 8))
+            for _ in range(6)
+        )  # fmt: skip
+        self.middle = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, CLASSES)
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        first = x = self.middle(self.enter(x_BF))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(self.middle(x) + first)
+
+
+def data() -> torch.utils.data.Dataset:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, FEATURES, generator=draw)
+    y = torch.randint(CLASSES, (SAMPLES,), generator=draw)
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def counted(model, batch):
+    """Some labels do not count, so that the global count is known after the exchange only."""
+    target = batch[1].masked_fill(batch[1] == 1, -100)
+    total = nn.functional.cross_entropy(model(batch[0]), target, reduction="sum")
+    return total, (target != -100).sum()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def plan_of(ranks, stages, pipeline):
+    return pipelined(BATCH, processes=ranks, stages=stages, pipeline=pipeline, precision="float64")
+
+
+def split(world, stages, pipeline, loss, clip):
+    torch.manual_seed(SEED)
+    model = Net().double()
+    made = adamw(model)
+    plan = plan_of(world.size, stages, pipeline)
+    run = Executor(model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt())
+    assert isinstance(run.gradients, StageGradients)
+    history = []
+    for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
+        value = run.step(part)
+        run.gradients.show()
+        history.append(numbers(model, made, value))
+        run.gradients.hide()
+    kinds = {span.kind for span in run.record.spans}
+    run.gradients.close()
+    return history, kinds
+
+
+CASES = {
+    "1f1b": (4, 4, Pipeline(microbatches=4), mean, None),
+    "fewer than ranks": (4, 4, Pipeline(microbatches=3), mean, 0.5),
+    "two copies": (4, 2, Pipeline(schedule="interleaved", microbatches=3), mean, 0.5),
+    "counted": (4, 2, Pipeline(schedule="zb-h1", microbatches=4, sync="post"), counted, 0.2),
+    "zbv": (2, 2, Pipeline(schedule="zbv", microbatches=4, sync="eager"), mean, None),
+    "chimera": (4, 4, Pipeline(schedule="chimera", microbatches=4), counted, 0.2),
+    "doubling": (4, 4, Pipeline(schedule="chimera", microbatches=8, mode="doubling"), mean, None),
+    "halving": (4, 4, Pipeline(schedule="chimera-halving", microbatches=4), mean, None),
+    "gems": (2, 2, Pipeline(schedule="gems", microbatches=5), mean, None),
+    "cut": (2, 2, Pipeline(schedule="gpipe", microbatches=2, cut=("blocks.1",)), mean, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_equals_the_serial_run(case):
+    ranks, stages, pipeline, loss, clip = CASES[case]
+    expected = train_serially(
+        Net, data(), loss, adamw, batch=BATCH, steps=STEPS, clip=clip, seed=SEED
+    )
+    for history, kinds in run_ranks(ranks, split, stages, pipeline, loss, clip):
+        assert len(history) == STEPS
+        assert {"forward", "backward"} <= kinds
+        for a, b in zip(expected, history, strict=True):
+            assert a.keys() == b.keys()
+            error, name = largest_error(a, b)
+            assert error < 1e-12, name
+
+
+def planted(world):
+    """The sums over the copies of a stage are forgotten."""
+    from headway.parallel import StageSums
+
+    StageSums.start = lambda self, stage: None
+    StageSums.wait = lambda self, stage: None
+    return split(world, 2, Pipeline(microbatches=2), mean, None)[0]
+
+
+def test_forgotten_sums_are_noticed():
+    expected = train_serially(Net, data(), mean, adamw, batch=BATCH, steps=STEPS, seed=SEED)
+    errors = [
+        largest_error(a, b)[0]
+        for h in run_ranks(4, planted)
+        for a, b in zip(expected, h, strict=True)
+    ]
+    assert max(errors) > 1e-3
+
+
+def test_what_a_pipeline_cannot_do_is_said_at_once():
+    with pytest.raises(PlanError, match="pipedream steps without a flush"):
+        plan_of(2, 2, Pipeline(schedule="pipedream"))
+    with pytest.raises(PlanError, match="did you mean chimera"):
+        plan_of(2, 2, Pipeline(schedule="chimaera"))
+    with pytest.raises(PlanError, match="5 processes are no multiple of 2"):
+        plan_of(5, 2, None)
+    with pytest.raises(PlanError, match="cut has 2 names; 2 stages need 1"):
+        plan_of(2, 2, Pipeline(cut=("a", "b")))
+    with pytest.raises(PlanError, match="leave out compress=fp16"):
+        pipelined(BATCH, processes=4, stages=2, exchange=Exchange(compress="fp16"))

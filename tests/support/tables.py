@@ -1,0 +1,74 @@
+"""Small pipeline tables for tests: from texts, and random ones that are valid by construction."""
+
+from __future__ import annotations
+
+from headway.schedule import Action, Kind, Pipe, PipelineSchedule
+
+
+def table_of(pipes, *rows):
+    """A schedule from rows of action texts."""
+    order = tuple(tuple(Action.parse(text) for text in row) for row in rows)
+    return PipelineSchedule(name="by-hand", pipes=tuple(pipes), order=order)
+
+
+def random_table(draw, *, ranks=None, skips=True):
+    """Any pipes on any ranks in any order that can be carried out; some backwards split.
+
+    Args:
+        draw: A `random.Random`.
+        ranks: How many; 1 to 4 if not given.
+        skips: There may be edges that pass stages.
+    """
+    ranks = ranks or draw.randint(1, 4)
+    stages = draw.randint(1, 5)
+    pipes, first = [], 0
+    for number in range(draw.randint(1, 3)):
+        count = draw.randint(1, 4)
+        placement = tuple(draw.randrange(ranks) for _ in range(stages))
+        pipes.append(Pipe(f"p{number}", placement, tuple(range(first, first + count))))
+        first += count
+    pairs = [(a, b) for b in range(stages) for a in range(b - 1)]
+    chosen = tuple(draw.sample(pairs, min(len(pairs), draw.randint(0, 2)))) if skips else ()
+    empty = PipelineSchedule(
+        name="random", pipes=tuple(pipes), order=((),) * ranks, skips=tuple(sorted(chosen))
+    )
+    return _filled(draw, empty)
+
+
+def _filled(draw, schedule):
+    """Carry out any action that can be carried out, until there is none left."""
+    rows = [[] for _ in range(schedule.ranks)]
+    needs = {}
+    for pipe in schedule.pipes:
+        for m in pipe.microbatches:
+            for stage in range(schedule.stages):
+                _add_needs(draw, needs, schedule, pipe.name, stage, m)
+    done = set()
+    while needs:
+        able = [action for action, before in needs.items() if before <= done]
+        action = draw.choice(able)
+        del needs[action]
+        rows[schedule.rank_of(action)].append(action)
+        done.add(_plain(action))
+    order = tuple(map(tuple, rows))
+    return PipelineSchedule(
+        name=schedule.name, pipes=schedule.pipes, order=order, skips=schedule.skips
+    )
+
+
+def _plain(action):
+    kind = Kind.BACKWARD if action.kind == Kind.INPUT_GRAD else action.kind
+    return (kind, action.pipe, action.stage, action.microbatch)
+
+
+def _add_needs(draw, needs, schedule, pipe, stage, m):
+    earlier = [a for a, b in schedule.edges if b == stage]
+    later = [b for a, b in schedule.edges if a == stage]
+    needs[Action(Kind.FORWARD, pipe, stage, m)] = {(Kind.FORWARD, pipe, a, m) for a in earlier}
+    split = draw.random() < 0.4
+    gradient = Action(Kind.INPUT_GRAD if split else Kind.BACKWARD, pipe, stage, m)
+    needs[gradient] = {(Kind.BACKWARD, pipe, b, m) for b in later}
+    needs[gradient] |= {(Kind.FORWARD, pipe, stage, m)}
+    if split:
+        weight = Action(Kind.WEIGHT_GRAD, pipe, stage, m)
+        needs[weight] = {(Kind.BACKWARD, pipe, stage, m)}
