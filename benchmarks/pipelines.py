@@ -2,12 +2,15 @@
 
     python benchmarks/pipelines.py sleep [repeats]
     python benchmarks/pipelines.py overhead [repeats]
+    python benchmarks/pipelines.py unequal [repeats]
 
 Four ranks on the loopback. `sleep`: a rank's whole share of the model takes 20 ms forward and 40 ms
 backward (input and weight gradient 20 ms each), spent asleep, so that four ranks do not fight for
 two cores; every schedule, in turn, the best of the repeats, beside what the simulator says. Torch's
 own 1F1B, interleaved and zero-bubble schedules run in the same processes on the same stages.
-`overhead`: stages that do next to nothing; what is left is the cost of an action.
+`overhead`: stages that do next to nothing; what is left is the cost of an action. `unequal`: one
+stage takes 1.5 times as long (80 ms forward, or 120): tables that the planner has searched against
+1F1B and interleaved, on the same model cut as each needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +35,15 @@ from torch.distributed.pipelining.schedules import (
 
 import emulated
 from headway.parallel import Calls, Pipeline, StageSums, Team, cut
+from headway.planner import search_schedule
 from headway.schedule import PipelineSchedule, StageCosts
 from headway.schedule.lowering import lower
 from headway.schedule.named import make_schedule
+from headway.schedule.stats import measure
 from headway.schedule.timing import time_schedule
 
 RANKS, UNIT, WIDTH = 4, 0.02, 16
+SLOW = (1.0, 1.5, 1.0, 1.0)
 CASES = [
     ("gpipe", 4), ("1f1b", 4), ("chimera", 4), ("zbv", 4),
     ("gpipe", 8), ("1f1b", 8), ("interleaved", 8), ("zb-h1", 8), ("interleaved-zero-bubble", 8),
@@ -99,10 +105,14 @@ class Asleep(nn.Module):
         return x * Weighing.apply(self.weight, self.seconds)
 
 
-def build(stages: int, seconds: float) -> nn.Sequential:
+def build(times: Sequence[float]) -> nn.Sequential:
+    """Stages with these seconds of a forward."""
+    return nn.Sequential(*[Asleep(t, first=number == 0) for number, t in enumerate(times)])
+
+
+def even(stages: int, seconds: float) -> list[float]:
     """A rank's share takes `seconds` forward; more stages than ranks have as much less each."""
-    part = seconds * RANKS / stages
-    return nn.Sequential(*[Asleep(part, first=number == 0) for number in range(stages)])
+    return [seconds * RANKS / stages] * stages
 
 
 def schedule_of(name: str, count: int) -> PipelineSchedule:
@@ -112,7 +122,7 @@ def schedule_of(name: str, count: int) -> PipelineSchedule:
     return make_schedule(name, stages=RANKS, microbatches=count)
 
 
-def costs_of(schedule: PipelineSchedule) -> StageCosts:
+def costs_of(schedule: PipelineSchedule, overhead: float = 0.0) -> StageCosts:
     """In seconds; the first stage's gradient of its input is that of a weight."""
     part = UNIT * RANKS / schedule.stages
     rest = [part] * (schedule.stages - 1)
@@ -122,6 +132,7 @@ def costs_of(schedule: PipelineSchedule) -> StageCosts:
         forward=[part, *rest],
         input_grad=[0.0, *rest],
         weight_grad=[2 * part, *rest],
+        overhead=overhead,
     )
 
 
@@ -135,8 +146,14 @@ def batch(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def own(name: str, count: int, seconds: float) -> Callable[[], None]:
     """A step by headway's executor."""
-    schedule = lower(schedule_of(name, count), sync="eager-opt")
-    stages = cut(build(schedule.stages, seconds), mean, batch(1)[0], stages=schedule.stages)
+    schedule = schedule_of(name, count)
+    return carried_out(schedule, even(schedule.stages, seconds))
+
+
+def carried_out(plain: PipelineSchedule, times: Sequence[float]) -> Callable[[], None]:
+    """A step of a table, over stages with these seconds of a forward."""
+    schedule, count = lower(plain, sync="eager-opt"), plain.num_microbatches
+    stages = cut(build(times), mean, batch(1)[0], stages=schedule.stages)
     team = Team(rank=dist.get_rank(), ranks=tuple(range(RANKS)))
     sums = StageSums(stages, schedule, team)
     calls = Calls(loss=mean, sync=sums, step=lambda _: None)
@@ -149,7 +166,7 @@ def torchs(kind: str, count: int, seconds: float) -> Callable[[], None]:
     """A step by torch's."""
     rank, device = dist.get_rank(), torch.device("cpu")
     several = 1 if kind == "1f1b" else 2
-    model = build(RANKS * several, seconds)
+    model = build(even(RANKS * several, seconds))
     numbers = [rank] if several == 1 else [rank, rank + RANKS]
     if kind == "zbv":
         numbers = [rank, 2 * RANKS - 1 - rank]
@@ -197,14 +214,18 @@ def report_sleep(repeats: int) -> None:
     times = emulated.run(nodes=1, per_node=RANKS, rate=None, body=body,
                          arguments=(repeats, UNIT, CASES))[0]  # fmt: skip
     print(f"4 ranks asleep, 20/40 ms, best of {repeats}, load {os.getloadavg()[0]:.1f}")
+    first = schedule_of("gpipe", 4)
+    rest = min(times["gpipe 4"]) - time_schedule(first, costs_of(first)).makespan
+    overhead = rest / (2 * (4 + RANKS - 1))  # the forwards and backwards of its critical path
+    print(f"an action costs {overhead * 1e3:.2f} ms beyond its sleep (from gpipe N=4 alone)")
     for name, count in CASES:
         schedule = schedule_of(name, count)
-        simulated = time_schedule(schedule, costs_of(schedule)).makespan
-        values = times[f"{name} {count}"]
-        best, middle = min(values), statistics.median(values)
+        ideal = time_schedule(schedule, costs_of(schedule)).makespan
+        priced = time_schedule(_bare(schedule), costs_of(schedule, overhead)).makespan
+        best = min(times[f"{name} {count}"])
         print(
-            f"  {name:24} N={count}: {best * 1e3:6.1f} ms, simulated {simulated * 1e3:6.1f}: "
-            f"{best / simulated - 1:+.1%} (median {middle / simulated - 1:+.1%})"
+            f"  {name:24} N={count}: {best * 1e3:6.1f} ms; simulated {ideal * 1e3:6.1f}: "
+            f"{best / ideal - 1:+.1%}; with that cost {priced * 1e3:6.1f}: {best / priced - 1:+.1%}"
         )
     for kind in [key for key in times if key.startswith("torch")]:
         print(f"  {kind:24}      {min(times[kind]) * 1e3:6.1f} ms")
@@ -215,6 +236,11 @@ def report_sleep(repeats: int) -> None:
             f"  {what} / {rival}: {statistics.median(ratios):.3f}, best / best {best:.3f} "
             f"(wanted at most {1 - wanted:.2f})"
         )
+
+
+def _bare(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Compute alone: messages have no cost of their own here."""
+    return replace(schedule, order=schedule.compute)
 
 
 def report_overhead(repeats: int) -> None:
@@ -236,9 +262,69 @@ def report_overhead(repeats: int) -> None:
         print(f"  {key} / torch: {statistics.median(ratios):.2f} (wanted at most 1)")
 
 
+def slow_tables() -> dict[str, tuple[PipelineSchedule, float, float]]:
+    """Tables for a slow stage 1, with their simulated makespan and memory in shares."""
+    costs = StageCosts.of(RANKS, forward=SLOW)
+    found = {}
+    for name in ("1f1b", "interleaved"):
+        schedule = schedule_of(name, 8)
+        seen = measure(schedule, stretched(schedule.stages))
+        found[name] = schedule, seen.makespan, max(seen.peak_activations)
+    for placements in (("v", "loop"), ("w",), ("both-directions",)):
+        one = search_schedule(RANKS, 8, costs, most_activations=RANKS, placements=placements)
+        seen = measure(one.schedule, one.costs)
+        found["searched " + "/".join(placements)] = (
+            one.schedule,
+            seen.makespan,
+            max(seen.peak_activations),
+        )
+    return found
+
+
+def stretched(stages: int) -> StageCosts:
+    """The slow model in more stages."""
+    part = stages // RANKS
+    times = [t / part for t in SLOW for _ in range(part)]
+    return replace(
+        StageCosts.of(stages, ranks=RANKS, forward=times),
+        activation=(1 / part,) * stages,
+    )
+
+
+def slow_body(world: Any, repeats: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    steps = {}
+    for name, (schedule, _, _) in slow_tables().items():
+        times = [4 * UNIT * t for t in stretched(schedule.stages).forward]
+        steps[name] = carried_out(schedule, times)
+    for step in steps.values():
+        timed(step)
+    return {name: [timed(step) for _ in range(repeats)] for name, step in steps.items()}
+
+
+def report_unequal(repeats: int) -> None:
+    times = emulated.run(nodes=1, per_node=RANKS, rate=None, body=slow_body,
+                         arguments=(repeats,))[0]  # fmt: skip
+    tables = slow_tables()
+    print(f"4 ranks, 8 micro-batches, stage 1 1.5x as slow, load {os.getloadavg()[0]:.1f}")
+    for name, (_, simulated, memory) in tables.items():
+        best = min(times[name])
+        against = [
+            f"{rival}: simulated {1 - simulated / tables[rival][1]:+.1%}, "
+            f"carried out {1 - best / min(times[rival]):+.1%}"
+            for rival in ("1f1b", "interleaved")
+        ]
+        print(
+            f"  {name:26} {best:.3f} s, simulated {simulated * 4 * UNIT:.3f}, at most {memory:g} "
+            f"activations; less time than {'; than '.join(against)}"
+        )
+
+
 if __name__ == "__main__":
     repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     if sys.argv[1:2] == ["overhead"]:
         report_overhead(repeats or 30)
+    elif sys.argv[1:2] == ["unequal"]:
+        report_unequal(repeats or 3)
     else:
         report_sleep(repeats or 7)

@@ -1,9 +1,10 @@
-"""Makes docs/images/run.svg, the picture of the README, from a run directory.
+"""Makes the pictures of the documentation that are not a command's own.
 
     headway demo --directory runs/demo
     python docs/make_images.py runs/demo
 
-The picture is two of the report's own: the loss, and one step of every rank.
+images/pipelines.svg: some pipeline schedules on one time axis. images/run.svg, where a run is
+given: two pictures of its report, the loss and one step of every rank.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import re
 import sys
 from pathlib import Path
 
+from headway.cli.schedule_figures import Costs, figures
+from headway.cli.schedule_picture import picture_svg
 from headway.report.canvas import style_sheet
 from headway.report.curves import loss_picture
 from headway.report.history import read_history
 from headway.report.lanes import representative_step, timeline_picture
+from headway.schedule.named import make_schedule
 from headway.timeline import Timeline
 
-TARGET = Path(__file__).parent / "images" / "run.svg"
+IMAGES = Path(__file__).parent / "images"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "chimera", "chimera-split")
+RANKS = 4
 MARGIN = 16
 HEADING = 26
 
@@ -59,6 +65,18 @@ def picture(run: Path) -> str:
     return stack([("Loss", loss), (f"Step {step} on {ranks} ranks", timeline)])
 
 
+def schedules_picture() -> str:
+    """Schedules of as many micro-batches as ranks."""
+    shown = [
+        figures(make_schedule(name, stages=RANKS, microbatches=RANKS), Costs())
+        for name in SCHEDULES
+    ]
+    heading = f"{RANKS} ranks, {RANKS} micro-batches, backward twice as long as forward"
+    return stack([(heading, picture_svg(shown))])
+
+
 if __name__ == "__main__":
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(picture(Path(sys.argv[1])), encoding="utf-8")
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / "pipelines.svg").write_text(schedules_picture(), encoding="utf-8")
+    if sys.argv[1:]:
+        (IMAGES / "run.svg").write_text(picture(Path(sys.argv[1])), encoding="utf-8")

@@ -260,6 +260,8 @@ def test_the_declared_bound_holds(ranks, mode):
         for microbatches in range(1, 4 * ranks + 2, 1 + ranks // 4):
             schedule = chimera(ranks, microbatches, pipes=pipes, mode=mode)
             assert max(activations(schedule)) <= schedule.most_activations
+            whole = ranks if mode == "direct" else 2 * ranks
+            assert schedule.most_activations <= min(schedule.num_microbatches, whole)
 
 
 @pytest.mark.parametrize("ranks", SIZES)

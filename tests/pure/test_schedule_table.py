@@ -61,6 +61,8 @@ def test_the_timed_drawing_has_one_column_per_unit():
         "P2 .2031.aaccbbdd..",
         "P3 23.0aa1bb.cc..dd",
     ]
+    tenths = timed(named("chimera"), unit=0.1, forward=0.1, backward=0.2)
+    assert tenths == timed(named("chimera"))
     twice = {"forward": 2, "backward": 2}
     assert timed(named("chimera"), **twice)[0] == "P0 01.2c3da.b"
     assert timed(named("chimera"), unit=1, **twice)[0] == "P0 0011..22cc33ddaa..bb"
@@ -179,6 +181,15 @@ def test_a_rank_without_actions_is_a_row():
     )
     assert from_csv(to_csv(schedule)) == schedule
     assert to_csv(schedule).splitlines()[-3:] == [".", "d0.s0.F.0,d0.s0.B.0", "."]
+
+
+def test_slots_are_written_only_if_the_rows_follow_them():
+    schedule = named("chimera")
+    rows = list(schedule.order)
+    rows[0] = (*rows[0][1::-1], *rows[0][2:])
+    swapped = replace(schedule, order=tuple(rows))
+    assert "# slots" not in to_csv(swapped)
+    assert from_csv(to_csv(swapped)) == swapped
 
 
 BY_HAND = """\

@@ -147,7 +147,7 @@ def test_every_command_exists_and_has_a_page(capsys):
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
-        (["zzz"], "commands: checkpoint, demo, exchange, plan, report, train, verify"),
+        (["zzz"], "commands: checkpoint, demo, exchange, plan, report, schedule, train, verify"),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
         (["train", "x.toml", "--processes", "two"], "--processes"),
@@ -234,7 +234,7 @@ def test_plan_show(plans, capsys):
     assert "64 samples = 2 ranks x 4 micro-batches x 8 samples" in capsys.readouterr().out
     assert cli.main(["plan", "show", "old.json", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["batch"] == {"samples": 64, "microbatch": 8}
+    assert facts["plan"]["batch"] == {"samples": 64, "microbatch": 8, "parts": None}
     assert cli.main(["plan", "show", "broken.json"]) == 2
     assert "HW-2001" in capsys.readouterr().err
 

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.parallel import Calls, Pipeline, Stages, StageSums, Team, cut
+from headway.parallel import (
+    Calls,
+    Pipeline,
+    Stages,
+    StageSums,
+    Team,
+    cut,
+    record_call,
+    run_stages,
+)
 from headway.parallel.examples import left_as_it_was
-from headway.parallel.standin import record_call
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.trees import resize
 from headway.schedule import PipelineSchedule
@@ -147,17 +155,9 @@ def keyed(sites: Sites, microbatch: int, samples: int, first: int = 0) -> Iterat
 def draws_before(stages: Stages, loss: Callable[[Any, Any], Any], data: Any) -> list[int]:
     """For each stage: how many draws of a forward come before it."""
     call = record_call(loss, stages.model, data)
-    counter = _Counting()
-    given: list[Any] = []
-    found = []
-    with torch.no_grad(), left_as_it_was(stages.model), counter:
-        for stage in stages:
-            found.append(counter.count)
-            values = [
-                call.leaves[e.leaf] if e.source < 0 else given[e.source][e.leaf]
-                for e in stage.takes
-            ]
-            given.append(stage.module.forward(*values))
+    found: list[int] = []
+    with torch.no_grad(), left_as_it_was(stages.model), _Counting() as counter:
+        run_stages(stages, call, before=lambda _: found.append(counter.count))
     return found
 
 

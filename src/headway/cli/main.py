@@ -52,12 +52,23 @@ COMMANDS = (
         "headway.cli.exchange:compare",
         "What each way of exchanging gradients would take on a link.",
     ),
+    Command("schedule list", "headway.cli.schedule:list_schedules", "Pipeline schedules by name."),
+    Command(
+        "schedule show", "headway.cli.schedule:show", "Draw a pipeline schedule, with figures."
+    ),
+    Command(
+        "schedule compare", "headway.cli.schedule:compare", "All pipeline schedules, measured."
+    ),
+    Command(
+        "schedule check", "headway.cli.schedule:check", "Judge a table that was written by hand."
+    ),
     Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),
 )
 GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
     "exchange": "Ways of exchanging gradients.",
     "plan": "Look at plans, check and compare them.",
+    "schedule": "Pipeline schedules: draw, compare and check them.",
 }
 
 

@@ -6,7 +6,7 @@ silently (a value altered in place, state outside of modules) shows as another o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,17 +51,28 @@ def check_agreement(stages: Stages, call: ModelCall) -> Stages:
     return stages.with_flags(alters, {n: bool(names) for n, names in updates.items()})
 
 
-def run_stages(stages: Stages, call: ModelCall) -> Any:
-    """The output of the stages, one after the other in this process."""
-    return _run(stages, call)[0]
+def run_stages(
+    stages: Stages, call: ModelCall, *, before: Callable[[int], None] = lambda _: None
+) -> Any:
+    """The output of the stages, one after the other in this process.
+
+    Args:
+        stages: Of a model.
+        call: What it is called with.
+        before: Called with the number of each stage before it is run.
+    """
+    return _run(stages, call, before)[0]
 
 
-def _run(stages: Stages, call: ModelCall) -> tuple[Any, dict[int, bool], dict[int, set[str]]]:
+def _run(
+    stages: Stages, call: ModelCall, before_stage: Callable[[int], None] = lambda _: None
+) -> tuple[Any, dict[int, bool], dict[int, set[str]]]:
     """The output; for each stage whether it alters what enters it; which buffers it updates."""
     given: list[Sequence[Any]] = []
     alters: dict[int, bool] = {}
     updates: dict[int, set[str]] = {}
     for stage in stages:
+        before_stage(stage.number)
         values = _copies(_entering(stage, given, call))
         inside = flatten(list(values), is_payload)[0]
         before = [t._version for t in inside if isinstance(t, Tensor)]

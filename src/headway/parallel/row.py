@@ -66,6 +66,7 @@ class Calls:
     Attributes:
         loss: The recipe's `loss(model, data)`.
         share: (what the loss returned, micro-batch) -> the number on which backward is called.
+            Called twice for a micro-batch whose forward is computed again.
         around: (stage, micro-batch, phase) -> contexts of a forward ("forward"), of one that is
             run again ("again") and of a backward ("backward"): random numbers, autocast.
         sync: Carries out SYNC and WAIT.
@@ -124,8 +125,11 @@ class Row:
                 times.append(perf_counter())
             while self._sent:
                 let_go(self._sent.popitem()[1])
-        except RuntimeError as error:
-            raise explained(error, self._row, len(times) - 1, self._team.rank) from error
+        except Exception as error:
+            trouble = explained(error, self._row, len(times) - 1, self._team.rank)
+            if trouble is None:
+                raise
+            raise trouble from error
         self._data[:] = [None] * len(self._data)
         for link in (*self._local.values(), *self._remote.values()):
             link.forget(self._signatures.unseen)

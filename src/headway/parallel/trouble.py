@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from headway.errors import PeerLost, Stalled
+from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.schedule import Action, Kind
 
 _EXCHANGE = re.compile(r"gloo|nccl|c10d|connection|socket|wait timeout|pipe", re.IGNORECASE)
@@ -16,9 +16,9 @@ _WAITING = frozenset({Kind.RECV, Kind.SEND, Kind.POST, Kind.SYNC, Kind.WAIT})
 
 
 def explained(
-    error: RuntimeError, row: Sequence[Action], position: int, rank: int
-) -> BaseException:
-    """The error to raise in its place; itself, with a note, where no other rank is the cause.
+    error: Exception, row: Sequence[Action], position: int, rank: int
+) -> HeadwayError | None:
+    """The error to raise in its place; None, and a note, where no other rank is the cause.
 
     Args:
         error: What was raised.
@@ -29,9 +29,10 @@ def explained(
     where = f"rank {rank} of the pipeline stands at {stand(row, position)}"
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
-    if not ours or not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):
+    broken = isinstance(error, dist.DistError) or _EXCHANGE.search(text)
+    if not (ours and broken and isinstance(error, RuntimeError)):
         error.add_note(where)
-        return error
+        return None
     if _TIMED_OUT.search(text):
         return Stalled(
             f"{where}, and what it waits for does not come",

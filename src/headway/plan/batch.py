@@ -56,7 +56,7 @@ class BatchSplit:
             return self.microbatch
         return -(-len(self.share(0, ranks)) // self.parts)
 
-    def equation(self, ranks: int, tokens: int | None = None) -> str:
+    def equation(self, ranks: int, tokens: int | None = None, *, pipe: int = 1) -> str:
         """The derivation, for people: "64 samples = 2 ranks x 4 micro-batches x 8 samples".
 
         Uneven cuts are written out, with brackets where a rank's micro-batches differ: "7 samples =
@@ -65,20 +65,23 @@ class BatchSplit:
         Args:
             ranks: Size of the data axis.
             tokens: Tokens of one sample, where the batch was stated in tokens.
+            pipe: Ranks of a pipeline, which works on a share together.
         """
         shapes = Counter(
             tuple(len(m) for m in self.microbatches(self.share(rank, ranks)))
             for rank in range(ranks)
         )
-        terms = [_term(count, sizes) for sizes, count in shapes.items() if sizes]
+        terms = [_term(count, sizes, pipe) for sizes, count in shapes.items() if sizes]
         left = "1 sample" if self.samples == 1 else f"{self.samples} samples"
         if tokens is not None:
             left = f"{_spaced(self.samples * tokens)} tokens = {left} x {_spaced(tokens)} tokens"
         return f"{left} = {' + '.join(terms)}"
 
 
-def _term(ranks: int, sizes: tuple[int, ...]) -> str:
+def _term(ranks: int, sizes: tuple[int, ...], pipe: int) -> str:
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if pipe > 1:
+        count = f"{'1 pipeline' if ranks == 1 else f'{ranks} pipelines'} of {pipe} ranks"
     parts = [_micros(number, size) for size, number in Counter(sizes).items()]
     return f"{count} x {parts[0]}" if len(parts) == 1 else f"{count} x ({' + '.join(parts)})"
 

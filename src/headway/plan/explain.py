@@ -18,7 +18,7 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
     ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     lines = [
         f"plan {plan.hash}: mesh {axes}, {ranks}",
-        f"batch: {plan.batch.equation(plan.data_degree, tokens)}",
+        f"batch: {plan.batch.equation(plan.data_degree, tokens, pipe=plan.pipe_degree)}",
         f"precision: {plan.memory.precision}",
     ]
     if plan.pipe_degree > 1:

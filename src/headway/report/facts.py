@@ -46,7 +46,7 @@ def batch_equation(history: RunHistory) -> str:
     if written:
         return written[-1]
     plan = read_plan(history)
-    return plan.batch.equation(plan.data_degree) if plan is not None else ""
+    return plan.batch.equation(plan.data_degree, pipe=plan.pipe_degree) if plan is not None else ""
 
 
 def read_plan(history: RunHistory) -> Plan | None:

@@ -205,7 +205,9 @@ class Training:
             step=self._executor.steps_done,
             steps=total,
             ranks=self._world.ranks,
-            batch=self._plan.batch.equation(self._plan.data_degree, tokens),
+            batch=self._plan.batch.equation(
+                self._plan.data_degree, tokens, pipe=self._plan.pipe_degree
+            ),
             plan=explain(self._plan, tokens),
         )
 

@@ -1,15 +1,15 @@
 """Weight gradients in the bubbles of any table: every backward becomes I and W, and W waits.
 
-Nobody waits for a weight gradient (W) before the end of the step, so it can run where its rank would
-idle; until then it holds its micro-batch's activations. Invariant: F and I of a rank keep their
-order, memory stays within a bound, and the step never becomes longer. The split is that of Qi et
-al. 2023 (Zero Bubble Pipeline Parallelism), section 2.
+Nobody waits for a weight gradient (W) before the end of the step, so it can run where its rank
+would idle; until then it holds its micro-batch's activations. Invariant: F and I of a rank keep
+their order, memory stays within a bound, and the step never becomes longer. The split is that of
+Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from headway.errors import PlanError
@@ -17,7 +17,7 @@ from headway.schedule.action import COMPUTE, Action, Kind
 from headway.schedule.costs import StageCosts
 from headway.schedule.pipeline import PipelineSchedule
 from headway.schedule.stats import peak_activations
-from headway.schedule.timing import Timer
+from headway.schedule.timing import Order, Timer
 
 _FITS = (1.0, 0.5, 1e-6)
 """Shares of a W that must fit into an idle time before W may start there; the best one is kept."""
@@ -41,7 +41,7 @@ def fill_with_weight_gradients(
 
     Returns:
         The shortest of several fillings; the given table where none is shorter. Its name is that
-        of the given one with "-split".
+        of the given one with "-split", or "-refilled" if its backwards were split before.
 
     Raises:
         PlanError: The given table has messages or no flush, cannot be carried out, or needs more
@@ -52,14 +52,14 @@ def fill_with_weight_gradients(
     most = given if most_activations is None else most_activations
     tight = replace(schedule, order=tuple(tuple(_split(row)) for row in schedule.order), slots=None)
     timer = Timer(tight, costs)
-    orders = [timer.wiring.order]
+    orders: list[Order] = [timer.wiring.order]
     orders += [order for fit in _FITS if (order := _Filling(timer, most, fit).order())]
     best = min(orders, key=timer.makespan)
     if timer.makespan(best) > Timer(schedule, costs).timing().makespan + _ROUNDING:
         return schedule
     rows = tuple(tuple(timer.wiring.actions[cell] for cell in row) for row in best)
     had_split = any(action.kind == Kind.WEIGHT_GRAD for _, action in schedule.actions())
-    name = schedule.name if had_split else f"{schedule.name}-split"
+    name = f"{schedule.name}-{'refilled' if had_split else 'split'}"
     return declare_activations(replace(tight, name=name, order=rows))
 
 
@@ -116,8 +116,8 @@ class _Filling:
         self.held = [0.0 for _ in ranks]
         self.at = [_NOT_YET] * self.wiring.events
 
-    def order(self) -> Sequence[Sequence[int]] | None:
-        """The rows of cells; None if memory did not suffice for this way of filling."""
+    def order(self) -> Order | None:
+        """The rows of cells; None if the given table cannot be carried out."""
         position = [0] * len(self.rows)
         moved = True
         while moved:
@@ -131,7 +131,11 @@ class _Filling:
         return [[*row, *late] for row, late in zip(self.rows, self.waiting, strict=True)]
 
     def _place(self, rank: int, cell: int) -> bool:
-        """Place F or I when the end of all that it needs is known, behind W that come first."""
+        """Place F or I when the end of all that it needs is known, behind W that come first.
+
+        With no W left waiting a rank holds what the tight table holds there, which is within the
+        bound: F always fits in the end.
+        """
         ready = max((self.at[event] for event in self.wiring.needs[cell]), default=0.0)
         if any(self.at[event] < 0 for event in self.wiring.needs[cell]):
             return False
@@ -146,8 +150,6 @@ class _Filling:
             weight_grad = late.popleft()
             self._run(rank, weight_grad, self.clock[rank])
             self.held[rank] -= self.activation[self.wiring.actions[weight_grad].stage]
-        if needed and self.held[rank] + needed > self.most + _ROUNDING:
-            return False
         self.held[rank] += needed
         self._run(rank, cell, max(ready, self.clock[rank]))
         if action.kind == Kind.INPUT_GRAD:
