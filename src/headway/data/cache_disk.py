@@ -138,8 +138,8 @@ class DiskLevel:
                 close()  # only now: numbers of closed files may become those of others
                 return
             except OSError as error:
-                # Somebody may be deleting right now; that ends. `mkdir` says "exists" of what is there
-                # when it is made and gone when it is looked at.
+                # Somebody may be deleting right now; that ends. `mkdir` says "exists" of what is
+                # there when it is made and gone when it is looked at.
                 if last or not isinstance(error, FileNotFoundError | FileExistsError):
                     raise LevelLost(f"{self.directory}: {error.strerror or error}") from error
 
