@@ -138,7 +138,7 @@ class Gradients:
         if self._exchange is None or self._plan.exchange.exact:
             return {}
         with self.exchanging():
-            return collect(self._exchange.state(), self._parameters, self._world.side_group)
+            return collect(self._exchange.state(), self._parameters)
 
     def take_up(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with what `tensors` returned, among other tensors of a checkpoint."""

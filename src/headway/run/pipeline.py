@@ -128,7 +128,7 @@ class PipelineSteps:
     def _example(self, batch: RankBatch) -> Any:
         """The first micro-batch of rank 0, which always has one; the same for all ranks."""
         found = [batch.micros[0].data if batch.micros else None]
-        dist.broadcast_object_list(found, src=0, group=self._means.world.side_group)
+        dist.broadcast_object_list(found, src=0)
         return found[0]
 
     def _cut(self, data: Any) -> None:

@@ -101,7 +101,7 @@ class StageGradients(Gradients):
         mine = [n for n, p in self._all.items() if p.grad is not None and self._owns(n)]
         present: list[Sequence[str]] = [()] * self._world.ranks
         with self.exchanging(), torch.no_grad():
-            dist.all_gather_object(present, mine, group=self._world.side_group)
+            dist.all_gather_object(present, mine)
             for name in (name for names in present for name in names):
                 parameter = self._all[name]
                 if parameter.grad is None or parameter.grad.is_sparse:
@@ -126,7 +126,7 @@ class StageGradients(Gradients):
             if self._owns(name) and self._all[name] in state
         }
         gathered: list[dict[str, dict[str, object]]] = [{}] * self._world.ranks
-        dist.all_gather_object(gathered, own, group=self._world.side_group)
+        dist.all_gather_object(gathered, own)
         tensors: dict[str, Tensor] = {}
         for name, entries in ((n, e) for found in gathered for n, e in found.items()):
             target = state[self._all[name]]
