@@ -24,7 +24,7 @@ from headway.launch.emulation import Emulated
 from headway.launch.faults import Faults
 from headway.launch.paced import Paced
 from headway.launch.warm import warm_up
-from headway.plan import Plan, plan_without_file
+from headway.plan import Plan, pipelined
 from headway.run.amounts import resolve_batch
 from headway.run.directory import RunDirectory
 from headway.run.job import Outcome, TrainJob
@@ -173,7 +173,7 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
         document = checked.document
         if document.tokens_per_sample is None:  # as the recipe that is made of it has it
             document = replace(document, tokens_per_sample=document.data.window)
-        plan_without_file(
+        pipelined(
             resolve_batch(document),
             processes=ranks,
             microbatch=document.microbatch,

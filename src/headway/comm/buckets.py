@@ -77,7 +77,7 @@ class Bucket:
     weight: float = 1.0
     toll: Toll | None = None
     flight: Flight = field(default_factory=lambda: Flight(0, (), 0, 0))
-    num_bytes: int = 0
+    num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_bytes = self.fused.gradients.numel() * self.fused.buffer.element_size()

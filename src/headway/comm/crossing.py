@@ -55,7 +55,7 @@ class Applier:
         with self._lock:
             self._landed[bucket.number] = bucket
             if bucket.step <= self._released:
-                heappush(self._usable, (self._urgency[bucket.number], bucket.number))
+                self._offer(bucket)
             else:
                 self._early.append(bucket)
 
@@ -64,8 +64,11 @@ class Applier:
         with self._lock:
             self._factor, self._discard, self._released = factor, discard, step
             for bucket in self._early:
-                heappush(self._usable, (self._urgency[bucket.number], bucket.number))
+                self._offer(bucket)
             self._early.clear()
+
+    def _offer(self, bucket: Bucket) -> None:
+        heappush(self._usable, (self._urgency[bucket.number], bucket.number))
 
     def apply_one(self) -> bool:
         """In the lane's thread: use a landed bucket; False: there is none."""

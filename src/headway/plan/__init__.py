@@ -13,7 +13,6 @@ from headway.plan.plan import (
     Synchrony,
     data_parallel,
     pipelined,
-    plan_without_file,
 )
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "explain",
     "parse_compression",
     "pipelined",
-    "plan_without_file",
 ]

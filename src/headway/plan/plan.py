@@ -90,6 +90,11 @@ class Plan:
         """Ranks of a pipeline; 1: there is none."""
         return self.mesh.degree(AXIS)
 
+    @property
+    def exchange_degree(self) -> int:
+        """Ranks over which the exchange sums; 1 with a pipeline, whose schedule has the sums."""
+        return self.data_degree if self.pipe_degree == 1 else 1
+
     def data_rank(self, rank: int) -> int:
         """Which share of the global batch a rank works on."""
         return self.mesh.coordinate(rank).get(self.exchange.axis, 0)
@@ -167,16 +172,25 @@ def pipelined(
     Args:
         batch: Samples of the global batch.
         processes: Number of ranks; a multiple of `stages`.
-        stages: Ranks of one pipeline; neighbours lie next to each other.
+        stages: Ranks of one pipeline; neighbours lie next to each other. 1: the model is not cut,
+            and the plan is that of `data_parallel`.
         pipeline: Schedule and cut.
         microbatch: Most samples in one forward pass; decides the number of micro-batches where
             `pipeline` does not.
         precision: Arithmetic type of the forward pass.
-        exchange: Of the copies; the default is the only one yet.
+        exchange: Of the copies; with more than one stage the default is the only one yet.
 
     Raises:
         PlanError: Such a plan cannot exist.
     """
+    if stages == 1:
+        return data_parallel(
+            batch,
+            processes=processes,
+            microbatch=microbatch,
+            precision=precision,
+            exchange=exchange,
+        )
     if stages < 1 or processes % stages:
         raise PlanError(
             "this plan cannot exist",
@@ -197,42 +211,6 @@ def pipelined(
     )
     plan.check()
     return plan
-
-
-def plan_without_file(
-    batch: int,
-    *,
-    processes: int,
-    stages: int = 1,
-    pipeline: Pipeline | None = None,
-    microbatch: int | None = None,
-    precision: Literal["float32", "float64", "bfloat16"] = "float32",
-    exchange: Exchange | None = None,
-) -> Plan:
-    """The plan of a recipe that has no plan file: a pipeline if it has stages, else copies.
-
-    The arguments are those of `pipelined` and `data_parallel`.
-
-    Raises:
-        PlanError: Such a plan cannot exist.
-    """
-    if stages > 1:
-        return pipelined(
-            batch,
-            processes=processes,
-            stages=stages,
-            pipeline=pipeline,
-            microbatch=microbatch,
-            precision=precision,
-            exchange=exchange,
-        )
-    return data_parallel(
-        batch,
-        processes=processes,
-        microbatch=microbatch,
-        precision=precision,
-        exchange=exchange,
-    )
 
 
 def _problems(plan: Plan) -> list[str]:

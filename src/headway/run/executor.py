@@ -224,15 +224,17 @@ class Executor:
         for instruction in program.instructions:
             start = perf_counter()
             self._handlers[instruction.kind](instruction)
-            if kind_of(instruction.kind):
-                self._note(instruction, offset + start, offset + perf_counter(), node)
+            self._note(instruction, offset + start, offset + perf_counter(), node)
 
     def _note(self, instruction: Instruction, start: float, end: float, node: str) -> None:
+        kind = kind_of(instruction.kind)
+        if not kind:
+            return
         self.record.spans.append(
             Span(
                 rank=self.world.rank,
                 lane="compute",
-                kind=kind_of(instruction.kind),
+                kind=kind,
                 label=str(instruction),
                 start=start,
                 end=end,

@@ -73,9 +73,9 @@ class Gradients:
         self._parameters: dict[str, nn.Parameter] = {}
         self._exchange: AdaptiveExchange | None = None
         pace = Pace.of(*world.place.pace) if world.place.pace else None
-        self._routes = Routes(find_nodes(world), pace) if plan.data_degree > 1 else None
+        self._routes = Routes(find_nodes(world), pace) if plan.exchange_degree > 1 else None
         self._updates = Updates(optimizer) if plan.exchange.values == "updates" else None
-        fit_exchange(optimizer, plan.exchange, ranks=plan.data_degree)
+        fit_exchange(optimizer, plan.exchange, ranks=plan.exchange_degree)
         self._tally: Tally | None = None
         self._record = StepRecord()
         self._own = 0

@@ -117,7 +117,7 @@ class PipelineSteps:
         pipeline = self._pipeline_of(len(batch.micros))
         offset = time() - perf_counter()
         losses = pipeline.run([self._means.prepare(micro.data) for micro in batch.micros])
-        if not _has_sync(pipeline.schedule):
+        if len(batch.micros) != self._means.plan.batch.parts:
             self._sum_late()
         self.losses = [losses[number].detach() for number in sorted(losses)]
         self.counts = [self._count_of[number] for number in sorted(losses)]
@@ -133,7 +133,8 @@ class PipelineSteps:
 
     def _cut(self, data: Any) -> None:
         means, plan = self._means, self._means.plan
-        full = self._schedule(plan.batch.parts or 1)
+        assert plan.batch.parts is not None
+        full = self._schedule(plan.batch.parts)
         names = plan.pipeline.cut
         with generators_restored(), means.arithmetic():
             self._stages = stages = cut(
@@ -154,6 +155,7 @@ class PipelineSteps:
         self._syncs = tuple(a.stage for a in table.order[self._team.rank] if a.kind == Kind.SYNC)
         copies = [plan.mesh.peers(rank, AXIS) for rank in plan.mesh.peers(0, plan.exchange.axis)]
         self._sums = StageSums(stages, table, self._team, copies=copies)
+        self._pipelines[table.num_microbatches] = self._make(stages, table)
         self.homes = _homes(stages, full, copies, self._team)
 
     def _run_all(self, stages: Stages, data: Any) -> None:
@@ -166,25 +168,23 @@ class PipelineSteps:
         return self._means.plan.pipeline.make(self._means.plan.pipe_degree, parts)
 
     def _pipeline_of(self, parts: int) -> Pipeline:
-        """Of the planned number of micro-batches with its sums; of a ragged one without."""
+        """Of the planned number of micro-batches; in a ragged batch without sums, made when met."""
         if parts not in self._pipelines:
             assert self._stages is not None
-            assert self._randomness is not None
-            plan = self._means.plan
             schedule = replace(self._schedule(parts), skips=self._stages.skips)
-            # A copy that has less in a ragged batch sums like the others, after its row.
-            sync = plan.pipeline.sync if parts == plan.batch.parts else "none"
-            calls = Calls(
-                loss=self._means.loss,
-                share=self._share,
-                around=self._around,
-                sync=self._sums,
-                step=lambda _: None,  # one step for all stages, by the executor
-                doing=self._doing,
-            )
-            table = lower(schedule, sync=sync)
-            self._pipelines[parts] = Pipeline(self._stages, table, self._team, calls)
+            self._pipelines[parts] = self._make(self._stages, lower(schedule))
         return self._pipelines[parts]
+
+    def _make(self, stages: Stages, table: PipelineSchedule) -> Pipeline:
+        calls = Calls(
+            loss=self._means.loss,
+            share=self._share,
+            around=self._around,
+            sync=self._sums,
+            step=lambda _: None,  # one step for all stages, by the executor
+            doing=self._doing,
+        )
+        return Pipeline(stages, table, self._team, calls)
 
     # -- in a step -------------------------------------------------------------------------------
 
@@ -223,10 +223,6 @@ class PipelineSteps:
             start=offset + start,
             end=offset + end,
         )
-
-
-def _has_sync(schedule: PipelineSchedule) -> bool:
-    return any(action.kind == Kind.SYNC for _, action in schedule.actions())
 
 
 def _homes(

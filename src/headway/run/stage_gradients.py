@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from headway.plan import Axis, Mesh, Plan
 from headway.run.gradients import Gradients
-from headway.run.world import World
 
 
 @dataclass(frozen=True)
@@ -39,23 +35,14 @@ class Homes:
 
 
 class StageGradients(Gradients):
-    """As `Gradients`; the arguments are the same."""
+    """As `Gradients`; the arguments are the same.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        *,
-        plan: Plan,
-        world: World,
-        clip: float | None,
-        seed: int,
-    ) -> None:
-        alone = replace(plan, mesh=Mesh(axes=(Axis(name=plan.exchange.axis, size=1),)))
-        super().__init__(model, optimizer, scheduler, plan=alone, world=world, clip=clip, seed=seed)
-        self.homes: Homes | None = None
-        self._stale = False
+    Attributes:
+        homes: Who trains what; set at the first step, when the model has been cut.
+    """
+
+    homes: Homes | None = None
+    _stale = False
 
     def clip(self) -> None:
         """Limit the global norm, to which every parameter counts once."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headway.errors import PlanError, UsageError
-from headway.plan import Plan, data_parallel, plan_without_file
+from headway.plan import Plan, data_parallel, pipelined
 from headway.run.amounts import resolve_batch
 from headway.run.place import Place
 from headway.run.recipe import Recipe
@@ -54,7 +54,7 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
     """
     samples = resolve_batch(recipe)
     if path is None:
-        return plan_without_file(
+        return pipelined(
             samples,
             processes=ranks,
             microbatch=recipe.microbatch,
