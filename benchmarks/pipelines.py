@@ -118,7 +118,7 @@ def even(stages: int, seconds: float) -> list[float]:
 def schedule_of(name: str, count: int) -> PipelineSchedule:
     """Of a name; doubling also without recomputation, as 1F1B runs beside it."""
     if name == "doubling, kept":
-        return replace(schedule_of("chimera-doubling", count), recompute=False)
+        return replace(schedule_of("chimera-doubling", count), recompute=())
     return make_schedule(name, stages=RANKS, microbatches=count)
 
 

@@ -33,7 +33,7 @@ SLOW = 1.5
 def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
     schedule = make_schedule(name, stages=ranks, microbatches=microbatches)
     check_schedule(schedule)
-    return replace(schedule, recompute=False)
+    return replace(schedule, recompute=())
 
 
 def judge(schedule: PipelineSchedule, costs: StageCosts) -> ScheduleStats:

@@ -13,12 +13,13 @@ import re
 import sys
 from pathlib import Path
 
-from headway.cli.schedule_figures import Costs, figures
-from headway.cli.schedule_picture import picture_svg
+from headway.cli.schedule_costs import Costs
+from headway.cli.schedule_figures import figures
 from headway.report.canvas import style_sheet
 from headway.report.curves import loss_picture
 from headway.report.history import read_history
 from headway.report.lanes import representative_step, timeline_picture
+from headway.report.schedule_picture import picture_svg
 from headway.schedule.named import make_schedule
 from headway.timeline import Timeline
 

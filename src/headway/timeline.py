@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-LANES = ("compute", "exchange", "data", "checkpoint")
+LANES = ("compute", "exchange", "messages", "data", "checkpoint")
+SHARED_LANES = ("exchange", "messages")
+"""On these several things happen at the same time."""
 KINDS = (
     "data",
     "forward",
@@ -149,7 +151,7 @@ def _fits(span: Span, row: list[Span]) -> bool:
         if len(row) == 1:
             return True
         row.pop()
-    return not row or (span.lane != "exchange" and span.end <= row[-1].end + _MOMENT)
+    return not row or (span.lane not in SHARED_LANES and span.end <= row[-1].end + _MOMENT)
 
 
 def _thread(lane: str, row: int) -> int:

@@ -35,7 +35,7 @@ from headway.checkpoint.directory import (
 from headway.checkpoint.facts import decode, encode
 from headway.checkpoint.header import build_header, read_header
 from headway.checkpoint.manifest import DTYPES, Chunk, FileEntry, Manifest, TensorEntry
-from headway.checkpoint.shares import WHOLE_BELOW, Spec, cut
+from headway.checkpoint.shares import WHOLE_BELOW, Holdings, Spec, cut
 from headway.cli.checkpoint import convert, show
 from headway.errors import CheckpointDamaged, CheckpointError, UsageError
 
@@ -231,7 +231,7 @@ _specs = st.dictionaries(
 
 @given(_specs, st.integers(1, 7))
 def test_shares_cover_everything_once_and_are_balanced(specs, ranks):
-    shares = cut(specs, ranks)
+    shares = cut(Holdings.everywhere(specs, ranks), ranks)
     assert len(shares) == ranks
     for name, spec in specs.items():
         pieces = sorted(
@@ -254,14 +254,48 @@ def test_shares_cover_everything_once_and_are_balanced(specs, ranks):
 
 
 def test_one_large_tensor_is_cut_by_rows():
-    shares = cut({"w": Spec("float32", (1001, 1000)), "b": Spec("float32", ())}, 2)
+    specs = {"w": Spec("float32", (1001, 1000)), "b": Spec("float32", ())}
+    shares = cut(Holdings.everywhere(specs, 2), 2)
     parts = {p.offsets: p.shape for share in shares for p in share if p.name == "w"}
     assert parts == {(0, 0): (500, 1000), (500, 0): (501, 1000)}
 
 
 def test_the_cut_does_not_depend_on_the_order_of_the_names():
     specs = {f"t{i}": Spec("float32", (300, 300 + i)) for i in range(9)}
-    assert cut(specs, 4) == cut(dict(reversed(specs.items())), 4)
+    backwards = dict(reversed(specs.items()))
+    assert cut(Holdings.everywhere(specs, 4), 4) == cut(Holdings.everywhere(backwards, 4), 4)
+
+
+@given(_specs, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_shares_are_of_what_a_rank_holds(specs, ranks, random):
+    found = [{} for _ in range(ranks)]
+    for name, spec in specs.items():
+        for rank in random.sample(range(ranks), random.randint(1, ranks)):
+            found[rank][name] = spec
+    holdings = Holdings.of(found)
+    assert holdings.specs == specs
+    shares = cut(holdings, ranks)
+    assert all(piece.name in found[rank] for rank in range(ranks) for piece in shares[rank])
+    for name, spec in specs.items():
+        pieces = [p for share in shares for p in share if p.name == name]
+        rows = [row for p in pieces for row in range(p.first, p.stop)]
+        assert sorted(rows) == list(range(spec.shape[0] if spec.shape else 1))
+
+
+def test_holders_of_much_write_less_of_what_all_have():
+    """8, 4, 0 and 4 MB of their own and 12 MB that three have: 8 MB for each but the last."""
+    row = Spec("float32", (1, 250_000))
+    large, half = Spec("float32", (8, 250_000)), Spec("float32", (4, 250_000))
+    common = {f"all.{n:02}": row for n in range(12)}
+    found = [{"a": large, **common}, {"b": half, **common}, common, {"d": half}]
+    shares = cut(Holdings.of(found), 4)
+    assert [sum(p.bytes for p in share) for share in shares] == [8e6, 8e6, 8e6, 4e6]
+
+
+def test_ranks_must_have_the_same_tensor_under_a_name():
+    found = [{"w": Spec("float32", (3,))}, {}, {"w": Spec("float32", (4,))}]
+    with pytest.raises(CheckpointError, match=r"tensor w[\s\S]*on rank 0[\s\S]*on 2"):
+        Holdings.of(found)
 
 
 # ---- header ---------------------------------------------------------------------------------

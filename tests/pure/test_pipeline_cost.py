@@ -47,7 +47,7 @@ def measured(shape, ratio):
     """The makespan of the table, F = 1."""
     table = chimera(shape.stages, shape.microbatches, pipes=shape.pipes, mode=shape.mode)
     costs = StageCosts.of(shape.stages, backward=ratio)
-    return time_schedule(replace(table, recompute=False), costs).makespan
+    return time_schedule(replace(table, recompute=()), costs).makespan
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 2.25, 2.5, 3.0, 4.0])
@@ -137,7 +137,7 @@ def test_free_regions_of_the_basic_unit():
 def test_free_regions_are_those_of_the_last_unit(mode, microbatches):
     """`free_regions` times few units; here against the whole table, through the price."""
     shape = Shape(4, microbatches, 2, mode)
-    table = replace(chimera(4, microbatches, mode=mode), recompute=False)
+    table = replace(chimera(4, microbatches, mode=mode), recompute=())
     timing = time_schedule(table, StageCosts.of(4))
     tails = [timing.makespan - timing.compute_end(rank) for rank in range(4)]
     assert [region.tail for region in free_regions(shape)] == pytest.approx(tails)
@@ -270,7 +270,7 @@ def test_exact_formulas_are_what_the_table_gives(name):
             checked += 1
             costs = StageCosts.of(schedule.stages, ranks=stages, backward=ratio)
             costs = costs.halved() if schedule.halves else costs
-            stats = measure(replace(schedule, recompute=False), costs)
+            stats = measure(replace(schedule, recompute=()), costs)
             if found.exact:
                 assert found.bubble == pytest.approx(stats.bubble)
                 held = stats.peak_activations

@@ -275,3 +275,32 @@ def test_the_equation_in_tokens_is_true(samples, ranks, tokens):
 )
 def test_equations_as_people_read_them(samples, ranks, microbatch, text):
     assert BatchSplit(samples=samples, microbatch=microbatch).equation(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("said", "stages", "blockwise"),
+    [
+        ({}, (), False),
+        ({"recompute": True}, (0, 1, 2, 3), False),
+        ({"recompute": "stages", "recompute_stages": (2, 0)}, (0, 2), False),
+        ({"recompute": "blocks"}, (0, 1, 2, 3), True),
+        ({"recompute": False}, (), False),
+        ({"schedule": "chimera-doubling"}, (0, 1, 2, 3), False),
+        ({"schedule": "chimera-doubling", "recompute": False}, (), False),
+    ],
+)
+def test_what_a_pipeline_computes_again(said, stages, blockwise):
+    pipeline = Pipeline(**said)
+    assert pipeline.problems(4, 8) == []
+    schedule = pipeline.make(4, 8)
+    assert (schedule.recompute, schedule.blockwise) == (stages, blockwise)
+
+
+def test_stages_that_are_not_there_cannot_recompute():
+    wrong = Pipeline(recompute="blocks", recompute_stages=(0, 4, -1))
+    assert wrong.problems(4, 8) == [
+        f"pipeline.recompute_stages names stage {stage}; there are stages 0 to 3"
+        for stage in (4, -1)
+    ]
+    (problem,) = Pipeline(recompute_stages=(1,)).problems(4, 8)
+    assert problem.endswith('say what, too: recompute = "stages" or "blocks"')

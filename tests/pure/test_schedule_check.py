@@ -191,6 +191,7 @@ def test_an_action_that_has_no_text_form_is_refused(action):
         ),
         ({"skips": ((0, 2),)}, "the skip 0 > 2 does not lead to a later stage"),
         ({"skips": ((1, 0),)}, "the skip 1 > 0 does not lead to a later stage"),
+        ({"recompute": (0, 2)}, "stage 2 recomputes; there are stages 0 to 1"),
     ],
 )
 def test_pipes_that_cannot_be(change, said):

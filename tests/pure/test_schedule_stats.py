@@ -22,7 +22,7 @@ from support.tables import random_table, table_of
 def stats(name, stages, microbatches, **options):
     """Without recomputation, F = 1, B = 2."""
     schedule = replace(
-        make_schedule(name, stages=stages, microbatches=microbatches, **options), recompute=False
+        make_schedule(name, stages=stages, microbatches=microbatches, **options), recompute=()
     )
     return measure(schedule, StageCosts.of(schedule.stages, ranks=stages))
 
@@ -215,3 +215,44 @@ def test_a_table_that_cannot_go_on_has_no_stats():
     rows = (table.order[0], table.order[1][::-1])
     with pytest.raises(PlanError, match="gpipe cannot go on"):
         measure(replace(table, order=rows), StageCosts.of(2))
+
+
+# -- what is computed again ------------------------------------------------------------------------
+
+
+def test_a_stage_that_recomputes_keeps_its_inputs_until_its_backward():
+    schedule = make_schedule("gpipe", stages=2, microbatches=3)
+    costs = StageCosts.of(2, kept=(0.1, 0.25))
+    for again, most in (((), (3, 3)), ((0,), (1.2, 3)), ((0, 1), (1.2, 1.5))):
+        assert peak_activations(replace(schedule, recompute=again), costs) == most
+    # Unknown, it is taken to be everything.
+    assert peak_activations(replace(schedule, recompute=(0, 1)), StageCosts.of(2)) == (3, 3)
+    doubling = make_schedule("chimera-doubling", stages=8, microbatches=16)
+    held = peak_activations(doubling, StageCosts.of(8, kept=0.1))
+    assert (min(held), max(held)) == (2.2, 2.5)
+
+
+def test_the_input_gradient_begins_with_what_is_computed_again():
+    """Then everything is held until W."""
+    row = [f"d0.s0.{cell}" for cell in ("F.0", "F.1", "I.0", "I.1", "W.0", "W.1")]
+    table = table_of((Pipe("d0", (0,), (0, 1)),), row)
+    costs = StageCosts.of(1, kept=0.5)
+    assert peak_activations(replace(table, recompute=(0,)), costs) == (2,)
+    assert peak_activations(replace(table, recompute=(0,)), costs, freed_by_input_grad=1) == (1.5,)
+
+
+@pytest.mark.parametrize(("again", "work"), [((), 96), ((2,), 104), ((0, 1, 2, 3), 128)])
+def test_each_stage_pays_for_its_own_forward(again, work):
+    schedule = make_schedule("1f1b", stages=4, microbatches=8)
+    found = measure(replace(schedule, recompute=again), StageCosts.of(4))
+    assert round(sum(found.makespan * (1 - idle) for idle in found.bubbles), 9) == work
+
+
+def test_cut_in_halves_both_keep_their_input():
+    schedule = make_schedule("1f1b", stages=4, microbatches=8)
+    whole = StageCosts.of(4, kept=0.1)
+    assert whole.halved().kept == (0.05,) * 4
+    assert schedule.every_stage == (0, 1, 2, 3)
+    assert replace(schedule, recompute=(1, 3), blockwise=True).recomputes == (
+        "recomputes in stages 1, 3, block by block"
+    )

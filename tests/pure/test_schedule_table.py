@@ -150,7 +150,8 @@ def test_random_tables_are_read_back_exactly(seed):
     schedule = replace(
         random_schedule(draw),
         name=f"number {seed}",
-        recompute=draw.random() < 0.5,
+        recompute=tuple(s for s in range(4) if draw.random() < 0.3),
+        blockwise=draw.random() < 0.5,
         halves=draw.random() < 0.5,
         flush=draw.random() < 0.5,
         most_activations=draw.choice([None, 2, 0.1, 4 / 3]),
@@ -244,7 +245,7 @@ d0.s0.F.0,d0.s0.X.1
         "my.csv:1:3  unknown key nam; did you mean name? (begin a comment with ##)",
         "my.csv:2:3  write a pipe like '# pipe d0 = ranks 0-3, microbatches 0 1'",
         "my.csv:3:3  the range 3-1 goes down; write its numbers one by one",
-        "my.csv:4:3  'yes' is not true or false",
+        "my.csv:4:3  'yes' is not true, false or stages like 0 2-3",
         "my.csv:6:3  name is there already",
         "my.csv:7:3  write = behind flush",
         "my.csv:9:11  'd0.s0.X.1' is no action; write one like d0.s2.F.5 or d0.s2.STEP",
@@ -409,6 +410,17 @@ def test_a_file_that_cannot_be_read(tmp_path):
         read_table(tmp_path / "bytes.csv")
 
 
+def test_stages_that_recompute():
+    """`true` is of files of version 0.1 before stages could be named."""
+    cells = "d0.s0.F.0,d0.s0.B.0\nd0.s1.F.0,d0.s1.B.0\n"
+    both = (0, 1)
+    for said, again in {"true": both, "false": (), "1": (1,), "1 0": both, "0-1": both}.items():
+        assert from_csv(f"# recompute = {said}\n{cells}").recompute == again
+    table = from_csv(f"# recompute = 1\n# blockwise = true\n{cells}")
+    assert table.blockwise
+    assert "# recompute = 1\n# blockwise = true\n" in to_csv(table)
+
+
 # -- differences -------------------------------------------------------------------------------
 
 
@@ -418,10 +430,10 @@ def test_the_first_differing_cell_of_each_rank_is_named():
     rows = [list(row) for row in one.order]
     rows[0][1], rows[0][2] = rows[0][2], rows[0][1]
     rows[1].pop()
-    other = replace(one, order=tuple(map(tuple, rows)), name="mine", recompute=True)
+    other = replace(one, order=tuple(map(tuple, rows)), name="mine", recompute=(0, 1))
     assert difference(one, other) == [
         "name: '1f1b', 'mine'",
-        "recompute: False, True",
+        "recompute: (), (0, 1)",
         "rank 0, cell 1: d0.s0.F.1, d0.s0.B.0",
         "rank 1, cell 5: d0.s1.B.2, the end",
     ]

@@ -27,7 +27,7 @@ def reference(schedule, costs, *, shared_links=True):
             where[kind, a.pipe, a.stage, a.microbatch] = (rank, i)
     start = [[0.0] * len(actions) for actions in schedule.order]
     length = [
-        [costs.seconds(a, rank, recompute=schedule.recompute) for a in actions]
+        [costs.seconds(a, rank, recompute=a.stage in schedule.recompute) for a in actions]
         for rank, actions in enumerate(schedule.order)
     ]
 
@@ -76,7 +76,7 @@ def test_makespans_of_the_paper():
     costs = StageCosts.of(4)
     assert time_schedule(chimera(4, 4), costs).makespan == 16
     assert time_schedule(chimera(4, 8), costs).makespan == 30
-    doubling = replace(chimera(4, 8, mode="doubling"), recompute=False)
+    doubling = replace(chimera(4, 8, mode="doubling"), recompute=())
     assert time_schedule(doubling, costs).makespan == 27
     assert time_schedule(one_f_one_b(4, 4), costs).makespan == 21
     assert time_schedule(one_f_one_b(4, 8), costs).makespan == 33

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from support.pipelines import (
     assert_equal,
     draws_before,
     keyed,
+    keyed_around,
     make_pipeline,
     numbers_of,
     own_names,
@@ -82,6 +82,23 @@ class Dropping(Normed):
     def forward(self, x):
         for layer in self.layers:
             x = F.dropout(self.drop(layer(x)), 0.2, self.training)
+        return self.head(x)
+
+
+class Masked(nn.Module):
+    """Dropout in modules and between them, and nothing that depends on other samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.4), nn.Tanh())
+            for _ in range(4)
+        )
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.dropout(layer(x), 0.2, self.training)
         return self.head(x)
 
 
@@ -187,6 +204,7 @@ CASES = {
     "unet": (Unet, images),
     "batch-norm": (Normed, small_points),
     "dropout": (Dropping, small_points),
+    "masks": (Masked, small_points),
     "half-frozen": (HalfFrozen, small_points),
     "towers": (Towers, small_points),
     "dense": (Dense, small_points),
@@ -194,7 +212,19 @@ CASES = {
     "values": (Packed, small_points),
 }
 STATISTICS = ("batch-norm", "dropout", "half-frozen")
-SCHEDULES = ["1f1b", "zb-h1", "chimera", "recompute"]
+EVERY = (0, 1, 2, 3)
+SCHEDULES = {
+    "1f1b": {},
+    "zb-h1": {},
+    "chimera": {},
+    "1f1b, stages": {"recompute": EVERY},
+    "zb-h1, two stages": {"recompute": (0, 2)},
+    "1f1b, blocks": {"recompute": EVERY, "blockwise": True},
+    "zb-h1, blocks of two": {"recompute": (1, 3), "blockwise": True},
+    "chimera-doubling": {},
+    "chimera-doubling, three stages": {"recompute": (0, 1, 3)},
+    "chimera-doubling, blocks": {"recompute": EVERY, "blockwise": True},
+}
 
 
 def build(case):
@@ -222,16 +252,9 @@ def pipelined(world, case, names):
         stages = cut(model, cross_entropy, data[0], stages=world.size)
         sites = sites_of(model, cross_entropy, data[0])
         first = draws_before(stages, cross_entropy, data[0])
-        table = make_schedule(
-            "1f1b" if name == "recompute" else name, stages=world.size, microbatches=COUNT
-        )
-        table = replace(table, skips=stages.skips, recompute=name == "recompute")
-
-        def around(stage, microbatch, phase, sites=sites, first=first):
-            if phase == "backward":
-                return nullcontext()
-            return keyed(sites, microbatch, SAMPLES, first[stage])
-
+        table = make_schedule(name.partition(",")[0], stages=world.size, microbatches=COUNT)
+        table = replace(table, skips=stages.skips, **SCHEDULES[name])
+        around = keyed_around(sites, SAMPLES, first)
         found[name] = run_pipelined(
             world, model, cross_entropy, data, lower(table, sync="eager"),
             stages=stages, around=around, step=lambda _: None,
@@ -243,7 +266,7 @@ def pipelined(world, case, names):
 def test_equal_to_the_serial_run(case):
     expected = expected_of(case)
     # Two copies of a batch-norm see half of the micro-batches each: their statistics differ.
-    names = [n for n in SCHEDULES if n != "chimera" or case not in STATISTICS]
+    names = [n for n in SCHEDULES if not n.startswith("chimera") or case not in STATISTICS]
     found = run_ranks(4, pipelined, case, names)
     for name in names:
         assert_equal(expected, [of_rank[name] for of_rank in found], 1e-12)

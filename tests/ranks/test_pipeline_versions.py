@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from support.ranks import run_ranks
 from support.tiny_models import cross_entropy
 
 RANKS, COUNT, RATE = 3, 9, 0.3
+WAYS = ({}, {"recompute": (0, 1, 2)}, {"recompute": (0, 1), "blockwise": True})
 
 
 def model():
@@ -71,7 +74,7 @@ def delayed(name):
     return [h[-1] for h in history], [len(h) for h in history], versions
 
 
-def pipelined(world, name):
+def pipelined(world, name, how):
     whole = model()
     optimizer = torch.optim.SGD(whole.parameters(), lr=RATE)
 
@@ -79,7 +82,7 @@ def pipelined(world, name):
         optimizer.step()
         optimizer.zero_grad()
 
-    schedule = lower(table(name))
+    schedule = lower(replace(table(name), **how))
     pipeline = make_pipeline(world, whole, cross_entropy, data(), schedule, step=step)
     storages = peak_versions(pipeline, world.rank)
     pipeline.run(data())
@@ -87,6 +90,10 @@ def pipelined(world, name):
     left = pipeline._training._versions["d0", world.rank]._kept
     assert not left, "versions are kept that nothing will use"
     return {n: p.detach().clone() for n, p in held.items()}, max(storages)
+
+
+def every_way(world, name):
+    return [pipelined(world, name, how) for how in WAYS]
 
 
 def peak_versions(pipeline, rank):
@@ -109,12 +116,13 @@ def test_equal_to_the_delayed_serial_run(name):
     expected, lengths, versions = delayed(name)
     assert min(lengths) > 2
     assert any(len(set(of_stage.values())) > 1 for of_stage in versions.values()) or "2bw" in name
-    found = run_ranks(RANKS, pipelined, name)
-    for stage, (parameters, copies) in enumerate(found):
-        assert parameters.keys() == expected[stage].keys()
-        for n, value in parameters.items():
-            assert torch.allclose(value, expected[stage][n], rtol=0, atol=1e-12), n
-        assert copies == (RANKS - stage if name == "pipedream" else 2), (stage, copies)
+    found = run_ranks(RANKS, every_way, name)
+    for stage, ways in enumerate(found):
+        for (parameters, copies), how in zip(ways, WAYS, strict=True):
+            assert parameters.keys() == expected[stage].keys()
+            for n, value in parameters.items():
+                assert torch.allclose(value, expected[stage][n], rtol=0, atol=1e-12), (n, how)
+            assert copies == (RANKS - stage if name == "pipedream" else 2), (stage, copies)
 
 
 def test_the_two_are_not_the_same_and_not_serial():

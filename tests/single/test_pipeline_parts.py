@@ -214,14 +214,14 @@ def test_only_versions_that_are_still_needed_are_kept():
 # -- the executor in one process -------------------------------------------------------------------
 
 
-def one_rank(stages, count, *, recompute=False):
+def one_rank(stages, count, **recompute):
     """All stages on one rank, micro-batch by micro-batch."""
     row = []
     for m in range(count):
         row += [Action(Kind.FORWARD, "d0", s, m) for s in range(stages)]
         row += [Action(Kind.BACKWARD, "d0", s, m) for s in reversed(range(stages))]
     pipe = Pipe("d0", (0,) * stages, tuple(range(count)))
-    return PipelineSchedule(name="one", pipes=(pipe,), order=(tuple(row),), recompute=recompute)
+    return PipelineSchedule(name="one", pipes=(pipe,), order=(tuple(row),), **recompute)
 
 
 def alone(model, data, **options):
@@ -230,7 +230,9 @@ def alone(model, data, **options):
     return Pipeline(stages, one_rank(3, len(data), **options), Team(rank=0, ranks=(0,)), calls)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "recompute", [{}, {"recompute": (0, 1, 2)}, {"recompute": (0, 2), "blockwise": True}]
+)
 def test_nothing_of_a_step_is_kept(recompute):
     model, data = chain(), points(3)
     made = []
@@ -240,7 +242,7 @@ def test_nothing_of_a_step_is_kept(recompute):
 
     for module in model:
         module.register_forward_hook(watch)
-    pipeline = alone(model, data, recompute=recompute)
+    pipeline = alone(model, data, **recompute)
     made.clear()
     gc.disable()
     try:

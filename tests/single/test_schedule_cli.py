@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from headway.cli.main import main
 from headway.cli.schedule import overrides_of
-from headway.cli.schedule_figures import Costs, figures
+from headway.cli.schedule_costs import Costs
+from headway.cli.schedule_figures import figures
 from headway.errors import DocumentError, PlanError
 from headway.launch.local import LaunchResult
 from headway.plan import Plan, pipelined
@@ -255,6 +257,22 @@ def test_compare_has_the_figures_of_each_schedule(run, facts):
     assert lines["chimera-doubling"][-1] == "recomputes"
 
 
+def test_stages_recompute_as_the_user_says(run, facts):
+    words = ("show", "1f1b", "--microbatches", 8)
+    row = facts(*words, "--recompute", "0,1", "--kept", 0.1)
+    assert (row["recompute"], row["formula"]) == ([0, 1], None)
+    assert row["activations"] == [1.3, 1.2, 2, 1]
+    assert facts(*words, "--recompute", "all")["recompute"] == [0, 1, 2, 3]
+    assert facts("show", "chimera-doubling", "--recompute", "none")["recompute"] == []
+    assert "8 micro-batches, recomputes in stages 0, 1;" in run(*words, "--recompute", "1,0")[1]
+    rows = facts("compare", "--stages", 4, "--recompute", "1")
+    assert all(row["recompute"] == [1] for row in rows if row["possible"])
+    for said in ("4", "x", "0,,1"):
+        code, _, err = run(*words, "--recompute", said)
+        assert code == 1
+        assert f"--recompute {said}" in err
+
+
 def test_compare_says_which_step_is_shortest(run, facts):
     rows = facts("compare", "--microbatches", 16)
     least = min(row["step"] for row in rows if row["flush"])
@@ -326,11 +344,12 @@ def test_cells_that_cannot_be_read_are_a_document_error(run):
 @pytest.mark.parametrize("page", ["README.md", "docs/pipelines.md"])
 def test_the_pages_show_every_digit_that_is_printed(run, page):
     text = (ROOT / page).read_text()
-    block = r"^\$ headway schedule ((?:show|compare) [^>\n]*)\n(.*?)(?=^\$|^\.\.\.|^```)"
+    block = r"^\$ headway schedule ((?:show|compare|search|choose) [^>\n]*)\n"
+    block += r"(.*?)(?=^\$|^\.\.\.|^```)"
     found = re.findall(block, text, flags=re.DOTALL | re.MULTILINE)
     assert found
     for words, shown in found:
-        _, out, _ = run(*words.split())
+        _, out, _ = run(*shlex.split(words))
         assert shown in out
 
 
@@ -346,6 +365,10 @@ def test_the_committed_picture_is_the_script_s():
 
 # -- without torch -------------------------------------------------------------------------------
 
+CHOOSE = (
+    "choose --ranks 4 --batch 8 --layers 4 --forward 1ms --activation 1MB --held 1MB --weights 1MB "
+    "--memory 1GB --bandwidth 1GB/s"
+)
 ALONE = """
 import sys
 from headway.cli.main import main
@@ -357,6 +380,7 @@ print(*[name for name in ("torch", "scipy") if name in sys.modules])
 
 def test_no_command_imports_torch():
     words = ["show zbv --svg a.svg --csv a.csv --timeline a.json", "compare --stages 2", "list"]
+    words += ["search --placement v", CHOOSE]
     lines = [f"schedule {word}" for word in [*words, "check a.csv"]]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *lines], capture_output=True, text=True, check=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from headway.parallel import (
     run_stages,
 )
 from headway.parallel.examples import left_as_it_was
+from headway.parallel.stage_run import Around
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.trees import resize
 from headway.schedule import PipelineSchedule
@@ -141,15 +142,35 @@ def sites_of(model: nn.Module, loss: Callable[[Any, Any], Any], data: Any) -> Si
 
 
 @contextmanager
-def keyed(sites: Sites, microbatch: int, samples: int, first: int = 0) -> Iterator[None]:
+def keyed(
+    sites: Sites, microbatch: int, samples: int, first: int = 0
+) -> Iterator[LogicalRandomness]:
     """Random numbers that belong to samples; `first` draws come before those inside."""
     seed_everything(SEED)
     for _ in range(first):
         torch.empty((), dtype=torch.int64).random_()
     positions = range(microbatch * samples, (microbatch + 1) * samples)
     rest = replace(sites, forward=sites.forward[first:])
-    with LogicalRandomness(rest, positions, epoch=0):
-        yield
+    with LogicalRandomness(rest, positions, epoch=0) as mode:
+        yield mode
+
+
+def keyed_around(sites: Sites, samples: int, first: Sequence[int]) -> Around:
+    """`Calls.around`: a backward that computes blocks again meets the draws of their forward."""
+    modes: dict[tuple[int, int], AbstractContextManager[Any]] = {}
+
+    @contextmanager
+    def forward(stage: int, microbatch: int) -> Iterator[None]:
+        with keyed(sites, microbatch, samples, first[stage]) as mode:
+            modes[stage, microbatch] = mode
+            yield
+
+    def around(stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
+        if phase == "backward":
+            return modes[stage, microbatch]
+        return forward(stage, microbatch)
+
+    return around
 
 
 def draws_before(stages: Stages, loss: Callable[[Any, Any], Any], data: Any) -> list[int]:

@@ -14,12 +14,15 @@ from torch import nn
 
 from headway import MemmapSource, Recipe, criterion
 from support.tiny_models import (
+    FEATURES,
     Attention,
+    Chain,
     ComplexValued,
     HalfFrozen,
     Images,
     Mlp,
     Points,
+    Residual,
     Sentences,
     SparselyEmbedded,
     Tied,
@@ -119,6 +122,44 @@ def part_of_the_model() -> Recipe:
 def own_mode() -> Recipe:
     """A model that keeps a part of itself in eval mode, by its own train()."""
     return replace(dropout(), name="own-mode", model=HalfFrozen)
+
+
+class Counting(torch.optim.AdamW):
+    """Has state that is no tensor: an update depends on how many there were."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["updates"] = state.get("updates", 0) + 1
+                    parameter.mul_(1 - 0.01 / state["updates"])
+
+
+def deep(*, steps: int = 6) -> Recipe:
+    """Cut into stages it has a skip, a layer in two stages, dropout, and ragged batches."""
+
+    def showcase(model: nn.Module) -> str:
+        return f"{float(model(torch.ones(1, FEATURES, dtype=torch.float64)).sum()):.10f}"
+
+    return Recipe(
+        name="deep",
+        model=Residual,
+        data=Points,
+        loss=cross_entropy,
+        optimizer=lambda model: Counting(model.parameters(), lr=0.01, weight_decay=0.1),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        batch=12,
+        stop=steps,
+        seed=5,
+        clip=0.5,
+        precision="float64",
+        validation=lambda: Points(17),
+        validate_every=3,
+        checkpoint_every=3,
+        showcase=showcase,
+    )
 
 
 class Trap:
@@ -281,3 +322,32 @@ def normalised() -> Recipe:
         stop=4,
         seed=5,
     )
+
+
+def late(*, words: bool = False) -> Recipe:
+    """For schedules without a flush: nothing is clipped, and no layer is in two stages.
+
+    Args:
+        words: The loss is a sum with a count of its own.
+    """
+
+    def counted(model: nn.Module, batch: Any) -> Any:
+        target = batch[1].masked_fill(batch[1] == 1, -100)
+        total = nn.functional.cross_entropy(model(batch[0]), target, reduction="sum")
+        return total, (target != -100).sum()
+
+    return Recipe(
+        name="late",
+        model=Chain,
+        data=Points,
+        loss=counted if words else cross_entropy,
+        optimizer=adamw,
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        batch=12,
+        stop=4,
+        seed=5,
+    )
+
+
+def late_words() -> Recipe:
+    return late(words=True)

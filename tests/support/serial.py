@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ Numbers = dict[str, Tensor]
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> Numbers:
     """Loss, gradients, parameters, buffers and optimiser state by logical name."""
+    return flat(Trained(model, optimizer, None).numbers(), loss)
+
+
+def flat(numbers: Mapping[str, Mapping[str, Tensor]], loss: float) -> Numbers:
+    """What `Gradients.numbers` or `Trained.numbers` gives, under one kind of name, copied."""
     found: Numbers = {"loss": torch.tensor(loss, dtype=torch.float64)}
-    for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = parameter.detach().clone()
-        if parameter.grad is not None:
-            found[f"gradient {name}"] = parameter.grad.clone()
-    for name, tensor in Trained(model, optimizer, None).tensors().items():
-        found[name] = tensor.detach().clone()
+    for kind, tensors in numbers.items():
+        found.update({f"{kind} {name}": t.detach().clone() for name, t in tensors.items()})
     return found
 
 

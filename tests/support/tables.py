@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headway.schedule import Action, Kind, Pipe, PipelineSchedule
 
 
@@ -72,3 +74,34 @@ def _add_needs(draw, needs, schedule, pipe, stage, m):
     if split:
         weight = Action(Kind.WEIGHT_GRAD, pipe, stage, m)
         needs[weight] = {(Kind.BACKWARD, pipe, stage, m)}
+
+
+def table_without_flush(*, uneven=False):
+    """Four stages on two ranks, split backwards, five micro-batches in updates of two and three.
+
+    Args:
+        uneven: The last stage makes its first update one micro-batch later than the others.
+    """
+    rows = []
+    for stages in ((0, 2), (1, 3)):
+        row = [action for m in (0, 1) for action in _forwards(stages, m)]
+        for m in range(5):
+            for stage in reversed(stages):
+                row += [_late("I", stage, m), _late("W", stage, m)]
+                ends = 2 if uneven and stage == 3 else 1
+                if m in (ends, 4):
+                    row.append(f"d0.s{stage}.STEP@{1 if m < 4 else 2}")
+            row += _forwards(stages, m + 2) if m < 3 else []
+        rows.append(row)
+    table = table_of([Pipe("d0", (0, 1, 0, 1), (0, 1, 2, 3, 4))], *rows)
+    return replace(table, flush=False)
+
+
+def _forwards(stages, microbatch):
+    return [_late("F", stage, microbatch) for stage in stages]
+
+
+def _late(kind, stage, microbatch):
+    """The first stage sees the fourth micro-batch with older weights than it could."""
+    version = 1 if microbatch > 3 or (microbatch == 3 and stage in (1, 2)) else 0
+    return f"d0.s{stage}.{kind}.{microbatch}@{version}"

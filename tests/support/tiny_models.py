@@ -153,6 +153,41 @@ class SparselyEmbedded(nn.Module):
         return self.head(self.embed(words_BT))
 
 
+class Residual(nn.Module):
+    """A chain with dropout, a skip from the first to the last block, and a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2),
+                          nn.Linear(16, 8))
+            for _ in range(6)
+        )  # fmt: skip
+        self.middle = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, CLASSES)
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        first = x = self.middle(self.enter(x_BF))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(self.middle(x) + first)
+
+
+class Chain(Residual):
+    """The same without the layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.middle
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        first = x = self.enter(x_BF)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x + first)
+
+
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """`length` points with a class each; a point depends on its index alone."""
 

@@ -1,16 +1,19 @@
-"""Who writes what: replicated tensors cut into one share per rank, balanced by bytes.
+"""Who writes what: tensors cut into one share per rank, balanced by bytes among their holders.
 
-Invariant: the cut depends on names, shapes, element types and the number of ranks alone, so that
-every rank finds the same one without talking; the shares are disjoint and cover everything.
+Invariant: the cut depends on names, shapes, element types, holders and the number of ranks alone,
+so that every rank finds the same one without talking; the shares are disjoint and cover everything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
 
 from headway.checkpoint.manifest import DTYPES
+from headway.errors import CheckpointError
 
 WHOLE_BELOW = 2**20
 """Tensors of fewer bytes stay whole: cutting them would not balance anything."""
@@ -59,52 +62,114 @@ class Piece:
         return math.prod(self.shape) * DTYPES[self.spec.dtype][1]
 
 
-def cut(specs: Mapping[str, Spec], ranks: int) -> tuple[tuple[Piece, ...], ...]:
+@dataclass(frozen=True)
+class Holdings:
+    """What all ranks together hold.
+
+    Attributes:
+        specs: Logical name -> spec.
+        holders: Logical name -> the ranks that have the tensor, ascending.
+    """
+
+    specs: Mapping[str, Spec]
+    holders: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def everywhere(specs: Mapping[str, Spec], ranks: int) -> Holdings:
+        """Every rank has every tensor."""
+        return Holdings(specs, dict.fromkeys(specs, tuple(range(ranks))))
+
+    @staticmethod
+    def of(found: Sequence[Mapping[str, Spec]]) -> Holdings:
+        """From what each rank has.
+
+        Raises:
+            CheckpointError: Two ranks have different tensors under one name.
+        """
+        specs: dict[str, Spec] = {}
+        holders: dict[str, tuple[int, ...]] = {}
+        for rank, own in enumerate(found):
+            for name, spec in own.items():
+                if specs.setdefault(name, spec) != spec:
+                    raise CheckpointError(
+                        "cannot be stored in a checkpoint",
+                        where=f"tensor {name}",
+                        why=f"it is {specs[name]} on rank {holders[name][0]}, {spec} on {rank}",
+                        fix="give the same tensor on all ranks that have it",
+                    )
+                holders[name] = (*holders.get(name, ()), rank)
+        return Holdings(specs, holders)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors, each counted once."""
+        return sum(spec.bytes for spec in self.specs.values())
+
+
+def cut(holdings: Holdings, ranks: int) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each rank.
 
-    All tensors are laid end to end in the order of their names and the line is cut into `ranks`
-    equal parts; a cut that falls inside a large tensor is moved to the nearest row border, one
-    inside a small tensor to its nearer end.
+    All tensors with the same holders are laid end to end in the order of their names, and the line
+    is cut so that the holders' shares become equal, as far as what they have already allows it; a
+    cut that falls inside a large tensor is moved to the nearest row border, one inside a small
+    tensor to its nearer end. Few holders come first: they have the least choice.
 
     Args:
-        specs: Logical name -> spec.
+        holdings: What there is.
         ranks: Number of shares.
 
     Returns:
         One tuple of pieces per rank. A rank has at most one piece of a tensor. Elements of large
         size come first, so that pieces packed one after the other stay aligned.
     """
-    total = sum(spec.bytes for spec in specs.values())
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(holdings.specs):
+        lines.setdefault(holdings.holders[name], []).append(name)
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
-    position = 0
-    for name in sorted(specs):
-        spec = specs[name]
-        for rank, piece in _cut_one(name, spec, position, total, ranks):
-            shares[rank].append(piece)
-        position += spec.bytes
+    for holders in sorted(lines, key=lambda who: (len(who), who)):
+        specs = {name: holdings.specs[name] for name in lines[holders]}
+        loads = [sum(piece.bytes for piece in shares[rank]) for rank in holders]
+        edges = _edges(sum(spec.bytes for spec in specs.values()), loads)
+        position = 0
+        for name, spec in specs.items():
+            for place, piece in _cut_one(name, spec, position, edges):
+                shares[holders[place]].append(piece)
+            position += spec.bytes
     return tuple(tuple(sorted(share, key=_file_order)) for share in shares)
 
 
+def _edges(total: int, loads: Sequence[int]) -> list[Fraction]:
+    """Where a line of `total` bytes is cut, so that the parts fill up `loads` to one level."""
+    if not total:
+        return []
+    ordered = sorted(loads)
+    level = Fraction(total)
+    for count in range(1, len(ordered) + 1):
+        level = Fraction(total + sum(ordered[:count]), count)
+        if count == len(ordered) or level <= ordered[count]:
+            break
+    return list(accumulate(max(Fraction(0), level - load) for load in loads))[:-1]
+
+
 def _cut_one(
-    name: str, spec: Spec, position: int, total: int, ranks: int
+    name: str, spec: Spec, position: int, edges: Sequence[Fraction]
 ) -> list[tuple[int, Piece]]:
-    """The pieces of one tensor that begins at byte `position` of the line, with their ranks."""
+    """The pieces of one tensor that begins at byte `position` of the line, with their places."""
     rows = spec.shape[0] if spec.shape else 1
     if spec.bytes < WHOLE_BELOW or rows < 2:
         middle = position + spec.bytes // 2
-        owner = min(ranks - 1, middle * ranks // total) if total else 0
-        return [(owner, Piece(name, spec, 0, rows))]
+        return [(sum(edge <= middle for edge in edges), Piece(name, spec, 0, rows))]
     row_bytes = spec.bytes // rows
     borders = [0]
-    for rank in range(1, ranks):
-        distance = total * rank // ranks - position
+    for edge in edges:
+        distance = math.floor(edge) - position
         nearest = (2 * distance + row_bytes) // (2 * row_bytes)
         borders.append(min(rows, max(0, nearest)))
     borders.append(rows)
     return [
-        (rank, Piece(name, spec, borders[rank], borders[rank + 1]))
-        for rank in range(ranks)
-        if borders[rank] < borders[rank + 1]
+        (place, Piece(name, spec, first, stop))
+        for place, (first, stop) in enumerate(pairwise(borders))
+        if first < stop
     ]
 
 

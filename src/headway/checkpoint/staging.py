@@ -20,7 +20,7 @@ _PAGE = 4096
 
 
 def spec_of(name: str, tensor: Tensor) -> Spec:
-    """Element type and shape of a replicated tensor.
+    """Element type and shape of a tensor.
 
     Raises:
         CheckpointError: A sparse, quantised or distributed tensor, or an unknown element type.
@@ -34,6 +34,11 @@ def spec_of(name: str, tensor: Tensor) -> Spec:
             fix="give a dense tensor, the same on all ranks, of one of: " + ", ".join(DTYPES),
         )
     return Spec(dtype, tuple(tensor.shape))
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Of all; raises as `spec_of`."""
+    return {name: spec_of(name, tensor) for name, tensor in tensors.items()}
 
 
 class Staging:

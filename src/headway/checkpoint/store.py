@@ -30,8 +30,8 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.facts import decode, encode
 from headway.checkpoint.manifest import Manifest
-from headway.checkpoint.shares import Piece, cut
-from headway.checkpoint.staging import Staging, spec_of
+from headway.checkpoint.shares import Holdings, Piece, cut
+from headway.checkpoint.staging import Staging, specs_of
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
@@ -105,13 +105,14 @@ class CheckpointStore:
         """The steps of all committed checkpoints, oldest first."""
         return committed_steps(self.directory)
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, Tensor], holdings: Holdings | None = None) -> None:
         """Get ready in the background, so that the first save is short: memory and imports.
 
-        Not collective; optional. `tensors` is what `save` will be given, or only has its shapes.
+        Not collective; optional. The arguments are what `save` will be given, or have its shapes.
         """
         self.wait()
-        size = sum(piece.bytes for piece in self._share(tensors))
+        everything = self._all(tensors, holdings)
+        size = sum(piece.bytes for piece in cut(everything, self.ranks)[self.rank])
         pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
 
         def prepare() -> None:
@@ -121,16 +122,22 @@ class CheckpointStore:
         self._start(prepare, "reserving host memory")
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        holdings: Holdings | None = None,
     ) -> SaveReceipt:
         """Save a checkpoint; returns when training may change the tensors again.
 
-        Collective: all ranks give the same step, tensors and facts.
+        Collective: all ranks give the same step, facts and holdings.
 
         Args:
             step: The number of optimiser steps taken.
-            tensors: Logical name -> tensor, the same on every rank.
+            tensors: Logical name -> tensor; the same on every rank that has it.
             facts: Plain values; rank 0's are written.
+            holdings: Which ranks have which tensors; None: all have all. The caller agrees on it,
+                because `group` may still belong to the save before.
 
         Raises:
             CheckpointError: An earlier save failed (this one is not begun then), or a tensor or
@@ -140,15 +147,15 @@ class CheckpointStore:
         self.wait()
         snapshot = decode(encode(dict(facts)))  # training may change the facts too
         manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
-        pieces = self._share(tensors)
+        everything = self._all(tensors, holdings)
+        pieces = cut(everything, self.ranks)[self.rank]
         staged = self._staging.copy(pieces, tensors)
         self._start(lambda: self._write(manifest, pieces, staged), f"step {step}")
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        return SaveReceipt(step=step, bytes=total, held_seconds=time.perf_counter() - began)
+        held = time.perf_counter() - began
+        return SaveReceipt(step=step, bytes=everything.bytes, held_seconds=held)
 
-    def _share(self, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
-        specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-        return cut(specs, self.ranks)[self.rank]
+    def _all(self, tensors: Mapping[str, Tensor], holdings: Holdings | None) -> Holdings:
+        return holdings or Holdings.everywhere(specs_of(tensors), self.ranks)
 
     def _start(self, work: Callable[[], None], task: str) -> None:
         """Run `work` on a daemon thread: waiting for a lost peer must not block the exit."""

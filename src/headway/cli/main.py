@@ -62,13 +62,23 @@ COMMANDS = (
     Command(
         "schedule check", "headway.cli.schedule:check", "Judge a table that was written by hand."
     ),
+    Command(
+        "schedule search",
+        "headway.cli.schedule_search:search",
+        "Find a shorter table for your own costs and memory.",
+    ),
+    Command(
+        "schedule choose",
+        "headway.cli.schedule_choose:choose",
+        "How many stages, copies and samples of a micro-batch.",
+    ),
     Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),
 )
 GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
     "exchange": "Ways of exchanging gradients.",
     "plan": "Look at plans, check and compare them.",
-    "schedule": "Pipeline schedules: draw, compare and check them.",
+    "schedule": "Pipeline schedules: draw, compare, check, search and choose them.",
 }
 
 

@@ -104,6 +104,8 @@ def describe(event: Event, progress: Progress, cause: str = "") -> str | None:
             return "\n".join(["", *(f"  {line}" for line in event["text"].splitlines()), ""])
         case "fault":
             return f"{_at(event, progress)}  fault: {event['text']}"
+        case "note":
+            return str(event["text"])
         case "warning":
             return f"warning: {event['text']}"
         case "stop":

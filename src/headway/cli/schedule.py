@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from headway.cli.console import say, say_json
-from headway.cli.schedule_figures import Costs, Figures, describe, facts, figures, spread
+from headway.cli.schedule_costs import Costs
+from headway.cli.schedule_figures import Figures, describe, facts, figures, spread
 from headway.errors import PlanError, UsageError
 from headway.report.chrome import chrome_json
 from headway.schedule import PipelineSchedule
@@ -56,6 +58,7 @@ def show(
     pipes: int | None = None,
     virtual: int | None = None,
     mode: str | None = None,
+    recompute: str | None = None,
     costs: Costs = _UNIT,
     aligned: Annotated[bool, Parameter(negative="")] = False,
     svg: Path | None = None,
@@ -74,6 +77,7 @@ def show(
         pipes: Of chimera: pipes at once, half of them in each direction.
         virtual: Of looped schedules: stages per rank.
         mode: Of chimera: direct, doubling or halving; how it goes beyond N = D.
+        recompute: Stages whose backward computes the forward again, as 0,2; "all" or "none".
         costs: What is done in which time.
         aligned: Draw equal slots, as the paper does, in place of time.
         svg: Write a picture to this file.
@@ -87,15 +91,15 @@ def show(
     given = {"pipes": pipes, "virtual": virtual, "mode": mode}
     options = {key: value for key, value in given.items() if value is not None}
     number = stages if microbatches is None else microbatches
-    schedule = _make(name, stages, number, options)
+    schedule = _recomputing(_make(name, stages, number, options), recompute)
     found = figures(schedule, costs, options=options)
     text = _drawing(found, aligned=aligned)
     if csv is not None:
-        _write(csv, to_csv(schedule))
+        write(csv, to_csv(schedule))
     if torch_csv is not None:
-        _write(torch_csv, torch_text(schedule))
+        write(torch_csv, torch_text(schedule))
     if timeline is not None:
-        _write(timeline, chrome_json(timeline_of(found.timing)))
+        write(timeline, chrome_json(timeline_of(found.timing)))
     _pictures([found], svg, png)
     if json:
         say_json(facts(found))
@@ -118,11 +122,12 @@ def _make(
                 f"the schedule {name} does not take {', '.join(wrong)}",
                 fix=f"It takes {legal}." if takes else "It takes no options of its own.",
             )
-    _at_least_1(stages=stages, microbatches=microbatches)
+    at_least_1(stages=stages, microbatches=microbatches)
     return make_schedule(name, stages=stages, microbatches=microbatches, **options)  # type: ignore[arg-type]
 
 
-def _at_least_1(**numbers: int) -> None:
+def at_least_1(**numbers: int) -> None:
+    """Refuse options that are not, by their names."""
     for name, number in numbers.items():
         if number < 1:
             raise UsageError(f"--{name} {number}: at least 1")
@@ -139,6 +144,22 @@ def _drawing(found: Figures, *, aligned: bool) -> str:
     return f"{drawn}\n{legend(schedule)}"
 
 
+def _recomputing(schedule: PipelineSchedule, stages: str | None) -> PipelineSchedule:
+    """The schedule, with the stages of which the user says that they recompute."""
+    if stages is None:
+        return schedule
+    again: tuple[int, ...] = schedule.every_stage if stages == "all" else ()
+    if stages not in ("all", "none"):
+        try:
+            again = tuple(sorted({int(stage) for stage in stages.split(",")}))
+        except ValueError:
+            raise UsageError(f'--recompute {stages}: stages as 0,2, "all" or "none"') from None
+    if wrong := set(again) - set(schedule.every_stage):
+        last = schedule.stages - 1
+        raise UsageError(f"--recompute {min(wrong)}: {schedule.name} has stages 0 to {last}")
+    return replace(schedule, recompute=again)
+
+
 # ---- compare -----------------------------------------------------------------------------------
 
 
@@ -148,6 +169,7 @@ def compare(
     microbatches: int | None = None,
     pipes: int = 2,
     virtual: int = 2,
+    recompute: str | None = None,
     costs: Costs = _UNIT,
     svg: Path | None = None,
     png: Path | None = None,
@@ -160,6 +182,7 @@ def compare(
         microbatches: N, of one step; by default twice as many as ranks.
         pipes: Of chimera: pipes at once.
         virtual: Of looped schedules: stages per rank.
+        recompute: Stages whose backward computes the forward again, as 0,2; "all" or "none".
         costs: What is done in which time.
         svg: Write one picture with all of them to this file.
         png: Write the picture as PNG to this file.
@@ -167,13 +190,14 @@ def compare(
     """
     costs.check()
     number = 2 * stages if microbatches is None else microbatches
-    _at_least_1(stages=stages, microbatches=number)
+    at_least_1(stages=stages, microbatches=number)
     rows: dict[str, Figures | PlanError] = {}
     for name, kind in SCHEDULES.items():
         given = {"pipes": pipes, "virtual": virtual}
         options = {key: value for key, value in given.items() if key in kind.options}
         try:
-            rows[name] = figures(_make(name, stages, number, dict(options)), costs, options=options)
+            schedule = _recomputing(_make(name, stages, number, dict(options)), recompute)
+            rows[name] = figures(schedule, costs, options=options)
         except PlanError as error:
             rows[name] = error
     _pictures([row for row in rows.values() if isinstance(row, Figures)], svg, png)
@@ -211,7 +235,7 @@ def _table(rows: dict[str, Figures | PlanError], stages: int, number: int, costs
 
 def _columns(row: Figures) -> str:
     stats = row.stats
-    remarks = ["recomputes"] * row.schedule.recompute
+    remarks = [row.schedule.recomputes] if row.schedule.recompute else []
     remarks += ["no flush: the bubble is paid once, not in every step"] * (not row.schedule.flush)
     return (
         f"{stats.makespan:>8.5g}{stats.bubble:>9.1%}{spread(stats.peak_activations):>14}"
@@ -256,7 +280,7 @@ def check(
         0 for a valid table, 2 for one that cannot be carried out.
     """
     costs.check()
-    _at_least_1(pipes=pipes)
+    at_least_1(pipes=pipes)
     schedule = read_table(file, pipes=pipes)
     wrong = violations(schedule)
     if wrong and json:
@@ -313,17 +337,18 @@ def overrides_of(file: Path) -> tuple[str, ...]:
 def _pictures(shown: Sequence[Figures], svg: Path | None, png: Path | None) -> None:
     if svg is None and png is None:
         return
-    from headway.cli.schedule_picture import picture_png, picture_svg
+    from headway.report.schedule_picture import picture_png, picture_svg
 
     if not shown:
         raise UsageError("there is nothing to draw: no schedule is possible with these numbers")
     if svg is not None:
-        _write(svg, picture_svg(shown))
+        write(svg, picture_svg(shown))
     if png is not None:
-        _write(png, picture_png(shown))
+        write(png, picture_png(shown))
 
 
-def _write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file; a path that cannot be written is the user's mistake."""
     data = content.encode() if isinstance(content, str) else content
     try:
         path.write_bytes(data)

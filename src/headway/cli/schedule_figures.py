@@ -6,15 +6,12 @@ beside it only where the paper's holds for these costs, and says if it is that o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from cyclopts import Parameter
-
+from headway.cli.schedule_costs import Costs
 from headway.cost.pipeline_formulas import Formula, Range, formula
-from headway.errors import UsageError
-from headway.schedule import Kind, PipelineSchedule, StageCosts
+from headway.schedule import Kind, PipelineSchedule
 from headway.schedule.named import SCHEDULES
 from headway.schedule.stats import ScheduleStats, measure
 from headway.schedule.timing import Timing, time_schedule
@@ -22,77 +19,6 @@ from headway.schedule.timing import Timing, time_schedule
 _LABEL = 23
 _MOST_RANKS = 16
 """Ranks of which each is listed."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What the user says that things cost; all times in one unit.
-
-    Attributes:
-        forward: Time of one micro-batch's forward through what a rank has of the model.
-        backward: Time of its backward; by default twice the forward.
-        input_grad: In place of --backward, with --weight-grad: time of the input's gradient.
-        weight_grad: In place of --backward, with --input-grad: time of the weights' gradients.
-        latency: Time of a message of no size from rank to rank.
-        message: Time that the bytes of a message are on the wire.
-    """
-
-    forward: float = 1.0
-    backward: float | None = None
-    input_grad: float | None = None
-    weight_grad: float | None = None
-    latency: float = 0.0
-    message: float = 0.0
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            UsageError: A time is negative or not finite, or a backward is stated twice or by half.
-        """
-        for part in fields(self):
-            value = getattr(self, part.name)
-            option = f"--{part.name.replace('_', '-')}"
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{option} {value}: a time, at least 0")
-        if not self.forward:
-            raise UsageError("--forward 0: more than 0")
-        if (self.input_grad is None) != (self.weight_grad is None):
-            raise UsageError("--input-grad and --weight-grad go together")
-        if self.backward is not None and self.input_grad is not None:
-            raise UsageError("--backward is the sum of --input-grad and --weight-grad: say one")
-
-    @property
-    def parts(self) -> tuple[float, float]:
-        """Input and weight gradient."""
-        if self.input_grad is not None and self.weight_grad is not None:
-            return self.input_grad, self.weight_grad
-        whole = 2 * self.forward if self.backward is None else self.backward
-        return whole / 2, whole / 2
-
-    def text(self) -> str:
-        inputs, weights = self.parts
-        said = f"forward {self.forward:g}, backward {inputs + weights:g}"
-        if inputs != weights:
-            said += f" (input {inputs:g}, weights {weights:g})"
-        if self.latency or self.message:
-            said += f", message {self.latency:g} + {self.message:g}"
-        return said
-
-    def of(self, schedule: PipelineSchedule) -> StageCosts:
-        """For the stages of a table."""
-        inputs, weights = self.parts
-        found = StageCosts.of(
-            schedule.stages,
-            ranks=schedule.ranks,
-            forward=self.forward,
-            input_grad=inputs,
-            weight_grad=weights,
-            latency=self.latency,
-            message=self.message,
-        )
-        return found.halved() if schedule.halves else found
 
 
 @dataclass(frozen=True)
@@ -104,6 +30,13 @@ class Figures:
     timing: Timing
     stats: ScheduleStats
     formula: Formula | None
+
+    @property
+    def title(self) -> str:
+        """For a picture: the name, the step and the bubble."""
+        name = self.schedule.name
+        known = name if name in SCHEDULES else "table"
+        return f"{known}\nstep {self.stats.makespan:.5g}, bubble {self.stats.bubble:.1%}"
 
 
 def figures(
@@ -133,16 +66,18 @@ def figures(
 def _formula(
     schedule: PipelineSchedule, costs: Costs, options: Mapping[str, int | str]
 ) -> Formula | None:
-    """Where the paper's holds: split backwards are halves of a whole one."""
-    inputs, weights = costs.parts
+    """Where the paper's holds: stages are alike, split backwards are halves of a whole one."""
+    if not costs.are_even or schedule.recompute not in ((), schedule.every_stage):
+        return None
+    (forward,), (inputs,), (weights,) = costs.forward, *costs.parts
     if inputs != weights and _splits(schedule):
         return None
-    again = costs.forward if schedule.recompute else 0.0
+    again = forward if schedule.recompute else 0.0
     return formula(
         schedule.name,
         stages=schedule.ranks,
         microbatches=_whole(schedule),
-        ratio=(again + inputs + weights) / costs.forward,
+        ratio=(again + inputs + weights) / forward,
         **{key: value for key, value in options.items() if key != "mode"},  # type: ignore[arg-type]
     )
 
@@ -186,7 +121,7 @@ def _sizes(schedule: PipelineSchedule) -> str:
     size += f"{pipes} pipes of " if pipes > 1 else ""
     size += f"{schedule.stages} stages, {_whole(schedule)} micro-batches"
     size += " (halved)" if schedule.halves else ""
-    return size + (", with recomputation" if schedule.recompute else "")
+    return size + (f", {schedule.recomputes}" if schedule.recompute else "")
 
 
 def _bubble(found: Figures) -> str:
@@ -239,7 +174,8 @@ def facts(found: Figures) -> dict[str, object]:
         "stages": schedule.stages,
         "microbatches": _whole(schedule),
         "flush": schedule.flush,
-        "recompute": schedule.recompute,
+        "recompute": list(schedule.recompute),
+        "blockwise": schedule.blockwise,
         "step": stats.makespan,
         "bubble": stats.bubble,
         "bubbles": list(stats.bubbles),
@@ -258,10 +194,3 @@ def facts(found: Figures) -> dict[str, object]:
             "exact": known.exact,
         },
     }
-
-
-def title(found: Figures) -> str:
-    """For a picture: the name, the step and the bubble."""
-    name = found.schedule.name
-    known = name if name in SCHEDULES else "table"
-    return f"{known}\nstep {found.stats.makespan:.5g}, bubble {found.stats.bubble:.1%}"

@@ -20,6 +20,7 @@ class Flight:
         applied: The optimiser had used it (exchanges across the step's border; else 0.0).
         needed: The training thread asked for it.
         waited: Seconds for which the training thread then stood still: exposed communication.
+        name: Of what is no bucket: the all-reduce of a pipeline's stage.
     """
 
     bucket: int
@@ -32,3 +33,4 @@ class Flight:
     applied: float = 0.0
     needed: float = 0.0
     waited: float = 0.0
+    name: str = ""

@@ -134,7 +134,7 @@ def _table(shape: Shape) -> PipelineSchedule:
     """Recomputation is in the price of B."""
     return replace(
         chimera(shape.stages, shape.microbatches, pipes=shape.pipes, mode=shape.mode),
-        recompute=False,
+        recompute=(),
     )
 
 

@@ -15,6 +15,9 @@ from headway.cost.pipeline import Shape, StepPrice, StepTimes, price_step, simul
 from headway.errors import PlanError
 from headway.units import format_bytes
 
+ADAM = 4
+"""State of a layer in its weights: weights, gradients, and two moments of Adam."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -118,17 +121,11 @@ def choose(workload: Workload, setting: Setting) -> tuple[Candidate, ...]:
     Raises:
         PlanError: Nothing fits; says for each D why.
     """
-    found, problems = [], []
-    for stages in range(2, setting.workers + 1, 2):
-        if setting.workers % stages:
-            continue
-        problem = _impossible(workload, setting, stages)
-        size = None if problem else greedy_microbatch(workload, setting, stages)
-        if size is not None:
+    found, problems = [], refused(workload, setting)
+    for stages in _depths(setting):
+        size = greedy_microbatch(workload, setting, stages)
+        if size is not None and not _impossible(workload, setting, stages):
             found.append(_candidate(workload, setting, stages, size))
-        else:
-            least = format_bytes(_memory(workload, setting, stages, 1))
-            problems.append(problem or f"{stages} stages: {least} are needed at B = 1")
     if not found:
         raise PlanError(
             f"no Chimera pipeline for {setting.workers} workers with "
@@ -137,6 +134,23 @@ def choose(workload: Workload, setting: Setting) -> tuple[Candidate, ...]:
             fix="Give more memory, recompute activations, or take another number of workers.",
         )
     return tuple(sorted(found, key=lambda c: (c.price.seconds, c.shape.stages)))
+
+
+def refused(workload: Workload, setting: Setting) -> list[str]:
+    """For each even D that divides P and is no candidate, why not."""
+    problems = []
+    for stages in _depths(setting):
+        problem = _impossible(workload, setting, stages)
+        if not problem and greedy_microbatch(workload, setting, stages) is None:
+            least = format_bytes(_memory(workload, setting, stages, 1))
+            problem = f"{stages} stages: {least} are needed at B = 1"
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def _depths(setting: Setting) -> list[int]:
+    return [d for d in range(2, setting.workers + 1, 2) if setting.workers % d == 0]
 
 
 def _impossible(workload: Workload, setting: Setting, stages: int) -> str:

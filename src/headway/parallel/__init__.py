@@ -9,6 +9,7 @@ from headway.parallel.row import Calls, Sync, Team
 from headway.parallel.stage_sums import StageSums
 from headway.parallel.stages import Entry, Exit, Stage, Stages
 from headway.parallel.standin import ModelCall, record_call
+from headway.parallel.units import even_parts
 
 __all__ = [
     "Calls",
@@ -24,6 +25,7 @@ __all__ = [
     "Team",
     "cut",
     "cut_by_hand",
+    "even_parts",
     "list_units",
     "measure",
     "record_call",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headway.errors import PlanError
 from headway.parallel.examples import left_as_it_was
@@ -75,6 +76,7 @@ def _run(
         before_stage(stage.number)
         values = _copies(_entering(stage, given, call))
         inside = flatten(list(values), is_payload)[0]
+        _check_whole(stage.number, inside)
         before = [t._version for t in inside if isinstance(t, Tensor)]
         versions = {name: buffer._version for name, buffer in stage.buffers.items()}
         given.append(stage.module.forward(*values))
@@ -84,6 +86,15 @@ def _run(
             name for name, buffer in stage.buffers.items() if buffer._version != versions[name]
         }
     return given[-1], alters, updates
+
+
+def _check_whole(stage: int, entering: Sequence[Any]) -> None:
+    if any(isinstance(value, DTensor) for value in entering):
+        raise PlanError(
+            "the model cannot be cut there",
+            problems=[f"a DTensor enters stage {stage}, and its parts cannot be sent"],
+            fix="Let the module before it return plain tensors (use_local_output=True).",
+        )
 
 
 def _entering(stage: Stage, given: list[Sequence[Any]], call: ModelCall) -> tuple[Any, ...]:

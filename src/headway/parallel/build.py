@@ -25,7 +25,7 @@ def build(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx
     """
     targets = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
     loose = {name: value for name, value in constants.items() if name in targets}
-    holder = _Holder(model, loose)
+    holder = Holder(model, loose)
     module = fx.GraphModule(holder, graph, class_name=f"StageOf{type(model).__name__}")
     saved = set(model.state_dict(keep_vars=True))
     for name, _ in list(module.named_buffers(remove_duplicate=False)):
@@ -36,7 +36,7 @@ def build(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx
     return module
 
 
-class _Holder(nn.Module):
+class Holder(nn.Module):
     """Gives out the model's objects and the constants, by name, as if it were the model."""
 
     def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from headway.errors import PlanError
 from headway.parallel.agreement import check_agreement
 from headway.parallel.cut import at_call, check_loss, with_unused
 from headway.parallel.examples import Examples
+from headway.parallel.sharded import settled
 from headway.parallel.splitting import split
 from headway.parallel.stages import Stages, in_mode
 from headway.parallel.standin import Loss, ModelCall
@@ -49,7 +50,7 @@ def cut_by_hand(model: nn.Module, loss: Loss, data: Any, chain: Chain) -> Stages
             check_agreement(stages, call)
         return check_agreement(stages, call)
 
-    return check_loss(at_call(model, loss, data, choose), loss, data)
+    return settled(check_loss(at_call(model, loss, data, choose), loss, data))
 
 
 def _chain(

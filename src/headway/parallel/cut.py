@@ -17,6 +17,7 @@ from headway.errors import PlanError
 from headway.parallel.agreement import check_agreement, run_stages
 from headway.parallel.examples import left_as_it_was
 from headway.parallel.plain_state import has_hooks
+from headway.parallel.sharded import refuse_whole, settled
 from headway.parallel.splitting import split
 from headway.parallel.stages import Stage, Stages, in_mode
 from headway.parallel.standin import Loss, ModelCall, Passed, StandIn
@@ -67,7 +68,7 @@ def cut(
         traced = trace_units(model, call, stages)
         return _finish(traced, lambda found: _even(found, stages, weights), relay)
 
-    return check_loss(at_call(model, loss, data, choose), loss, data)
+    return settled(check_loss(at_call(model, loss, data, choose), loss, data))
 
 
 def list_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> tuple[str, ...]:
@@ -81,6 +82,7 @@ def list_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> tuple[st
 
 def at_call(model: nn.Module, loss: Loss, data: Any, do: Callable[[ModelCall], T]) -> T:
     """Do something where a loss calls the model, in the contexts (autocast) that it has made."""
+    refuse_whole(model)
     done: list[T] = []
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -106,6 +106,11 @@ class Layout:
         """Of its tensors."""
         return sum(math.prod(f.shape) * f.dtype.itemsize for f in self.forms if f is not None)
 
+    @property
+    def flowing_bytes(self) -> int:
+        """Of the gradients that come back."""
+        return replace(self, forms=tuple(f for f in self.forms if f and f.flows)).bytes
+
     def pack(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What goes over the wire."""
         found = [

@@ -62,7 +62,14 @@ class Link(ABC):
     @property
     def bytes(self) -> int:
         """Of the payload of the newest kind of message, one way."""
-        return max((layout.bytes for layout in list(self._layouts.values())[-1:]), default=0)
+        return self.size(gradients=False)
+
+    def size(self, *, gradients: bool) -> int:
+        """Bytes of the newest kind of message, or of the gradients that come back for it."""
+        newest = next(reversed(self._layouts.values()), None)
+        if newest is None:
+            return 0
+        return newest.flowing_bytes if gradients else newest.bytes
 
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Keys that will not come again."""

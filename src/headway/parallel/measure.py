@@ -6,9 +6,11 @@ weight gradient an action of its own. Gradients, buffers and random numbers are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from headway.parallel.stages import Stages
 from headway.parallel.standin import Loss
 from headway.schedule import Action, Kind, Pipe, PipelineSchedule
 
+Arithmetic = Callable[[], AbstractContextManager[Any]]
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
@@ -58,35 +61,37 @@ def measure(
     data: Any,
     *,
     share: Share = lambda value, _: value,
+    arithmetic: Arithmetic = nullcontext,
     repeats: int = 5,
 ) -> tuple[StageCost, ...]:
-    """The cost of each stage: the shortest of some repetitions, after one that does not count.
+    """The cost of each stage: medians of some repetitions, after one that does not count.
 
     Args:
         stages: Of a model; all of it is on this rank.
         loss: As for `cut`.
         data: Of one micro-batch.
         share: As of `Calls`.
+        arithmetic: The context of a forward pass (autocast).
         repeats: How often.
     """
     device = next((p.device for p in stages.model.parameters()), torch.device("cpu"))
-    saved = _Saved(stages.model)
+    saved = _Saved(stages.model, device, arithmetic)
     calls = Calls(loss=loss, share=share, around=saved.around)
     row = Row(stages, _one_rank(len(stages)), Team(rank=0, ranks=(0,), device=device), calls)
-    best: dict[tuple[Kind, int], float] = {}
+    times: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     with _gradients_kept(stages.model), left_as_it_was(stages.model):
         for repeat in range(repeats + 1):
             saved.counts = repeat == 0  # the hooks take time
             row.run([data])
             for action, start, end in row.spans if repeat else ():
-                key = action.kind, action.stage
-                best[key] = min(best.get(key, end - start), end - start)
+                times[action.kind, action.stage].append(end - start)
+    seconds = {key: median(found) for key, found in times.items()}
     sent = row.bytes_given()
     return tuple(
         StageCost(
-            forward=best[Kind.FORWARD, n],
-            input_grad=best[Kind.INPUT_GRAD, n] if n else 0.0,
-            weight_grad=best[Kind.WEIGHT_GRAD, n],
+            forward=seconds[Kind.FORWARD, n],
+            input_grad=seconds[Kind.INPUT_GRAD, n] if n else 0.0,
+            weight_grad=seconds[Kind.WEIGHT_GRAD, n],
             activation=saved.bytes[n],
             message=sent[n],
             weight=sum(_size(p) for p in stages[n].parameters.values()),
@@ -95,7 +100,9 @@ def measure(
     )
 
 
-def weigh_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> dict[str, float]:
+def weigh_units(
+    model: nn.Module, loss: Loss, data: Any, stages: int, *, arithmetic: Arithmetic = nullcontext
+) -> dict[str, float]:
     """Measured seconds of the units between which a cut into so many stages chooses.
 
     Args:
@@ -103,12 +110,15 @@ def weigh_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> dict[st
         loss: As for `cut`.
         data: Of one micro-batch.
         stages: How many stages there will be.
+        arithmetic: As for `measure`.
 
     Raises:
         PlanError: As `cut`; also where the model cannot be cut at every unit.
     """
-    units = list_units(model, loss, data, stages)
-    costs = measure(cut(model, loss, data, stages=len(units)), loss, data)
+    with arithmetic():
+        units = list_units(model, loss, data, stages)
+        parts = cut(model, loss, data, stages=len(units))
+    costs = measure(parts, loss, data, arithmetic=arithmetic)
     return {name: cost.seconds for name, cost in zip(units, costs, strict=True)}
 
 
@@ -121,21 +131,30 @@ def _one_rank(stages: int) -> PipelineSchedule:
 
 
 class _Saved:
-    """Counts what autograd keeps of each stage.
+    """Counts what autograd keeps of each stage, and waits for a device until an action is done.
 
     Attributes:
         bytes: By stage, of the last forward that counted.
         counts: Whether the next one does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, arithmetic: Arithmetic) -> None:
+        self._device = device
+        self._arithmetic = arithmetic
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.bytes: dict[int, int] = {}
         self.counts = True
 
-    def around(self, stage: int, microbatch: int, phase: Phase) -> AbstractContextManager[Any]:
-        if phase != "forward" or not self.counts:
-            return nullcontext()
+    @contextmanager
+    def around(self, stage: int, microbatch: int, phase: Phase) -> Iterator[None]:
+        forward = phase == "forward"
+        counting = self._counting(stage) if forward and self.counts else nullcontext()
+        with self._arithmetic() if forward else nullcontext(), counting:
+            yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _counting(self, stage: int) -> AbstractContextManager[Any]:
         seen = set(self._weights)
         self.bytes[stage] = 0
 

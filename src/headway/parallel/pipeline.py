@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headway.errors import PlanError
 from headway.parallel.row import Calls, Row, Team, forwards
+from headway.parallel.sharded import hold, reshard, unfit
 from headway.parallel.stages import Stages
 from headway.schedule import Action, Kind, PipelineSchedule
 from headway.schedule.lowering import lower
@@ -30,6 +31,9 @@ class Pipeline:
 
     Raises:
         PlanError: The table is for other stages, or needs what `calls` does not have.
+
+    Attributes:
+        remarks: What was set on the model for it to be right, for users to read.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Pipeline:
         self.stages = stages
         self.schedule = schedule if schedule.is_lowered else lower(schedule)
         _check(self.schedule, stages, team, calls)
+        self._hosted = [stages[n] for n in sorted({n for _, n in schedule.hosted(team.rank)})]
+        self.remarks = hold(self._hosted)
         self._team = team
         self._calls = calls
         self._training = Row(stages, self.schedule, team, calls)
@@ -80,12 +86,24 @@ class Pipeline:
                 self._calls,
             )
         with torch.no_grad():
-            return self._evaluating[count].run(microbatches)
+            losses = self._evaluating[count].run(microbatches)
+        for stage in self._hosted:
+            reshard(stage.module)
+        return losses
 
     @property
     def spans(self) -> list[tuple[Action, float, float]]:
         """The actions of the last step with start and end, in `perf_counter` seconds."""
         return self._training.spans
+
+    @property
+    def times(self) -> Sequence[float]:
+        """When each action of this rank's row began; see `Row.times`."""
+        return self._training.times
+
+    def message_bytes(self, action: Action) -> int:
+        """Of a SEND or RECV of this rank, as last seen."""
+        return self._training.message_bytes(action)
 
 
 def _check(schedule: PipelineSchedule, stages: Stages, team: Team, calls: Calls) -> None:
@@ -104,6 +122,7 @@ def _check(schedule: PipelineSchedule, stages: Stages, team: Team, calls: Calls)
     if not schedule.flush and stages.shared:
         names = ", ".join(stages.shared)
         problems.append(f"it has no flush, and {names} would need one: several stages use it")
+    problems += unfit(schedule, stages, team.rank)
     if problems:
         raise PlanError(
             f"the schedule {schedule.name} does not fit",

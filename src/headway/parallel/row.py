@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.parallel.blocks import Blocks
 from headway.parallel.links import LocalLink, RemoteLink, Sent, Wire, let_go
 from headway.parallel.retirement import retirements
 from headway.parallel.signature import Signatures
-from headway.parallel.stage_run import Around, Share, StageRun
+from headway.parallel.stage_run import Around, Entering, Share, StageRun
 from headway.parallel.stages import Stages
 from headway.parallel.standin import Loss
 from headway.parallel.trouble import explained
@@ -68,7 +69,10 @@ class Calls:
         share: (what the loss returned, micro-batch) -> the number on which backward is called.
             Called twice for a micro-batch whose forward is computed again.
         around: (stage, micro-batch, phase) -> contexts of a forward ("forward"), of one that is
-            run again ("again") and of a backward ("backward"): random numbers, autocast.
+            run again ("again") and of a backward ("backward"): random numbers, autocast. Where a
+            stage is computed again block by block, the last one is also that of these forwards:
+            its random numbers are found by the states of torch's generators.
+        entering: Told the stage where its own part of a forward, in these contexts, begins.
         sync: Carries out SYNC and WAIT.
         step: STEP: update the stage's parameters by their `.grad`, and clear that.
         doing: Told the action for which this rank is about to wait.
@@ -77,6 +81,7 @@ class Calls:
     loss: Loss
     share: Share = lambda value, _: value
     around: Around | None = None
+    entering: Entering | None = None
     sync: Sync | None = None
     step: Callable[[int], None] | None = None
     doing: Callable[[Action], None] | None = None
@@ -107,7 +112,7 @@ class Row:
         self._local: dict[tuple[str, int, int], LocalLink] = {}
         self._remote: dict[tuple[str, int, int], RemoteLink] = {}
         self._make_links()
-        self._versions = {key: Versions(stages[key[1]]) for key in schedule.hosted(team.rank)}
+        self._versions = {key: self._make_versions(key[1]) for key in schedule.hosted(team.rank)}
         self._runs = {key: self._make_run(*key) for key in self._versions}
         self._sent: dict[int, Sent] = {}
         self._times: list[float] = []
@@ -125,6 +130,7 @@ class Row:
                 times.append(perf_counter())
             while self._sent:
                 let_go(self._sent.popitem()[1])
+            times.append(perf_counter())
         except Exception as error:
             trouble = explained(error, self._row, len(times) - 1, self._team.rank)
             if trouble is None:
@@ -140,10 +146,22 @@ class Row:
         return losses
 
     @property
+    def times(self) -> Sequence[float]:
+        """When each action of the last step began, in `perf_counter` seconds.
+
+        Behind them: when the last had ended, and when all that was sent had left.
+        """
+        return self._times
+
+    @property
     def spans(self) -> list[tuple[Action, float, float]]:
         """The actions of the last step with start and end, in `perf_counter` seconds."""
         times = self._times
         return list(zip(self._row, times, times[1:], strict=False))
+
+    def message_bytes(self, action: Action) -> int:
+        """Of a SEND or RECV, as last seen."""
+        return self._link_of(action).size(gradients=action.carries_gradient)
 
     def bytes_given(self) -> dict[int, int]:
         """For each stage the bytes that it gives to others for one micro-batch, as last seen."""
@@ -170,6 +188,12 @@ class Row:
                     self._remote[key] = RemoteLink(name, self._keys, wire, tag)
                 tag += 2 * len(self._keys)
 
+    def _make_versions(self, stage: int) -> Versions:
+        schedule = self._schedule
+        if not (schedule.blockwise and stage in schedule.recompute):
+            return Versions(self._stages[stage].module)
+        return Versions(Blocks(self._stages[stage], self._team.device, flush=schedule.flush))
+
     def _make_run(self, pipe: str, stage: int) -> StageRun:
         links = {**self._local, **self._remote}
         return StageRun(
@@ -180,7 +204,8 @@ class Row:
             loss=self._calls.loss,
             share=self._calls.share,
             around=self._calls.around,
-            recompute=self._schedule.recompute,
+            entering=self._calls.entering,
+            recompute=stage in self._schedule.recompute and not self._schedule.blockwise,
             versions=self._versions[pipe, stage],
             device=self._team.device,
         )
@@ -318,5 +343,5 @@ def forwards(schedule: PipelineSchedule, count: int) -> PipelineSchedule:
             replace(pipe, microbatches=tuple(m for m in pipe.microbatches if m < count))
             for pipe in schedule.pipes
         ),
-        recompute=False,
+        recompute=(),
     )

@@ -27,6 +27,7 @@ from headway.parallel.versions import LIVE, Versions
 
 Phase = Literal["forward", "again", "backward"]
 Around = Callable[[int, int, Phase], AbstractContextManager[Any]]
+Entering = Callable[[int], None]
 Share = Callable[[Any, int], Tensor]
 _NOTHING = nullcontext()
 
@@ -59,6 +60,7 @@ class _Pass:
 
     Attributes:
         entered: What came from each earlier stage; kept only where the forward is computed again.
+        buffers: Before the forward; kept only where it is computed again and changes them.
         layouts: Of what came from each earlier stage.
         cut: Where values entered.
         inputs: Their places in the graph.
@@ -69,6 +71,7 @@ class _Pass:
     """
 
     entered: list[tuple[Layout, list[Any]]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     layouts: list[Layout] = field(default_factory=list)
     cut: _Cut = field(default_factory=_Cut)
     inputs: list[GradientEdge] = field(default_factory=list)
@@ -90,7 +93,8 @@ class StageRun:
         share: Makes the number on which backward is called of what the loss returned, and the
             number of the micro-batch.
         around: Contexts around (stage, micro-batch, phase); None: none.
-        recompute: Keep inputs only, and compute the forward again before the backward.
+        entering: Told the stage where its own part of a forward begins; None: nobody is.
+        recompute: Keep inputs only, and compute the whole forward again before the backward.
         versions: Of the weights.
         device: Of this rank.
 
@@ -108,6 +112,7 @@ class StageRun:
         loss: Loss,
         share: Share,
         around: Around | None,
+        entering: Entering | None,
         recompute: bool,
         versions: Versions,
         device: torch.device,
@@ -121,6 +126,7 @@ class StageRun:
         self._loss = loss
         self._share = share
         self._around = around
+        self._entering = entering
         self._recompute = recompute
         self._versions = versions
         self._is_last = number == len(stages) - 1
@@ -158,12 +164,12 @@ class StageRun:
 
     def _forward_only(self, microbatch: int, data: Any, now: _Pass) -> None:
         """The first of its kind is run with a graph: it shows which gradients will come back."""
+        buffers = self._versions.buffers() if self.stage.updates else {}
         known = all(link.knows(microbatch) for link in self._after.values())
         with torch.set_grad_enabled(not known):
             self._compute(microbatch, data, now, "forward")
             self._give(microbatch)
-        kept = _Pass(entered=now.entered, layouts=now.layouts, version=now.version)
-        self._passes[microbatch] = kept
+        self._passes[microbatch] = _Pass(now.entered, buffers, now.layouts, version=now.version)
 
     def backward(self, microbatch: int, data: Any) -> None:
         """B: the gradients of inputs and weights."""
@@ -216,8 +222,9 @@ class StageRun:
             inputs[place] if source == INPUT else arrived[source][place]
             for source, place in self._sources
         ]
-        again = self._phase == "again" and self.stage.updates
-        result = self._versions.call(self._now.version, values, spare_buffers=again)
+        if self._entering is not None:
+            self._entering(self.stage.number)
+        result = self._versions.call(self._now.version, values, buffers=self._now.buffers)
         if self._is_last:
             return result
         self._values = result

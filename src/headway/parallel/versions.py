@@ -7,13 +7,11 @@ memory before the step: no version exists twice. Gradients always end in the liv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
-
-from headway.parallel.stages import Stage
 
 LIVE = -1
 
@@ -22,30 +20,33 @@ class Versions:
     """Of one stage on this rank.
 
     Args:
-        stage: Its parameters are changed by an optimiser, at the times of `begin_step`.
+        module: Of a stage. Its parameters are changed by an optimiser, at the times of
+            `begin_step`.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._module = stage.module
-        self._live = dict(stage.module.named_parameters())
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._live = dict(module.named_parameters())
         self._kept: dict[int, dict[str, Tensor]] = {}
 
-    def call(self, version: int, values: Sequence[Any], *, spare_buffers: bool = False) -> Any:
+    def call(
+        self, version: int, values: Sequence[Any], *, buffers: Mapping[str, Tensor] | None = None
+    ) -> Any:
         """Run the stage.
 
         Args:
             version: Of the weights, or LIVE.
             values: Its arguments.
-            spare_buffers: Leave the buffers as they are: this forward is run for the second time.
+            buffers: Used, and changed, in place of its own: it is run for the second time.
         """
-        if version == LIVE and not spare_buffers:
+        if version == LIVE and not buffers:
             return self._module.forward(*values)
-        replaced: dict[str, Tensor] = {}
-        if version != LIVE:
-            replaced.update(self._weights(version))
-        if spare_buffers:
-            replaced.update({name: b.clone() for name, b in self._module.named_buffers()})
-        return functional_call(self._module, replaced, tuple(values))
+        weights = {} if version == LIVE else self._weights(version)
+        return functional_call(self._module, {**weights, **(buffers or {})}, tuple(values))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies, for a second run."""
+        return {name: buffer.clone() for name, buffer in self._module.named_buffers()}
 
     def _weights(self, version: int) -> dict[str, Tensor]:
         """Of a version; made of the live ones while it is the newest."""

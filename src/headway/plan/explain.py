@@ -31,11 +31,18 @@ def explain_pipeline(plan: Plan) -> str:
     """One sentence."""
     assert plan.batch.parts is not None
     schedule = plan.pipeline.make(plan.pipe_degree, plan.batch.parts)
-    cut = ", ".join(plan.pipeline.cut) or "equal numbers of parameters"
+    pipeline = plan.pipeline
+    cut = ", ".join(pipeline.cut) or pipeline.by_hand or _BALANCE[pipeline.balance]
     pipes = "" if len(schedule.pipes) == 1 else f" in {len(schedule.pipes)} pipes"
     return (
         f"{schedule.name} over {plan.pipe_degree} ranks, {schedule.stages} stages{pipes}, "
         f"{schedule.num_microbatches} micro-batches; cut at {cut}"
+        + (
+            ""
+            if schedule.flush
+            else "; updates within a step, by gradients of older weights: inexact"
+        )
+        + (f"; {schedule.recomputes}" if schedule.recompute else "")
     )
 
 
@@ -43,7 +50,8 @@ def explain_exchange(plan: Plan) -> str:
     """One sentence."""
     exchange = plan.exchange
     if plan.pipe_degree > 1:
-        return "gradients are summed over the copies of each stage, exact"
+        when = "" if plan.flushes else " before each update"
+        return f"gradients are summed over the copies of each stage{when}, exact"
     if plan.data_degree == 1:
         return "none; one rank holds the whole batch"
     how = _HOW[exchange.reduce].replace("gradients", exchange.values)
@@ -73,6 +81,10 @@ def explain_exchange(plan: Plan) -> str:
     return f"{where}, {order}; {wait} ({plan.synchrony.kind}, {exact}){parts}"
 
 
+_BALANCE = {
+    "parameters": "equal numbers of parameters",
+    "time": "equal times, measured when the model is cut",
+}
 _HOW = {
     "mean": "gradients are summed",
     "sum": "gradients are summed, not averaged,",

@@ -14,6 +14,7 @@ from headway.documents import document
 from headway.errors import DocumentError, PlanError, UsageError
 from headway.schedule import PipelineSchedule
 from headway.schedule.check import check_schedule
+from headway.schedule.groups import common_groups
 from headway.schedule.named import make_schedule
 from headway.schedule.table import from_csv
 
@@ -31,10 +32,18 @@ class Pipeline:
         pipes: Of Chimera: pipes at once, half of them in each direction.
         mode: Of Chimera: how it goes on where there are more micro-batches than ranks.
         sync: When the gradients of a stage's copies are summed.
-        recompute: Backward computes the forward again, and activations are not kept; None: as the
-            schedule has it (only Chimera's doubling does).
+        recompute: What backward computes again, in place of keeping activations: "stages" (or
+            true): a whole stage, from its inputs; "blocks": the modules that it calls, one at a
+            time, each from its own inputs; false: nothing. None: as the schedule has it (of those
+            with a name only Chimera's doubling does).
+        recompute_stages: The stages that do so, from 0; empty: all.
         cut: Names of the modules with which the second and all later stages begin; empty: stages
-            of about equal numbers of parameters.
+            of about equal weight.
+        balance: What the weight of a stage is: its number of parameters, or the time that its
+            forward and backward take, which rank 0 measures when the model is cut.
+        by_hand: "module:function", for a model whose forward cannot be followed: from the model it
+            makes the chain of stages, for each a list of modules that are called one after the
+            other (`headway.parallel.cut_by_hand`).
         table: The CSV text of a schedule, in place of its name.
     """
 
@@ -44,8 +53,11 @@ class Pipeline:
     pipes: int = 2
     mode: Literal["direct", "doubling", "halving"] = "direct"
     sync: Literal["post", "eager", "eager-opt"] = "eager-opt"
-    recompute: bool | None = None
+    recompute: bool | Literal["stages", "blocks"] | None = None
+    recompute_stages: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
+    balance: Literal["parameters", "time"] = "parameters"
+    by_hand: str = ""
     table: str = ""
 
     def make(self, ranks: int, parts: int) -> PipelineSchedule:
@@ -61,7 +73,14 @@ class Pipeline:
             DocumentError: The table cannot be read.
         """
         found = self._written(ranks, parts) if self.table else self._named(ranks, parts)
-        return found if self.recompute is None else replace(found, recompute=self.recompute)
+        if self.recompute is None:
+            return found
+        again = tuple(sorted(set(self.recompute_stages))) or found.every_stage
+        return replace(
+            found,
+            recompute=again if self.recompute else (),
+            blockwise=self.recompute == "blocks",
+        )
 
     def _named(self, ranks: int, parts: int) -> PipelineSchedule:
         number, mode = parts, self.mode
@@ -113,23 +132,50 @@ class Pipeline:
 
     def problems(self, ranks: int, parts: int) -> list[str]:
         """Every reason why this pipeline cannot be, one line each; empty if it can."""
-        found = []
+        found = self._contradictions()
         if self.microbatches is not None and self.microbatches < 1:
-            return [f"pipeline.microbatches is {self.microbatches}; at least 1"]
+            return [*found, f"pipeline.microbatches is {self.microbatches}; at least 1"]
         try:
             schedule = self.make(ranks, parts)
         except (PlanError, DocumentError) as error:
-            return [f"pipeline: {problem}" for problem in error.problems]
+            return [*found, *(f"pipeline: {problem}" for problem in error.problems)]
         except UsageError as error:
-            return [f"pipeline.schedule: {error.what}"]
-        if not schedule.flush:
+            return [*found, f"pipeline.schedule: {error.what}"]
+        if not schedule.flush and common_groups(schedule) is None:
             found.append(
-                f"pipeline.schedule {schedule.name} steps without a flush; training makes one step "
-                "for all stages at its end: use one with a flush, such as 1f1b"
+                f"pipeline.schedule {schedule.name}: its stages make their STEPs after different "
+                "micro-batches, so the loss of an update is not defined; STEP after the same ones"
             )
         if self.cut and len(self.cut) != schedule.stages - 1:
             found.append(
                 f"pipeline.cut has {len(self.cut)} names; {schedule.stages} stages need "
                 f"{schedule.stages - 1}"
+            )
+        found.extend(
+            f"pipeline.recompute_stages names stage {stage}; there are stages 0 to "
+            f"{schedule.stages - 1}"
+            for stage in self.recompute_stages
+            if not 0 <= stage < schedule.stages
+        )
+        return found
+
+    def _contradictions(self) -> list[str]:
+        """Of the ways to say where the model is cut, and what is computed again."""
+        said = {
+            "cut": self.cut,
+            'balance = "time"': self.balance == "time",
+            "by_hand": self.by_hand,
+        }
+        ways = [name for name, is_said in said.items() if is_said]
+        found = []
+        if len(ways) > 1:
+            found.append(f"pipeline: {' and '.join(ways)} each say where to cut; keep one of them")
+        module, _, function = self.by_hand.partition(":")
+        if self.by_hand and not (module and function):
+            found.append(f"pipeline.by_hand is {self.by_hand!r}; it has the form module:function")
+        if self.recompute_stages and not self.recompute:
+            found.append(
+                "pipeline.recompute_stages says where; say what, too: "
+                'recompute = "stages" or "blocks"'
             )
         return found

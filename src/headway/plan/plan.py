@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -94,6 +95,18 @@ class Plan:
     def exchange_degree(self) -> int:
         """Ranks over which the exchange sums; 1 with a pipeline, whose schedule has the sums."""
         return self.data_degree if self.pipe_degree == 1 else 1
+
+    @cached_property
+    def flushes(self) -> bool:
+        """Whether all weights change at once, at the end of a step; else a table says when."""
+        if self.pipe_degree == 1 or self.batch.parts is None:
+            return True
+        return self.pipeline.make(self.pipe_degree, self.batch.parts).flush
+
+    @property
+    def exact(self) -> bool:
+        """Whether a step is that of the serial run, to rounding."""
+        return self.exchange.exact and self.flushes
 
     def data_rank(self, rank: int) -> int:
         """Which share of the global batch a rank works on."""

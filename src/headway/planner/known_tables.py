@@ -57,4 +57,4 @@ def _named(layout: Layout) -> Iterator[PipelineSchedule]:
         except PlanError:
             continue
         if set(schedule.pipes) == set(layout.pipes):
-            yield replace(schedule, recompute=False)
+            yield replace(schedule, recompute=())

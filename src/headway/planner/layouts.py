@@ -148,6 +148,7 @@ def _in_halves(costs: StageCosts) -> StageCosts:
         message=cut(costs.message, 1.0),
         sync=cut(costs.sync),
         activation=cut(costs.activation),
+        kept=cut(costs.kept, 1.0),
         weight=cut(costs.weight),
     )
 
@@ -166,5 +167,6 @@ def _in_pairs(costs: StageCosts) -> StageCosts:
         message=costs.message[1::2],
         sync=add(costs.sync),
         activation=add(costs.activation),
+        kept=costs.kept[::2],
         weight=add(costs.weight),
     )

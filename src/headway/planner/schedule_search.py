@@ -68,6 +68,7 @@ class Found:
         placement: Of the best table.
         costs: Of its stages.
         trail: Every best table on the way, from the best known one on.
+        out_of_time: The time limit ended the search: another machine may find another table.
     """
 
     schedule: PipelineSchedule
@@ -76,6 +77,7 @@ class Found:
     placement: str
     costs: StageCosts
     trail: tuple[Improvement, ...]
+    out_of_time: bool = False
 
     @property
     def is_optimal(self) -> bool:
@@ -125,6 +127,7 @@ class _Search:
         self.layouts = sorted(bounded, key=lambda pair: pair[0])
         self.best: tuple[Candidate, Layout, str] | None = None
         self.trail: list[Improvement] = []
+        self.out_of_time = False
 
     def run(self) -> Found:
         starts = [self._known(layout) for _, layout in self.layouts]
@@ -139,7 +142,8 @@ class _Search:
         return self.best[0].makespan if self.best else math.inf
 
     def _late(self) -> bool:
-        return time.monotonic() > self.end
+        self.out_of_time = self.out_of_time or time.monotonic() > self.end
+        return self.out_of_time
 
     def _offer(self, candidate: Candidate, layout: Layout, name: str, means: str) -> None:
         if candidate.makespan < self._makespan - _ROUNDING:
@@ -218,6 +222,7 @@ class _Search:
             layout.placement,
             layout.costs,
             tuple(self.trail),
+            self.out_of_time,
         )
 
 

@@ -103,9 +103,10 @@ def figures(history: RunHistory) -> list[Fact]:
         found.append(Fact("Exposed communication", format_seconds(middle), f"median, {detail}"))
     if hidden:
         middle = statistics.median(hidden)
-        found.append(
-            Fact("Hidden", f"{100 * middle:.0f} %", "of the time that buckets are on their way")
-        )
+        plan = read_plan(history)
+        what = "messages and sums" if plan and plan.pipe_degree > 1 else "buckets"
+        detail = f"of the time that {what} are on their way"
+        found.append(Fact("Hidden", f"{100 * middle:.0f} %", detail))
     if wire:
         gradients = sum(bucket.bytes for bucket in _latest(history))
         detail = f"for {format_bytes(gradients)} of gradients" if gradients else ""

@@ -16,7 +16,7 @@ from typing import Any
 from headway.documents import to_type
 from headway.errors import HeadwayError
 from headway.plan import Plan, explain
-from headway.report.records import Attempt, RunHistory
+from headway.report.records import Attempt, Proof, RunHistory
 from headway.units import format_bytes, format_seconds
 
 ABSENT = "–"
@@ -203,13 +203,24 @@ def _checkpoint(history: RunHistory) -> Fact | None:
 def _verdict(history: RunHistory) -> Fact | None:
     if not history.proofs:
         return None
-    wrong = [proof for proof in history.proofs if not proof.equal]
+    wrong = [proof for proof in history.proofs if verdict(proof) in ("different", "law broken")]
     if wrong:
         where = f"with {wrong[0].processes} processes: {wrong[0].first_difference}"
-        return Fact("Verification", "different", f"from the serial run {where}", "bad")
+        source = "its law" if wrong[0].law else "the serial run"
+        return Fact("Verification", "different", f"from {source} {where}", "bad")
     counts = ", ".join(str(proof.processes) for proof in history.proofs)
     plural = "process" if counts == "1" else "processes"
+    if any(proof.law for proof in history.proofs):
+        text = f"inexact by the plan, as its law says, with {counts} {plural}"
+        return Fact("Verification", "law holds", text, "good")
     return Fact("Verification", "equal", f"to the serial run, with {counts} {plural}", "good")
+
+
+def verdict(proof: Proof) -> str:
+    """Of a proof, in a word or two."""
+    if proof.law:
+        return f"law {proof.law}"
+    return "equal" if proof.equal else "different"
 
 
 def _flat(value: Any, path: str) -> list[tuple[str, Any]]:

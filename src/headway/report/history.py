@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from headway.errors import UsageError
 from headway.report.lines import read_lines, read_object, read_objects
+from headway.report.messages import under_way
 from headway.report.records import (
     Attempt,
     CheckpointRecord,
@@ -291,9 +292,11 @@ def _on_common_clock(spans: Mapping[int, list[Span]]) -> dict[int, Timeline]:
     """Seconds since the first span: unix seconds in a float64 of microseconds would lose digits."""
     first = min((span.start for entries in spans.values() for span in entries), default=0.0)
     return {
-        step: Timeline.of(
-            dataclasses.replace(span, start=span.start - first, end=span.end - first)
-            for span in spans[step]
+        step: under_way(
+            Timeline.of(
+                dataclasses.replace(span, start=span.start - first, end=span.end - first)
+                for span in spans[step]
+            )
         )
         for step in sorted(spans)
     }

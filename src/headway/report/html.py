@@ -15,6 +15,7 @@ from headway import __version__
 from headway.report import curves, facts, lanes
 from headway.report.canvas import style_sheet
 from headway.report.exchange import exchange_view
+from headway.report.pipeline import pipeline_view
 from headway.report.records import RunHistory, WarningRecord
 from headway.units import format_bytes, format_seconds
 
@@ -38,6 +39,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         "seconds": format_seconds,
         "moment": facts.moment,
         "number": facts.number,
+        "verdict": facts.verdict,
     }
     step = lanes.representative_step(history)
     trace = history.traces[step] if step is not None else None
@@ -58,6 +60,8 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         parts=lanes.PARTS,
         shares_picture=_picture(lanes.shares_picture(found)),
         exchange=exchange_view(history, step),
+        pipeline=pipeline_view(history, step),
+        picture=Markup,
         exposed=_picture(curves.exposed_picture(history)),
         peaks=_peaks(history),
         attempts=[(attempt, facts.ending(history, attempt)) for attempt in history.attempts],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headway.report.canvas import colour, draw, legend, plain_axes
 from headway.report.records import RankStep, RunHistory
-from headway.timeline import KINDS, LANES, Span, Timeline, tracks
+from headway.timeline import KINDS, LANES, SHARED_LANES, Span, Timeline, tracks
 from headway.units import format_seconds
 
 if TYPE_CHECKING:
@@ -157,14 +157,14 @@ def _from_its_start(spans: Sequence[Span]) -> list[Span]:
 
 
 def _places(spans: Sequence[Span]) -> tuple[list[Span], list[_Place]]:
-    """The spans that are drawn, and where: what overlaps on the exchange lane has several rows.
+    """The spans that are drawn, and where: what overlaps on a shared lane has several rows.
 
     Where these would be too many, buckets that only wait to leave are left out.
     """
-    lanes: dict[int, list[int]] = {}
+    lanes: dict[tuple[int, str], list[int]] = {}
     for number, span in enumerate(spans):
-        if span.lane == "exchange":
-            lanes.setdefault(span.rank, []).append(number)
+        if span.lane in SHARED_LANES:
+            lanes.setdefault((span.rank, span.lane), []).append(number)
     rows: dict[int, int] = {}
     for numbers in lanes.values():
         found = tracks([spans[number] for number in numbers])
@@ -172,7 +172,7 @@ def _places(spans: Sequence[Span]) -> tuple[list[Span], list[_Place]]:
             numbers = [number for number in numbers if spans[number].kind != "queued"]
             found = [row % _MOST_TRACKS for row in tracks([spans[n] for n in numbers])]
         rows |= dict(zip(numbers, found, strict=True))
-    drawn = [n for n, span in enumerate(spans) if span.lane != "exchange" or n in rows]
+    drawn = [n for n, span in enumerate(spans) if span.lane not in SHARED_LANES or n in rows]
     return (
         [spans[number] for number in drawn],
         [(spans[n].rank, spans[n].lane, rows.get(n, 0)) for n in drawn],

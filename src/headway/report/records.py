@@ -174,10 +174,14 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """What `headway verify` found for one number of processes; `error` is the largest, relative."""
+    """What `headway verify` found for one number of processes; `error` is the largest, relative.
+
+    `law` is "holds" or "broken" for what is inexact by its plan, else "".
+    """
 
     processes: int
     equal: bool
+    law: str = ""
     tolerance: float = math.nan
     tensors: int = 0
     error: float = math.nan

@@ -27,7 +27,7 @@ def start_alike(model: nn.Module, world: World) -> None:
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _same_shape(tensors, world)
-    sums = torch.tensor([_checksum(t) for t in tensors.values()], dtype=torch.int64)
+    sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
     low, high = sums.to(world.device), sums.to(world.device, copy=True)
     with world.explained("comparing the initial parameters"):
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
@@ -71,7 +71,7 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
             )
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """A 63-bit sum over the bits of a tensor, that changes when two elements change places."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.dtype.is_complex or flat.dtype == torch.bool:

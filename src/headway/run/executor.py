@@ -25,16 +25,17 @@ from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
 from headway.plan import Plan
 from headway.run import alike, parts
 from headway.run.gradients import Gradients
+from headway.run.group_means import check_last_batch
+from headway.run.late_gradients import LateGradients, refuse_clip
 from headway.run.pipeline import Means, PipelineSteps
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
-from headway.run.record import StepRecord, kind_of
+from headway.run.record import StepRecord
 from headway.run.stage_gradients import StageGradients
 from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
 from headway.run.world import World
-from headway.timeline import Span
 
 
 class Executor:
@@ -101,7 +102,9 @@ class Executor:
         if self.world.ranks > 1:
             alike.start_alike(self.model, self.world)
         self._pipeline: PipelineSteps | None = None
+        refuse_clip(self.plan, clip)
         hands = StageGradients if self.plan.pipe_degree > 1 else Gradients
+        hands = hands if self.plan.flushes else LateGradients
         self.gradients = hands(
             self.model,
             optimizer,
@@ -113,7 +116,7 @@ class Executor:
         )
         self.gradients.follow()
         if isinstance(self.gradients, StageGradients):
-            self._pipeline = PipelineSteps(self._means())
+            self._pipeline = PipelineSteps(self._means(self.gradients))
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
             "tally": self._tally, "backward": self._backward,
@@ -152,14 +155,22 @@ class Executor:
 
     def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> Loader:
         """The loader behind `batches`; `options` are those of `headway.data.Loader`."""
+        source = as_source(examples)
+        if not options.get("drop_last"):
+            check_last_batch(self.plan, len(source))
         return Loader(
-            as_source(examples),
+            source,
             self.plan.batch,
             rank=self.plan.data_rank(self.world.rank),
             ranks=self.plan.data_degree,
             cursor=cursor or Cursor(seed=self.seed, epoch=0, position=0),
             **options,
         )
+
+    @property
+    def pipeline(self) -> PipelineSteps | None:
+        """None where the model is not cut."""
+        return self._pipeline
 
     def step(self, batch: RankBatch) -> float:
         """One optimiser step; returns the loss of the global batch.
@@ -180,32 +191,80 @@ class Executor:
         return self.record.loss
 
     def evaluate(self, batches: Loader) -> tuple[float, int]:
-        """The mean loss over all samples of a loader and their number; equal on every rank."""
+        """The mean loss over all samples of a loader and their number; equal on every rank.
+
+        Buffers become those of rank 0, resp. of the first rank that holds them.
+
+        Args:
+            batches: As `loader` makes it: all ranks of a pipeline read the same.
+        """
         self.flush()
+        self.gradients.share_buffers()
+        sums = self._sums if self._pipeline is None else self._pipeline.evaluate
         totals = torch.zeros(3, dtype=torch.float64)
-        with parts.evaluating(self.model), torch.no_grad():
-            for batch in batches:
-                for micro in batch.micros:
-                    total, count = self._sum_and_count(micro)
-                    samples = len(micro.positions)
-                    totals += torch.tensor([float(total), float(count), samples])
+        for batch in batches:
+            self.cut(batch)
+            with parts.evaluating(self.model), torch.no_grad():
+                totals += sums(batch)
         self.all_reduce(totals, "validation")
         return float(totals[0] / totals[1]), int(totals[2])
+
+    def cut(self, batch: RankBatch | None) -> None:
+        """Cut the model into the plan's stages, and keep those of this rank; collective.
+
+        Done at the first step where it has not been done before; nothing without a pipeline.
+
+        Args:
+            batch: Any that the model can be called with; only that of rank 0 is looked at.
+
+        Raises:
+            PlanError: The model cannot be cut.
+        """
+        if self._pipeline is None or self._pipeline.homes is not None:
+            return
+        assert isinstance(self.gradients, StageGradients)
+        if not self.model.training:
+            self.model.train()
+        self.gradients.keep_own(self._pipeline.cut(batch))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model, inside whole on rank 0 although it trains as a pipeline; collective.
+
+        with run.whole() as model:
+            if run.world.rank == 0:
+                torch.save(model.state_dict(), "model.pt")
+        """
+        self.gradients.make_whole()
+        try:
+            yield self.model
+        finally:
+            self.gradients.let_go()
 
     def flush(self) -> None:
         """Wait until every update has been made (priority); call it before you read parameters."""
         self.gradients.flush()
 
     def close(self) -> None:
-        """Take the hooks off the model and leave the world."""
+        """Take the hooks off the model and leave the world; collective.
+
+        A model that was cut into stages is whole on rank 0 then, and refuses to be used elsewhere.
+        """
+        self.gradients.make_whole()
+        self._leave()
+
+    def _leave(self) -> None:
         self.gradients.close()
         self.world.leave()
 
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # the others may never answer
+            self._leave()
 
     def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
         """Sum a small float64 tensor over all ranks, in place."""
@@ -224,23 +283,8 @@ class Executor:
         for instruction in program.instructions:
             start = perf_counter()
             self._handlers[instruction.kind](instruction)
-            self._note(instruction, offset + start, offset + perf_counter(), node)
-
-    def _note(self, instruction: Instruction, start: float, end: float, node: str) -> None:
-        kind = kind_of(instruction.kind)
-        if not kind:
-            return
-        self.record.spans.append(
-            Span(
-                rank=self.world.rank,
-                lane="compute",
-                kind=kind,
-                label=str(instruction),
-                start=start,
-                end=end,
-                node=node,
-            )
-        )
+            times = offset + start, offset + perf_counter()
+            self.record.note(instruction.kind, str(instruction), self.world.rank, times, node)
 
     def _clear(self, _: Instruction) -> None:
         assert self._batch is not None
@@ -273,12 +317,11 @@ class Executor:
         """All micro-batches through the pipeline; losses are known where a pipe ends."""
         assert self._batch is not None
         assert self._pipeline is not None
-        assert isinstance(self.gradients, StageGradients)
-        self.record.spans.extend(self._pipeline.run(self._batch))
-        self.gradients.homes = self._pipeline.homes
+        self.cut(self._batch)
+        self._pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
         self._shares, self._counts = self._pipeline.losses, self._pipeline.counts
 
-    def _means(self) -> Means:
+    def _means(self, gradients: StageGradients) -> Means:
         return Means(
             model=self.model,
             loss=self._loss,
@@ -288,6 +331,8 @@ class Executor:
             arithmetic=self._arithmetic,
             prepare=lambda data: to_device(data, self.world.device, self._dtype),
             probe=self._probe,
+            remark=self.gradients.remarks.append,
+            step=gradients.step,
         )
 
     # -- one micro-batch ---------------------------------------------------------------------
@@ -295,6 +340,15 @@ class Executor:
     def _micro(self, instruction: Instruction) -> MicroBatch:
         assert self._batch is not None
         return self._batch.micros[instruction.microbatch or 0]
+
+    def _sums(self, batch: RankBatch) -> Tensor:
+        """Of a batch: loss, what it is a sum over, samples."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for micro in batch.micros:
+            total, count = self._sum_and_count(micro)
+            found = float(total), float(count), len(micro.positions)
+            totals += torch.tensor(found, dtype=torch.float64)
+        return totals
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch as a sum and what it is a sum over."""
@@ -337,7 +391,8 @@ class Executor:
         return sites
 
 
-_PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update", "release")
+_PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update",
+          "settle", "release")  # fmt: skip
 """Instructions that need nothing but the gradients."""
 
 

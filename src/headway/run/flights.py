@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.comm.flight import Flight
+from headway.run.pipeline_notes import Message
 from headway.timeline import Span
 from headway.units import format_bytes
 
@@ -31,12 +32,19 @@ def seconds_in_flight(flights: Iterable[Flight]) -> float:
     return _length(union((f.sent, f.received) for f in flights if f.sent and f.received))
 
 
-def overlap(flights: Sequence[Flight]) -> float | None:
-    """The hidden fraction of the communication: 1 - exposed / in flight; None without flights."""
-    flying = seconds_in_flight(flights)
+def overlap(flights: Sequence[Flight], messages: Sequence[Message] = ()) -> float | None:
+    """The hidden fraction of the communication: 1 - exposed / in flight; None without any.
+
+    What comes by message counts from the moment in which it was asked for: when it left is not
+    known here.
+    """
+    received = [message for message in messages if message.is_received]
+    under_way = [(f.sent, f.received) for f in flights if f.sent and f.received]
+    flying = _length(union([*under_way, *((m.start, m.end) for m in received)]))
     if flying <= 0:
         return None
-    exposed = _length(union(waits(flights)))
+    still = [(m.end - m.waited, m.end) for m in received if m.waited > 0]
+    exposed = _length(union([*waits(flights), *still]))
     return min(1.0, max(0.0, 1.0 - exposed / flying))
 
 
@@ -86,7 +94,7 @@ def spans(flights: Iterable[Flight], *, rank: int, node: str, offset: float) -> 
     """
     found = []
     for flight in flights:
-        name = f"bucket {flight.bucket}"
+        name = flight.name or f"bucket {flight.bucket}"
         pieces = [("exchange", "exchange", flight.sent, flight.received)]
         if flight.ready:
             pieces.append(("exchange", "queued", flight.ready, flight.sent))

@@ -24,8 +24,10 @@ from headway.comm.saved import collect, share_out
 from headway.errors import Diverged, Stalled
 from headway.optim import fit_exchange
 from headway.plan import Plan
+from headway.run import alike
 from headway.run.record import StepRecord
 from headway.run.tally import Tally
+from headway.run.training_state import Trained
 from headway.run.world import World
 
 _MOST_BUCKETS = 4
@@ -124,6 +126,26 @@ class Gradients:
         if self._exchange is not None:
             with self.exchanging():
                 self._exchange.flush()
+
+    @property
+    def away(self) -> frozenset[Tensor]:
+        """Parameters and buffers that other ranks hold, and this one does not."""
+        return frozenset()
+
+    def make_whole(self) -> None:
+        """Put the whole model on rank 0, until `let_go`; collective."""
+        self.flush()
+
+    def let_go(self) -> None:
+        """Undo `make_whole`."""
+
+    def share_buffers(self) -> None:
+        """One rank's buffers for all (running statistics differ between shares); collective."""
+        alike.share_buffers(self._model, self._world)
+
+    def numbers(self) -> dict[str, dict[str, Tensor]]:
+        """What a step has left, complete on rank 0: see `Trained.numbers`; collective."""
+        return Trained(self._model, self._optimizer, self._scheduler).numbers()
 
     def close(self) -> None:
         """Finish what is under way; take the hooks off the model."""
@@ -228,6 +250,11 @@ class Gradients:
     def update(self) -> None:
         """The optimiser's and the scheduler's step."""
         self._optimizer.step()
+        self._schedule()
+
+    def settle(self) -> None:
+        """All but the optimiser's step, which a pipeline's table has made."""
+        self._read_tally()
         self._schedule()
 
     def release(self) -> None:

@@ -112,9 +112,9 @@ class Journal:
             rate=record.samples / seconds,
             lr=lr,
             norm=record.norm,
-            exposed=exposed if record.flights else None,
-            overlap=told.overlap(record.flights),
-            wire_bytes=sum(flight.wire_bytes for flight in record.flights) or None,
+            exposed=exposed if record.flights or record.messages else None,
+            overlap=told.overlap(record.flights, record.messages),
+            wire_bytes=_wire_bytes(record) or None,
         )
         self._trace_flights(now, record.flights, offset)
         self._before = now
@@ -129,7 +129,9 @@ class Journal:
         still = [(start + offset, end + offset) for start, end in told.waits(record.flights)]
         compute = [span for span in record.spans if span.lane == "compute"]
         others = [span for span in record.spans if span.lane != "compute"]
-        self._write_spans(step, [*told.cut(compute, still), *others])
+        rank, node = self._world.rank, f"step {step}"
+        messages = [message.span(rank, offset, node) for message in record.messages]
+        self._write_spans(step, [*told.cut(compute, still), *others, *messages])
 
     def _trace_flights(self, now: _Begin, flights: list[Flight], offset: float) -> None:
         """The exchange of this step, or of the one before where it has crossed the border.
@@ -180,3 +182,9 @@ class Journal:
     def _show(self, message: Warning | str, *_: Any, **__: Any) -> None:
         log = self._own if self._run is None else self._run
         log.write("warning", text=str(message))
+
+
+def _wire_bytes(record: StepRecord) -> int:
+    """What this rank sent."""
+    sent = sum(m.num_bytes for m in record.messages if not m.is_received)
+    return sent + sum(flight.wire_bytes for flight in record.flights)

@@ -1,10 +1,11 @@
-"""How much memory this process holds, and that it keeps what it has."""
+"""How much memory this process holds, and whether it keeps what it has freed."""
 
 from __future__ import annotations
 
 import ctypes
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,11 +36,29 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library knows the setting (glibc does; musl and macOS do not).
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _malloc("mallopt")
     if mallopt is None:
         return False
     # 32 MiB is the most that glibc takes for the second; both must be set, since setting one stops
     # glibc from fitting the other to what the program does.
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_MMAP_THRESHOLD, 32 * 2**20))
+
+
+def give_back_freed_memory() -> bool:
+    """Give what is free to the kernel, once: after something large has been freed for good.
+
+    Returns:
+        Whether the C library can.
+    """
+    trim = _malloc("malloc_trim")
+    if trim is None:
+        return False
+    trim(0)
+    return True
+
+
+def _malloc(name: str) -> Callable[..., int] | None:
+    """A function of glibc's malloc."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

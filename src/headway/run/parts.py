@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.errors import RecipeError
+from headway.errors import RecipeError, UsageError
+from headway.run.stage_memory import is_let_go
 
 
 def check_parts(
@@ -33,7 +34,15 @@ def check_parts(
     Raises:
         RecipeError: The optimiser wants a closure, the scheduler wants a number, or the optimiser
             holds parameters of something other than the model.
+        UsageError: The model is not whole.
     """
+    for name, parameter in model.named_parameters():
+        if is_let_go(parameter):
+            raise UsageError(
+                f"the model is not whole: this rank has no memory for {name}",
+                why="It was a stage of a pipeline; Executor.close makes it whole on rank 0 only.",
+                fix="Build the model anew, and give it the weights of rank 0.",
+            )
     kind = type(optimizer).__name__
     if wanted := _required(type(optimizer).step):
         raise RecipeError(

@@ -1,45 +1,47 @@
 """A step of a pipeline: the plan's schedule over the user's model, as one instruction.
 
-The model is cut at the first step, when there are data to call it with. All ranks of a pipeline
-read the same micro-batches. Invariant: after `run`, the gradients of this rank's stages are the
+The model is cut once, with data to call it with. All ranks of a pipeline read the same
+micro-batches. Invariant: after `run`, the gradients of this rank's stages are the
 sums over all micro-batches of the global batch, as in the serial run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter, time
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.data import RankBatch
-from headway.parallel import Calls, Pipeline, Stages, StageSums, Team, cut
+from headway.parallel import Calls, Pipeline, Stages, StageSums, Team
 from headway.parallel.agreement import run_stages
 from headway.parallel.cut import at_call
 from headway.plan import Plan
 from headway.plan.pipeline import AXIS
+from headway.run.group_means import GroupMeans
+from headway.run.homes import Homes, homes_of
 from headway.run.parts import sum_and_count
-from headway.run.randomness import Sites, generators_restored
+from headway.run.pipeline_notes import PipelineNotes, StageSum
+from headway.run.randomness import Sites
 from headway.run.recipe import Loss
-from headway.run.stage_gradients import Homes
+from headway.run.record import StepRecord
+from headway.run.stage_cut import cut_as_planned
+from headway.run.stage_evaluation import StageEvaluation
 from headway.run.stage_randomness import StageRandomness
 from headway.run.world import World
 from headway.schedule import Action, Kind, PipelineSchedule
 from headway.schedule.lowering import lower
-from headway.timeline import Span
 
-_KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "backward",
-    Kind.WEIGHT_GRAD: "backward",
-    Kind.RECV: "wait",
-    Kind.WAIT: "wait",
-}
+
+class Step(Protocol):
+    """STEP: updates a stage, where the table does that; see `LateGradients.step`."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Means:
         seed: Of the run.
         arithmetic: The context of a forward pass (autocast).
         prepare: Puts the data of a micro-batch on the device.
+        step: Updates a stage.
         probe: Finds the random draws of the whole model, from the data of a micro-batch.
+        remark: Told what the user should know about the cut.
     """
 
     model: nn.Module
@@ -65,6 +69,8 @@ class Means:
     arithmetic: Callable[[], AbstractContextManager[Any]]
     prepare: Callable[[Any], Any]
     probe: Callable[[Any], Sites]
+    remark: Callable[[str], None]
+    step: Step
 
 
 class PipelineSteps:
@@ -76,7 +82,7 @@ class PipelineSteps:
     Attributes:
         losses: Of the last step: shares of the global loss, of the micro-batches that end here.
         counts: What those are sums over.
-        homes: Who trains what; None before the first step.
+        homes: Who holds what; None before the model is cut.
     """
 
     def __init__(self, means: Means) -> None:
@@ -95,58 +101,84 @@ class PipelineSteps:
         self._sums: StageSums | None = None
         self._syncs: tuple[int, ...] = ()
         self._pipelines: dict[int, Pipeline] = {}
+        self._notes: dict[int, PipelineNotes] = {}
+        self._summed: dict[int, StageSum] = {}
+        self._evaluation: StageEvaluation | None = None
         self._batch: RankBatch | None = None
-        self._count_of: dict[int, Tensor | float] = {}
+        self._shares: dict[int, tuple[Tensor, Tensor | float]] = {}
+        self._groups = None if plan.flushes else GroupMeans(plan)
 
-    def run(self, batch: RankBatch) -> list[Span]:
-        """Everything from the first forward to the summed gradients; returns what was done when.
+    @property
+    def stages(self) -> Stages | None:
+        """None before the first step."""
+        return self._stages
+
+    def run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
+        """Everything from the first forward to the summed gradients.
 
         Args:
             batch: Of this rank's pipeline; it may be empty in a ragged global batch.
+            record: Is told what was done when.
+            node: "step 12".
         """
-        if self._stages is None:
-            self._cut(self._means.prepare(self._example(batch)))
         assert self._randomness is not None
         self._batch = batch
         self._randomness.begin(batch)
-        self._count_of.clear()
+        self._shares.clear()
         self.losses, self.counts = [], []
+        if self._groups is not None:
+            self._groups.begin(batch)
         if not batch.micros:
             self._sum_late()
-            return []
+            return
         pipeline = self._pipeline_of(len(batch.micros))
         offset = time() - perf_counter()
         losses = pipeline.run([self._means.prepare(micro.data) for micro in batch.micros])
-        if len(batch.micros) != self._means.plan.batch.parts:
+        if self._groups is None and len(batch.micros) != self._means.plan.batch.parts:
             self._sum_late()
-        self.losses = [losses[number].detach() for number in sorted(losses)]
-        self.counts = [self._count_of[number] for number in sorted(losses)]
-        return [self._span(offset, *row) for row in pipeline.spans if row[0].kind in _KINDS]
+        shares = [self._shares[number] for number in sorted(losses)]
+        self.losses = [share for share, _ in shares]
+        self.counts = [count for _, count in shares]
+        notes = self._notes[len(batch.micros)]
+        record.spans += notes.spans(offset, node)
+        record.messages += notes.messages()
+        record.flights += notes.flights()
 
-    # -- at the first step -----------------------------------------------------------------------
+    def evaluate(self, batch: RankBatch) -> Tensor:
+        """Sums over what of a batch ends here: loss, what it is over, samples; in eval mode."""
+        assert self._evaluation is not None
+        return self._evaluation.run(batch.micros, self._means.prepare)
 
-    def _example(self, batch: RankBatch) -> Any:
-        """The first micro-batch of rank 0, which always has one; the same for all ranks."""
-        found = [batch.micros[0].data if batch.micros else None]
+    # -- once ------------------------------------------------------------------------------------
+
+    def cut(self, batch: RankBatch | None) -> Homes:
+        """Cut the model by the first micro-batch of rank 0, which always has one; collective.
+
+        Args:
+            batch: Only that of rank 0 is looked at.
+        """
+        found = [batch.micros[0].data if batch is not None and batch.micros else None]
         dist.broadcast_object_list(found, src=0)
-        return found[0]
+        self.homes = self._cut(self._means.prepare(found[0]))
+        return self.homes
 
-    def _cut(self, data: Any) -> None:
+    def _cut(self, data: Any) -> Homes:
         means, plan = self._means, self._means.plan
         assert plan.batch.parts is not None
         full = self._schedule(plan.batch.parts)
-        names = plan.pipeline.cut
-        with generators_restored(), means.arithmetic():
-            self._stages = stages = cut(
-                means.model,
-                means.loss,
-                data,
-                stages=None if names else full.stages,
-                at=names or None,
-            )
+        self._stages = stages = cut_as_planned(
+            means.model,
+            means.loss,
+            data,
+            how=plan.pipeline,
+            stages=full.stages,
+            arithmetic=means.arithmetic,
+            remark=means.remark,
+        )
         full = replace(full, skips=stages.skips)
+        sites = means.probe(data)
         self._randomness = StageRandomness(
-            means.probe(data),
+            replace(sites, in_backward=sites.in_backward or full.blockwise),
             stages,
             lambda: self._run_all(stages, data),
             means.seed,
@@ -155,8 +187,17 @@ class PipelineSteps:
         self._syncs = tuple(a.stage for a in table.order[self._team.rank] if a.kind == Kind.SYNC)
         copies = [plan.mesh.peers(rank, AXIS) for rank in plan.mesh.peers(0, plan.exchange.axis)]
         self._sums = StageSums(stages, table, self._team, copies=copies)
+        self._summed = _summed(stages, table, len(copies))
         self._pipelines[table.num_microbatches] = self._make(stages, table)
-        self.homes = _homes(stages, full, copies, self._team)
+        self._evaluation = StageEvaluation(
+            stages,
+            table,
+            self._team,
+            loss=means.loss,
+            arithmetic=means.arithmetic,
+            doing=self._doing,
+        )
+        return homes_of(stages, full, copies, means.world.rank)
 
     def _run_all(self, stages: Stages, data: Any) -> None:
         with self._means.arithmetic():
@@ -168,32 +209,57 @@ class PipelineSteps:
         return self._means.plan.pipeline.make(self._means.plan.pipe_degree, parts)
 
     def _pipeline_of(self, parts: int) -> Pipeline:
-        """Of the planned number of micro-batches; in a ragged batch without sums, made when met."""
+        """Of the planned number of micro-batches; in a ragged batch made when met.
+
+        Then copies may have different tables, and their sums come behind them; without a flush all
+        have the same.
+        """
         if parts not in self._pipelines:
             assert self._stages is not None
             schedule = replace(self._schedule(parts), skips=self._stages.skips)
-            self._pipelines[parts] = self._make(self._stages, lower(schedule))
+            sync = "none" if schedule.flush else self._means.plan.pipeline.sync
+            self._pipelines[parts] = self._make(self._stages, lower(schedule, sync=sync))
         return self._pipelines[parts]
 
     def _make(self, stages: Stages, table: PipelineSchedule) -> Pipeline:
+        row = table.order[self._team.rank]
+        steps = Counter(action.stage for action in row if action.kind == Kind.STEP)
+        made: Counter[int] = Counter()
+
+        def step(stage: int) -> None:
+            made[stage] += 1
+            last = made[stage] % steps[stage] == 0
+            self._means.step(stages[stage].parameters.values(), last=last)
+
+        assert self._randomness is not None
         calls = Calls(
             loss=self._means.loss,
             share=self._share,
             around=self._around,
+            entering=self._randomness.entering,
             sync=self._sums,
-            step=lambda _: None,  # one step for all stages, by the executor
+            step=step,
             doing=self._doing,
         )
-        return Pipeline(stages, table, self._team, calls)
+        pipeline = Pipeline(stages, table, self._team, calls)
+        self._notes[table.num_microbatches] = PipelineNotes(
+            pipeline,
+            table,
+            self._team,
+            sums=self._summed,
+            steps=self._groups is not None,
+        )
+        return pipeline
 
     # -- in a step -------------------------------------------------------------------------------
 
     def _share(self, value: Any, microbatch: int) -> Tensor:
         assert self._batch is not None
-        micro = self._batch.micros[microbatch]
+        micro, groups = self._batch.micros[microbatch], self._groups
         total, count = sum_and_count(value, len(micro.positions))
-        self._count_of[microbatch] = count
-        return total / self._batch.samples
+        share = total / self._batch.samples
+        self._shares[microbatch] = share.detach(), count
+        return share * groups.factor(microbatch, count) if groups else share
 
     def _around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
         assert self._randomness is not None
@@ -214,31 +280,14 @@ class PipelineSteps:
     def _doing(self, action: Action) -> None:
         self._means.world.doing("waits in cell %s", action)
 
-    def _span(self, offset: float, action: Action, start: float, end: float) -> Span:
-        return Span(
-            rank=self._means.world.rank,
-            lane="compute",
-            kind=_KINDS[action.kind],
-            label=str(action),
-            start=offset + start,
-            end=offset + end,
-        )
 
-
-def _homes(
-    stages: Stages, schedule: PipelineSchedule, copies: list[tuple[int, ...]], team: Team
-) -> Homes:
-    owner: dict[str, int] = {}
-    holders: dict[str, set[int]] = {}
-    own: set[str] = set()
-    hosted = {stage for _, stage in schedule.hosted(team.rank)}
+def _summed(stages: Stages, table: PipelineSchedule, copies: int) -> dict[int, StageSum]:
+    """The stages of which there are several copies."""
+    found = {}
     for stage in stages:
-        places = schedule.holders(stage.number)
-        for name in (*stage.parameters, *stage.buffers):
-            owner.setdefault(name, copies[0][places[0]])
-        for name in stage.parameters:
-            holders.setdefault(name, set()).update(places)
-            if stage.number in hosted:
-                own.add(name)
-    counts = {name: len(ranks) * len(copies) for name, ranks in holders.items()}
-    return Homes(owner, frozenset(own), counts)
+        holders = copies * len(table.holders(stage.number))
+        trained = {n: p for n, p in stage.parameters.items() if p.requires_grad}
+        if holders > 1 and trained:
+            size = sum(p.numel() * p.element_size() for p in trained.values())
+            found[stage.number] = StageSum(tuple(trained), size, holders)
+    return found

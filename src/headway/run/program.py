@@ -19,6 +19,7 @@ Kind = Literal[
     "tally",
     "arm",
     "backward",
+    "settle",
     "propose",
     "send",
     "receive",
@@ -48,6 +49,7 @@ class Instruction:
         clip: limit the global norm of the gradients.
         update: the optimiser's and the scheduler's step.
         release: let the exchange make the update, while the next step begins (priority).
+        settle: the pipeline's table has made the updates; read the tally, step the scheduler.
         propose: make this rank's own update and exchange it in place of the gradients.
         adopt: make the combined update.
     """
@@ -78,8 +80,9 @@ def compile_step(plan: Plan, num_microbatches: int, *, clip: bool) -> StepProgra
         clip: Whether the recipe limits the norm of the gradients.
     """
     if plan.pipe_degree > 1:
-        ending: list[Kind] = ["clip", "update"] if clip else ["update"]
-        kinds: list[Kind] = ["clear", "pipeline", "tally", "scale", *ending]
+        limit: list[Kind] = ["clip"] if clip else []
+        ending: list[Kind] = ["scale", *limit, "update"] if plan.flushes else ["settle"]
+        kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
         return StepProgram(tuple(map(Instruction, kinds)))
     passes = [_microbatch(number) for number in range(num_microbatches)]
     exchange = plan.exchange

@@ -173,6 +173,8 @@ def _references(document: AnyRecipe) -> Iterator[tuple[str, str]]:
             reference = getattr(cache, key)
             if reference is not None:
                 yield f"{part.name}.cache.{key}", reference
+    if document.pipeline is not None and document.pipeline.by_hand:
+        yield "pipeline.by_hand", document.pipeline.by_hand
     if isinstance(document, RecipeDocument) and document.scheduler is not None:
         yield from _nested("scheduler", document.scheduler)
 

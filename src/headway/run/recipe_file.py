@@ -56,6 +56,10 @@ def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
     checked = check_recipe(reference, overrides)
     with checked.importable():
         recipe = _build(checked)
+        if recipe.pipeline is not None and recipe.pipeline.by_hand:
+            # Imported where it can be found: the model is cut later, when these folders are gone.
+            where = checked.where("pipeline.by_hand")
+            _Parts(checked).function(recipe.pipeline.by_hand, where)
     samples = resolve_batch(recipe)
     if recipe.scale_rate is None:
         return recipe
@@ -116,7 +120,7 @@ class _Parts:
     def call(self, key: str, table: Call, given: int = 0) -> UserCall:
         """A call that headway will make with `given` positional arguments."""
         where = self.checked.where(f"{key}.call")
-        function = self._function(table.call, where)
+        function = self.function(table.call, where)
         check_arguments(function, (None,) * given, table.arguments, where)
         return UserCall(function, table.arguments, where, self.checked.folders)
 
@@ -140,7 +144,7 @@ class _Parts:
         for name in ("prepare", "augment"):
             if name in options:
                 where = self.checked.where(f"{key}.{name}")
-                options[name] = self._function(options[name], where)
+                options[name] = self.function(options[name], where)
                 check_arguments(options[name], (None,), {}, where)
         return _Cached(data, options.pop("name", f"{data} in {folder}"), options)
 
@@ -149,7 +153,7 @@ class _Parts:
         reference = table.criterion or table.call
         assert reference is not None
         where = self.checked.where("loss.criterion" if table.criterion else "loss.call")
-        function = self._function(reference, where)
+        function = self.function(reference, where)
         if isinstance(function, type):
             function = _Built(
                 call(function, where=where, **table.arguments),
@@ -175,7 +179,7 @@ class _Parts:
         }
         return self.call(key, Call(call=table.call, arguments={**table.arguments, **inner}), 1)
 
-    def _function(self, reference: str, where: str) -> Callable[..., Any]:
+    def function(self, reference: str, where: str) -> Callable[..., Any]:
         function = resolve(reference, where=where)
         if not callable(function):
             raise RecipeError(

@@ -1,59 +1,104 @@
 """The hands on the gradients where every rank trains only the stages that it holds.
 
 Sums over the copies of a stage are made by the schedule's SYNC; what is left is scaling, clipping
-by the norm over all stages, and the update. Each parameter has an owner, the first rank that holds
-its first stage. Invariant: after `flush` every rank has the whole model and the optimiser's whole
-state, so that checkpoints, validation and verification need not know of stages.
+by the norm over all stages, and the update. Invariant: once the model is cut, parameters, buffers
+and optimiser state have memory on the ranks that hold them, and nowhere else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from headway.run.gathering import copy_over, gather
 from headway.run.gradients import Gradients
-
-
-@dataclass(frozen=True)
-class Homes:
-    """Who trains what.
-
-    Attributes:
-        owner: Logical name of each parameter and buffer -> the rank whose numbers count.
-        own: Names of the parameters that this rank trains.
-        holders: Logical name of each parameter -> how many ranks train it.
-    """
-
-    owner: Mapping[str, int]
-    own: frozenset[str]
-    holders: Mapping[str, int]
+from headway.run.homes import Homes
+from headway.run.memory import give_back_freed_memory
+from headway.run.stage_memory import Guard, let_go
 
 
 class StageGradients(Gradients):
     """As `Gradients`; the arguments are the same.
 
     Attributes:
-        homes: Who trains what; set at the first step, when the model has been cut.
+        homes: Who holds what; None before the model is cut.
     """
 
     homes: Homes | None = None
-    _stale = False
+    _guard: Guard | None = None
+
+    def keep_own(self, homes: Homes) -> None:
+        """The model has been cut: let go of what other ranks hold."""
+        self.homes = homes
+        self._guard = Guard(self._model, self._optimizer)
+        self.let_go()
+        give_back_freed_memory()
+
+    @property
+    def away(self) -> frozenset[Tensor]:
+        if self.homes is None:
+            return frozenset()
+        return frozenset(t for name, t in self._tensors().items() if not self.homes.holds(name))
+
+    def let_go(self) -> None:
+        if self._guard is not None:
+            self._guard.lifted = False
+        for tensor in self.away:
+            let_go(tensor)
+            self._optimizer.state.pop(tensor, None)
+
+    def make_whole(self) -> None:
+        if self.homes is None or self._guard is None:
+            return
+        tensors = self._tensors()
+        with self.exchanging():
+            found = gather({n: t for n, t in tensors.items() if self.homes.owns(n)}, self._world)
+        for name in (name for name in found if not self.homes.holds(name)):
+            tensors[name].data = found[name].data
+        self._guard.lifted = self._world.rank == 0
+
+    def share_buffers(self) -> None:
+        if self.homes is not None:
+            with self.exchanging(), torch.no_grad():
+                copy_over(self.homes.copied(), self._tensors(), self._world)
+
+    def numbers(self) -> dict[str, dict[str, Tensor]]:
+        own = {
+            f"{kind}/{name}": tensor.to_dense() if tensor.is_sparse else tensor
+            for kind, tensors in super().numbers().items()
+            for name, tensor in tensors.items()
+            if self._owns(name, kind)
+        }
+        with self.exchanging():
+            found = gather(own, self._world)
+        numbers: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in found.items():
+            kind, _, name = key.partition("/")
+            numbers.setdefault(kind, {})[name] = tensor
+        return numbers
+
+    def _owns(self, name: str, kind: str) -> bool:
+        owner = name.rpartition(".")[0] if kind == "optimizer" else name
+        return self.homes is None or self.homes.owns(owner)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model."""
+        return {**self._all, **dict(self._model.named_buffers())}
 
     def clip(self) -> None:
         """Limit the global norm, to which every parameter counts once."""
         assert self._clip is not None
         assert self.homes is not None
         square = torch.zeros((), dtype=torch.float64)
-        for name in self.homes.own:
+        for name in self.homes.trained:
             gradient = self._all[name].grad
             if gradient is not None:
                 norm = torch.linalg.vector_norm(gradient).double().cpu()
-                square += norm.square() / self.homes.holders[name]
+                square += norm.square() / len(self.homes.trainers[name])
         with self.exchanging():
             dist.all_reduce(square)
         self._record.norm = math.sqrt(float(square))
@@ -61,106 +106,17 @@ class StageGradients(Gradients):
             raise self._diverged(f"the norm of the gradients is {self._record.norm}")
         factor = self._clip / (self._record.norm + 1e-6)  # torch's
         if factor < 1.0:
-            for name in self.homes.own:
+            for name in self.homes.trained:
                 gradient = self._all[name].grad
                 if gradient is not None:
                     gradient.mul_(factor)
 
-    def update(self) -> None:
-        super().update()
-        self._stale = True
-
-    def flush(self) -> None:
-        """Give every rank the owners' parameters, buffers and optimiser state; collective."""
-        if not self._stale:
-            return
-        self._stale = False
-        assert self.homes is not None
-        tensors = {**self._all, **dict(self._model.named_buffers())}
-        with self.exchanging(), torch.no_grad():
-            _broadcast({name: t.data for name, t in tensors.items()}, self.homes.owner)
-            self._share_state(self.homes.owner)
-
-    def show(self) -> None:
-        """Give every rank all gradients, too."""
-        self.flush()
-        assert self.homes is not None
-        mine = [n for n, p in self._all.items() if p.grad is not None and self._owns(n)]
-        present: list[Sequence[str]] = [()] * self._world.ranks
-        with self.exchanging(), torch.no_grad():
-            dist.all_gather_object(present, mine)
-            for name in (name for names in present for name in names):
-                parameter = self._all[name]
-                if parameter.grad is None or parameter.grad.is_sparse:
-                    dense = torch.zeros_like(parameter)
-                    parameter.grad = dense if parameter.grad is None else parameter.grad.to_dense()
-            gradients = {n: self._all[n].grad for names in present for n in names}
-            _broadcast({n: g for n, g in gradients.items() if g is not None}, self.homes.owner)
+    def step(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """STEP of a table with a flush: nothing, `update` steps all stages at once."""
 
     def close(self) -> None:
-        self.flush()
+        """After `make_whole` the model stays whole on rank 0."""
         super().close()
-
-    def _owns(self, name: str) -> bool:
-        assert self.homes is not None
-        return self.homes.owner[name] == self._world.rank
-
-    def _share_state(self, owner: Mapping[str, int]) -> None:
-        state = self._optimizer.state
-        own = {
-            name: {k: _Form.of(v) for k, v in state[self._all[name]].items()}
-            for name in self._all
-            if self._owns(name) and self._all[name] in state
-        }
-        gathered: list[dict[str, dict[str, object]]] = [{}] * self._world.ranks
-        dist.all_gather_object(gathered, own)
-        tensors: dict[str, Tensor] = {}
-        for name, entries in ((n, e) for found in gathered for n, e in found.items()):
-            target = state[self._all[name]]
-            for key, value in entries.items():
-                if not isinstance(value, _Form):
-                    target[key] = value
-                    continue
-                if key not in target:
-                    target[key] = value.empty(self._all[name].device)
-                tensors[f"{name}\n{key}"] = target[key]
-        _broadcast(tensors, {key: owner[key.partition("\n")[0]] for key in tensors})
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a tensor of an optimiser's state looks like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-    @staticmethod
-    def of(value: object) -> object:
-        if isinstance(value, Tensor):
-            return _Form(tuple(value.shape), value.dtype, value.device.type == "cpu")
-        return value
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(
-            self.shape, dtype=self.dtype, device=torch.device("cpu") if self.on_cpu else device
-        )
-
-
-def _broadcast(tensors: Mapping[str, Tensor], owner: Mapping[str, int]) -> None:
-    """Give every rank the owners' numbers; in one message per owner, type and device."""
-    groups: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        groups.setdefault((owner[name], tensor.dtype, tensor.device), []).append(tensor)
-    for (rank, _, _), chosen in groups.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        dist.broadcast(flat, src=rank)
-        _spread(flat, chosen)
-
-
-def _spread(flat: Tensor, targets: Iterable[Tensor]) -> None:
-    start = 0
-    for target in targets:
-        target.copy_(flat[start : start + target.numel()].view(target.shape))
-        start += target.numel()
+        if self._guard is not None:
+            self._guard.close(whole=self._guard.lifted)
+        self.homes = self._guard = None

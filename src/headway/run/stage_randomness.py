@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,6 +36,7 @@ class StageRandomness:
         self._batch: RankBatch | None = None
         self._modes: dict[tuple[int, int], LogicalRandomness] = {}
         self._now: LogicalRandomness | None = None
+        self._offsets: tuple[int, ...] = ()
         if not sites.forward:
             return
 
@@ -46,9 +46,7 @@ class StageRandomness:
                     stack.enter_context(_before_forward(stage.module, note))
                 run_all()
 
-        offsets = draws_before(run, stages.model)
-        for stage, offset in zip(stages, offsets, strict=True):
-            _prepend(stage.module, partial(self._jump, offset))
+        self._offsets = draws_before(run, stages.model)
 
     def begin(self, batch: RankBatch) -> None:
         """A step begins."""
@@ -57,7 +55,7 @@ class StageRandomness:
 
     def around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
         """The context of one action; see `headway.parallel.Calls`."""
-        if phase == "backward" and not self._sites.in_backward:
+        if phase == "backward" and not (self._sites.in_backward and self._sites.forward):
             return nullcontext()
         assert self._batch is not None
         if phase != "backward":  # else it finds again what its forward pass has met
@@ -81,17 +79,15 @@ class StageRandomness:
         finally:
             self._now = None
 
-    def _jump(self, offset: int) -> None:
+    def entering(self, stage: int) -> None:
+        """A stage begins, in one of these contexts: its first draw has the number that it has."""
         if self._now is not None:
-            self._now.advance(offset)
+            self._now.advance(self._offsets[stage])
 
 
-def _prepend(module: nn.Module, do: Callable[[], None]) -> Callable[..., Any]:
-    """Do something before a module's forward, however it is called (hooks see `module()` only).
-
-    Returns:
-        The forward that it was.
-    """
+@contextmanager
+def _before_forward(module: nn.Module, do: Callable[[], None]) -> Iterator[None]:
+    """Do something before a module's forward, however it is called (hooks see `module()` only)."""
     forward: Callable[..., Any] = module.forward
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -99,13 +95,7 @@ def _prepend(module: nn.Module, do: Callable[[], None]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     module.__dict__["forward"] = both
-    return forward
-
-
-@contextmanager
-def _before_forward(module: nn.Module, do: Callable[[], None]) -> Iterator[None]:
-    forward = _prepend(module, do)
     try:
         yield
     finally:
-        module.__dict__["forward"] = forward
+        del module.__dict__["forward"]

@@ -9,20 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, time
 
 import torch
 
 from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.shares import Holdings
 from headway.checkpoint.store import CheckpointStore
-from headway.data import CachedSource, Cursor, Loader, as_source
+from headway.data import CachedSource, Cursor, Loader, RankBatch, as_source
 from headway.errors import CheckpointError, CheckpointMismatch, UsageError
 from headway.plan import BatchSplit, explain
-from headway.run.alike import share_buffers
 from headway.run.amounts import stop_steps
 from headway.run.directory import RunDirectory, environment
 from headway.run.executor import Executor
+from headway.run.inventory import Inventory
 from headway.run.job import Outcome, TrainJob
 from headway.run.journal import Journal
 from headway.run.memory import keep_freed_memory
@@ -33,7 +34,7 @@ from headway.run.recipe_file import load_recipe
 from headway.run.reference import describe_recipe
 from headway.run.signals import StopRequest
 from headway.run.start import plan_of
-from headway.run.training_state import Trained
+from headway.run.training_state import Facts, Trained
 from headway.run.world import World, translate
 
 _INIT = 0x494E4954
@@ -84,6 +85,7 @@ class Training:
     def begin(self) -> int:
         """Build everything, take up a checkpoint if there is one; returns the steps of the run."""
         self._build()
+        self._cut()
         cursor = self._restore()
         total = stop_steps(self._recipe, len(self._data))
         self._announce(total)
@@ -157,6 +159,21 @@ class Training:
         if self._plan.ranks > 1 or self._plan.batch.microbatch:
             self._warn_of_batch_norm(model)
 
+    def _cut(self) -> None:
+        """Each rank of a pipeline keeps its stages, before a checkpoint is read."""
+        self._inventory: Inventory | None = None
+        if self._plan.pipe_degree == 1:
+            return
+        self._world.doing("cuts the model into stages")
+        first: RankBatch | None = None
+        if self._world.rank == 0:
+            drop_last = self._recipe.drop_last
+            with self._executor.loader(self._data, epochs=1, drop_last=drop_last) as loader:
+                first = next(iter(loader))
+        self._executor.cut(first)
+        self._trained = replace(self._trained, away=self._executor.gradients.away)
+        self._inventory = Inventory(self._world)
+
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
         kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -225,7 +242,8 @@ class Training:
                 self._store.check()
             self.step()
             if run.steps_done == first:
-                self._store.reserve(self._tensors())
+                tensors, _, holdings = self._contents()
+                self._store.reserve(tensors, holdings)
             stopping, last = run.record.votes > 0, run.steps_done == total
             if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
                 self._save()
@@ -256,9 +274,14 @@ class Training:
             lr=float(self._trained.optimizer.param_groups[0]["lr"]),
         )
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint holds, by logical name; collective."""
-        return {**self._trained.tensors(), **self._executor.gradients.tensors()}
+    def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
+        """What this rank has for a checkpoint, the facts, and who has what; collective."""
+        tensors = {**self._trained.tensors(), **self._executor.gradients.tensors()}
+        facts = self._trained.facts()
+        if self._inventory is None:
+            return tensors, facts, None
+        holdings, facts = self._inventory.agree(tensors, facts)
+        return tensors, facts, holdings
 
     def _remark(self) -> None:
         """What the exchange says of itself, into the journal."""
@@ -270,11 +293,12 @@ class Training:
         step = self._executor.steps_done
         self._executor.flush()
         self._world.doing("the checkpoint of step %d", step)
-        share_buffers(self._trained.model, self._world)
-        facts = {**self._trained.facts(), "cursor": self._after.to_dict()}
+        self._executor.gradients.share_buffers()
         start = time()
         with self._storing():
-            receipt = self._store.save(step, self._tensors(), facts)
+            tensors, facts, holdings = self._contents()
+            facts["cursor"] = self._after.to_dict()
+            receipt = self._store.save(step, tensors, facts, holdings)
         self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
         self._journal.event(
             "checkpoint", step=step, bytes=receipt.bytes, held_seconds=receipt.held_seconds
@@ -285,9 +309,7 @@ class Training:
         if recipe.validation is None:
             return
         start = perf_counter()
-        self._executor.flush()
         self._world.doing("the validation after step %d", self._executor.steps_done)
-        share_buffers(self._trained.model, self._world)
         source = as_source(recipe.validation())
         samples = min(len(source), recipe.validation_samples or len(source))
         batch = BatchSplit(
@@ -297,8 +319,8 @@ class Training:
         with Loader(
             source,
             batch,
-            rank=self._world.rank,
-            ranks=plan.ranks,
+            rank=plan.data_rank(self._world.rank),
+            ranks=plan.data_degree,
             cursor=Cursor(seed=recipe.seed),
             shuffle=False,
             epochs=1,
@@ -334,11 +356,9 @@ class Training:
         self._executor.flush()
         with self._storing():
             self._store.wait()
-        if self._journal.is_first and stopped_by is None and showcase is not None:
-            self._trained.model.eval()
-            with torch.no_grad(), generators_restored():
-                text = showcase(self._trained.model)
-            self._journal.event("showcase", step=run.steps_done, text=text)
+        if stopped_by is None and showcase is not None:
+            with run.whole() as model:
+                self._show(model)
         if isinstance(self._data, CachedSource):
             self._journal.event(
                 "data_cache", step=run.steps_done, **self._data.statistics().to_dict()
@@ -351,6 +371,15 @@ class Training:
             validation=self._validation,
             stopped_by=stopped_by,
         )
+
+    def _show(self, model: torch.nn.Module) -> None:
+        """What the recipe wants to show of a trained model; on rank 0."""
+        assert self._recipe.showcase is not None
+        if self._journal.is_first:
+            model.eval()
+            with torch.no_grad(), generators_restored():
+                text = self._recipe.showcase(model)
+            self._journal.event("showcase", step=self._executor.steps_done, text=text)
 
 
 def _due(every: int, step: int) -> bool:

@@ -4,12 +4,13 @@ Tensors: `model.<name>` for parameters and persistent buffers, `optimizer.<param
 for the optimiser's tensors, `exchange.<parameter name>/<what>` for what compressors kept back.
 Facts (plain values): the optimiser's groups and scalars, the scheduler, the cursor, the number of
 steps. Random numbers need no state of their own: they follow from (seed, epoch, position). Nothing
-here knows about ranks, so any number of processes resumes.
+here knows about ranks, so any number of processes resumes; where a rank holds a part of the model
+only, it saves and restores that part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.manifest import Manifest, TensorEntry
 from headway.comm.saved import PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
 
@@ -27,15 +28,37 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The objects whose state is saved and restored."""
+    """The objects whose state is saved and restored.
+
+    Attributes:
+        away: Parameters and buffers of the model that other ranks hold (stages of a pipeline).
+    """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    away: frozenset[Tensor] = frozenset()
 
     def tensors(self) -> dict[str, Tensor]:
         """Logical name -> the live tensor; tied tensors once, under their first name."""
-        return {**model_tensors(self.model), **_optimizer_tensors(self.optimizer, self.names())}
+        return {
+            **model_tensors(self.model, self.away),
+            **_optimizer_tensors(self.optimizer, self.names()),
+        }
+
+    def numbers(self) -> dict[str, dict[str, Tensor]]:
+        """What there is to compare after a step: kind -> logical name -> live tensor.
+
+        Kinds: gradient, parameter, buffer, optimizer.
+        """
+        parameters = dict(self.model.named_parameters())
+        state = _optimizer_tensors(self.optimizer, self.names())
+        return {
+            "gradient": {n: p.grad for n, p in parameters.items() if p.grad is not None},
+            "parameter": {n: p.detach() for n, p in parameters.items()},
+            "buffer": dict(self.model.named_buffers()),
+            "optimizer": {n.removeprefix("optimizer."): t for n, t in state.items()},
+        }
 
     def facts(self) -> Facts:
         """Everything that is not a tensor, as plain values."""
@@ -64,33 +87,49 @@ class Trained:
     def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
         """Where a checkpoint's tensors go: the model's own tensors, new ones for the optimiser.
 
+        Of what other ranks hold nothing is asked for.
+
         Raises:
             CheckpointMismatch: Names, shapes or types differ; all differences are listed.
         """
         targets = model_tensors(self.model)
+        away = targets.keys() - model_tensors(self.model, self.away).keys()
         places = {name: parameter for parameter, name in self.names().items()}
         for name, entry in manifest.tensors.items():
-            if name.startswith(PREFIX):  # of compressors; this run may have none
-                targets[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            elif name.startswith("optimizer."):
-                owner = _owner(name, places)
-                device = places[owner].device if entry.shape else torch.device("cpu")
-                dtype: torch.dtype = getattr(torch, entry.dtype)
-                targets[name] = torch.empty(entry.shape, dtype=dtype, device=device)
+            if name.startswith((PREFIX, "optimizer.")):  # of compressors; this run may have none
+                targets[name] = self._place(name, entry, places)
         _compare(targets, manifest)
-        return targets
+        return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
+
+    def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
+        """New memory for a tensor of a checkpoint; a form without memory where it is away."""
+        device = torch.device("cpu")
+        if name.startswith("optimizer."):
+            owner = places[_owner(name, places)]
+            if owner in self.away:
+                device = torch.device("meta")
+            elif entry.shape:
+                device = owner.device
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return torch.empty(entry.shape, dtype=dtype, device=device)
 
     def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Take up the optimiser's and the scheduler's state after `tensors` have been filled."""
         facts = manifest.facts
         if facts.get("optimizer") is not None:
-            _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors)
+            away = {name for p, name in self.names().items() if p in self.away}
+            _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors, away)
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once."""
+def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str, Tensor]:
+    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once.
+
+    Args:
+        model: The whole model.
+        away: Tensors of it that are left out.
+    """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -99,7 +138,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"model.{name} is a {type(value).__name__}, not a tensor",
                 fix="Keep extra state of modules in buffers.",
             )
-        if id(value) not in seen:
+        if id(value) not in seen and value not in away:
             seen.add(id(value))
             found[f"model.{name}"] = value.detach()
     return found
@@ -171,7 +210,11 @@ def _compare(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 
 def _restore_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str], facts: Facts, tensors: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    facts: Facts,
+    tensors: Mapping[str, Tensor],
+    away: Set[str],
 ) -> None:
     """Rebuild what `Optimizer.load_state_dict` wants: state by position instead of by name."""
     live = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -185,7 +228,7 @@ def _restore_optimizer(
         )
     order = [name for group in live for name in group]
     found: dict[str, dict[str, Any]] = {
-        name: dict(facts["scalars"].get(name, {})) for name in order
+        name: {} if name in away else dict(facts["scalars"].get(name, {})) for name in order
     }
     for full, tensor in tensors.items():
         owner, _, key = full.removeprefix("optimizer.").rpartition(".")

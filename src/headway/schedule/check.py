@@ -131,3 +131,6 @@ def _shape(schedule: PipelineSchedule) -> Iterator[str]:
     for earlier, later in schedule.skips:
         if not 0 <= earlier < later < schedule.stages:
             yield f"the skip {earlier} > {later} does not lead to a later stage"
+    for stage in schedule.recompute:
+        if not 0 <= stage < schedule.stages:
+            yield f"stage {stage} recomputes; there are stages 0 to {schedule.stages - 1}"

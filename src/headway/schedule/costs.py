@@ -28,7 +28,10 @@ class StageCosts:
         sync: Time of the all-reduce of the stage's gradients.
         overhead: Time that each action costs beyond its compute.
         slowness: By which each rank's times are multiplied; empty: all 1.
-        activation: Memory of one micro-batch between its forward and its backward.
+        activation: Memory of one micro-batch between its forward and its backward; of a stage
+            that recomputes, while its backward runs.
+        kept: Memory of one micro-batch between its forward and its backward, of a stage that
+            recomputes (what enters it, or its blocks); empty: as `activation`.
         weight: Memory of the stage's weights.
     """
 
@@ -41,6 +44,7 @@ class StageCosts:
     overhead: float = 0.0
     slowness: tuple[float, ...] = ()
     activation: tuple[float, ...] = ()
+    kept: tuple[float, ...] = ()
     weight: tuple[float, ...] = ()
 
     @staticmethod
@@ -57,6 +61,7 @@ class StageCosts:
         sync: Number = 0.0,
         overhead: float = 0.0,
         slowness: Sequence[float] = (),
+        kept: Number | None = None,
     ) -> StageCosts:
         """Costs of a *whole rank's share* of the model, spread evenly over its stages.
 
@@ -76,6 +81,7 @@ class StageCosts:
             sync: As above.
             overhead: As above.
             slowness: As above.
+            kept: As above; not divided: what enters a stage does not depend on the cut.
         """
         part = (ranks or stages) / stages
 
@@ -102,6 +108,7 @@ class StageCosts:
             overhead=overhead,
             slowness=tuple(slowness),
             activation=(part,) * stages,
+            kept=() if kept is None else spread(kept, 1.0),
             weight=(part,) * stages,
         )
 
@@ -122,6 +129,7 @@ class StageCosts:
             weight_grad=half(self.weight_grad),
             message=half(self.message),
             activation=half(self.activation),
+            kept=half(self.kept),
         )
 
     def seconds(self, action: Action, rank: int, *, recompute: bool) -> float:

@@ -31,11 +31,12 @@ _SHORTEST_RANGE = 3
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header said, and defaults; see `PipelineSchedule`."""
+    """What a header said, and defaults; see `PipelineSchedule`. Recompute None: every stage."""
 
     name: str = ""
     pipes: tuple[Pipe, ...] = ()
-    recompute: bool = False
+    recompute: tuple[int, ...] | None = ()
+    blockwise: bool = False
     halves: bool = False
     flush: bool = True
     skips: tuple[tuple[int, int], ...] = ()
@@ -54,7 +55,9 @@ def header_lines(schedule: PipelineSchedule, *, slots: bool) -> list[str]:
     for pipe in schedule.pipes:
         ranks, microbatches = _numbers_text(pipe.placement), _numbers_text(pipe.microbatches)
         lines.append(f"# pipe {pipe.name} = ranks {ranks}, microbatches {microbatches}")
-    for key, default in (("recompute", False), ("halves", False), ("flush", True)):
+    if schedule.recompute:
+        lines.append(f"# recompute = {_numbers_text(schedule.recompute)}")
+    for key, default in (("blockwise", False), ("halves", False), ("flush", True)):
         value = getattr(schedule, key)
         if value != default:
             lines.append(f"# {key} = {str(value).lower()}")
@@ -137,6 +140,15 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
+def _stages(text: str) -> tuple[int, ...] | None:
+    if text in ("true", "false"):  # of all stages
+        return None if text == "true" else ()
+    try:
+        return tuple(sorted(set(_numbers(text))))
+    except ValueError:
+        raise ValueError(f"{text!r} is not true, false or stages like 0 2-3") from None
+
+
 def _skips(text: str) -> tuple[tuple[int, int], ...]:
     skips = []
     for word in text.split():
@@ -162,7 +174,8 @@ def _columns(text: str) -> bool:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "name": str,
-    "recompute": _truth,
+    "recompute": _stages,
+    "blockwise": _truth,
     "halves": _truth,
     "flush": _truth,
     "skips": _skips,

@@ -38,7 +38,10 @@ class PipelineSchedule:
         pipes: All have the same number of stages.
         order: For each rank its actions, in the order in which it carries them out.
         slots: Where a generator has one: the slot of each action in a drawing of equal slots.
-        recompute: Backward computes the forward again first (activations are not kept).
+        recompute: Stages, ascending, whose backward computes the forward again: activations are
+            not kept from forward to backward.
+        blockwise: Those stages are computed again block by block, each when backward reaches it,
+            so that the inputs of the blocks and the activations of one are held; else at once.
         skips: Edges between stages beyond s -> s + 1, as (earlier, later).
         halves: A micro-batch of this table is half of one of the plan (backward halving).
         flush: The pipeline runs empty before the weights change; else actions carry versions.
@@ -50,7 +53,8 @@ class PipelineSchedule:
     pipes: tuple[Pipe, ...]
     order: tuple[tuple[Action, ...], ...]
     slots: Mapping[Action, int] | None = field(default=None, compare=False)
-    recompute: bool = False
+    recompute: tuple[int, ...] = ()
+    blockwise: bool = False
     skips: tuple[tuple[int, int], ...] = ()
     halves: bool = False
     flush: bool = True
@@ -64,6 +68,11 @@ class PipelineSchedule:
     def stages(self) -> int:
         """Of each pipe."""
         return len(self.pipes[0].placement)
+
+    @property
+    def every_stage(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(range(self.stages))
 
     @property
     def num_microbatches(self) -> int:
@@ -107,6 +116,15 @@ class PipelineSchedule:
     def holders(self, stage: int) -> tuple[int, ...]:
         """Ranks that hold a copy of a stage: they sum its gradients."""
         return tuple(sorted({pipe.placement[stage] for pipe in self.pipes}))
+
+    @property
+    def recomputes(self) -> str:
+        """What is computed again, in words; empty: nothing."""
+        if not self.recompute:
+            return ""
+        stages = ", ".join(map(str, self.recompute))
+        where = "" if self.recompute == self.every_stage else f" in stages {stages}"
+        return f"recomputes{where}{', block by block' if self.blockwise else ''}"
 
     @property
     def is_lowered(self) -> bool:

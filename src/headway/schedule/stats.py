@@ -2,7 +2,8 @@
 
 Invariant: memory follows from the order of each rank alone, because a rank does one thing at a
 time: the activations of a micro-batch are held from the start of its forward to the end of its
-backward (of W, where the backward is split), so the peak does not depend on durations.
+backward (of W, where the backward is split), so the peak does not depend on durations. A stage that
+recomputes holds `costs.kept` of a micro-batch until its backward begins.
 Definitions: Chimera (SC'21), Table 2.
 """
 
@@ -107,23 +108,33 @@ def peak_activations(
 ) -> tuple[float, ...]:
     """Most activations that each rank holds at a time; arguments as in `measure`."""
     return tuple(
-        round(_peak(actions, costs.activation, freed_by_input_grad), _ROUNDING)
+        round(_peak(actions, costs, _kept(schedule, costs), freed_by_input_grad), _ROUNDING)
         for actions in schedule.order
     )
 
 
-def _peak(actions: tuple[Action, ...], activation: tuple[float, ...], freed: float) -> float:
-    shares = {
-        Kind.FORWARD: 1.0,
-        Kind.BACKWARD: -1.0,
-        Kind.INPUT_GRAD: -freed,
-        Kind.WEIGHT_GRAD: freed - 1.0,
-    }
+def _kept(schedule: PipelineSchedule, costs: StageCosts) -> tuple[float, ...]:
+    """For each stage: what it holds of a micro-batch between forward and backward."""
+    again = set(schedule.recompute) if costs.kept else set()
+    return tuple(
+        costs.kept[stage] if stage in again else activation
+        for stage, activation in enumerate(costs.activation)
+    )
+
+
+def _peak(
+    actions: tuple[Action, ...], costs: StageCosts, kept: tuple[float, ...], freed: float
+) -> float:
+    frees = {Kind.BACKWARD: 1.0, Kind.INPUT_GRAD: freed, Kind.WEIGHT_GRAD: 1.0 - freed}
     held = peak = 0.0
     for action in actions:
-        if action.kind in shares:
-            held += shares[action.kind] * activation[action.stage]
-            peak = max(peak, held)
+        whole, least = costs.activation[action.stage], kept[action.stage]
+        if action.kind == Kind.FORWARD:
+            held += least
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            held += whole - least
+        peak = max(peak, held)
+        held -= frees.get(action.kind, 0.0) * whole
     return peak
 
 

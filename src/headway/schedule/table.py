@@ -136,12 +136,14 @@ def _actions(row: Sequence[Text], problems: list[Problem]) -> Iterator[tuple[Act
 
 def _schedule(header: Header, pipes: tuple[Pipe, ...], cells: Cells, name: str) -> PipelineSchedule:
     slots = {action: column for row in cells for action, _, column in row}
+    every = tuple(range(len(pipes[0].placement)))
     return PipelineSchedule(
         name=header.name or name,
         pipes=pipes,
         order=tuple(tuple(action for action, _, _ in row) for row in cells),
         slots=slots if header.slots else None,
-        recompute=header.recompute,
+        recompute=every if header.recompute is None else header.recompute,
+        blockwise=header.blockwise,
         skips=header.skips,
         halves=header.halves,
         flush=header.flush,
@@ -187,7 +189,15 @@ def difference(a: PipelineSchedule, b: PipelineSchedule) -> list[str]:
     """
     lines = [
         f"{fact}: {getattr(a, fact)!r}, {getattr(b, fact)!r}"
-        for fact in ("name", "recompute", "halves", "flush", "skips", "most_activations")
+        for fact in (
+            "name",
+            "recompute",
+            "blockwise",
+            "halves",
+            "flush",
+            "skips",
+            "most_activations",
+        )
         if getattr(a, fact) != getattr(b, fact)
     ]
     for one, other in zip_longest(a.pipes, b.pipes):

@@ -141,7 +141,8 @@ class _Wirer:
         seconds = 0.0
         if kind in self.cells:
             self.cells[kind][action.pipe, stage, action.microbatch] = cell
-            seconds = self.costs.seconds(action, rank, recompute=self.schedule.recompute)
+            again = stage in self.schedule.recompute
+            seconds = self.costs.seconds(action, rank, recompute=again)
         else:
             seconds = self.costs.overhead
             if kind in self.messages:

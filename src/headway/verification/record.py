@@ -83,7 +83,7 @@ class Recorder:
     """Collects the tensors of a run step by step, in execution order."""
 
     def __init__(self, trained: Trained) -> None:
-        self._trained = trained
+        self._names = [name for name, _ in trained.model.named_parameters()]
         self._tensors: dict[str, Tensor] = {}
         self._gradients: list[str] = []
         self._made: list[str] = []
@@ -94,23 +94,21 @@ class Recorder:
     def _notes(self, name: str) -> _Note:
         return _Note(name, self._gradients)
 
-    def take(self, step: int, loss: float) -> None:
-        """Record a step that has just been done; gradients must still be there."""
-        trained = self._trained
+    def take(self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Record a step that has just been done.
+
+        Args:
+            step: Its number.
+            loss: Of the global batch.
+            numbers: As `Trained.numbers` gives them; gradients must still be there.
+        """
         self._put(step, "loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        parameters = dict(trained.model.named_parameters())
-        order = [*dict.fromkeys(self._gradients), *parameters]
-        for name in dict.fromkeys(order):
-            gradient = parameters[name].grad
-            if gradient is not None:
-                self._put(step, "gradient", name, gradient)
-        for name, parameter in parameters.items():
-            self._put(step, "parameter", name, parameter)
-        for name, buffer in trained.model.named_buffers():
-            self._put(step, "buffer", name, buffer)
-        for name, tensor in trained.tensors().items():
-            if name.startswith("optimizer."):
-                self._put(step, "optimizer", name.removeprefix("optimizer."), tensor)
+        for kind in KINDS[1:]:
+            tensors = numbers.get(kind, {})
+            made = self._gradients if kind == "gradient" else []
+            for name in dict.fromkeys([*made, *self._names, *tensors]):
+                if name in tensors:
+                    self._put(step, kind, name, tensors[name])
         self._gradients.clear()
 
     def _put(self, step: int, kind: str, name: str, tensor: Tensor) -> None:

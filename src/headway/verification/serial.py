@@ -50,5 +50,5 @@ def record_serial(_: Place, job: VerifyJob, target: Path) -> None:
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            recorder.take(step, float(loss.detach()))
+            recorder.take(step, float(loss.detach()), trained.numbers())
     recorder.recording().save(target)

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from headway.data import as_source
 from headway.errors import NotEqual
 from headway.plan import Plan
+from headway.run import alike
 from headway.run.executor import Executor
 from headway.run.parts import to_float64
 from headway.run.place import Place
 from headway.run.start import plan_of
 from headway.run.training import build_model
+from headway.run.training_state import Trained
 from headway.run.world import World
+from headway.verification.delayed import save_cut
 from headway.verification.law import Watch, save_laws
 from headway.verification.record import Recorder, VerifyJob, build
 
@@ -62,16 +64,18 @@ def record_in(world: World, job: VerifyJob, target: Path) -> None:
                 exchange.on_made = watch.before_step
             loss = run.step(batch)
             run.gradients.show()
-            recorder.take(step, loss)
+            recorder.take(step, loss, run.gradients.numbers())
             if watch and exchange:
                 watch.after_step(step, exchange.now)
             run.gradients.hide()
-            _same_everywhere(trained.model, world, step)
+            _same_everywhere(replace(trained, away=run.gradients.away), world, step)
     run.gradients.close()
     if world.rank == 0:
         recorder.recording().save(target)
         if watch:
             save_laws(watch.laws, laws_file(target))
+        if not plan.flushes and run.pipeline and run.pipeline.stages:
+            save_cut(run.pipeline.stages, target)
 
 
 def _whole(plan: Plan) -> Plan:
@@ -86,18 +90,24 @@ def laws_file(target: Path) -> Path:
     return target.with_suffix(".laws.json")
 
 
-def _same_everywhere(model: torch.nn.Module, world: World, step: int) -> None:
+def _same_everywhere(trained: Trained, world: World, step: int) -> None:
+    """Ranks that hold a parameter hold the same numbers."""
     if world.ranks == 1:
         return
-    for name, parameter in model.named_parameters():
-        own = parameter.detach()
-        own = torch.view_as_real(own) if own.is_complex() else own
-        low, high = own.clone(), own.clone()
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        if not torch.equal(low, high):
-            raise NotEqual(
-                f"the ranks hold different numbers in parameter {name}",
-                where=f"step {step}, {world.ranks} processes",
-                why=f"Largest difference {float((high - low).max()):.2e}.",
-            )
+    own = {
+        name: alike.checksum(parameter)
+        for name, parameter in trained.model.named_parameters()
+        if parameter not in trained.away
+    }
+    everywhere: list[dict[str, int]] = [{}] * world.ranks
+    dist.all_gather_object(everywhere, own)
+    first: dict[str, tuple[int, int]] = {}
+    for rank, sums in enumerate(everywhere):
+        for name, found in sums.items():
+            holder, expected = first.setdefault(name, (rank, found))
+            if found != expected:
+                raise NotEqual(
+                    f"the ranks hold different numbers in parameter {name}",
+                    where=f"step {step}, {world.ranks} processes",
+                    why=f"Checksums of ranks {holder} and {rank} differ.",
+                )

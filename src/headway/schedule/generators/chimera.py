@@ -75,7 +75,7 @@ def chimera(
         pipes=used,
         order=_rows(ranks, slots, chains),
         slots=slots,
-        recompute=mode == "doubling",
+        recompute=tuple(range(ranks)) if mode == "doubling" else (),
         halves=mode == "halving",
         most_activations=min(in_use, sum(len(pipe.microbatches) for pipe in used)),
     )

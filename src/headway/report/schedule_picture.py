@@ -12,11 +12,11 @@ import io
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headway.cli.schedule_figures import Figures, title
 from headway.report.canvas import COLOURS, colour, draw
-from headway.schedule import Action, Kind
+from headway.schedule import Action, Kind, PipelineSchedule
+from headway.schedule.timing import Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,6 +53,19 @@ _COLOURS = {
 _ORDER = tuple(_COLOURS)
 
 
+class Timed(Protocol):
+    """What can be drawn: a table, when its actions start and end, and what is written beside it."""
+
+    @property
+    def schedule(self) -> PipelineSchedule: ...
+
+    @property
+    def timing(self) -> Timing: ...
+
+    @property
+    def title(self) -> str: ...
+
+
 class _Bar(NamedTuple):
     """An action of compute in the picture; `later`: not the first stage of its pipe here."""
 
@@ -67,18 +80,25 @@ class _Bar(NamedTuple):
         return _KINDS[self.action.kind], self.action.pipe.startswith("u")
 
 
-def picture_svg(shown: Sequence[Figures]) -> str:
+def picture_svg(shown: Sequence[Timed], unit: str = "") -> str:
     """SVG text of one schedule, or of several below each other.
 
     Args:
         shown: At least one.
+        unit: Of the time axis.
     """
-    names = ", ".join(found.schedule.name for found in shown)
+    names = ", ".join(found.title.partition("\n")[0] for found in shown)
     alt = f"What each rank of the pipeline does when: {names}"
-    return draw("schedules", _size(shown), lambda figure: _paint(figure, shown, colour), alt=alt)
+
+    def paint(figure: Figure) -> None:
+        axes = _paint(figure, shown, colour)
+        if unit:
+            axes.set_xlabel(unit, color=colour("muted"))
+
+    return draw("schedules", _size(shown), paint, alt=alt)
 
 
-def picture_png(shown: Sequence[Figures]) -> bytes:
+def picture_png(shown: Sequence[Timed]) -> bytes:
     """The same as PNG, at two pixels a point.
 
     Args:
@@ -101,16 +121,16 @@ def _light(name: str) -> str:
     return COLOURS[name][0]
 
 
-def _is_small(shown: Sequence[Figures]) -> bool:
+def _is_small(shown: Sequence[Timed]) -> bool:
     return sum(found.schedule.ranks for found in shown) <= _FEW
 
 
-def _size(shown: Sequence[Figures]) -> tuple[int, int]:
+def _size(shown: Sequence[Timed]) -> tuple[int, int]:
     rows = sum(found.schedule.ranks + _GAP for found in shown)
     return _WIDTH, round(70 + rows * (_TALL if _is_small(shown) else _FLAT))
 
 
-def _paint(figure: Figure, shown: Sequence[Figures], hue: Hue) -> None:
+def _paint(figure: Figure, shown: Sequence[Timed], hue: Hue) -> Axes:
     axes = _axes(figure, hue)
     until = _until(shown)
     bars: list[_Bar] = []
@@ -124,20 +144,21 @@ def _paint(figure: Figure, shown: Sequence[Figures], hue: Hue) -> None:
             ticks += [(top + rank, f"P{rank}") for rank in range(ranks)]
         else:
             cut = ", cut off" if found.timing.makespan > until else ""
-            ticks.append((top + (ranks - 1) / 2, title(found) + cut))
+            ticks.append((top + (ranks - 1) / 2, found.title + cut))
         top += ranks + _GAP
     _draw_bars(axes, bars, hue)
     if _is_small(shown):
         _write_numbers(axes, [bar for bar in bars if bar.start < until], until, hue)
     if len(shown) == 1:
-        axes.set_xlabel(title(shown[0]).replace("\n", ": "), color=hue("ink"))
+        axes.set_xlabel(shown[0].title.replace("\n", ": "), color=hue("ink"))
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
     axes.set_ylim(top - _GAP - 0.4, -0.6)
     axes.set_xlim(0, until * 1.005)
     _legend(axes, bars, hue)
+    return axes
 
 
-def _until(shown: Sequence[Figures]) -> float:
+def _until(shown: Sequence[Timed]) -> float:
     """Where the picture ends."""
     steps = [found.timing.makespan for found in shown]
     return min(max(steps), _OUTLIER * statistics.median(steps)) or 1.0
@@ -152,14 +173,14 @@ def _axes(figure: Figure, hue: Hue) -> Axes:
     return axes
 
 
-def _ground(axes: Axes, found: Figures, top: float, hue: Hue) -> None:
+def _ground(axes: Axes, found: Timed, top: float, hue: Hue) -> None:
     """The time from start to end of the step, for each rank."""
     for rank in range(found.schedule.ranks):
         span = [(0.0, found.timing.makespan)]
         axes.broken_barh(span, (top + rank - _BAR / 2, _BAR), facecolor=hue("grid"), linewidth=0)
 
 
-def _bars(found: Figures, top: float) -> list[_Bar]:
+def _bars(found: Timed, top: float) -> list[_Bar]:
     timing, schedule = found.timing, found.schedule
     bars = []
     for rank, row in enumerate(timing.order):

@@ -1,0 +1,182 @@
+"""Devices and clusters as machines of the cost model: datasheets, experience, what was fitted.
+
+Invariant: every number of a machine says where it comes from: a datasheet, "assumed", "fitted", a
+measurement, or the cluster's file. An assumed one is a share of the datasheet's, taken from the
+A100 that was fitted; machines of one's own are measured instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from headway.cluster.cluster import Cluster
+from headway.cluster.device import Device
+from headway.cluster.presets import UPLINKS, levels_of
+from headway.cluster.sheets import SHEETS, SHORT
+from headway.cost.calibration import DEVICE, NUMBERS, Prior
+from headway.cost.device import DeviceModel
+from headway.cost.network import Network, link_level, network_of
+from headway.cost.transformer import Machine
+from headway.errors import PlanError
+
+T = TypeVar("T")
+
+EFFICIENCY = 0.82
+"""Of the peak: cuBLAS with large fp16 matrices under a lasting load, 250 to 270 of 312 TFLOP/s on
+an A100; assumed, 0.03 either way."""
+STREAMED = 0.73
+"""Of the datasheet's memory rate that kernels reach; assumed."""
+
+PRIORS = (
+    Prior("efficiency", 0.03),
+    Prior("depth", 0.5),
+    Prior("memory_rate", 0.1),
+    Prior("kernel", 0.4),
+    Prior("dispatch", 0.3),
+    Prior("skew", 0.7),
+    Prior("sharpness", 0.4),
+    Prior("update", 0.3),
+    Prior("link_rate", 0.1),
+    Prior("link_latency", 0.6),
+    Prior("message_rate", 0.3),
+    Prior("message_latency", 0.5),
+    Prior("whole_head", 0.5),
+)
+"""How well the numbers of an assumed machine are known."""
+
+FITTED: Mapping[str, Mapping[str, float]] = {
+    "a100-80gb": {
+        "efficiency": 0.8265,
+        "depth": 60.27,
+        "memory_rate": 1.496e12,
+        "kernel": 3.789e-6,
+        "dispatch": 39.43e-6,
+        "skew": 32.61e-6,
+        "sharpness": 4.828,
+        "update": 16.6e-12,
+        "link_rate": 216.8e9,
+        "link_latency": 45.94e-6,
+        "message_rate": 19.08e9,
+        "message_latency": 61.98e-6,
+        "whole_head": 0.3438,
+    }
+}
+"""What `calibrate` found, see benchmarks/2026-11-prediction.md."""
+FITTED_SOURCE = "fitted 2026-11-21 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
+
+
+def assumed(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Machine:
+    """A machine from its datasheet and the assumed shares.
+
+    Args:
+        name: Of `SHEETS`.
+        uplink: Of `UPLINKS`.
+        width: Devices of a node.
+
+    Raises:
+        PlanError: No such device or uplink.
+    """
+    sheet = _known(SHEETS, SHORT.get(name, name), "device")
+    inner, outer = levels_of(sheet, _known(UPLINKS, uplink, "uplink"))
+    levels = (link_level(inner, width), link_level(outer, width))
+    return Machine(device=_assumed_device(name), network=Network(levels), whole_head=0.35)
+
+
+def _assumed_device(name: str) -> DeviceModel:
+    sheet = SHEETS[SHORT.get(name, name)]
+    guessed = ("efficiency", "depth", "kernel", "dispatch", "skew", "sharpness", "update")
+    return DeviceModel(
+        name=name,
+        peak=sheet.peak,
+        memory=sheet.memory,
+        memory_rate=STREAMED * sheet.memory_rate,
+        efficiency=EFFICIENCY,
+        source={"peak": sheet.source, "memory": sheet.source}
+        | {"memory_rate": "assumed: a share of the datasheet's"}
+        | dict.fromkeys(guessed, "assumed"),
+    )
+
+
+def fitted(name: str, *, uplink: str = "8x hdr") -> Machine:
+    """A machine with the numbers that were fitted to measured steps.
+
+    Raises:
+        PlanError: This one was not measured.
+    """
+    machine = assumed(name, uplink=uplink)
+    return _with_fitted(machine, _known(FITTED, SHORT.get(name, name), "fitted device"))
+
+
+def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None = None) -> Machine:
+    """A described cluster for the cost model. What is only assumed gives way to what was fitted.
+
+    Args:
+        cluster: From a file or a preset.
+        device: Which of its devices; None: the one that all nodes have.
+        dtype: Of the matrix products; None: fp16 where the device has a peak of it, else fp32.
+
+    Raises:
+        PlanError: No devices, several of them, or none of this name.
+    """
+    used = {name for name in cluster.devices_of_ranks if name is not None}
+    if device is None and len(used) != 1:
+        raise PlanError(
+            "the devices are not all alike" if used else "nothing is known of the devices",
+            problems=[f"devices: {', '.join(sorted(used)) or 'none'}"],
+            fix="Name one of them."
+            if used
+            else 'Write [devices.NAME] with preset = "...", or measure: headway cluster measure.',
+        )
+    name = device if device is not None else next(iter(used))
+    described = _known(cluster.devices, name, "device")
+    model = device_of(described, name)
+    dtype = dtype or ("fp16" if "fp16" in model.peak else "fp32")
+    machine = Machine(device=model, network=network_of(cluster), dtype=dtype)
+    if described.preset is None:
+        return machine
+    numbers = FITTED.get(SHORT.get(described.preset, described.preset), {})
+    return _with_fitted(replace(machine, whole_head=0.35), numbers)
+
+
+def device_of(device: Device, name: str) -> DeviceModel:
+    """A described device: what it says itself, else its preset, else what is assumed.
+
+    Args:
+        device: Checked.
+        name: As the cluster calls it.
+    """
+    own: dict[str, Any] = dict(device.own)
+    source = dict.fromkeys((*own, *(["peak"] if device.peak else [])), "cluster")
+    source |= device.source
+    if device.preset is None:
+        plain = DeviceModel(name=name, peak=device.peak, **own)
+        guessed = {key: "assumed" for key in DEVICE if key not in own}
+        return replace(plain, source=guessed | source)
+    start = _assumed_device(device.preset)
+    peak = {**start.peak, **device.peak}
+    return replace(start, name=name, peak=peak, **own, source={**start.source, **source})
+
+
+def _with_fitted(machine: Machine, numbers: Mapping[str, float]) -> Machine:
+    """Fitted numbers in the place of assumed ones; what a file or a measurement says stays."""
+    inner = machine.network.levels[0]
+    said = dict(machine.device.source)
+    said |= {"link_rate": inner.source.get("rate", ""), "link_latency": inner.source["latency"]}
+    said |= dict.fromkeys(("message_rate", "message_latency"), inner.source.get("message", ""))
+    taken = [key for key in numbers if said.get(key, "assumed").startswith("assumed")]
+    for key in taken:
+        machine = NUMBERS[key][1](machine, numbers[key])
+    source = dict(machine.device.source) | dict.fromkeys(taken, FITTED_SOURCE)
+    return replace(machine, device=replace(machine.device, source=source))
+
+
+def _known(table: Mapping[str, T], name: str, what: str) -> T:
+    if name not in table:
+        raise PlanError(
+            f"no {what} {name!r}",
+            problems=[f"known: {', '.join(sorted(table))}"],
+            fix="Take one of these, or describe the machine with its own numbers.",
+        )
+    return table[name]

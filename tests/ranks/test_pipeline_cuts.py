@@ -1,0 +1,204 @@
+"""ranks: pipelines that are cut by measured time or by hand equal the serial run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headway.cli.main import main
+from headway.cli.schedule import overrides_of
+from headway.errors import HeadwayError, PlanError, RecipeError
+from headway.plan import Pipeline, Plan, explain, pipelined
+from headway.run.place import Place
+from headway.run.recipe_check import check_recipe
+from headway.run.recipe_file import load_recipe
+from headway.run.stage_cut import chain_by_hand, cut_as_planned
+from headway.run.world import World
+from headway.verification import Recording, VerifyJob, compare, record_serial
+from headway.verification.split import record_in
+from support.commands import events, headway
+from support.cuts import Deciding, Uneven
+from support.ranks import run_ranks
+from support.tiny_models import Points, cross_entropy
+
+
+def example():
+    points = Points(4)
+    return points.x, points.y
+
+
+def cut_both_ways(world):
+    """Names called by each stage, what was remarked, and whether all was left as it was."""
+    torch.manual_seed(world.rank)
+    model, found, remarks = nn.Sequential(*Uneven(), nn.BatchNorm1d(4)), [], []
+    model[0].weight.grad = torch.ones(96, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    for balance in ("parameters", "time"):
+        stages = cut_as_planned(
+            model,
+            cross_entropy,
+            example(),
+            how=Pipeline(balance=balance),
+            stages=3,
+            arithmetic=nullcontext,
+            remark=remarks.append,
+        )
+        found.append([stage.calls for stage in stages])
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(96, 6))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    return found, remarks
+
+
+def test_a_slow_module_is_alone_when_time_is_balanced():
+    results = run_ranks(2, cut_both_ways)
+    assert results[0] == results[1]  # times of rank 0, also in what is said
+    (by_parameters, by_time), remarks = results[0]
+    assert by_parameters[0] == ("0",)
+    assert by_parameters != by_time
+    assert by_time[1] == ("5",)
+    assert len(remarks) == 1
+    assert remarks[0].startswith("cut by measured time into stages of ")
+    assert remarks[0].endswith(': cut = ["5", "6"]')
+
+
+# -- equal to the serial run ---------------------------------------------------------------------
+
+
+def split(world, job, target):
+    record_in(World.adopt(), job, world.directory / "split")
+    if world.rank == 0:
+        (world.directory / "split").rename(target)
+
+
+@pytest.mark.parametrize("way", ["by time", "by hand", "by time, searched table"])
+def test_the_split_run_equals_the_serial_one(tmp_path, way):
+    recipe, overrides = "uneven", ("pipeline.balance=time",)
+    if way == "by hand":
+        recipe, overrides = "deciding", ("pipeline.by_hand=support.cuts:in_two",)
+    if way == "by time, searched table":
+        table = ("--stages", "2", "--microbatches", "4", "--forward", "1,1.5", "--placement", "v")
+        path = tmp_path / "x.csv"
+        assert main(["schedule", "search", *table, "--seed", "1", "--out", str(path)]) == 0
+        overrides = (*overrides, *overrides_of(path))
+    job = VerifyJob(recipe=f"support.cuts:{recipe}", overrides=overrides)
+    serial, parallel = tmp_path / "serial", tmp_path / "parallel"
+    record_serial(Place.alone(), job, serial)
+    run_ranks(2, split, job, str(parallel))
+    comparison = compare(Recording.load(serial), Recording.load(parallel))
+    kinds = {d.kind for d in comparison.differences}
+    assert {"loss", "gradient", "parameter", "optimizer"} <= kinds
+    assert comparison.equal, str(comparison.first)
+
+
+@pytest.mark.timeout(240)
+def test_the_user_sees_where_the_model_was_cut(tmp_path):
+    words = ("--processes", "2", "--set", "pipeline.balance=time", "--directory", "run")
+    done = headway("train", "support.cuts:uneven", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    (note,) = events(tmp_path / "run", "note")
+    assert note["text"].startswith("cut by measured time into stages of ")
+    assert note["text"] in done.err
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def test_all_that_is_wrong_with_a_chain_is_listed():
+    with pytest.raises(PlanError) as error:
+        chain_by_hand("support.cuts:misspelt", Deciding(), 2)
+    assert error.value.problems == (
+        "it has 3 stages",
+        "stage 0: there is no module entre; did you mean enter?",
+        "stage 0: 3 is neither a module nor the name of one",
+        "stage 1 is empty",
+    )
+    assert "cuts.py:" in error.value.where
+    with pytest.raises(PlanError, match="it returned NoneType, not a list of lists"):
+        chain_by_hand("support.cuts:nothing", Deciding(), 2)
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("support.cuts:in_tow", "has no in_tow; did you mean in_two"),
+        ("support.cust:in_two", "module support.cust is not found"),
+        ("support.cuts:raising", "raised KeyError: 'my own'"),
+        ("support.cuts:number", "not callable"),
+    ],
+)
+def test_a_wrong_reference_is_named_with_its_place(reference, said):
+    with pytest.raises(RecipeError, match=said):
+        chain_by_hand(reference, Deciding(), 2)
+
+
+def test_a_function_beside_the_recipe_is_found_when_the_model_is_cut(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text('def chain(model):\n    return [["enter"], ["leave"]]\n')
+    (tmp_path / "recipe.toml").write_text(
+        'recipe = "support.cuts:deciding"\n[pipeline]\nby_hand = "beside:chain"\n'
+    )
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    recipe = load_recipe(str(tmp_path / "recipe.toml"))
+    assert recipe.pipeline is not None
+    chain = chain_by_hand(recipe.pipeline.by_hand, Deciding(), 2)
+    assert chain == [["enter"], ["leave"]]
+    monkeypatch.delitem(sys.modules, "beside")
+
+
+def test_foreign_parameters_are_found_when_the_model_is_cut():
+    chain = Pipeline(by_hand="support.cuts:foreign")
+    with pytest.raises(PlanError, match="Linear has parameters that the model does not have"):
+        cut_as_planned(
+            Deciding(),
+            cross_entropy,
+            example(),
+            how=chain,
+            stages=2,
+            arithmetic=nullcontext,
+            remark=print,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("pipeline.by_hand=support.cuts:in_tow",), "did you mean in_two"),
+        (("pipeline.by_hand=support.cuts",), "not of the form module:name"),
+        (("pipeline.balance=tiem",), "tiem"),
+    ],
+)
+def test_a_recipe_is_refused_before_anything_starts(changes, said):
+    with pytest.raises(HeadwayError, match=said):
+        check_recipe("support.cuts:deciding", changes)
+    with pytest.raises(RecipeError, match="number is an int, not a class or function"):
+        load_recipe("support.cuts:deciding", ("pipeline.by_hand=support.cuts:number",))
+
+
+def test_ways_to_cut_that_contradict_each_other_are_refused_together():
+    how = Pipeline(balance="time", by_hand="my_module", cut=("enter",))
+    with pytest.raises(PlanError) as error:
+        pipelined(12, processes=2, stages=2, pipeline=how)
+    assert error.value.problems == (
+        'pipeline: cut and balance = "time" and by_hand each say where to cut; keep one of them',
+        "pipeline.by_hand is 'my_module'; it has the form module:function",
+    )
+
+
+def test_a_plan_says_how_it_is_cut(tmp_path):
+    for how, said in (
+        (Pipeline(balance="time"), "cut at equal times, measured when the model is cut"),
+        (Pipeline(by_hand="my:chain"), "cut at my:chain"),
+    ):
+        plan = pipelined(12, processes=2, stages=2, pipeline=how)
+        assert said in explain(plan)
+        (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
+        assert Plan.load(tmp_path / "plan.json") == plan
