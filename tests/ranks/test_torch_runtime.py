@@ -174,7 +174,9 @@ class Skipping(nn.Module):
 
 
 def problems(world, stages, table, **options):
-    given = {"loss": cross_entropy, "sync": StageSums(stages, table, team_of(world)), **options}
+    given = {"loss": cross_entropy, **options}
+    if "sync" not in given:
+        given["sync"] = StageSums(stages, table, team_of(world))
     team = given.pop("team", team_of(world))
     with pytest.raises(PlanError) as refused:
         TorchPipeline(stages, table, team, Calls(**given))
@@ -206,7 +208,11 @@ def test_what_torch_cannot_is_refused_with_all_reasons(world):
         "the group has the ranks [0, 1, 2], the team [2, 1, 0]",
     )
     deeper = make_schedule("interleaved", stages=3, microbatches=3)
-    assert problems(world, chained, deeper) == ("it is for 6 stages, and the model has 3",)
+    other = ("it is for 6 stages, and the model has 3",)
+    assert problems(world, chained, deeper, sync=None) == other
+    with pytest.raises(PlanError) as refused:
+        StageSums(chained, deeper, team_of(world))
+    assert refused.value.problems == other
 
 
 class Numbered(nn.Linear):

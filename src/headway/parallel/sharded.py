@@ -100,7 +100,9 @@ def reshard(module: nn.Module) -> None:
 
 
 def unfit(schedule: PipelineSchedule, stages: Stages, rank: int) -> list[str]:
-    """Why a table cannot be carried out with stages of which parts are wrapped."""
+    """Why a table for these stages cannot be carried out, where parts of them are wrapped."""
+    if schedule.stages != len(stages):
+        return []
     hosted = sorted({stage for _, stage in schedule.hosted(rank)})
     split = [stage for stage in hosted if wrapped(stages[stage].module)]
     summed = {action.stage for action in schedule.order[rank] if action.kind == Kind.SYNC}

@@ -39,7 +39,8 @@ class StageSums:
             parallelism: those at this rank's place in it. None: this one is alone.
 
     Raises:
-        PlanError: `fully_shard` was called, and `copies` was not given.
+        PlanError: The table is for another number of stages; `fully_shard` was called, and
+            `copies` was not given.
     """
 
     def __init__(
@@ -50,6 +51,13 @@ class StageSums:
         *,
         copies: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
+        if schedule.stages != len(stages):
+            found = f"it is for {schedule.stages} stages, and the model has {len(stages)}"
+            raise PlanError(
+                f"the schedule {schedule.name} does not fit",
+                problems=[found],
+                fix="Make the table for this cut, or cut the model into as many stages.",
+            )
         own = sorted({stage for _, stage in schedule.hosted(team.rank)})
         places = {stage: dict(managed(stages[stage].module)) for stage in own}
         if copies is None and any(places.values()):

@@ -1,0 +1,72 @@
+"""A user's model and example as tensors without numbers: nothing is allocated, nothing computed.
+
+The only file of the package that touches `torch._subclasses`, which is private; torch.export is
+built on it. All stand-ins are on the CPU, so that code which makes tensors without naming a device
+fits them, wherever the model is, on the meta device too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Pretence:
+    """One world of stand-ins.
+
+    Attributes:
+        mode: A context in which new tensors are stand-ins, too.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, real: Tensor) -> Tensor:
+        """A stand-in of the same sizes, strides and type."""
+        if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
+            return real
+        with self.mode, torch._C.DisableTorchFunction():
+            made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        return made.requires_grad_(real.requires_grad and real.is_leaf)
+
+    def tree(self, example: Any) -> Any:
+        """Every tensor of nested lists, tuples and tables replaced."""
+        return tree_map_only(Tensor, self.tensor, example)
+
+    def model(self, real: Module) -> Module:
+        """A deep copy in which every tensor is a stand-in; tied ones stay tied.
+
+        Raises:
+            Exception: Whatever a part of the model raises when it is copied.
+        """
+        with _Copies(self.tensor):
+            return copy.deepcopy(real)
+
+
+class _Copies(TorchFunctionMode):
+    """Deep copies of tensors become stand-ins."""
+
+    def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.clone, torch._C.TensorBase.clone):  # of a parameter's deep copy
+            return self._stand_in(args[0])
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._stand_in(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))

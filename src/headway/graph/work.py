@@ -1,0 +1,117 @@
+"""FLOPs and bytes of one operator, forward and for both gradients, by formulas on shapes.
+
+FLOPs are those of torch.utils.flop_counter: contractions only, 2 for a multiplication and an
+addition, attention as two products forward and four backward (kernels that compute the scores again
+do a fifth), causal masks not subtracted. Bytes: every operand read once, every result written once;
+a view moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headway.graph.axes import Call
+from headway.graph.operator import TensorSpec, Work
+
+TABLES = ("embedding", "embedding_bag", "index_select", "gather", "index")
+"""They read only the rows that are selected."""
+
+
+def flops_of(call: Call, needs: Sequence[bool], trained: Sequence[bool]) -> Work:
+    """FLOPs of an operator.
+
+    Args:
+        call: The operator.
+        needs: For each input, whether backward computes its gradient.
+        trained: For each input, whether it is a parameter.
+    """
+    if call.kind == "scaled_dot_product_attention":
+        return _attention(call, needs, trained)
+    forward, factors = _product(call)
+    gradients = [0, 0]
+    for role, wanted, weight in zip(call.roles, needs, trained, strict=True):
+        if wanted and role in factors:
+            gradients[weight] += forward
+    return Work(forward=forward, input_gradient=gradients[0], weight_gradient=gradients[1])
+
+
+def _product(call: Call) -> tuple[int, tuple[str, ...]]:
+    """FLOPs of a product of two tensors, and the names of its two factors."""
+    kind = call.kind
+    if kind == "linear":
+        return 2 * call.outputs[0].elements * call.shape("input")[-1], ("input", "weight")
+    if kind in ("matmul", "mm", "bmm", "mv", "dot"):
+        inner = call.shape("self")[-1]
+        return 2 * call.outputs[0].elements * inner, call.roles
+    if kind in ("addmm", "baddbmm"):
+        factors = call.roles[1:]
+        return 2 * call.outputs[0].elements * call.shape(factors[0])[-1], factors
+    if kind.startswith("conv"):
+        backwards = "transpose" in kind or bool(call.attributes.get("transposed"))
+        points = math.prod(call.shape("input") if backwards else call.result)
+        return 2 * points * math.prod(call.shape("weight")[1:]), ("input", "weight")
+    if kind == "einsum" and len(call.inputs) == 2:
+        return _einsum(call), call.roles
+    return 0, ()
+
+
+def _einsum(call: Call) -> int:
+    """Twice the number of products; letters of one operand alone are added up before."""
+    left, _, right = str(call.value("equation")).replace(" ", "").partition("->")
+    first, second = left.split(",")
+    sizes = dict(zip(first + second, call.inputs[0].shape + call.inputs[1].shape, strict=False))
+    used = set(right) | (set(first) & set(second))
+    if not set(first) & set(second) - set(right):
+        return 0  # an outer product: nothing is added up, torch multiplies
+    return 2 * math.prod(sizes[letter] for letter in used)
+
+
+def _attention(call: Call, needs: Sequence[bool], trained: Sequence[bool]) -> Work:
+    """Scores q k^T and their product with v; backward dV, dP, and from dP dQ and dK."""
+    query, keys, width = call.shape("query"), call.shape("key")[-2], call.shape("value")[-1]
+    scores = 2 * math.prod(query) * keys
+    values = 2 * math.prod(query[:-1]) * keys * width
+    wanted = {role for role, need in zip(call.roles, needs, strict=True) if need}
+    backward = scores * len(wanted & {"query", "key"}) + values * ("value" in wanted)
+    backward += values if wanted & {"query", "key"} else 0
+    return Work(forward=scores + values, input_gradient=backward)
+
+
+def traffic_of(call: Call, needs: Sequence[bool], trained: Sequence[bool], *, view: bool) -> Work:
+    """Bytes that an operator reads and writes.
+
+    Args:
+        call: The operator.
+        needs: For each input, whether backward computes its gradient.
+        trained: For each input, whether it is a parameter.
+        view: The result is the memory of an input.
+    """
+    if view:
+        return Work()
+    result = sum(spec.bytes for spec in call.outputs)
+    weights = sum(s.bytes for s, is_weight in zip(call.inputs, trained, strict=True) if is_weight)
+    read = [spec for spec, is_weight in zip(call.inputs, trained, strict=True) if not is_weight]
+    inputs = sum(spec.bytes for spec in read)
+    if call.kind in TABLES:
+        rows = _rows(call)
+        moved = sum(spec.bytes for spec in read if not spec.floating) + rows + result
+    else:
+        moved = inputs + weights + result
+    gradients = [0, 0]
+    for spec, wanted, is_weight in zip(call.inputs, needs, trained, strict=True):
+        gradients[is_weight] += spec.bytes if wanted else 0
+    other = weights or inputs
+    return Work(
+        forward=moved,
+        input_gradient=result + other + gradients[0] if gradients[0] else 0,
+        weight_gradient=result + inputs + gradients[1] if gradients[1] else 0,
+    )
+
+
+def _rows(call: Call) -> int:
+    """Bytes of the rows that are read from a table."""
+    if call.kind != "embedding_bag":
+        return sum(spec.bytes for spec in call.outputs)
+    table: TensorSpec = call.inputs[call.roles.index("weight")]
+    return math.prod(call.shape("indices")) * table.shape[1] * table.itemsize
