@@ -1,0 +1,1 @@
+"""Rules of the literature in closed form: how many devices, servers, samples, groups."""

@@ -1,0 +1,52 @@
+"""The layers of a captured model, as the guidelines of Das et al. see them.
+
+Invariant: the FLOPs of a layer per sample are those of its operator (without the input gradient,
+where nobody needs it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headway.cost.guidelines.das import Layer
+from headway.graph import ModelGraph, Operator, TensorSpec
+
+
+def layers_of(graph: ModelGraph) -> tuple[Layer, ...]:
+    """Convolutions and linear layers with weights, in the order of execution.
+
+    The positions of a sequence count as its output map. A convolution in groups is left out: its
+    volumes follow other formulas.
+    """
+    found = (_layer(operator, *graph.specs(operator)) for operator in graph.operators)
+    return tuple(layer for layer in found if layer is not None)
+
+
+def _layer(
+    operator: Operator, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Layer | None:
+    by_role = dict(zip(operator.roles, zip(operator.inputs, inputs, strict=True), strict=True))
+    if "weight" not in by_role or by_role["weight"][0] not in operator.parameters:
+        return None
+    weight, source, result = by_role["weight"][1], by_role["input"][1], outputs[0]
+    match operator.kind:
+        case "linear":
+            positions = math.prod(result.shape[1:-1])
+            kernel, output, arrived = (1, 1), (positions, 1), (positions, 1)
+        case "conv2d" if weight.shape[1] == source.shape[1]:
+            kernel = (weight.shape[2], weight.shape[3])
+            output = (result.shape[2], result.shape[3])
+            arrived = (source.shape[2], source.shape[3])
+        case _:
+            return None
+    return Layer(
+        ifm=weight.shape[1],
+        ofm=weight.shape[0],
+        kernel=kernel,
+        output=output,
+        input=arrived,
+        first=not operator.flops.input_gradient,
+        element=weight.itemsize,
+        name=operator.name,
+    )

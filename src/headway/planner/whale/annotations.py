@@ -1,0 +1,135 @@
+"""What users say about parts of their model: replicate it, split it, make a stage of it.
+
+Annotations are data: each forces a choice on all modules below one path. Invariant: every module
+has exactly one strategy; annotations inside of others are refused. Source: Jia et al. 2022 (Whale),
+its primitives `replicate` and `split`; `stage` and `set_default_strategy` as in EPL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headway.documents import nearest
+from headway.errors import PlanError
+
+Strategy = Literal["replicate", "split", "stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A choice that the search must take.
+
+    Attributes:
+        module: Path in the user's model; "" is all of it.
+        strategy: "replicate": each device computes a share of the samples; "split": each holds a
+            share of the parameters; "stage": a stage of a pipeline.
+        devices: That it asks for; of a stage those over which the stage is replicated.
+    """
+
+    module: str
+    strategy: Strategy
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.module or '(model)'}={self.strategy}:{self.devices}"
+
+    def covers(self, module: str) -> bool:
+        """Whether a module is the annotated one or stands below it."""
+        return self.module in ("", module) or module.startswith(f"{self.module}.")
+
+
+def replicate(module: str, devices: int) -> Forced:
+    """Each of so many devices holds the module and computes a share of the samples."""
+    return Forced(module, "replicate", devices)
+
+
+def split(module: str, devices: int) -> Forced:
+    """So many devices each hold a share of the module."""
+    return Forced(module, "split", devices)
+
+
+def stage(module: str, devices: int = 1) -> Forced:
+    """The module begins a stage of a pipeline."""
+    return Forced(module, "stage", devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Annotations:
+    """What was said of a model.
+
+    Attributes:
+        forced: In the order of the model.
+        default: Of all modules without an annotation; None: the search decides.
+    """
+
+    forced: tuple[Forced, ...] = ()
+    default: Forced | None = None
+
+    def choices(self, modules: Iterable[str]) -> Mapping[str, Forced]:
+        """The forced choice of each module that has one.
+
+        Args:
+            modules: Paths of the model's modules.
+
+        Raises:
+            PlanError: Annotations are nested, name no module, or ask for no device.
+        """
+        paths = tuple(modules)
+        problems = [*_nested(self.forced), *_unknown(self.forced, paths)]
+        everyone = [*self.forced, *([self.default] if self.default else [])]
+        problems += [f"{one}: at least 1 device" for one in everyone if one.devices < 1]
+        if problems:
+            raise PlanError(
+                "annotations that make no sense",
+                problems=problems,
+                fix="annotate each part of the model once, by the path of a module",
+            )
+        found: dict[str, Forced] = {}
+        for path in paths:
+            one = next((f for f in self.forced if f.covers(path)), self.default)
+            if one is not None:
+                found[path] = one
+        return found
+
+    def exchanged(self, num_bytes: Mapping[str, float], *, replicas: int = 1) -> float:
+        """Bytes of gradients that one device adds up with others.
+
+        Args:
+            num_bytes: Of the parameters of each module, without those below it.
+            replicas: Of the whole model.
+        """
+        total = 0.0
+        for module, one in self.choices(num_bytes).items():
+            parts, copies = (one.devices, 1) if one.strategy == "split" else (1, one.devices)
+            total += num_bytes[module] / parts if copies * replicas > 1 else 0.0
+        return total
+
+    def requests(self) -> tuple[int, ...]:
+        """Devices of each task graph, for `virtual_devices`."""
+        return tuple(one.devices for one in self.forced)
+
+
+def set_default_strategy(annotations: Annotations, default: Forced) -> Annotations:
+    """Annotations with a strategy for everything that has none."""
+    return replace(annotations, default=replace(default, module=""))
+
+
+def _nested(forced: Sequence[Forced]) -> list[str]:
+    return [
+        f"{inner} stands inside of {outer}"
+        for place, outer in enumerate(forced)
+        for other, inner in enumerate(forced)
+        if place != other
+        and outer.covers(inner.module)
+        and (outer.module != inner.module or place < other)
+    ]
+
+
+def _unknown(forced: Sequence[Forced], paths: Sequence[str]) -> list[str]:
+    return [
+        f"{one}: no module {one.module!r}{nearest(one.module, list(paths))}"
+        for one in forced
+        if one.module and not any(one.covers(path) for path in paths)
+    ]
