@@ -170,11 +170,9 @@ def _sentence(path: tuple[str, ...], several: list[Mapping[str, Any]], kind: typ
     if facts["type"] in _MISSING:
         return f"missing key {key}"
     said = f"{key}: " if key else ""
-    wrong = [_KINDS[f["type"]] for f in several if f["type"] in _KINDS]
-    if len(wrong) == len(several):
+    wrong = [_KINDS.get(f["type"]) or f.get("ctx", {}).get("expected") for f in several]
+    if None not in wrong:
         return f"{said}{_shown(facts['input'])} is not {' or '.join(dict.fromkeys(wrong))}"
-    if facts["type"] == "literal_error":
-        return f"{said}{_shown(facts['input'])} is not {facts['ctx']['expected']}"
     return said + " or ".join(dict.fromkeys(_message(f) for f in several))
 
 

@@ -1,7 +1,7 @@
-"""Amounts with units, as users write and read them: "80 GiB", "25 Gbit/s", "2 ms", "300 steps".
+"""Amounts with units, as users write and read them: "80 GiB", "25 Gbit/s", "2 ms", "2.5 USD/h".
 
 Inside the library a size is a number of bytes, a duration a number of seconds, a rate a number of
-bytes per second. This module is the only place where text becomes such a number and back.
+bytes (or FLOP) per second. This module is the only place where text becomes such a number and back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _SIZES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
 _RATES = {f"{p}B/s": f for p, f in (_DECIMAL | _BINARY).items()} | {
     f"{p}bit/s": f / 8 for p, f in (_DECIMAL | _BINARY).items()
 }
+_FLOPS = {f"{p}FLOP/s": f for p, f in _DECIMAL.items() if p != "K"}
 _DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -49,6 +50,11 @@ def parse_rate(text: str | float) -> float:
     return _parse(text, _RATES, "rate", None)
 
 
+def parse_flops(text: str | float) -> float:
+    """FLOP per second of "312 TFLOP/s"; a bare number would be ambiguous: an error."""
+    return _parse(text, _FLOPS, "rate of computing", None)
+
+
 def format_bytes(size: float) -> str:
     """Three significant digits with a binary unit: 1536 -> "1.5 KiB"."""
     if abs(size) < 1024:
@@ -71,6 +77,11 @@ def format_seconds(seconds: float) -> str:
 def format_rate(rate: float) -> str:
     """Network convention, decimal bits: 3.125e9 -> "25 Gbit/s"."""
     return _scaled(rate * 8, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def format_flops(rate: float) -> str:
+    """Three significant digits with the fitting unit: 3.12e14 -> "312 TFLOP/s"."""
+    return _scaled(rate, 1000, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
 
 
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
@@ -114,6 +125,30 @@ class Amount:
     def __str__(self) -> str:
         unit = self.unit[:-1] if self.value == 1 and self.unit.endswith("s") else self.unit
         return f"{self.value} {unit}"
+
+
+@dataclass(frozen=True)
+class Price:
+    """Money per hour, for example Price(2.5, "USD")."""
+
+    per_hour: float
+    currency: str
+
+    @staticmethod
+    def parse(text: str) -> Price:
+        """Parse "2.5 USD/h".
+
+        Raises:
+            ValueError: It is no amount of a currency per hour.
+        """
+        match = _NUMBER.match(str(text))
+        unit = re.fullmatch(r"([A-Za-z€$£]{1,8})\s*/\s*h", match.group(2)) if match else None
+        if match is None or unit is None:
+            raise ValueError(f'{text!r} is no price; write it as "2.5 USD/h"')
+        return Price(float(match.group(1)), unit.group(1))
+
+    def __str__(self) -> str:
+        return f"{self.per_hour:g} {self.currency}/h"
 
 
 def _unit(word: str, units: tuple[str, ...]) -> str | None:

@@ -133,7 +133,7 @@ def test_problems_of_the_form_name_line_and_key(tmp_path):
         read_cluster(write(tmp_path, text))
     said = [problem.partition("cluster.toml:")[2] for problem in caught.value.problems]
     assert said == [
-        "1  unknown key nodes.0.speed; legal: name, processes, rate",
+        "1  unknown key nodes.0.speed; legal: device, name, processes, rate",
         "2  unknown key proceses; did you mean processes?",
         '3  between.rate: 100 is no rate; write it as "100 Mbit/s" or "3 GB/s"',
     ]

@@ -349,3 +349,12 @@ def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
     assert "HW-4001 2 processes: the split run is NOT the serial run" in done.err
     assert "first difference: step 1, loss loss" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_pipeline_with_batch_normalisation_equals_the_serial_run_over_its_microbatches(tmp_path):
+    words = ("verify", "support.recipes:normalised", "-n", "2", "--set", "stages=2")
+    done = headway(*words, "--microbatches", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "equal" in done.out.splitlines()[1]
+    assert done.out.splitlines()[1].split()[4] != "-"  # running statistics are among the tensors
+    assert headway(*words, cwd=tmp_path).code == NotEqual.exit_code

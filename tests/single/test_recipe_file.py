@@ -14,6 +14,7 @@ from torch import nn
 
 from headway.cli.console import error_text
 from headway.errors import DataError, DocumentError, HeadwayError, RecipeError
+from headway.plan import Exchange, Pipeline
 from headway.run.amounts import resolve_batch, steps_per_epoch, stop_steps
 from headway.run.recipe import Recipe, criterion
 from headway.run.recipe_check import check_recipe
@@ -263,6 +264,32 @@ def test_a_file_may_name_a_function():
     )
     assert (recipe.stop, recipe.batch) == ("10 steps", 32)
     assert recipe.model().layers[0].out_features == 9
+
+
+def test_a_key_of_the_functions_own_pipeline_or_exchange_changes_nothing_else(folder: Path):
+    own = """
+from dataclasses import replace
+from headway.plan import Exchange, Pipeline
+
+def in_stages():
+    return replace(
+        my_recipe(),
+        stages=2,
+        pipeline=Pipeline(schedule="chimera", microbatches=6),
+        exchange=Exchange(bucket=7),
+    )
+"""
+    (folder / "my_module.py").write_text(MODULE + own)
+    text = 'recipe = "my_module:in_stages"\n[pipeline]\nschedule = "1f1b"\n'
+    recipe = load_recipe(write(text), ['pipeline.sync="post"', "exchange.priority=true"])
+    assert recipe.pipeline == Pipeline(schedule="1f1b", microbatches=6, sync="post")
+    assert recipe.exchange == Exchange(bucket=7, priority=True)
+
+
+def test_wrong_values_of_a_pipeline_are_found_before_anything_starts():
+    text = 'recipe = "my_module:my_recipe"\nstages = 2\n[pipeline]\nschedule = "chimer"\n'
+    message = problem(write(text), "pipeline.microbatches=0", 'pipeline.recompute="all"')
+    check_golden("recipe/pipeline.txt", message)
 
 
 def test_overrides_of_a_file():

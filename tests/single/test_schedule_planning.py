@@ -144,6 +144,8 @@ def test_where_nothing_better_is_found_that_is_said(run):
     assert "nothing shorter than a known table was found: this is zbv, v" in out
     assert "as long as zbv, the shortest of the named ones that fit" in out
     assert "the shortest that there is: no table can beat 25.5 (straight, v)" in out
+    _, out, _ = run("search", "--stages", 2, "--microbatches", 4)  # held twice, it has no bubble
+    assert "2.1% longer than chimera, the shortest of the named ones that fit" in out
     _, out, _ = run("search", "--stages", 3, "--memory", 1, "--placement", "v")
     assert "none of the named schedules fits into this memory" in out
     assert "impossible: 3 ranks: Chimera needs an even number of stages" in out

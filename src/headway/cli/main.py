@@ -44,9 +44,21 @@ COMMANDS = (
         "headway.cli.checkpoint:convert",
         "Between checkpoints and safetensors files.",
     ),
+    Command(
+        "plan search",
+        "headway.cli.plan_search:search_plans",
+        "The frontier of plans of a recipe on a cluster; also `headway plan RECIPE`.",
+    ),
     Command("plan show", "headway.cli.plan:show", "A plan in words."),
     Command("plan check", "headway.cli.plan:check", "Say whether plans can exist."),
     Command("plan diff", "headway.cli.plan:diff", "What differs between two plans."),
+    Command("cluster presets", "headway.cli.cluster:presets", "Machines and devices by name."),
+    Command("cluster show", "headway.cli.cluster:show", "A cluster: devices, links, ranks."),
+    Command(
+        "cluster measure",
+        "headway.cli.cluster:measure",
+        "Measure this machine and write its cluster.toml.",
+    ),
     Command(
         "exchange compare",
         "headway.cli.exchange:compare",
@@ -76,6 +88,7 @@ COMMANDS = (
 )
 GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
+    "cluster": "Machines: presets, a look at them, and their measurement.",
     "exchange": "Ways of exchanging gradients.",
     "plan": "Look at plans, check and compare them.",
     "schedule": "Pipeline schedules: draw, compare, check, search and choose them.",
@@ -141,6 +154,8 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         say(__version__)
         return 0
+    if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
+        words = ["plan", "search", *words[1:]]
     _check_command(words)
     from cyclopts import CycloptsError
 
@@ -151,6 +166,11 @@ def _run(words: list[str]) -> int:
     except CycloptsError as error:
         raise _usage_error(error, words) from error
     return result if isinstance(result, int) else 0
+
+
+def _is_recipe(word: str) -> bool:
+    """Whether a word is a recipe and not a command: "module:function", or the path of a file."""
+    return not word.startswith("-") and any(sign in word for sign in ":./")
 
 
 def _check_command(words: list[str]) -> None:

@@ -114,3 +114,35 @@ def read_scene(emulate: Path | None, faults: Sequence[str], place: Place, device
         faults=found,
         device=device if emulate is None else "cpu",
     )
+
+
+def count_ranks(place: Place, processes: int | None, default: int, cluster: Cluster | None) -> int:
+    """The number of processes; that of the world which is already there cannot be changed.
+
+    Args:
+        place: Of this process.
+        processes: What --processes says; None: nothing.
+        default: Where nobody says how many.
+        cluster: The emulated one; None: none.
+
+    Raises:
+        UsageError: Fewer than one, or another number than cluster or world have.
+    """
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes {processes}: at least 1")
+    if cluster is not None:
+        if processes not in (None, cluster.ranks):
+            raise UsageError(
+                f"--processes {processes} contradicts the {cluster.ranks} of the emulated cluster",
+                fix="Leave --processes out: the cluster decides.",
+            )
+        return cluster.ranks
+    if place.found_world:
+        if processes not in (None, place.ranks):
+            raise UsageError(
+                f"--processes {processes} contradicts the {place.ranks} that {place.launcher} "
+                "has started",
+                fix="Leave --processes out: the launcher decides.",
+            )
+        return place.ranks
+    return processes or default

@@ -137,7 +137,9 @@ def _verdict(
     else:
         name = min(named, key=named.__getitem__)
         less = 1 - found.makespan / named[name]
-        much = f"{less:.1%} shorter than" if less > _ROUNDING else "as long as"
+        much = "as long as"
+        if abs(less) > _ROUNDING:
+            much = f"{abs(less):.1%} {'shorter' if less > 0 else 'longer'} than"
         lines.append(f"{much} {name}, the shortest of the named ones that fit")
     where = ", ".join(placements)
     if found.is_optimal:

@@ -17,14 +17,14 @@ from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json, show_error, warn
 from headway.cli.progress import ProgressDisplay, Tail
-from headway.cli.scene import read_scene
-from headway.cluster import Cluster, Fault
+from headway.cli.scene import count_ranks, read_scene
+from headway.cluster import Fault
 from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
 from headway.launch.emulation import Emulated
 from headway.launch.faults import Faults
 from headway.launch.paced import Paced
 from headway.launch.warm import warm_up
-from headway.plan import Plan, pipelined
+from headway.plan import Plan, check_copies, pipelined
 from headway.run.amounts import resolve_batch
 from headway.run.directory import RunDirectory
 from headway.run.job import Outcome, TrainJob
@@ -88,7 +88,7 @@ def train(
     checked = check_recipe(recipe, overrides)
     place = Place.here()
     scene = read_scene(emulate, faults, place, device)
-    ranks = _ranks(place, processes, _default_ranks(checked, plan), scene.cluster)
+    ranks = count_ranks(place, processes, _default_ranks(checked, plan), scene.cluster)
     scene.check(ranks)
     _check_plan(checked, plan, ranks)
     seconds = _seconds("--timeout", timeout)
@@ -137,28 +137,6 @@ def _default_ranks(checked: CheckedRecipe, plan: Path | None) -> int:
     return Plan.load(plan).ranks if plan else checked.document.stages or 1
 
 
-def _ranks(place: Place, processes: int | None, default: int, cluster: Cluster | None) -> int:
-    """The number of processes; that of the world which is already there cannot be changed."""
-    if processes is not None and processes < 1:
-        raise UsageError(f"--processes {processes}: at least 1")
-    if cluster is not None:
-        if processes not in (None, cluster.ranks):
-            raise UsageError(
-                f"--processes {processes} contradicts the {cluster.ranks} of the emulated cluster",
-                fix="Leave --processes out: the cluster decides.",
-            )
-        return cluster.ranks
-    if place.found_world:
-        if processes not in (None, place.ranks):
-            raise UsageError(
-                f"--processes {processes} contradicts the {place.ranks} that {place.launcher} "
-                "has started",
-                fix="Leave --processes out: the launcher decides.",
-            )
-        return place.ranks
-    return processes or default
-
-
 def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
     """Find now, without torch, what every worker would find seconds later."""
     if plan is not None:
@@ -181,6 +159,8 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
             stages=document.stages or 1,
             pipeline=document.pipeline,
         )
+    elif checked.document.stages:  # all else is known when the function has been called
+        check_copies(ranks, checked.document.stages)
 
 
 def _seconds(option: str, text: str) -> float:

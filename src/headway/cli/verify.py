@@ -63,6 +63,7 @@ def verify(
     processes: Annotated[str, Parameter(alias="-n")] = "1,2,4",
     plan: Path | None = None,
     steps: int = 4,
+    microbatches: Annotated[bool, Parameter(negative="")] = False,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     directory: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -82,6 +83,9 @@ def verify(
         processes: Numbers of processes to prove, such as 1,2,4.
         plan: Prove this plan, with its number of processes, instead.
         steps: Optimiser steps to compare.
+        microbatches: The serial run goes through the plan's micro-batches one after the other, not
+            through each global batch in one piece: for models with batch normalisation, which sees
+            one micro-batch at a time.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         directory: A run directory, in which the verdict is kept for its report.
         json: Print the facts as JSON.
@@ -93,7 +97,7 @@ def verify(
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
     job = VerifyJob(recipe=recipe, overrides=overrides, steps=steps, plan=plan)
-    verdicts = _prove(job, counts, quiet=json)
+    verdicts = _prove(job, counts, pieces=microbatches, quiet=json)
     facts = [_facts(verdict) for verdict in verdicts]
     if directory is not None:
         (directory / "verification.json").write_text(json_format.dumps(facts, indent=2) + "\n")
@@ -134,7 +138,7 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _prove(job: VerifyJob, counts: list[int], *, quiet: bool) -> list[Verdict]:
+def _prove(job: VerifyJob, counts: list[int], *, pieces: bool, quiet: bool) -> list[Verdict]:
     from headway.verification import (
         Recording,
         compare,
@@ -147,10 +151,12 @@ def _prove(job: VerifyJob, counts: list[int], *, quiet: bool) -> list[Verdict]:
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
-        _start(record_serial, job, serial, 1)
-        reference = Recording.load(serial)
         verdicts = []
         for number, count in enumerate(counts):
+            if pieces or not number:
+                ranks = count if pieces else None
+                _start(partial(record_serial, ranks=ranks), job, serial, 1)
+                reference = Recording.load(serial)
             target = Path(folder) / f"split-{count}.safetensors"
             start = perf_counter()
             _start(record_split, job, target, count)

@@ -1,23 +1,28 @@
-"""A cluster as data: nodes with their processes, and what the links inside and between them carry.
+"""A cluster as data: nodes with their processes and devices, and the links inside and between them.
 
-The same file describes a machine for the emulation and for prices. Invariant: ranks are numbered
+The same file describes a machine for the emulation and for planners. Invariant: ranks are numbered
 node by node, in the order of the file, and every pair of ranks has exactly one link.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from headway.cluster.device import Device, device_problems
+from headway.cluster.level import Level, order_problems
 from headway.cluster.link import Link, Rate, Seconds
 from headway.documents import document, nearest, read_document
-from headway.errors import DocumentError
-from headway.units import format_rate
+from headway.errors import DocumentError, PlanError
+from headway.units import Price, format_rate
 
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,32}")
 
@@ -31,11 +36,13 @@ class Node:
         processes: Ranks on it; None: as many as the cluster's `processes`.
         rate: Bytes per second of its own network interface, in each direction; None: on a switch
             the rate of `between`, in a mesh no limit of its own.
+        device: Of each of its ranks, of the cluster's `devices`; None: the cluster's `device`.
     """
 
     name: str
     processes: int | None = None
     rate: Rate | None = None
+    device: str | None = None
 
 
 @document
@@ -86,6 +93,9 @@ class Cluster:
         links: Pairs of nodes whose link differs.
         fabric: "switch": every node has one interface of the rate of `between`, which all its
             links share. "mesh": every pair has a link of its own.
+        levels: All levels of links, from the innermost outwards, instead of `inside` and `between`.
+        devices: Kinds of devices by name.
+        device: Of the nodes that do not say otherwise; None: the only one of `devices`.
     """
 
     nodes: Annotated[tuple[Node, ...], BeforeValidator(_nodes)]
@@ -94,6 +104,9 @@ class Cluster:
     between: Link | None = None
     links: tuple[Pair, ...] = ()
     fabric: Literal["switch", "mesh"] = "switch"
+    levels: tuple[Level, ...] = ()
+    devices: dict[str, Device] = dataclasses.field(default_factory=dict)
+    device: str | None = None
 
     @staticmethod
     def of(
@@ -128,12 +141,18 @@ class Cluster:
     @property
     def ranks(self) -> int:
         """All processes of all nodes."""
-        return sum(self.processes_of(name) for name in self.names)
+        return len(self._places)
 
-    @property
+    @cached_property
     def nodes_of_ranks(self) -> tuple[str, ...]:
         """The node's name of each rank, in order of rank: what `Nodes.of` takes."""
-        return tuple(name for name in self.names for _ in range(self.processes_of(name)))
+        return tuple(self.nodes[number].name for number, _ in self._places)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank: the number of its node, and its own one there."""
+        counts = (n.processes if n.processes is not None else self.processes for n in self.nodes)
+        return tuple((n, local) for n, count in enumerate(counts) for local in range(count))
 
     def node(self, name: str) -> Node:
         """The node of a name.
@@ -160,14 +179,98 @@ class Cluster:
             first += count
         raise KeyError(f"no node {name!r}{nearest(name, self.names)}")
 
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_of(self, name: str) -> str | None:
+        """The name of the devices of a node; None: the cluster says nothing of devices."""
+        only = next(iter(self.devices)) if len(self.devices) == 1 else None
+        return self.node(name).device or self.device or only
+
+    @property
+    def devices_of_ranks(self) -> tuple[str | None, ...]:
+        """The device's name of each rank, in order of rank."""
+        by_node = [self.device_of(name) for name in self.names]
+        return tuple(by_node[number] for number, _ in self._places)
+
+    def price_of(self, ranks: Iterable[int]) -> Price:
+        """What an hour of these ranks costs.
+
+        Raises:
+            PlanError: Names the devices without a price.
+        """
+        devices = self.devices_of_ranks
+        names = [devices[rank] for rank in ranks]
+        prices = {name: self.devices[name].price if name else None for name in names}
+        known = [price for price in (prices[name] for name in names) if price is not None]
+        if len(known) < len(names) or not known:
+            free = sorted(name or "of no name" for name, price in prices.items() if price is None)
+            raise PlanError(
+                "what this costs is not known",
+                problems=[f"devices.{name}: no price" for name in free],
+                fix='Write price = "2.5 USD/h" below each of them in the cluster file.',
+            )
+        return Price(math.fsum(price.per_hour for price in known), known[0].currency)
+
     # -- links ---------------------------------------------------------------------------------
+
+    @cached_property
+    def link_levels(self) -> tuple[Level, ...]:
+        """All levels, from the innermost outwards; of unequal links the slowest counts.
+
+        A link of which nothing is said is infinitely fast.
+        """
+        if self.levels:
+            return self.levels
+        free = Link(rate=math.inf)
+        inside, several = self.inside or free, len(self.nodes) > 1
+        found = [Level(name="node", nodes=1, rate=inside.rate, latency=inside.latency)]
+        if several and all(local == 0 for _, local in self._places):
+            found = []  # a rank for each node: nothing happens inside
+        if several:
+            outside = self._slowest()
+            found.append(Level(name="cluster", rate=outside.rate, latency=outside.latency))
+        return tuple(found)
+
+    def _slowest(self) -> Link:
+        """Of the links between nodes, where the file names no levels."""
+        usual = self.between or Link(rate=math.inf)
+        own = [node.rate for node in self.nodes if node.rate is not None]
+        late = [pair.latency for pair in self.links if pair.latency is not None]
+        rates = [usual.rate, *own, *(pair.rate for pair in self.links)]
+        return Link(rate=min(rates), latency=max([usual.latency, *late]))
+
+    def groups(self, level: Level) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each domain of a level, ascending."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(self._places):
+            found.setdefault(level.domain(*place), []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    def level_of(self, ranks: Iterable[int]) -> Level:
+        """The innermost level that joins all of these ranks: the slowest that they exchange over.
+
+        Raises:
+            PlanError: A rank that the cluster does not have.
+        """
+        members = sorted(set(ranks))
+        if not members or members[0] < 0 or members[-1] >= self.ranks:
+            raise PlanError(
+                f"no level joins the ranks {members}",
+                problems=[f"the cluster has ranks 0 to {self.ranks - 1}"],
+                fix="Ask for one or more of them.",
+            )
+        places = [self._places[rank] for rank in members]
+        return next(
+            level for level in self.link_levels if len({level.domain(*p) for p in places}) == 1
+        )
 
     def interface_rate(self, name: str) -> float | None:
         """Bytes per second of a node's interface, in each direction; None: no limit."""
         own = self.node(name).rate
-        if own is not None or self.fabric == "mesh" or self.between is None:
+        if own is not None or self.fabric == "mesh":
             return own
-        return self.between.rate
+        outer = next((level.rate for level in self.levels if not level.in_node), None)
+        return self.between.rate if self.between else outer
 
     def link(self, first: str, second: str) -> Link | None:
         """The link between two nodes, or inside one; None: not limited.
@@ -175,6 +278,9 @@ class Cluster:
         On a switch it is never faster than the slower one of the two interfaces; other links of
         these nodes may take their share of it.
         """
+        if self.levels:
+            joining = self.level_of([self.ranks_of(first)[-1], self.ranks_of(second)[0]])
+            return joining.alone
         if first == second:
             return self.inside
         latency = self.between.latency if self.between else 0.0
@@ -208,7 +314,12 @@ class Cluster:
         Raises:
             DocumentError: With one line per problem.
         """
-        problems = [*self._node_problems(), *self._level_problems(), *self._pair_problems()]
+        problems = [
+            *self._node_problems(),
+            *self._device_problems(),
+            *self._level_problems(),
+            *self._pair_problems(),
+        ]
         if problems:
             count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
             raise DocumentError(f"{count}:", where=where, problems=problems)
@@ -231,7 +342,17 @@ class Cluster:
             if node.rate is not None:
                 yield from Link(rate=node.rate).problems(f"nodes.{number}.rate")
 
+    def _device_problems(self) -> Iterator[str]:
+        users = {"device": self.device}
+        users |= {f"nodes.{number}.device": node.device for number, node in enumerate(self.nodes)}
+        return device_problems(self.devices, users)
+
     def _level_problems(self) -> Iterator[str]:
+        for number, level in enumerate(self.levels):
+            yield from level.problems(f"levels.{number}")
+        yield from order_problems(self.levels, len(self.nodes))
+        if self.levels and (self.inside or self.between or self.links):
+            yield "levels: they say all; leave inside, between and links out"
         for name, link in (("inside", self.inside), ("between", self.between)):
             if link is not None:
                 yield from link.problems(name)

@@ -119,13 +119,13 @@ def fit_link(samples: Iterable[tuple[float, float]], *, ranks: int) -> LinkFit:
     if len(best) < 2:
         raise ValueError(f"a link fit needs at least two sizes, not {len(best)}")
     points = sorted(best.items())
-    latency, slope = _least_squares(points)
+    latency, slope = fit_line(points)
     error = max(abs(latency + slope * size - seconds) / seconds for size, seconds in points)
     return LinkFit(latency, slope, error, ranks)
 
 
-def _least_squares(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Minimise the sum of ((a + b n) / t - 1)^2 over a, b >= 0."""
+def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The a, b >= 0 that minimise the sum of ((a + b n) / t - 1)^2 over points (n, t > 0)."""
     # With u = 1 / t and v = n / t the terms are (a u + b v - 1)^2.
     rows = [(1 / seconds, size / seconds) for size, seconds in points]
     uu = math.fsum(u * u for u, _ in rows)

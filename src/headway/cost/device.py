@@ -20,6 +20,8 @@ from headway.errors import PlanError
 Array = NDArray[np.float64]
 Number = float | Array
 """Seconds, bytes, counts: one, or one per plan."""
+WIDTHS = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0}
+"""Bytes of a number, where they are not 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class DeviceModel:
         The launch is not in it: see `seconds_of_kernels`.
         """
         work = 2.0 * m * n * k / self.rate(dtype) * (1.0 + self.depth / k)
-        width = 4.0 if dtype in ("fp32", "tf32") else 2.0
+        width = WIDTHS.get(dtype, 2.0)
         moved = width * (m * k + k * n + m * n) / self.memory_rate
         return count * np.maximum(work, moved)
 

@@ -156,10 +156,13 @@ def network_of(cluster: Cluster) -> Network:
     """The levels of a described cluster; of unequal nodes the least and the slowest count.
 
     A link of which nothing is said costs nothing. On a switch a node has one interface for all that
-    leaves it, in a mesh a link to each other node, of which a ring uses one.
+    leaves it, in a mesh a link to each other node, of which a ring uses one. A level that holds no
+    more ranks than the one inside it takes its place.
     """
-    least = min(cluster.processes_of(name) for name in cluster.names)
-    return Network(tuple(link_level(level, least) for level in cluster.link_levels))
+    usual = cluster.processes
+    least = min(usual if n.processes is None else n.processes for n in cluster.nodes)
+    levels = [link_level(level, least) for level in cluster.link_levels]
+    return Network(tuple({level.width: level for level in levels}.values()))
 
 
 def link_level(level: Level, processes: int) -> LinkLevel:
@@ -172,5 +175,5 @@ def link_level(level: Level, processes: int) -> LinkLevel:
     joined = math.inf if level.nodes is None else level.nodes * processes
     alone = level.alone if level.oversubscription > 1 else level.message
     source = {"rate": "cluster", "latency": "cluster"} | level.source
-    width = float(joined if level.ranks is None else level.ranks)
+    width = float(joined if level.ranks is None else min(level.ranks, processes))
     return LinkLevel(name=level.name, width=width, link=level.link, message=alone, source=source)

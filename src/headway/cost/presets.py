@@ -141,7 +141,7 @@ def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None
 
 
 def device_of(device: Device, name: str) -> DeviceModel:
-    """A described device: what it says itself, else its preset, else what is assumed.
+    """A described device: what it says itself, else its preset as fitted, else what is assumed.
 
     Args:
         device: Checked.
@@ -155,6 +155,9 @@ def device_of(device: Device, name: str) -> DeviceModel:
         guessed = {key: "assumed" for key in DEVICE if key not in own}
         return replace(plain, source=guessed | source)
     start = _assumed_device(device.preset)
+    fits = FITTED.get(SHORT.get(device.preset, device.preset), {})
+    known: dict[str, Any] = {key: value for key, value in fits.items() if key in DEVICE}
+    start = replace(start, **known, source={**start.source, **dict.fromkeys(known, FITTED_SOURCE)})
     peak = {**start.peak, **device.peak}
     return replace(start, name=name, peak=peak, **own, source={**start.source, **source})
 

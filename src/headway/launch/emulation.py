@@ -247,10 +247,11 @@ def lost(cluster: Cluster) -> Iterator[str]:
             f"the latency between nodes, up to {format_seconds(max(late))}, is not emulated: only "
             "rates are; small messages will be faster than on the real links"
         )
-    if cluster.inside is not None:
+    inside = cluster.link(names[0], names[0])
+    if inside is not None:
         yield (
             "the links inside of nodes are not emulated: ranks of one node talk over the loopback "
-            f"at this machine's speed, not at {cluster.inside}"
+            f"at this machine's speed, not at {inside}"
         )
 
 

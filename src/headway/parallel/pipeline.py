@@ -121,7 +121,10 @@ def _check(schedule: PipelineSchedule, stages: Stages, team: Team, calls: Calls)
         problems.append("it has STEP, and nobody was given who makes steps")
     if not schedule.flush and stages.shared:
         names = ", ".join(stages.shared)
-        problems.append(f"it has no flush, and {names} would need one: several stages use it")
+        problems.append(
+            f"it has no flush, and {names} would need one: several stages use it; take a schedule "
+            "that ends with a flush, as 1f1b does"
+        )
     problems += unfit(schedule, stages, team.rank)
     if problems:
         raise PlanError(

@@ -11,6 +11,7 @@ from headway.plan.plan import (
     MemoryPolicy,
     Plan,
     Synchrony,
+    check_copies,
     data_parallel,
     pipelined,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Synchrony",
+    "check_copies",
     "data_parallel",
     "difference",
     "explain",

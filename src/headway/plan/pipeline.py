@@ -8,17 +8,31 @@ does what in which order.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from headway.documents import document
-from headway.errors import DocumentError, PlanError, UsageError
+from pydantic import AfterValidator
+
+from headway.documents import document, nearest
+from headway.errors import DocumentError, PlanError
 from headway.schedule import PipelineSchedule
 from headway.schedule.check import check_schedule
 from headway.schedule.groups import common_groups
-from headway.schedule.named import make_schedule
+from headway.schedule.named import SCHEDULES, make_schedule
 from headway.schedule.table import from_csv
 
 AXIS = "pipe"
+
+
+def _name(value: str) -> str:
+    if value not in SCHEDULES:
+        raise ValueError(f"no schedule {value!r}{nearest(value, list(SCHEDULES))}")
+    return value
+
+
+def _whole(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{value} is not a whole number of at least 1")
+    return value
 
 
 @document
@@ -47,8 +61,8 @@ class Pipeline:
         table: The CSV text of a schedule, in place of its name.
     """
 
-    schedule: str = "1f1b"
-    microbatches: int | None = None
+    schedule: Annotated[str, AfterValidator(_name)] = "1f1b"
+    microbatches: Annotated[int, AfterValidator(_whole)] | None = None
     virtual: int = 2
     pipes: int = 2
     mode: Literal["direct", "doubling", "halving"] = "direct"
@@ -133,14 +147,10 @@ class Pipeline:
     def problems(self, ranks: int, parts: int) -> list[str]:
         """Every reason why this pipeline cannot be, one line each; empty if it can."""
         found = self._contradictions()
-        if self.microbatches is not None and self.microbatches < 1:
-            return [*found, f"pipeline.microbatches is {self.microbatches}; at least 1"]
         try:
             schedule = self.make(ranks, parts)
         except (PlanError, DocumentError) as error:
             return [*found, *(f"pipeline: {problem}" for problem in error.problems)]
-        except UsageError as error:
-            return [*found, f"pipeline.schedule: {error.what}"]
         if not schedule.flush and common_groups(schedule) is None:
             found.append(
                 f"pipeline.schedule {schedule.name}: its stages make their STEPs after different "

@@ -204,12 +204,7 @@ def pipelined(
             precision=precision,
             exchange=exchange,
         )
-    if stages < 1 or processes % stages:
-        raise PlanError(
-            "this plan cannot exist",
-            problems=[f"{processes} processes are no multiple of {stages} ranks of a pipeline"],
-            fix=f"Start {max(1, processes // max(stages, 1)) * max(stages, 1)} processes.",
-        )
+    check_copies(processes, stages)
     copies = processes // stages
     pipe = pipeline or Pipeline()
     share = -(-batch // copies)
@@ -224,6 +219,20 @@ def pipelined(
     )
     plan.check()
     return plan
+
+
+def check_copies(processes: int, stages: int) -> None:
+    """Refuse processes that make no whole number of pipelines.
+
+    Raises:
+        PlanError: With the nearest number of processes that does.
+    """
+    if stages < 1 or processes % stages:
+        raise PlanError(
+            "this plan cannot exist",
+            problems=[f"{processes} processes are no multiple of {stages} ranks of a pipeline"],
+            fix=f"Start {max(1, processes // max(stages, 1)) * max(stages, 1)} processes.",
+        )
 
 
 def _problems(plan: Plan) -> list[str]:

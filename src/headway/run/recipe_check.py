@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +23,7 @@ from headway.run.recipe_schema import (
     LossTable,
     RecipeDocument,
     RecipeReference,
+    given_keys,
     nested_calls,
     read_recipe,
     reference_recipe,
@@ -42,6 +43,7 @@ class CheckedRecipe:
         name: The run's name, as far as it is known without running the user's code.
         file: The .toml file, if there is one.
         folders: Where the user's modules are looked for, before the installed packages.
+        keys: Of [exchange] and [pipeline], the keys that are given; the rest is the function's.
     """
 
     reference: str
@@ -49,6 +51,7 @@ class CheckedRecipe:
     name: str
     file: Path | None
     folders: tuple[Path, ...]
+    keys: Mapping[str, tuple[str, ...]]
 
     def importable(self) -> AbstractContextManager[None]:
         """Make the user's modules importable inside a `with`."""
@@ -96,7 +99,12 @@ def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
         folders = tuple(dict.fromkeys((path.resolve().parent, here)))
         name = document.name or _name_of(document)
         return CheckedRecipe(
-            reference=reference, document=document, name=name, file=path, folders=folders
+            reference=reference,
+            document=document,
+            name=name,
+            file=path,
+            folders=folders,
+            keys=given_keys(path, overrides),
         )
     target = reference if ":" in reference else _workload(reference)
     split(target)
@@ -107,6 +115,7 @@ def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
         name=found.name or (_name_of(found) if ":" in reference else reference),
         file=None,
         folders=(here,),
+        keys=given_keys(None, overrides),
     )
 
 

@@ -69,12 +69,14 @@ def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
 def _build(checked: CheckedRecipe) -> Recipe:
     match checked.document:
         case RecipeReference() as document:
-            return _from_function(document, checked.where("recipe"))
+            return _from_function(document, checked.where("recipe"), checked.keys)
         case RecipeDocument() as document:
             return _from_tables(document, checked)
 
 
-def _from_function(document: RecipeReference, where: str) -> Recipe:
+def _from_function(
+    document: RecipeReference, where: str, keys: Mapping[str, tuple[str, ...]]
+) -> Recipe:
     function = resolve(document.recipe, where=where)
     if not callable(function):
         raise RecipeError(
@@ -88,7 +90,19 @@ def _from_function(document: RecipeReference, where: str) -> Recipe:
             where=user_line(function) or where,
             fix="Return headway.Recipe(name=..., model=..., ...).",
         )
-    return dataclasses.replace(recipe, **scalars_of(document))
+    return dataclasses.replace(recipe, **(scalars_of(document) | _tables(recipe, document, keys)))
+
+
+def _tables(
+    recipe: Recipe, document: RecipeReference, keys: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """The function's own [exchange] and [pipeline], with the keys that are given laid over them."""
+    return {
+        name: dataclasses.replace(own, **{key: getattr(given, key) for key in keys[name]})
+        for name in keys
+        if (own := getattr(recipe, name)) is not None
+        and (given := getattr(document, name)) is not None
+    }
 
 
 def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:

@@ -204,6 +204,12 @@ def reference_recipe(reference: str, overrides: Sequence[str] = ()) -> RecipeRef
     return checked
 
 
+def given_keys(path: Path | None, overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The keys of [exchange] and [pipeline] that a checked file and its overrides give."""
+    raw = apply_overrides(_parse(path)[1] if path else {}, overrides)
+    return {name: tuple(raw.get(name, ())) for name in ("exchange", "pipeline")}
+
+
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")

@@ -17,6 +17,8 @@ _ENTRY = re.compile(
     r"#\s*(?P<key>[A-Za-z_][\w-]*)(?:\s+(?P<part>\w+))?\s*(?P<sign>[=:])\s*(?P<value>.*)"
 )
 
+_SHOWN = 20  # problems; a file that is no table has one in every cell
+
 
 class Text(NamedTuple):
     """A cell, without spaces and quotation marks around it."""
@@ -77,16 +79,15 @@ def _cells(line: str, number: int) -> list[Text]:
 
 
 def refuse(problems: Sequence[Problem], where: str) -> None:
-    """Say everything that is wrong with a file.
+    """Say what is wrong with a file, the first places of many.
 
     Raises:
         DocumentError: There is a problem.
     """
     if problems:
         ordered = sorted(problems, key=lambda problem: problem[:2])
+        lines = [f"{where}:{line}:{column}  {text}" for line, column, text in ordered[:_SHOWN]]
+        if len(ordered) > _SHOWN:
+            lines.append(f"... and {len(ordered) - _SHOWN} more")
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise DocumentError(
-            f"{count}:",
-            where=where,
-            problems=[f"{where}:{line}:{column}  {text}" for line, column, text in ordered],
-        )
+        raise DocumentError(f"{count}:", where=where, problems=lines)

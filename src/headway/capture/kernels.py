@@ -1,0 +1,158 @@
+"""What this rank's device does in a second: products, streams, launches, updates.
+
+All ranks of a machine measure at the same time, as they work at the same time: they share memory
+and caches. What is timed is what a training step does, with outputs in new memory and gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.capture.clock import Clock
+from headway.cluster.readings import Kernels
+
+_SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}
+_DEPTHS = {"cpu": (32, 128, 256, 512, 1024), "cuda": (64, 256, 1024, 2048, 4096)}
+_FORMATS = {
+    "cpu": {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16},
+    "cuda": {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
+}
+_STREAMED = {"cpu": (2**18, 2**20, 2**22), "cuda": (2**22, 2**24, 2**26)}
+"""Numbers of 4 bytes in each of three tensors."""
+_SLOW_SECONDS = 0.1
+"""A format in which one middling product takes longer is not measured: nobody trains in it."""
+_CHAIN = 50
+_PARAMETERS = 2**20
+
+
+def measure_kernels(device: torch.device, local_ranks: int) -> Kernels:
+    """Measure, in about three seconds.
+
+    Args:
+        device: Of this rank.
+        local_ranks: Ranks that share the memory of the machine.
+    """
+    clock, kind = Clock(device), device.type
+    products = {
+        name: tuple(_products(dtype, clock, kind))
+        for name, dtype in _FORMATS[kind].items()
+        if not _too_slow(dtype, clock)
+    }
+    one = torch.randn(512, 512, device=device)
+    return Kernels(
+        name=_name(device),
+        adds=clock.on_host,
+        products=products,
+        streams=tuple(_streams(clock, kind)),
+        dispatch=_dispatch(clock),
+        kernel=0.0 if clock.on_host else _kernel(device, clock),
+        update=_update(clock),
+        skew=0.0,
+        memory=_memory(device, local_ranks),
+        spread=clock.spread(lambda: one @ one),
+    )
+
+
+def cores_in_use(seconds: float = 0.2) -> float:
+    """Cores that are busy while this process does nothing; 0.0 where the system does not say."""
+    before = _jiffies()
+    time.sleep(seconds)
+    after = _jiffies()
+    if before is None or after is None or after[1] == before[1]:
+        return 0.0
+    share = (after[0] - before[0]) / (after[1] - before[1])
+    return share * (os.cpu_count() or 1)
+
+
+def _jiffies() -> tuple[int, int] | None:
+    """(Busy, all) ticks of all cores since the machine started."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    words = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-")
+    return words.lower().removeprefix("nvidia-")
+
+
+def _too_slow(dtype: torch.dtype, clock: Clock) -> bool:
+    one = torch.ones(256, 256, dtype=dtype, device=clock.device)
+    clock.once(lambda: one @ one)
+    return clock.once(lambda: one @ one) > _SLOW_SECONDS
+
+
+def _products(dtype: torch.dtype, clock: Clock, kind: str) -> Iterator[tuple[int, int, int, float]]:
+    count = 1 if clock.on_host else 10  # a queue that never runs empty
+    for side in _SIDES[kind]:
+        for depth in _DEPTHS[kind]:
+            a = torch.randn(side, depth, device=clock.device).to(dtype)
+            b = torch.randn(depth, side, device=clock.device).to(dtype)
+            yield side, side, depth, clock.best(lambda a=a, b=b: a @ b, count)  # type: ignore[misc]
+
+
+def _streams(clock: Clock, kind: str) -> Iterator[tuple[float, float]]:
+    count = 1 if clock.on_host else 10
+    for numbers in _STREAMED[kind]:
+        a, b = torch.ones(2, numbers, device=clock.device)
+        yield 12.0 * numbers, clock.best(lambda a=a, b=b: a + b, count)  # type: ignore[misc]
+
+
+def _dispatch(clock: Clock) -> float:
+    """Of a chain of products of four numbers: one kernel forward and two backward for each."""
+    weights = [torch.ones(4, device=clock.device, requires_grad=True) for _ in range(_CHAIN)]
+
+    def step() -> None:
+        value = torch.ones(4, device=clock.device)
+        for weight in weights:
+            weight.grad = None
+            value = value * weight
+        value.sum().backward()
+
+    return clock.best(step) / (3 * _CHAIN)
+
+
+def _kernel(device: torch.device, clock: Clock) -> float:
+    """Of tiny kernels that nobody has to issue: a recorded graph of them, played."""
+    value, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
+    value.add_(1.0)
+    with torch.cuda.graph(graph):
+        for _ in range(4 * _CHAIN):
+            value.add_(1.0)
+    return clock.best(graph.replay) / (4 * _CHAIN)
+
+
+def _update(clock: Clock) -> float:
+    parameters: list[Tensor] = [
+        torch.nn.Parameter(torch.ones(_PARAMETERS // 16, device=clock.device)) for _ in range(16)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return clock.best(step) / _PARAMETERS
+
+
+def _memory(device: torch.device, local_ranks: int) -> float:
+    """Bytes of this rank: of its GPU, or its share of the machine's (or container's)."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return float(min(whole, int(text)) if text.isdigit() else whole) / local_ranks

@@ -1,0 +1,109 @@
+"""What links carry: timed all-reduces and messages among the ranks of one group.
+
+Every rank of a group times the same operations; an operation has taken as long as for its slowest
+rank, and all ranks decide by these times, alike, how often and how far to go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from headway.capture.clock import Clock
+from headway.cluster.readings import Exchanges, Times
+
+SIZES = tuple(2**power for power in range(10, 25, 2))
+"""1 KiB to 16 MiB."""
+_SECONDS, _SWEEPS = 0.08, 2
+"""For the repetitions of one size; all sizes once, and later again."""
+_SLOW_SECONDS = 0.1
+"""After a size that takes longer, larger ones are left out, once there are two."""
+_LEAST, _MOST = 4, 60
+_LARGE = 2**16
+"""Bytes from which the rate matters, not only the latency."""
+_ROUNDS = 15
+
+
+def measure_exchanges(group: dist.ProcessGroup, device: torch.device) -> Exchanges:
+    """Time the links among the ranks of a group, in two to six seconds; collective.
+
+    Args:
+        group: With at least two ranks, this one among them.
+        device: Of this rank; its buffers lie there.
+    """
+    clock = Clock(device)
+
+    def sums(buffer: torch.Tensor) -> None:
+        dist.all_reduce(buffer, group=group)
+
+    def there_and_back(buffer: torch.Tensor) -> None:
+        rank = dist.get_rank(group)
+        if rank > 1:
+            return
+        other = dist.get_global_rank(group, 1 - rank)
+        for turn in (0, 1):
+            if rank == turn:
+                dist.send(buffer, other, group=group)
+            else:
+                dist.recv(buffer, other, group=group)
+
+    both = _times(there_and_back, group, clock)
+    return Exchanges(
+        ranks=dist.get_world_size(group),
+        sums=_times(sums, group, clock),
+        messages=tuple((size, seconds / 2) for size, seconds in both),
+    )
+
+
+def measure_skew(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds by which ranks wait for each other after equal work, per doubling; collective."""
+    clock, ranks = Clock(device), dist.get_world_size(group)
+    one, tiny = torch.ones(256, 256, device=device), torch.zeros(1, device=device)
+
+    def sums() -> None:
+        dist.all_reduce(tiny, group=group)
+
+    plain, after = [], []
+    for _ in range(_ROUNDS):
+        plain.append(clock.once(sums))
+        for _ in range(5):
+            one @ one
+        clock.wait()
+        after.append(clock.once(sums))
+    return max(0.0, median(after) - median(plain)) / math.log2(ranks)
+
+
+def _times(
+    operation: Callable[[torch.Tensor], None], group: dist.ProcessGroup, clock: Clock
+) -> Times:
+    """By size, the shortest time of two sweeps: another program may disturb one of them."""
+    best: dict[int, float] = {}
+    for _ in range(_SWEEPS):
+        for size in SIZES:
+            call = partial(operation, torch.zeros(size // 4, device=clock.device))
+            best[size] = min(best.get(size, math.inf), _steady(call, size, group, clock))
+            if best[size] > _SLOW_SECONDS and size > SIZES[0]:
+                break
+    return tuple((float(size), seconds) for size, seconds in best.items())
+
+
+def _steady(call: Callable[[], None], size: int, group: dist.ProcessGroup, clock: Clock) -> float:
+    """Of the second half of a row without a pause: what a switch or an interface takes at once
+    after a pause does not make it faster than it is. Small messages never wait for a rate, so that
+    the shortest counts; of large ones the middle, as a disturbed one makes the next faster."""
+    clock.once(call)
+    first = min(_of_slowest([clock.once(call), clock.once(call)], group, clock))
+    count = max(_LEAST, min(_MOST, int(_SECONDS / max(first, 1e-6))))
+    times = _of_slowest([clock.once(call) for _ in range(count)][count // 2 :], group, clock)
+    return min(times) if size < _LARGE else median(times)
+
+
+def _of_slowest(times: list[float], group: dist.ProcessGroup, clock: Clock) -> list[float]:
+    shared = torch.tensor(times, dtype=torch.float64, device=clock.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return list(shared.tolist())

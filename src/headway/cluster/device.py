@@ -1,0 +1,133 @@
+"""A device as a file describes it: what it computes, holds and moves, and what an hour of it costs.
+
+Only what was said stands in it: what is left out comes from the preset, or from the assumptions of
+the cost model (`cost.machine.device_of`), which name their source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from headway.cluster.link import Rate, Seconds
+from headway.cluster.sheets import SHEETS, is_sheet
+from headway.documents import document, nearest
+from headway.units import Price, parse_bytes, parse_flops
+
+_SHARES = ("efficiency", "depth", "sharpness")
+_TIMES = ("kernel", "dispatch", "skew", "update")
+NUMBERS = ("memory", "memory_rate", *_SHARES, *_TIMES)
+"""Names of a device's numbers, as in `cost.DeviceModel`."""
+FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+"""Number formats of which a device may have a peak."""
+
+
+def _flops(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError(f'{value!r} is no rate of computing; write it as "312 TFLOP/s"')
+    return parse_flops(value)
+
+
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError(f'{value!r} is no size; write it as "80 GiB"')
+    return float(parse_bytes(value))
+
+
+def _price(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError(f'{value!r} is no price; write it as "2.5 USD/h"')
+    return Price.parse(value)
+
+
+Flops = Annotated[float, BeforeValidator(_flops)]
+"""FLOP per second; in a file a text with its unit."""
+
+
+@document
+class Device:
+    """What is known of a kind of device; the numbers are those of `cost.DeviceModel`.
+
+    Attributes:
+        preset: Name of a datasheet, see `headway cluster presets`; what stands beside it counts
+            instead.
+        peak: FLOP/s by number format.
+        memory: Bytes.
+        memory_rate: Bytes/s that streaming kernels reach.
+        efficiency: Share of the peak that endless matrix products reach.
+        depth: Length of the summed dimension at which a matrix product reaches half of that.
+        kernel: Seconds that any kernel costs on the device beyond its work.
+        dispatch: Seconds that the host needs to issue one kernel.
+        skew: Seconds that a collective waits for the other ranks, per doubling of them.
+        sharpness: 1: times of host and device add up; at infinity, the longer one alone counts.
+        update: Seconds per parameter of the optimiser's step.
+        price: Of an hour of one device.
+        source: Of each number, by its name above.
+    """
+
+    preset: str | None = None
+    peak: dict[str, Flops] = dataclasses.field(default_factory=dict)
+    memory: Annotated[float, BeforeValidator(_bytes)] | None = None
+    memory_rate: Rate | None = None
+    efficiency: float | None = None
+    depth: float | None = None
+    kernel: Seconds | None = None
+    dispatch: Seconds | None = None
+    skew: Seconds | None = None
+    sharpness: float | None = None
+    update: Seconds | None = None
+    price: Annotated[Price, BeforeValidator(_price)] | None = None
+    source: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def own(self) -> dict[str, float]:
+        """The numbers that were given, by name, without peaks and price."""
+        values = {name: getattr(self, name) for name in NUMBERS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def problems(self, key: str) -> Iterator[str]:
+        """What is impossible about it, one line each."""
+        if self.preset is not None and not is_sheet(self.preset):
+            yield f"{key}.preset: no device {self.preset!r}{nearest(self.preset, list(SHEETS))}"
+        for name in self.peak:
+            if name not in FORMATS:
+                yield f"{key}.peak.{name}: no number format{nearest(name, FORMATS)}"
+        for name, value in {**self.peak, **self.own}.items():
+            if name in (*self.peak, "memory", "memory_rate") and not value > 0:
+                yield f"{key}: {name} is {value:g}; it must be positive"
+        if self.preset is None:
+            needed = ("peak", "memory", "memory_rate")
+            missing = [name for name in needed if getattr(self, name) in (None, {})]
+            if missing:
+                yield f"{key}: without a preset it needs {', '.join(missing)} too"
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
+            yield f"{key}.efficiency: {self.efficiency:g}; between 0 and 1 is possible"
+        if self.sharpness is not None and not self.sharpness >= 1:
+            yield f"{key}.sharpness: {self.sharpness:g}; it must be at least 1"
+        for name in self.source:
+            if name not in (*NUMBERS, "peak", "price"):
+                yield f"{key}.source.{name}: no such number{nearest(name, (*NUMBERS, 'peak'))}"
+
+
+def device_problems(
+    devices: Mapping[str, Device], users: Mapping[str, str | None]
+) -> Iterator[str]:
+    """What is wrong with a cluster's devices, one line each.
+
+    Args:
+        devices: By name.
+        users: By key of the file ("device", and one for each node): the name that stands there.
+    """
+    for name, device in devices.items():
+        yield from device.problems(f"devices.{name}")
+    currencies = {device.price.currency for device in devices.values() if device.price}
+    if len(currencies) > 1:
+        yield f"devices: prices in {' and '.join(sorted(currencies))}; write all in one currency"
+    for key, said in users.items():
+        if said is not None and said not in devices:
+            yield f"{key}: no device {said!r}{nearest(said, list(devices))}"
+        elif said is None and key != "device" and len(devices) > 1 and users["device"] is None:
+            yield f"{key}: missing; one of {', '.join(devices)}"

@@ -1,0 +1,77 @@
+"""What the ranks of a machine measured of it, before anything is fitted to it.
+
+Made by `capture.kernels` and `capture.links`; `cost.measured` makes a cluster's numbers of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Times = tuple[tuple[float, float], ...]
+"""(Bytes, seconds), the shortest of several for each size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What one rank measured of its device while all ranks of the machine measured theirs.
+
+    Attributes:
+        name: Of the device, fit for a file.
+        adds: Host and device are the same processor, so that their times add up.
+        products: By number format: (m, n, k, seconds) of matrix products.
+        streams: Of sums of two tensors into a new one: bytes read and written, seconds.
+        dispatch: Seconds to issue a tiny kernel, forward and backward.
+        kernel: Seconds of a tiny kernel on the device beyond that.
+        update: Seconds per parameter of AdamW with the norm of the gradients.
+        skew: Seconds of waiting in a collective, per doubling of the ranks.
+        memory: Bytes.
+        spread: Usual time of a product over its shortest one.
+    """
+
+    name: str
+    adds: bool
+    products: Mapping[str, tuple[tuple[int, int, int, float], ...]]
+    streams: Times
+    dispatch: float
+    kernel: float
+    update: float
+    skew: float
+    memory: float
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """What a group of ranks measured of one level of links.
+
+    Attributes:
+        ranks: In the group.
+        sums: Of all-reduces: bytes of the buffer, seconds.
+        messages: From one rank to another one.
+    """
+
+    ranks: int
+    sums: Times
+    messages: Times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """What one rank measured.
+
+    Attributes:
+        node: Its node's name.
+        kernels: Of its device.
+        inside: Of the links inside its node; None: it is alone there.
+        between: Of the links between nodes; None: it took no part, or there is one node.
+        busy: Cores that others used before anything was measured.
+        threads: Of this rank.
+    """
+
+    node: str
+    kernels: Kernels
+    inside: Exchanges | None
+    between: Exchanges | None
+    busy: float
+    threads: int

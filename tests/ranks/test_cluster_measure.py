@@ -1,0 +1,67 @@
+"""ranks: `headway cluster measure`: its file is read back and predicts a fresh measurement."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from headway.capture.links import measure_exchanges
+from headway.cluster import read_cluster, to_toml
+from headway.cost.measured import cluster_of_readings
+from headway.cost.presets import machine_of
+from headway.run.measuring import measure_in
+from headway.run.world import World
+from support.commands import HEADWAY, TORCHRUN, command
+from support.ranks import ranks
+
+FACTOR = 3.0
+"""Machines are noisy; an error of units is a factor of 8 or 1000."""
+
+
+def misses(world, folder):
+    """What a file, measured, written and read, predicts wrongly of a fresh measurement; the same
+    on all ranks, as they share their times."""
+    readings = measure_in(World.adopt())
+    path = folder / f"cluster-{world.rank}.toml"
+    path.write_text(to_toml(cluster_of_readings(readings, "today")))
+    machine = machine_of(read_cluster(path))
+    network, device = machine.network, machine.device
+    again = measure_exchanges(dist.group.WORLD, torch.device("cpu"))
+    pairs = [("sum", size, float(network.all_reduce(size, 2)), s) for size, s in again.sums]
+    sent = sum(float(network.send(size)) for size, _ in again.messages)
+    pairs.append(("messages", 0, sent, sum(seconds for _, seconds in again.messages)))
+    for dtype, points in readings[0].kernels.products.items():
+        for m, n, k, seconds in points:
+            predicted = device.dispatch + float(device.seconds_of_matmul(m, n, k, dtype=dtype))
+            pairs.append((dtype, (m, n, k), predicted, seconds))
+    return [pair for pair in pairs if not 1 / FACTOR < pair[2] / pair[3] < FACTOR]
+
+
+@ranks(2, timeout=120)
+def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
+    # A third program on two cores delays single operations twentyfold; a wrong unit always fails.
+    found = [misses(world, tmp_path)]
+    while found[-1] and len(found) < 3:
+        found.append(misses(world, tmp_path))
+    assert not found[-1], found
+
+
+def test_torchrun_and_headway_measure_alike(tmp_path):
+    words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--out", "one.toml")
+    done = command(
+        *TORCHRUN, "--standalone", "--nproc-per-node", "2", *words, cwd=tmp_path, timeout=90
+    )
+    assert done.code == 0, done.err
+    assert done.out.count("written  one.toml") == 1
+    one = read_cluster(tmp_path / "one.toml")
+    assert one.ranks == 2
+    assert one.level_of([0, 1]).name == "node"
+    measure = ("cluster", "measure", "--device", "cpu", "-n", "2", "-o", "one.toml")
+    again = command(*HEADWAY, *measure, cwd=tmp_path, timeout=90)
+    assert again.code == 0, again.err
+    two = read_cluster(tmp_path / "one.toml")
+    assert set(one.devices["cpu"].peak) == set(two.devices["cpu"].peak)
+    (tmp_path / "one.toml").write_text("nodes = 2  # mine\n")
+    refused = command(*HEADWAY, *measure, cwd=tmp_path)
+    assert refused.code == 1
+    assert "one.toml: this file was written by somebody" in refused.err
