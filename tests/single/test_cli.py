@@ -147,7 +147,10 @@ def test_every_command_exists_and_has_a_page(capsys):
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
-        (["zzz"], "commands: checkpoint, demo, exchange, plan, report, schedule, train, verify"),
+        (
+            ["zzz"],
+            "commands: checkpoint, cluster, demo, exchange, plan, report, schedule, train, verify",
+        ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
         (["train", "x.toml", "--processes", "two"], "--processes"),

@@ -83,7 +83,7 @@ def measure_recipe(reference: str, ranks: int) -> ModelCosts:
     exact = recipe.precision == "float64"
     if exact:
         to_float64(model)
-    data = to_device(_example(recipe, samples), device, torch.float64 if exact else None)
+    data = to_device(example_of(recipe, samples), device, torch.float64 if exact else None)
 
     def arithmetic() -> AbstractContextManager[Any]:
         if recipe.precision == "bfloat16":
@@ -96,7 +96,8 @@ def measure_recipe(reference: str, ranks: int) -> ModelCosts:
     return _as_layers(measure(stages, recipe.loss, data, arithmetic=arithmetic), samples, batch)
 
 
-def _example(recipe: Recipe, samples: int) -> Any:
+def example_of(recipe: Recipe, samples: int) -> Any:
+    """The first samples of a recipe's data as one micro-batch, as its loss takes them."""
     with Loader(
         as_source(recipe.data()),
         BatchSplit(samples=samples),

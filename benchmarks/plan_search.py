@@ -1,0 +1,86 @@
+"""How long the search for a plan takes, and how much memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/plan_search.py [39b 175b 1000 resnet] [--fastest]
+
+Building and capturing the model on the meta device is counted apart. Bars: GPT-39B on 64 devices
+5 s (Alpa 2,393 s), 175B on 1,024 10 s, 1,000 layers on 1,024 10 s, ResNet-50 on 64 1 s (FlexFlow
+158 s).
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.graph import ModelGraph, fold
+from headway.planner.operators import Workload
+from headway.planner.search import Question, describe, search
+from headway.units import format_bytes, format_seconds
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+GPT = {"39b": (48, 8192, 64, 1536, 64), "175b": (96, 12288, 96, 1536, 1024)}
+"""Layers, width, heads, batch and devices."""
+GPT["1000"] = (1000, 4096, 32, 1024, 1024)
+SAMPLES = 64
+
+
+def gpt(layers: int, width: int, heads: int) -> ModelGraph:
+    config = TransformerConfig(
+        vocabulary=51200, window=2048, width=width, layers=layers, heads=heads
+    )
+    with torch.device("meta"):
+        model = TransformerLM(config).bfloat16()
+        return capture(model, torch.empty(SAMPLES, 2048, dtype=torch.int64))
+
+
+def resnet() -> ModelGraph:
+    from support.big_models import ResNet50
+
+    with torch.device("meta"):
+        return capture(ResNet50(), torch.empty(SAMPLES, 3, 224, 224))
+
+
+def main() -> None:
+    names = [word for word in sys.argv[1:] if not word.startswith("-")]
+    objective = "fastest" if "--fastest" in sys.argv else "frontier"
+    for name in names or ("39b", "resnet", "175b", "1000"):
+        begin = time.perf_counter()
+        if name == "resnet":
+            graph, batch, devices = resnet(), 4096, 64
+        else:
+            *shape, batch, devices = GPT[name]
+            graph = gpt(*shape)
+        captured = time.perf_counter()
+        work = Workload(graph=fold(graph), samples=SAMPLES)
+        folded = time.perf_counter()
+        machine = machine_of(of_preset("dgx-a100", nodes=devices // 8))
+        question = Question(
+            work=work, machine=machine, devices=(devices,), batch=batch, objective=objective
+        )
+        outcome = search(question)
+        done = time.perf_counter()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(
+            f"{name} on {devices}, {objective}: capture {captured - begin:.1f} s, fold "
+            f"{folded - captured:.1f} s, search {done - folded:.2f} s; {outcome.considered} "
+            f"combinations, {outcome.opened} opened, {len(outcome.points)} plans, gap "
+            f"{outcome.gap:.1%}; {peak:.2f} GiB at most"
+        )
+        for point in outcome.points[:6]:
+            print(
+                f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}: "
+                f"{describe(point.degrees)}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Which combinations of degrees the outer loop of the search opens, and what bounds them.
+
+Invariant: a bound is never above what a combination's best plan costs, so that what is dropped
+by it could not have been on the frontier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headway.cost.memory import GRADIENTS, STATE, WEIGHTS
+from headway.cost.transformer import HALF
+
+FULL = (4.0, 4.0, 8.0)
+"""Bytes per parameter in 32 bits: weights, gradients, Adam's two moments."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Degrees:
+    """A combination.
+
+    Attributes:
+        tensor: t, neighbouring ranks.
+        data: d.
+        pipeline: p, stages.
+        microbatch: b, samples.
+        microbatches: m, of a step and a replica.
+        zero: Stage of ZeRO over the data axis.
+        schedule: Of the pipeline.
+    """
+
+    tensor: int
+    data: int
+    pipeline: int
+    microbatch: int
+    microbatches: int
+    zero: int = 0
+    schedule: str = "1f1b"
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    def in_flight(self, behind: int) -> int:
+        """Micro-batches that a stage holds which has so many behind it."""
+        if self.schedule == "gpipe":
+            return self.microbatches
+        return min(self.microbatches, behind + 1)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def microbatches(share: int) -> tuple[int, ...]:
+    """Sizes of a micro-batch that are tried: powers of two that divide a share, and the share."""
+    return tuple(b for b in divisors(share) if b & (b - 1) == 0 or b == share)
+
+
+def combinations(
+    devices: int,
+    batch: int,
+    *,
+    units: int,
+    tensor: Sequence[int] | None = None,
+    zero: Sequence[int] = (0, 1, 3),
+    schedules: Sequence[str] = ("1f1b",),
+) -> Iterator[Degrees]:
+    """All (t, d, p, b, m) with t d p = devices and d b m = batch, b as in `microbatches`.
+
+    Args:
+        devices: In all.
+        batch: Samples of a step.
+        units: A pipeline has at most so many stages.
+        tensor: Degrees of the tensor axis; None: all divisors.
+        zero: Stages of ZeRO; more than 0 needs a data axis.
+        schedules: Of pipelines.
+    """
+    for t in divisors(devices):
+        if tensor is not None and t not in tensor:
+            continue
+        for p in divisors(devices // t):
+            d = devices // t // p
+            if p > units or batch % d:
+                continue
+            for b in microbatches(batch // d):
+                m = batch // d // b
+                for stage in zero if d > 1 else (0,):
+                    for schedule in schedules if p > 1 else ("1f1b",):
+                        yield Degrees(
+                            tensor=t,
+                            data=d,
+                            pipeline=p,
+                            microbatch=b,
+                            microbatches=m,
+                            zero=stage,
+                            schedule=schedule,
+                        )
+
+
+def state_per_byte(itemsize: int, zero: int, data: int) -> float:
+    """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
+
+    16 bits: 2 + 4 + 12 bytes per parameter; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the
+    last two (2) or all (3) by the data degree (Rajbhandari et al. 2020).
+    """
+    weights, gradients, state = (
+        (WEIGHTS, GRADIENTS, STATE) if itemsize == HALF else tuple(f * itemsize / 4 for f in FULL)
+    )
+    total = weights / (data if zero >= 3 else 1)
+    total += gradients / (data if zero >= 2 else 1)
+    total += state / (data if zero >= 1 else 1)
+    return total / itemsize

@@ -1,0 +1,330 @@
+"""Level 1 of the search: the choices of every operator on one axis of a mesh, and what they cost.
+
+A choice is a legal rule of `graph.rules`. Costs are vectors (`PARTS`) that add up over operators
+and re-layouts, for one micro-batch of `samples` samples; what the data axis, ZeRO, the schedule and
+the number of micro-batches make of them comes later, so that one table serves all of those.
+Invariant: a choice costs what `cost` says of a part's work, at least its launches. Sources: Cai et
+al. 2022 (TensorOpt), cost of a strategy; Narayanan et al. 2021 (what a split sends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cost.transformer import Machine
+from headway.errors import PlanError
+from headway.graph import ModelGraph, Operator, Rule, TensorSpec, rules
+from headway.graph.cut import constants
+from headway.graph.index import parse
+from headway.planner.relayout import Relayout
+
+PARTS = ("forward", "backward", "step", "params", "saved")
+"""Seconds of a micro-batch in both passes, seconds of a step on this axis (gradients of whole
+parameters), bytes of parameters and bytes kept for backward of a micro-batch, on one device."""
+Floats = NDArray[np.float64]
+
+_VIEWS = frozenset(
+    [
+        "_unsafe_view",
+        "alias",
+        "chunk",
+        "detach",
+        "expand",
+        "flatten",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    ]
+)
+_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model for the search.
+
+    Attributes:
+        graph: Folded.
+        samples: In the micro-batch with which it was captured.
+    """
+
+    graph: ModelGraph
+    samples: int
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Tensors that every rank makes itself."""
+        return constants(self.graph)
+
+    @cached_property
+    def batch_dims(self) -> Mapping[str, int]:
+        """The dimension of a tensor that counts samples, the slowest."""
+        return self._batch[0]
+
+    @cached_property
+    def batch_loops(self) -> Mapping[str, str]:
+        """The loop of an operator, by its name, that runs over samples."""
+        return self._batch[1]
+
+    @cached_property
+    def _batch(self) -> tuple[dict[str, int], dict[str, str]]:
+        dims = {
+            name: 0
+            for name, spec in self.graph.inputs.items()
+            if spec.shape and spec.shape[0] == self.samples
+        }
+        loops: dict[str, str] = {}
+        for operator in self.graph.operators:
+            entered = [n for n, tensor in enumerate(operator.inputs) if tensor in dims]
+            if not entered:
+                continue
+            if not operator.axes.known:
+                loops[operator.name] = ""
+                dims |= dict.fromkeys(operator.outputs, 0)
+                continue
+            number = entered[0]
+            index = parse(operator.axes.inputs[number])[dims[operator.inputs[number]]]
+            loop = index[0] if index else ""
+            loops[operator.name] = loop
+            for tensor, text in zip(operator.outputs, operator.axes.outputs, strict=True):
+                places = [d for d, axes in enumerate(parse(text)) if axes[:1] == (loop,)]
+                dims |= dict.fromkeys([tensor] if places else [], places[0] if places else 0)
+        return dims, loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a table of choices is for.
+
+    Attributes:
+        work: The model.
+        machine: Devices and links.
+        tensor: Ranks of the axis, which lie next to each other.
+        samples: Of a micro-batch.
+        force: Patterns of modules, and what their operators must do: "replicate", "split", or
+            "split:AXIS" with the name of a loop.
+    """
+
+    work: Workload
+    machine: Machine
+    tensor: int
+    samples: int
+    force: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def relayout(self) -> Relayout:
+        return Relayout(self.machine.network, self.tensor)
+
+    @property
+    def scale(self) -> float:
+        return self.samples / self.work.samples
+
+    def bytes_of(self, tensor: str) -> float:
+        """Of the whole tensor, for one micro-batch."""
+        spec = self.work.graph.tensors[tensor]
+        return spec.bytes * (self.scale if tensor in self.work.batch_dims else 1.0)
+
+    def placements(self, tensor: str) -> tuple[str, ...]:
+        """Whole, and split along each dimension that can be."""
+        spec = self.work.graph.tensors[tensor]
+        found = ["R"]
+        for dim, size in enumerate(spec.shape):
+            whole = size
+            if self.work.batch_dims.get(tensor) == dim:
+                whole = round(size * self.scale)
+            if self.tensor > 1 and whole % self.tensor == 0 and whole >= self.tensor:
+                found.append(f"S{dim}")
+        return tuple(found)
+
+
+def legal(setting: Setting, operator: Operator) -> tuple[Rule, ...]:
+    """The choices of an operator; what is forced counts where it is legal."""
+    inputs, outputs = setting.work.graph.specs(operator)
+    loop = setting.work.batch_loops.get(operator.name)
+    sizes = operator.axes.sizes()
+    found = [
+        rule
+        for rule in rules(operator, inputs, outputs, setting.tensor)
+        if not rule.axis
+        or rule.axis != loop
+        or round(sizes[rule.axis] * setting.scale) % setting.tensor == 0
+    ]
+    if setting.tensor == 1:
+        return tuple(found[:1])
+    for pattern, how in setting.force:
+        if fnmatchcase(operator.module, pattern) and operator.parameters:
+            found = [rule for rule in found if _obeys(operator, rule, how)] or found
+    return tuple(found)
+
+
+def check_force(setting: Setting) -> None:
+    """Refuse what is forced on modules of which none can do it.
+
+    Raises:
+        PlanError: Names the modules' axes.
+    """
+    problems = []
+    for pattern, how in setting.force:
+        meant = [
+            operator
+            for operator in setting.work.graph.operators
+            if fnmatchcase(operator.module, pattern) and operator.parameters
+        ]
+        found = [(o, legal(replace(setting, force=()), o)) for o in meant]
+        if not any(_obeys(operator, rule, how) for operator, rules_ in found for rule in rules_):
+            ways = sorted({rule.axis for _, rules_ in found for rule in rules_ if rule.axis})
+            said = ", ".join(ways) if ways else "none" if meant else "no module has this name"
+            problems.append(f"{pattern}={how} over {setting.tensor} ranks; can be split: {said}")
+    if problems:
+        raise PlanError(
+            "what is forced is not legal",
+            problems=problems,
+            fix="Force something else on these modules, or take another tensor degree.",
+        )
+
+
+def _obeys(operator: Operator, rule: Rule, how: str) -> bool:
+    kind, _, axis = how.partition(":")
+    held = [
+        placement
+        for tensor, placement in zip(operator.inputs, rule.inputs, strict=True)
+        if tensor in operator.parameters
+    ]
+    if kind == "replicate":
+        return not any(placement.startswith("S") for placement in held)
+    if axis not in ("", "tensor"):
+        return rule.axis == axis
+    return any(placement.startswith("S") for placement in held)
+
+
+def cost(setting: Setting, operator: Operator, rule: Rule, saves: tuple[str, ...]) -> Floats:
+    """The vector (`PARTS`) of one choice.
+
+    Args:
+        setting: What it is for.
+        operator: One of its operators.
+        rule: Of that operator.
+        saves: Names of the storages that are counted here; others are counted elsewhere.
+    """
+    forward, backward = _compute(setting, operator, rule)
+    network, t = setting.machine.network, setting.tensor
+    scale = setting.scale if operator.name in setting.work.batch_loops else 1.0
+    if rule.halo:
+        halo = float(network.send(rule.halo * scale)) * (rule.parts > 1)
+        forward, backward = forward + halo, backward + halo
+    if rule.exchange:
+        summed = float(network.all_reduce(rule.exchange, t))
+        forward, backward = forward + summed, backward + summed
+    held, pending = parameter_bytes(setting, operator, rule)
+    step = float(network.all_reduce(pending, t)) if pending else 0.0
+    kept = sum(
+        saved.bytes * scale / _divisor(setting, operator, rule, saved.name, saved.bytes)
+        for saved in operator.saved
+        if saved.name in saves
+    )
+    return np.array([forward, backward, step, held, kept])
+
+
+def parameter_bytes(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, float]:
+    """(of parameters on one device, of those whose gradients are summed over the axis)."""
+    held = pending = 0.0
+    rows = zip(operator.inputs, rule.inputs, rule.gradients, strict=True)
+    for tensor, placement, gradient in rows:
+        if tensor not in operator.parameters:
+            continue
+        size = setting.work.graph.tensors[tensor].bytes
+        held += size / (setting.tensor if placement.startswith("S") else 1)
+        if gradient.startswith("P") and not placement.startswith("P"):
+            pending += size
+    return held, pending
+
+
+def _compute(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, float]:
+    """Seconds of both passes without collectives; host and device joined operator by operator."""
+    device = setting.machine.device
+    passes = _passes(setting, operator, rule)
+    number = kernels(operator)
+    launched = (number, number + bool(operator.flops.weight_gradient))
+    one, two = (
+        float(device.join(device.seconds_of_host(n), s + device.seconds_of_kernels(n))) if s else s
+        for s, n in zip(passes, launched, strict=True)
+    )
+    return one, two
+
+
+def roofline(setting: Setting, operator: Operator) -> tuple[float, float]:
+    """Seconds of both passes of a micro-batch on one device, without launches and without what
+    parameters move: together, the parts of no split take less."""
+    return _passes(setting, operator, Rule(inputs=(), outputs=(), gradients=()), 0.0)
+
+
+def _passes(
+    setting: Setting, operator: Operator, rule: Rule, moved_weights: float = 1.0
+) -> tuple[float, float]:
+    """Seconds on the device of forward and backward: products, at least what their bytes take."""
+    device = setting.machine.device
+    batched = operator.name in setting.work.batch_loops
+    scale = setting.scale if batched else 1.0
+    inputs, outputs = setting.work.graph.specs(operator)
+    flops, traffic = operator.flops, operator.traffic
+    summed = any(placement == "P" for placement in rule.outputs) and rule.parts > 1
+    made = sum(spec.elements for spec in outputs) or 1
+    weights = [s for t, s in zip(operator.inputs, inputs, strict=True) if t in operator.parameters]
+    taken = sum(spec.elements for spec in inputs) - sum(spec.elements for spec in weights) or 1
+    held = sum(spec.elements for spec in weights) or taken
+    rate = device.rate(dtype_of(setting, outputs))
+    own = float(sum(spec.bytes for spec in weights))
+
+    def seconds(work: float, moved: float, results: float, cut: float) -> float:
+        if not work and not moved:
+            return 0.0
+        depth = max(work / (2.0 * results) / cut, 1.0)
+        product = work * scale / rate * (1.0 + device.depth / depth)
+        fixed = min(own, moved)  # weights are read once, however many samples there are
+        streamed = ((moved - fixed) * scale + fixed * moved_weights) / device.memory_rate
+        return max(product, streamed) / rule.parts
+
+    cut = rule.parts if summed else 1
+    forward = seconds(flops.forward, traffic.forward, made, cut)
+    backward = seconds(flops.input_gradient, traffic.input_gradient, taken, 1)
+    return forward, backward + seconds(flops.weight_gradient, traffic.weight_gradient, held, 1)
+
+
+def kernels(operator: Operator) -> int:
+    """Kernels of its forward pass: what was folded into it counts unless it is a view."""
+    kinds = {part.rstrip("0123456789").rstrip("_") or part for part in operator.parts}
+    launched = sum(part.rstrip("0123456789").rstrip("_") not in _VIEWS for part in operator.parts)
+    return max(1, launched if kinds else 1)
+
+
+def dtype_of(setting: Setting, outputs: tuple[TensorSpec, ...]) -> str:
+    """The format of the products: that of the tensors, where the device has a peak of it."""
+    peak = setting.machine.device.peak
+    own = next((_DTYPES[s.dtype] for s in outputs if s.dtype in _DTYPES), setting.machine.dtype)
+    same = {"bf16": "fp16", "fp16": "bf16", "fp64": "fp32"}
+    return own if own in peak else same.get(own, "") if same.get(own) in peak else own
+
+
+def _divisor(setting: Setting, operator: Operator, rule: Rule, name: str, size: int) -> float:
+    """Into how many parts a kept storage falls: as the input that it belongs to lies."""
+    tensors = setting.work.graph.tensors
+    for tensor, placement in zip(operator.inputs, rule.inputs, strict=True):
+        if tensor == name or (tensor not in operator.parameters and tensors[tensor].bytes == size):
+            return float(setting.tensor) if placement.startswith("S") else 1.0
+    return float(rule.parts)

@@ -1,0 +1,102 @@
+"""A model as a row of units, cut where one tensor crosses, and which stretches of it are alike.
+
+Invariant: units cover the operators without gaps, and stretches of one class have the same costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from headway.graph import blocks, cuts
+from headway.graph.block import structure
+from headway.planner.operators import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Operators that no stage border divides.
+
+    Attributes:
+        start: Number of the first operator.
+        stop: Number behind the last.
+        kind: Equal for units of equal structure: a number from 0.
+        entry: The tensor that enters; "" for the first unit.
+        exit: The tensor that leaves; "" for the last.
+        module: Of its first operator that has one.
+    """
+
+    start: int
+    stop: int
+    kind: int
+    entry: str
+    exit: str
+    module: str
+
+
+def units(work: Workload) -> tuple[Unit, ...]:
+    """The finest row of units: repeated blocks whole, what lies between them cut where possible."""
+    graph = work.graph
+    segments = blocks(graph).segments
+    counts: dict[str, int] = {}
+    for segment in segments:
+        counts[segment.structure] = counts.get(segment.structure, 0) + 1
+    inside = {
+        place
+        for segment in segments
+        if counts[segment.structure] > 1
+        for place in range(segment.start + 1, segment.stop)
+    }
+    borders: list[tuple[int, str]] = [(0, "")]
+    for cut in cuts(graph):
+        if cut.place not in inside and cut.tensors[0] != borders[-1][1]:
+            borders.append((cut.place, cut.tensors[0]))
+    borders.append((len(graph.operators), ""))
+    kinds: dict[object, int] = {}
+    found = []
+    for (start, entry), (stop, exit_) in pairwise(borders):
+        operators = graph.operators[start:stop]
+        shapes = tuple(graph.tensors[t].shape if t else () for t in (entry, exit_))
+        key = (structure(graph, operators), shapes)
+        module = next((o.module for o in operators if o.module), "")
+        kind = kinds.setdefault(key, len(kinds))
+        found.append(
+            Unit(start=start, stop=stop, kind=kind, entry=entry, exit=exit_, module=module)
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Which stretches of the row are alike.
+
+    Attributes:
+        of: (L, L + 1): the class of the units from i to before j.
+        before: Of each class the one without its last unit; -1 for one unit.
+        last: Of each class the kind of its last unit.
+        examples: Of each class one (i, j).
+    """
+
+    of: np.ndarray
+    before: tuple[int, ...]
+    last: tuple[int, ...]
+    examples: tuple[tuple[int, int], ...]
+
+
+def stretches(row: tuple[Unit, ...]) -> Stretches:
+    """Numbers the distinct sequences of kinds."""
+    length = len(row)
+    kinds = [unit.kind for unit in row]
+    of = np.full((length, length + 1), -1, dtype=np.int64)
+    numbers: dict[tuple[int, int], int] = {}
+    examples: dict[int, tuple[int, int]] = {}
+    for start in range(length):
+        number = -1
+        for place in range(start, length):
+            number = numbers.setdefault((number, kinds[place]), len(numbers))
+            of[start, place + 1] = number
+            examples.setdefault(number, (start, place + 1))
+    before, last = (tuple(key[n] for key in numbers) for n in (0, 1))
+    return Stretches(of, before, last, tuple(examples.values()))

@@ -1,0 +1,321 @@
+"""Level 2 of the search: what every stretch of a model costs, each distinct block solved once.
+
+A model is a row of units, cut where one tensor crosses. For each structure of unit, each placement
+of what enters and leaves, and each of J prices (of bytes in seconds) the frontier engine finds the
+cheapest strategy; a stretch is the cheapest way through its units (the power of a block for a run
+of equal ones). The J strategies of a stretch are points of its lower hull. Invariant: what
+a stretch costs is the sum of the strategies of its units, which can be named. Sources: Cai et al.
+2022 (TensorOpt), FT-LDP; Zheng et al. 2022 (Alpa), stages as intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from headway.graph import Operator, Rule
+from headway.planner.frontier.bounds import find_bounds
+from headway.planner.frontier.network import all_choices, make_network
+from headway.planner.frontier.problem import ChoiceGraph
+from headway.planner.frontier.rules import Order, order_eliminations
+from headway.planner.frontier.solve import BUDGET
+from headway.planner.operators import PARTS, Floats, Setting, cost, legal
+from headway.planner.relayout import wanted
+from headway.planner.row import Stretches, Unit
+
+BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e4)
+"""Of a whole device's memory, in seconds of a micro-batch of the whole model."""
+SAVED_WEIGHTS = (1.0, 8.0)
+"""Kept activations against parameters: micro-batches under way per 16 bytes of state."""
+STEPS = (1.0, 32.0)
+"""Micro-batches over which a step's own seconds are spread."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The strategies of one structure.
+
+    Attributes:
+        rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
+            the entry and the exit.
+        strategies: For each pair of placements the choice of each operator, (2 J,).
+        rules: The choices of each operator.
+        graph: What was searched.
+    """
+
+    rows: Floats
+    strategies: Mapping[tuple[int, int], Mapping[str, np.ndarray]]
+    rules: Mapping[str, tuple[Rule, ...]]
+    graph: ChoiceGraph
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What all stretches of a model cost under one `Setting`."""
+
+    setting: Setting
+    row: tuple[Unit, ...]
+    classes: Stretches
+    scale: float
+    _known: dict[int, Floats] = field(default_factory=dict)
+    _solved: dict[int, Solved] = field(default_factory=dict)
+    _cells: dict[str, tuple[Floats, np.ndarray]] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> Floats:
+        """(2, J, 5): prices of `PARTS`; with recomputation forward counts twice and what is kept
+        inside of a unit not."""
+        memory = self.setting.machine.device.memory
+        lines = []
+        for price in BYTE_PRICES:
+            for saved in SAVED_WEIGHTS if price else (0.0,):
+                for steps in STEPS:
+                    each = price * self.scale / memory
+                    lines.append((1.0, 1.0, 1.0 / steps, 8.0 * each, saved * each))
+        plain = np.array(lines)
+        again = plain * np.array([2.0, 1.0, 1.0, 1.0, 0.0])
+        return np.stack([plain, again])
+
+    def solved(self, kind: int) -> Solved:
+        """The strategies of a structure of unit."""
+        if kind not in self._solved:
+            unit = next(unit for unit in self.row if unit.kind == kind)
+            self._solved[kind] = _solve(self.setting, unit, self.weights)
+        return self._solved[kind]
+
+    def states(self, tensor: str) -> tuple[str, ...]:
+        """Placements of what crosses a border of units."""
+        return self.setting.placements(tensor) if tensor else ("",)
+
+    def stretch(self, number: int) -> Floats:
+        """(2, J, A, B, len(PARTS)) of a class of stretches."""
+        way = []
+        while number not in self._known and self.classes.before[number] >= 0:
+            way.append(number)
+            number = self.classes.before[number]
+        found = self._known.get(number)
+        if found is None:
+            found = self.solved(self.classes.last[number]).rows
+            self._known[number] = found
+        for number in reversed(way):
+            right = self.solved(self.classes.last[number]).rows
+            found, _ = _joined(found, right, self.weights)
+            self._known[number] = found
+        return found
+
+    @cached_property
+    def transient(self) -> float:
+        """Bytes that the largest unit keeps while it is computed again."""
+        kinds = sorted({unit.kind for unit in self.row})
+        return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
+
+    def cells(self, border: str, several: bool) -> tuple[Floats, np.ndarray]:
+        """(classes, 2, K, 5) of all stretches with one placement at both ends, and the (K,) prices
+        that give strategies of their own.
+
+        Args:
+            border: The placement; whole where a tensor cannot have it.
+            several: False: only the whole row, as class 0.
+        """
+        key = border if several else ""
+        if key not in self._cells:
+            found = []
+            for start, stop in self.classes.examples if several else ((0, len(self.row)),):
+                rows = self.stretch(int(self.classes.of[start, stop]))
+                first, last = self.row[start].entry, self.row[stop - 1].exit
+                found.append(rows[:, :, self.place(first, border), self.place(last, border)])
+            cells = np.stack(found)
+            by_price = np.moveaxis(cells, 2, 0).reshape(cells.shape[2], -1)
+            prices = np.sort(np.unique(by_price, axis=0, return_index=True)[1])
+            self._cells[key] = cells[:, :, prices], prices
+        return self._cells[key]
+
+    @cached_property
+    def borders(self) -> tuple[str, ...]:
+        """Placements that some cheapest way through the whole model takes at a quarter of it, at
+        half or at three quarters: those that the borders of stages are tried with."""
+        length = len(self.row)
+        found: set[str] = set()
+        for middle in sorted({length // 4, length // 2, 3 * length // 4} - {0}):
+            left = self.stretch(int(self.classes.of[0, middle]))
+            right = self.stretch(int(self.classes.of[middle, length]))
+            _, picks = _joined(left, right, self.weights)
+            states = self.states(self.row[middle].entry)
+            found.update(states[place] for place in np.unique(picks))
+        return tuple(sorted(found))
+
+    def place(self, tensor: str, state: str) -> int:
+        """The number of a placement of a border's tensor; 0, whole, where it has not got it."""
+        states = self.states(tensor)
+        return states.index(state) if state in states else 0
+
+    def path(
+        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        """Of every unit of a stretch the placements at its entry and exit, as numbers."""
+        states = []
+        exit_ = ends[1]
+        for place in range(stop - 1, start, -1):
+            left = self.stretch(int(self.classes.of[start, place]))
+            right = self.solved(self.row[place].kind).rows
+            _, picks = _joined(left, right, self.weights)
+            between = int(picks[again, price, ends[0], exit_])
+            states.append((between, exit_))
+            exit_ = between
+        return [(ends[0], exit_), *reversed(states)]
+
+
+def _joined(left: Floats, right: Floats, weights: Floats) -> tuple[Floats, np.ndarray]:
+    """One after the other, by the cheapest placement between them, (2, J, A, C, 5) and picks."""
+    if left.shape[3] == 1 and right.shape[2] == 1:
+        sums = left[:, :, :, 0, None] + right[:, :, None, 0]
+        return sums, np.zeros(sums.shape[:4], dtype=np.int64)
+    priced = np.einsum("rjabp,rjp->rjab", left, weights)
+    other = np.einsum("rjabp,rjp->rjab", right, weights)
+    picks = (priced[..., :, :, None] + other[..., None, :, :]).argmin(axis=3)
+    r, j, a, c = np.ogrid[tuple(slice(size) for size in picks.shape)]
+    return left[r, j, a, picks] + right[r, j, picks, c], picks
+
+
+def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:
+    """All pairs of placements at the ends, all prices at once."""
+    made = _Graph(setting, unit)
+    graph = made.graph
+    entries = setting.placements(unit.entry) if unit.entry else ("",)
+    exits = setting.placements(unit.exit) if unit.exit else ("",)
+    prices = weights.reshape(-1, len(PARTS))
+    rows = np.zeros((len(prices), len(entries), len(exits), len(PARTS)))
+    strategies: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
+    entered = (
+        setting.bytes_of(unit.entry)
+        / np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
+        if unit.entry
+        else np.zeros(1)
+    )
+    order: Order | None = None
+    scopes: tuple[tuple[str, ...], ...] = ()
+    for one in range(len(entries)):
+        for two in range(len(exits)):
+            kept = all_choices(graph)
+            if unit.entry:
+                kept["<entry"] = np.array([one])
+            if unit.exit:
+                kept["exit>"] = np.array([two])
+            network = make_network(graph, kept)
+            if order is None or network.scopes != scopes:
+                order = order_eliminations(network.scopes, network.sizes, BUDGET)
+                scopes = network.scopes
+            bounds = find_bounds(network, order, prices, whole=False)
+            chosen = network.chosen(bounds.choices, len(prices))
+            strategies[one, two] = chosen
+            rows[:, one, two] = _evaluate(graph, chosen)
+    rows = rows.reshape(*weights.shape[:2], *rows.shape[1:])
+    rows[1, ..., 4] = entered[None, :, None]
+    return Solved(rows, strategies, made.rules, graph)
+
+
+def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
+    """(K, d) of K strategies."""
+    total: Floats = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
+    for (source, target), costs in graph.edges.items():
+        total = total + costs[chosen[source], chosen[target]]
+    return total
+
+
+class _Graph:
+    """The graph of choices of a unit: operators, and tensors that several of them use."""
+
+    def __init__(self, setting: Setting, unit: Unit) -> None:
+        self.setting = setting
+        self.unit = unit
+        graph = setting.work.graph
+        self.operators = graph.operators[unit.start : unit.stop]
+        self.rules = {operator.name: legal(setting, operator) for operator in self.operators}
+        self.made = {tensor: o for o in self.operators for tensor in o.outputs}
+        self.states: dict[str, tuple[tuple[str, str], ...]] = {}
+        self.names: dict[str, str] = {}
+        self.nodes: dict[str, Floats] = {}
+        self.edges: dict[tuple[str, str], Floats] = {}
+        self._tensors()
+        self._operators()
+        self.graph = ChoiceGraph(PARTS, self.nodes, self.edges)
+
+    def _tensors(self) -> None:
+        uses: dict[str, int] = {}
+        for operator in self.operators:
+            for tensor in dict.fromkeys(operator.inputs):
+                uses[tensor] = uses.get(tensor, 0) + 1
+        shared = [t for t, n in uses.items() if n > 1 and t in self.made]
+        ends = {self.unit.entry: "<entry", self.unit.exit: "exit>"}
+        for tensor in dict.fromkeys([self.unit.entry, self.unit.exit, *shared]):
+            if not tensor or tensor in self.setting.work.fixed:
+                continue
+            states = [(place, place) for place in self.setting.placements(tensor)]
+            if tensor not in ends and self.setting.tensor > 1:
+                states.append(("R", "P"))  # gradients are added up before they are summed
+            self.names[tensor] = ends.get(tensor, f"={tensor}")
+            self.states[tensor] = tuple(states)
+            self.nodes[self.names[tensor]] = np.zeros((len(states), len(PARTS)))
+
+    def _operators(self) -> None:
+        counted: set[str] = set()
+        graph = self.setting.work.graph
+        held = {*graph.parameters, *graph.buffers, *graph.inputs}
+        for operator in self.operators:
+            own = [s.name for s in operator.saved if s.name not in held and s.name not in counted]
+            counted.update(own)
+            self.nodes[operator.name] = np.array(
+                [cost(self.setting, operator, r, tuple(own)) for r in self.rules[operator.name]]
+            )
+            for number, tensor in enumerate(operator.inputs):
+                self._enters(operator, number, tensor)
+        for tensor, name in self.names.items():
+            if (maker := self.made.get(tensor)) is not None:
+                place = maker.outputs.index(tensor)
+                sources = [(r.outputs[place], wanted(r.outputs[place])) for r in self._of(maker)]
+                self._edge(maker.name, name, tensor, sources, list(self.states[tensor]))
+
+    def _of(self, operator: Operator) -> tuple[Rule, ...]:
+        return self.rules[operator.name]
+
+    def _enters(self, operator: Operator, number: int, tensor: str) -> None:
+        if tensor in self.setting.work.fixed:
+            return
+        targets = [(r.inputs[number], r.gradients[number]) for r in self._of(operator)]
+        if tensor in self.names:
+            self._edge(
+                self.names[tensor], operator.name, tensor, list(self.states[tensor]), targets
+            )
+        elif (maker := self.made.get(tensor)) is not None:
+            place = maker.outputs.index(tensor)
+            sources = [(r.outputs[place], wanted(r.outputs[place])) for r in self._of(maker)]
+            self._edge(maker.name, operator.name, tensor, sources, targets)
+
+    def _edge(
+        self,
+        source: str,
+        target: str,
+        tensor: str,
+        sources: list[tuple[str, str]],
+        targets: list[tuple[str, str]],
+    ) -> None:
+        size = self.setting.bytes_of(tensor)
+        floating = self.setting.work.graph.tensors[tensor].floating
+        price = self.setting.relayout.seconds
+        costs = np.zeros((len(sources), len(targets), len(PARTS)))
+        for one, (lies, wants) in enumerate(sources):
+            for two, (needs, gives) in enumerate(targets):
+                costs[one, two, 0] = price(lies, needs, size)
+                costs[one, two, 1] = price(gives, wants, size) if floating else 0.0
+        known = self.edges.get((source, target))
+        self.edges[source, target] = costs if known is None else known + costs
+
+
+def tables(setting: Setting, row: tuple[Unit, ...], classes: Stretches) -> Tables:
+    """Tables for a setting; `row` and `classes` are those of `units` and `stretches`."""
+    flops = setting.work.graph.flops.total * setting.scale / setting.tensor
+    rate = next(iter(setting.machine.device.peak.values()))
+    return Tables(setting, row, classes, flops / rate)

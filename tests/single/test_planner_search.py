@@ -1,0 +1,136 @@
+"""single: the search: bounds, the questions' agreement, determinism, the 100K-class example."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.errors import PlanError
+from headway.graph import fold
+from headway.planner.decision import choices
+from headway.planner.degrees import Degrees
+from headway.planner.operators import Workload
+from headway.planner.row import units
+from headway.planner.search import Question, search
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from support.big_models import ResNet50, ids, meta
+
+MACHINE = machine_of(of_preset("dgx-a100", nodes=1))
+
+
+def gpt(layers=4):
+    config = TransformerConfig(vocabulary=1024, window=64, width=256, layers=layers, heads=8)
+    with torch.device("meta"):
+        return Workload(graph=fold(capture(TransformerLM(config), ids(16, 64))), samples=16)
+
+
+@pytest.fixture(scope="module")
+def work():
+    return gpt()
+
+
+def asked(work, **changed):
+    return Question(**{"work": work, "machine": MACHINE, "devices": (8,), "batch": 32} | changed)
+
+
+def facts(outcome):
+    return [(p.seconds, p.bytes, p.degrees, p.border, p.stages) for p in outcome.points]
+
+
+def test_same_question_same_answer(work):
+    assert facts(search(asked(work))) == facts(search(asked(gpt())))
+
+
+def test_units_are_the_blocks(work):
+    row = units(work)
+    kinds = [unit.kind for unit in row]
+    assert kinds.count(kinds[-3]) == 3  # the first block makes the rotations, too
+    assert all(one.exit == two.entry for one, two in pairwise(row))
+    assert (row[0].start, row[-1].stop) == (0, len(work.graph.operators))
+
+
+def test_the_questions_agree(work):
+    """F6: mini-time is the fastest point within its cap, mini-parallelism the fewest devices."""
+    counts = (1, 2, 4, 8)
+    free = search(asked(work, devices=counts, objective="fastest"))
+    cap = free.best.bytes * 0.9
+    capped = search(asked(work, devices=counts, objective="fastest", memory=cap))
+    assert capped.best.bytes <= cap
+    assert capped.best.seconds >= free.best.seconds
+    assert free.gap == capped.gap == 0
+    alone = search(asked(work, devices=(1,), memory=2 * cap))
+    least = min(point.bytes for point in alone.points)
+    fewest = search(asked(work, devices=counts, objective="fewest-devices", memory=least * 0.7))
+    assert fewest.best.devices > 1
+    fewer = tuple(count for count in counts if count < fewest.best.devices)
+    with pytest.raises(PlanError):
+        search(asked(work, devices=fewer, memory=least * 0.7))
+
+
+def test_the_fastest_of_all_combinations(work):
+    """Bounds drop nothing: opening every combination finds the same."""
+    for memory in (80e9, 60e6, 40e6):
+        try:
+            outcome = search(asked(work, objective="fastest", memory=memory))
+        except PlanError:
+            outcome = None
+        engine = (outcome or search(asked(work))).search
+        every = [engine._candidate(d).fastest(memory) for d in engine.combinations()]
+        best = min((point.seconds for point in every if point), default=np.inf)
+        assert best == (outcome.best.seconds if outcome else np.inf)
+
+
+def test_no_plan_fits(work):
+    with pytest.raises(PlanError, match="no plan fits") as error:
+        search(asked(work, devices=(1,), memory=5e6))
+    assert "more per device" in error.value.fix
+
+
+def test_forced_choices(work):
+    forced = search(asked(work, tensor=(8,), force=(("blocks.*", "split"),), objective="fastest"))
+    found = choices(forced, forced.best)
+    products = [c for c in found if c.module.startswith("blocks.") and c.kind == "linear"]
+    assert products
+    assert all(choice.how.startswith("split:") for choice in products)
+    with pytest.raises(PlanError, match="what is forced"):
+        search(asked(work, tensor=(8,), force=(("blocks.*", "split:nothing"),)))
+
+
+def test_decisions_add_up(work):
+    outcome = search(asked(work, tensor=(4,)))
+    for point in outcome.points:
+        held = [0.0] * len(point.stages)
+        for choice in choices(outcome, point):
+            held[choice.stage] += choice.parameters
+        assert held == pytest.approx([stage.params for stage in point.stages], rel=1e-12)
+
+
+def loss(model, data):
+    return torch.nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def test_a_hundred_thousand_classes():
+    """W6: replicate the backbone, split the head; 89.7 % less to synchronise (Whale, figure 2)."""
+    with torch.device("meta"):
+        data = (meta(64, 3, 224, 224), ids(64))
+        graph = fold(capture(ResNet50(100_000), data, loss=loss))
+    machine = machine_of(of_preset("p3.16xlarge", nodes=4))
+    work = Workload(graph=graph, samples=64)
+    changed = {"machine": machine, "devices": (32,), "tensor": (32,), "batch": 1024}
+    outcome = search(asked(work, objective="fastest", **changed))
+    found = [c for c in choices(outcome, outcome.best) if c.parameters]
+    assert {c.how for c in found if c.module != "head"} == {"split:n"}  # each its samples
+    assert [c.how for c in found if c.module == "head"] == ["split:o"]  # each its classes
+    fallen = 1 - sum(choice.summed for choice in found) / graph.parameter_bytes
+    assert fallen == pytest.approx(0.897, abs=0.001)
+
+
+def test_microbatches_under_way():
+    degrees = Degrees(tensor=1, data=1, pipeline=4, microbatch=1, microbatches=3)
+    assert [degrees.in_flight(behind) for behind in range(4)] == [1, 2, 3, 3]
