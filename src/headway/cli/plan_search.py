@@ -15,6 +15,7 @@ from headway.cost.presets import machine_of
 from headway.errors import PlanError, UsageError
 from headway.planner.candidate import Point
 from headway.planner.decision import choices
+from headway.planner.operators import Workload
 from headway.planner.runnable import missing, to_plan
 from headway.planner.search import Objective, Outcome, Question, describe, search
 from headway.units import format_bytes, format_seconds, parse_bytes
@@ -55,13 +56,13 @@ def search_plans(
     price = None
     if objective == "cheapest":
         price = found.price_of([0]).per_hour
-    from headway.run.model_graph import workload_of
+    from headway.run.model_graph import graph_of  # imports torch
 
-    work, batch = workload_of(recipe)
-    if work.graph.unknown:
-        note(f"only replicated, as no rule is known: {', '.join(work.graph.unknown)}")
+    graph, samples, batch = graph_of(recipe)
+    if graph.unknown:
+        note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
     question = Question(
-        work=work,
+        work=Workload(graph=graph, samples=samples),
         machine=machine,
         devices=counts,
         batch=batch,

@@ -52,10 +52,9 @@ class StageSums:
         copies: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         if schedule.stages != len(stages):
-            found = f"it is for {schedule.stages} stages, and the model has {len(stages)}"
             raise PlanError(
                 f"the schedule {schedule.name} does not fit",
-                problems=[found],
+                problems=[f"it is for {schedule.stages} stages, and the model has {len(stages)}"],
                 fix="Make the table for this cut, or cut the model into as many stages.",
             )
         own = sorted({stage for _, stage in schedule.hosted(team.rank)})

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from headway.capture import capture
-from headway.graph import fold
-from headway.planner.operators import Workload
+from headway.graph import ModelGraph, fold
 from headway.run.amounts import resolve_batch
 from headway.run.model_costs import example_of
 from headway.run.recipe_file import load_recipe
@@ -15,8 +14,8 @@ SAMPLES = 64
 """Of the micro-batch with which a model is captured, so that every small divisor can be tried."""
 
 
-def workload_of(reference: str) -> tuple[Workload, int]:
-    """The model of a recipe, and the samples of its global batch.
+def graph_of(reference: str) -> tuple[ModelGraph, int, int]:
+    """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
 
     Args:
         reference: As for `headway train`.
@@ -31,4 +30,4 @@ def workload_of(reference: str) -> tuple[Workload, int]:
     with torch.device("meta"):
         model = recipe.model()
     graph = capture(model, example_of(recipe, samples), loss=recipe.loss)
-    return Workload(graph=fold(graph), samples=samples), batch
+    return fold(graph), samples, batch
