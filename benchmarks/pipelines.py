@@ -48,7 +48,8 @@ CASES = [
     ("gpipe", 4), ("1f1b", 4), ("chimera", 4), ("zbv", 4),
     ("gpipe", 8), ("1f1b", 8), ("interleaved", 8), ("zb-h1", 8), ("interleaved-zero-bubble", 8),
     ("zbv", 8), ("dualpipe-v", 8), ("chimera", 8), ("chimera-doubling", 8),
-    ("doubling, kept", 8),
+    ("doubling, kept", 8), ("breadth-first", 8), ("gems", 8), ("dualpipe", 8),
+    ("chimera-halving", 4), ("chimera-split", 8), ("pipedream", 8), ("pipedream-2bw", 8),
 ]  # fmt: skip
 PAIRS = (  # what, against what, how much less time is wanted
     ("chimera 4", "torch 1f1b 4", 0.20),

@@ -149,7 +149,8 @@ def test_every_command_exists_and_has_a_page(capsys):
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
         (
             ["zzz"],
-            "commands: checkpoint, cluster, demo, exchange, plan, report, schedule, train, verify",
+            "commands: checkpoint, cluster, demo, exchange, explain, plan, report, schedule, "
+            "train, verify",
         ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),

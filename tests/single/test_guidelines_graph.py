@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from headway.capture import capture
 from headway.cost.guidelines.das import communication, computation, ratio, ratio_of
 from headway.cost.guidelines.model import layers_of
+from headway.graph import fold
 from support.big_models import OVERFEAT_FAST, VGG_A, ResNet50, meta, plain_convolutions
 
 
@@ -35,5 +38,19 @@ def test_all_layers_with_weights_are_found():
     graph = capture(ResNet50(), meta(2, 3, 64, 64))
     layers = layers_of(graph)
     assert sum(computation(layer, 2) for layer in layers) == graph.flops.total
+    folded = layers_of(fold(graph))
+    assert sum(computation(layer, 2) for layer in folded) == graph.flops.total
+    assert [layer.input for layer in folded] == [layer.input for layer in layers]
     assert layers[-1].ofm == 1000
     assert layers[-1].output == (1, 1)
+
+
+def test_what_is_folded_in_front_of_a_layer_changes_no_volume():
+    class Squared(nn.Module):
+        def forward(self, x):
+            return torch.relu(x).square()
+
+    graph = capture(nn.Sequential(nn.Linear(3, 4), Squared(), nn.Linear(4, 5)), meta(2, 3))
+    folded = fold(graph)
+    assert "relu.self" in folded.operators[-1].roles
+    assert layers_of(folded) == layers_of(graph)

@@ -79,6 +79,21 @@ def _tiny(name: str, model: Any, data: Any) -> Recipe:
     )
 
 
+class Stack(nn.Sequential):
+    """Equal blocks between which one tensor passes."""
+
+    def __init__(self) -> None:
+        blocks = (
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )
+        super().__init__(nn.Linear(6, 64), *blocks, nn.Linear(64, 4))
+
+
+def stack() -> Recipe:
+    """To be planned: large enough that the exchange takes some time."""
+    return replace(_tiny("stack", Stack, Points), batch=32)
+
+
 def dropout() -> Recipe:
     return _tiny("dropout", WithDropout, Points)
 

@@ -38,6 +38,11 @@ COMMANDS = (
         "Prove that the split run computes what the serial run computes.",
     ),
     Command("report", "headway.cli.report:report", "Write one HTML page about a run."),
+    Command(
+        "explain",
+        "headway.cli.explain:explain",
+        "What binds a plan, and what would change it; guidelines.",
+    ),
     Command("checkpoint show", "headway.cli.checkpoint:show", "What a checkpoint holds."),
     Command(
         "checkpoint convert",

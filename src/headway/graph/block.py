@@ -8,13 +8,12 @@ it once.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from headway.graph.model import ModelGraph, to_plain
+from headway.graph.model import ModelGraph
 from headway.graph.operator import Operator
 
 
@@ -120,9 +119,7 @@ def structure(graph: ModelGraph, operators: tuple[Operator, ...]) -> str:
             for tensor in (*operator.inputs, *operator.outputs)
         ]
         trained = [tensor in operator.parameters for tensor in operator.inputs]
-        bare = replace(
-            operator, name="", module="", inputs=(), outputs=(), parameters=(), saved=(), parts=()
-        )
         kept = sorted(saved.bytes for saved in operator.saved)
-        lines.append((wires, trained, kept, to_plain(bare)))
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+        lines.append(f"{wires} {len(operator.inputs)} {trained} {kept}")
+        lines.append(graph.descriptions[operator.name])
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

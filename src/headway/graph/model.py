@@ -75,6 +75,14 @@ class ModelGraph:
         all_ = self.tensors
         return tuple(all_[t] for t in operator.inputs), tuple(all_[t] for t in operator.outputs)
 
+    @cached_property
+    def descriptions(self) -> Mapping[str, str]:
+        """What each operator is, whatever it and its tensors are called; by its name."""
+        return {
+            o.name: repr((o.kind, o.roles, o.axes, o.flops, o.traffic, dict(o.attributes)))
+            for o in self.operators
+        }
+
     # -- totals --------------------------------------------------------------------------------
 
     @property

@@ -5,7 +5,9 @@ Invariant: what a point says is what its stages' strategies cost, priced by `cos
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -148,26 +150,81 @@ class Candidate:
     def _within(self, border: str, cap: float, known: float) -> Point | None:
         degrees, of = self.degrees, self.tables.classes.of
         p, m = degrees.pipeline, degrees.microbatches
-        rows, prices = self._prepared(border)
-        extra = np.array([0.0, self.tables.transient])[:, None]
-        value = rows[..., 0] + rows[..., 1] / m
-        times = np.full((p, len(rows)), np.inf)
-        picks = np.zeros((p, len(rows)), dtype=np.int64)
-        for behind in range(p):
-            held = rows[..., 2] + degrees.in_flight(behind) * rows[..., 3] + extra
-            allowed = np.where(held <= cap, value, np.inf).reshape(len(rows), -1)
-            picks[behind] = allowed.argmin(axis=1)
-            times[behind] = allowed[np.arange(len(rows)), picks[behind]]
+        rows, _ = self._prepared(border)
+        times, picks = self._picked(rows, cap)
         floor = float((self.least_rows[..., 0] + self.least_rows[..., 1] / m).min())
         numbers = of if p > 1 else np.where(of == of[0, -1], 0, -1)
         cuts = cut(numbers, times, m, floor, known)
         if cuts is None:
             return None
-        stages = []
+        chosen = []
         for place, (start, stop) in enumerate(zip(cuts.borders, cuts.borders[1:], strict=False)):
             behind = p - 1 - place
             number = int(numbers[start, stop])
             again, price = divmod(int(picks[behind, number]), rows.shape[2])
+            chosen.append((start, stop, number, again, price))
+        return self._point(border, self._stages(border, chosen))
+
+    def _picked(self, rows: Floats, cap: float) -> tuple[Floats, np.ndarray]:
+        """(p, classes): the least time of a stage that has so many behind it, and its strategy.
+
+        What is best both with few and with many micro-batches under way is best between them.
+        """
+        p, m = self.degrees.pipeline, self.degrees.microbatches
+        flat = (len(rows), -1)
+        extra = np.array([0.0, self.tables.transient])[:, None]
+        value = (rows[..., 0] + rows[..., 1] / m).reshape(flat)
+        state, kept = rows[..., 2].reshape(flat), rows[..., 3].reshape(flat)
+        extra = np.broadcast_to(extra, rows.shape[1:-1]).ravel()
+        times = np.full((p, len(rows)), np.inf)
+        picks = np.zeros((p, len(rows)), dtype=np.int64)
+
+        def pick(behind: int, some: np.ndarray) -> None:
+            held = state[some] + self.degrees.in_flight(behind) * kept[some] + extra
+            allowed = np.where(held <= cap, value[some], np.inf)
+            best = allowed.argmin(axis=1)
+            picks[behind, some] = best
+            times[behind, some] = allowed[np.arange(len(some)), best]
+
+        every = np.arange(len(rows))
+        for behind in {0, p - 1}:
+            pick(behind, every)
+        waiting = [(0, p - 1, every)]
+        while waiting:
+            low, high, some = waiting.pop()
+            same = (picks[low, some] == picks[high, some]) & (times[low, some] == times[high, some])
+            picks[low:high, some[same]] = picks[low, some[same]]
+            times[low:high, some[same]] = times[low, some[same]]
+            some, middle = some[~same], (low + high) // 2
+            if len(some) and middle > low:
+                pick(middle, some)
+                waiting += [(low, middle, some), (middle, high, some)]
+        return times, picks
+
+    def planned(self, borders: Sequence[int], recompute: Collection[int] = ()) -> Point:
+        """The plan that is cut there, whether it fits or not; whole tensors cross its borders.
+
+        Args:
+            borders: The first unit of each stage, and the number of units.
+            recompute: Numbers of the stages whose units keep only what enters them.
+        """
+        of = self.tables.classes.of
+        rows, _ = self._prepared("R")
+        value = rows[..., 0] + rows[..., 1] / self.degrees.microbatches
+        chosen = []
+        for place, (start, stop) in enumerate(pairwise(borders)):
+            number = int(of[start, stop]) if self.degrees.pipeline > 1 else 0
+            again = int(place in recompute)
+            chosen.append((start, stop, number, again, int(value[number, again].argmin())))
+        return self._point("R", self._stages("R", chosen))
+
+    def _stages(
+        self, border: str, chosen: Sequence[tuple[int, int, int, int, int]]
+    ) -> tuple[Stage, ...]:
+        """From (start, stop, class, recomputation, place among the prices) of each."""
+        rows, prices = self._prepared(border)
+        stages = []
+        for place, (start, stop, number, again, price) in enumerate(chosen):
             one = rows[number, again, price]
             stages.append(
                 Stage(
@@ -178,12 +235,12 @@ class Candidate:
                     seconds=float(one[0]),
                     tail=float(one[1]),
                     state=float(one[2]),
-                    kept=float(one[3]) * degrees.in_flight(behind),
-                    transient=float(extra[again, 0]),
+                    kept=float(one[3]) * self.degrees.in_flight(len(chosen) - 1 - place),
+                    transient=self.tables.transient if again else 0.0,
                     params=float(one[2]) / self.per_byte,
                 )
             )
-        return self._point(border, tuple(stages))
+        return tuple(stages)
 
     def _point(self, border: str, stages: tuple[Stage, ...]) -> Point:
         degrees, setting = self.degrees, self.tables.setting

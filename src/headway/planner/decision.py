@@ -79,5 +79,5 @@ def _rules(shared: Tables, point: Point, stage: Stage) -> Iterator[tuple[Operato
         for one, other in zip(
             operators[unit.start : unit.stop], operators[first.start : first.stop], strict=True
         ):
-            chosen = int(solved.strategies[pair][other.name][number])
+            chosen = int(solved.strategies[other.name][(*pair, number)])
             yield one, solved.rules[other.name][chosen]

@@ -36,6 +36,7 @@ class Facts:
         times: Of the model's layers on one node, for the windows.
         link: Of the gradient exchange, for the windows.
         minibatch: What `knapsack.choose_minibatch` found.
+        period: What its data set is to people: "an epoch".
     """
 
     compute: float | None = None
@@ -51,6 +52,7 @@ class Facts:
     times: Sequence[LayerTimes] = ()
     link: LinkFit | None = None
     minibatch: Minibatch | None = None
+    period: str = "an epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,10 @@ def _minibatch(facts: Facts) -> Iterator[Advice]:
     if facts.minibatch is None or facts.minibatch.best.chosen is None:
         return
     best, chosen = facts.minibatch.best, facts.minibatch.best.chosen
-    names = ", ".join(f"{layer} {name}" for layer, name in chosen.algorithms.items())
+    names = ", ".join(_named(chosen.algorithms))
     yield Advice(
         question="Which minibatch, and which algorithm for each layer?",
-        answer=f"{best.batch} samples: an epoch takes {format_seconds(best.epoch)}. Of "
+        answer=f"{best.batch} samples: {facts.period} takes {format_seconds(best.epoch)}. Of "
         f"{format_bytes(best.bound)} of work space {format_bytes(chosen.bytes)} are used: {names}.",
         numbers={
             "X_mini": best.batch,
@@ -96,6 +98,16 @@ def _minibatch(facts: Facts) -> Iterator[Advice]:
         },
         source="Zou et al. 2017, minibatch and algorithms under a memory bound",
     )
+
+
+def _named(algorithms: Mapping[str, str]) -> Iterator[str]:
+    """Each layer; of more than four, how many take which."""
+    if len(algorithms) <= 4:
+        yield from (f"{layer} {name}" for layer, name in algorithms.items())
+        return
+    for name in dict.fromkeys(algorithms.values()):
+        layers = [layer for layer, taken in algorithms.items() if taken == name]
+        yield f"{name} in {len(layers)} of {len(algorithms)} (from {layers[0]})"
 
 
 def _devices(facts: Facts) -> Iterator[Advice]:

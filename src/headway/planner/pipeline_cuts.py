@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from headway.planner.operators import Floats
 
@@ -62,36 +63,65 @@ def cut(
         only = float(times[0, of[0, length]])
         return Cuts(borders=(0, length), total=only, slowest=only) if np.isfinite(only) else None
     programme = _Programme(of, times)
-    bounds = np.unique(times[np.isfinite(times)])
     if floor is None:
         free = programme.solve(np.inf)
         floor = free.total if free else 0.0
-    most = (known - floor) / max(microbatches - 1, 1)
-    bounds = bounds[bounds < most] if microbatches > 1 else bounds
-    first = _least_bound(programme, bounds, floor / stages)
+    most = (known - floor) / (microbatches - 1) if microbatches > 1 else np.inf
+    differs = np.append(True, (times[1:] != times[:-1]).any(axis=1))
+    some = times[differs]
+    least = floor / stages * (1 - 1e-9)  # what the slowest stage takes at least
+    bounds = np.unique(some[np.isfinite(some) & (some >= least) & (some < most)])
+    first = _least_bound(programme, bounds)
     if first is None:
         return None
-    best: Cuts | None = None
-    for bound in bounds[first:]:
-        if best and floor + (microbatches - 1) * bound >= best.seconds(microbatches):
-            break
-        found = programme.solve(float(bound))
-        if found and (best is None or found.seconds(microbatches) < best.seconds(microbatches)):
-            best = found
+    return _best(programme, bounds[first:], microbatches, floor)
+
+
+def _best(programme: _Programme, bounds: Floats, microbatches: int, floor: float) -> Cuts | None:
+    """The best cut within any of these bounds; of equals, that within the least bound.
+
+    A higher bound gives no greater sum: all bounds between two cost at least the sum within the
+    upper one, and m - 1 times the lower one.
+    """
+    m = microbatches - 1
+    best, place = programme.solve(float(bounds[0])), 0
+    if best is None:
+        return None
+    last = int(np.searchsorted(floor + m * bounds, best.seconds(microbatches))) - 1
+    waiting = [(0, last + 1, floor)]
+    while waiting:
+        low, high, total = waiting.pop()  # open at both ends
+        if high - low < 2:
+            continue
+        least, known = total + m * bounds[low + 1], best.seconds(microbatches)
+        if least > known or (least == known and place <= low):
+            continue
+        middle = last if high > last else (low + high) // 2
+        found = programme.solve(float(bounds[middle]))
+        if found is None:  # the least bound has a cut: so have all
+            continue
+        same = int(np.searchsorted(bounds, found.slowest))  # the same cut from here on
+        if (found.seconds(microbatches), same) < (known, place):
+            best, place = found, same
+        waiting.append((middle, high, total))
+        waiting.append((low, same, found.total))
     return best
 
 
-def _least_bound(programme: _Programme, bounds: Floats, start: float) -> int | None:
-    """The place of the least bound with which there is a cut: upwards by 10 %, then by halving."""
-    high = low = min(int(np.searchsorted(bounds, start * (1 - 1e-9))), len(bounds) - 1)
-    if low < 0 or programme.solve(float(bounds[-1])) is None:
+def _least_bound(programme: _Programme, bounds: Floats) -> int | None:
+    """The place of the least bound with which there is a cut: upwards by 5 %, by 10 %, by 20 %
+    and so on, then by halving."""
+    if not len(bounds):
         return None
+    high = low = 0
+    step = 1.05
     while programme.solve(float(bounds[high])) is None:
         if high == len(bounds) - 1:
             return None
         low = high + 1
-        further = int(np.searchsorted(bounds, bounds[high] * 1.1))
+        further = int(np.searchsorted(bounds, bounds[high] * step))
         high = min(max(further, low), len(bounds) - 1)
+        step *= step
     while low < high:
         middle = (low + high) // 2
         if programme.solve(float(bounds[middle])) is None:
@@ -108,11 +138,10 @@ class _Programme:
         self.length = len(of)
         self.times = np.concatenate([times, np.full((len(times), 1), np.inf)], axis=1)
         starts = np.arange(self.length)[:, None]
-        self.stops = starts + np.arange(1, self.length + 1)[None, :]
-        inside = self.stops <= self.length
-        stops = np.minimum(self.stops, self.length)
+        stops = starts + np.arange(1, self.length + 1)[None, :]
+        inside = stops <= self.length
+        stops = np.minimum(stops, self.length)
         self.classes = np.where(inside, of[starts, stops], times.shape[1])
-        self.stops = stops
         least = self.times.min(axis=0)[self.classes]
         self.least = least.min(axis=0)  # of each number of units
 
@@ -122,24 +151,33 @@ class _Programme:
         if not len(fitting):
             return None
         width = int(fitting[-1]) + 1
-        classes, stops = self.classes[:, :width], self.stops[:, :width]
-        left = np.full(self.length + 1, np.inf)
+        left = np.full(self.length + width + 1, np.inf)
         left[self.length] = 0.0
         picks = []
-        for times in self.times:
-            sums = np.where(times <= bound, times, np.inf)[classes] + left[stops]
-            pick = sums.argmin(axis=1)
-            picks.append(pick)
-            left = np.append(sums[np.arange(self.length), pick], np.inf)
+        stages = len(self.times)
+        for behind, times in enumerate(self.times):
+            # Where a stage can begin that has so many behind it, none longer than `width`.
+            low = max(0, self.length - (behind + 1) * width)
+            high = min(self.length - 1 - behind, (stages - 1 - behind) * width) + 1
+            if low >= high:
+                return None
+            each = times[self.classes[low:high, :width]]
+            rest = sliding_window_view(left[low + 1 : high + width], width)
+            each = np.where(each <= bound, each + rest, np.inf)
+            pick = each.argmin(axis=1)
+            left.fill(np.inf)
+            left[low:high] = each[np.arange(high - low), pick]
+            picks.append((low, pick))
         if not np.isfinite(left[0]):
             return None
         return self._unrolled(picks)
 
-    def _unrolled(self, picks: list[np.ndarray]) -> Cuts:
+    def _unrolled(self, picks: list[tuple[int, np.ndarray]]) -> Cuts:
         borders, each = [0], []
         for stage in range(len(picks) - 1, -1, -1):
             start = borders[-1]
-            number = int(picks[stage][start])
+            low, pick = picks[stage]
+            number = int(pick[start - low])
             each.append(float(self.times[stage, self.classes[start, number]]))
             borders.append(start + number + 1)
         return Cuts(borders=tuple(borders), total=float(sum(each)), slowest=max(each))

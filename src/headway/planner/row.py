@@ -86,17 +86,22 @@ class Stretches:
 
 
 def stretches(row: tuple[Unit, ...]) -> Stretches:
-    """Numbers the distinct sequences of kinds."""
+    """Numbers the distinct sequences of kinds, shorter ones first."""
     length = len(row)
-    kinds = [unit.kind for unit in row]
+    kinds = np.array([unit.kind for unit in row])
     of = np.full((length, length + 1), -1, dtype=np.int64)
-    numbers: dict[tuple[int, int], int] = {}
-    examples: dict[int, tuple[int, int]] = {}
-    for start in range(length):
-        number = -1
-        for place in range(start, length):
-            number = numbers.setdefault((number, kinds[place]), len(numbers))
-            of[start, place + 1] = number
-            examples.setdefault(number, (start, place + 1))
-    before, last = (tuple(key[n] for key in numbers) for n in (0, 1))
-    return Stretches(of, before, last, tuple(examples.values()))
+    codes = np.zeros(length, dtype=np.int64)
+    numbers = codes - 1
+    before: list[int] = []
+    last: list[int] = []
+    examples: list[tuple[int, int]] = []
+    for size in range(1, length + 1):
+        starts = length - size + 1
+        pairs = codes[:starts] * (length + 1) + kinds[size - 1 :]
+        _, first, codes = np.unique(pairs, return_index=True, return_inverse=True)
+        before += numbers[first].tolist()
+        last += kinds[first + size - 1].tolist()
+        numbers = codes + len(examples)
+        examples += [(start, start + size) for start in first.tolist()]
+        of[np.arange(starts), np.arange(size, length + 1)] = numbers
+    return Stretches(of, tuple(before), tuple(last), tuple(examples))

@@ -71,7 +71,7 @@ class Question:
     def cap(self) -> float:
         return self.memory or self.machine.device.memory
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of a parameter."""
         specs = self.work.graph.parameters.values()
@@ -201,7 +201,7 @@ class Search:
         question = self.question
         m, p, b = degrees.microbatches, degrees.pipeline, degrees.microbatch
         per_byte = state_per_byte(question.itemsize, degrees.zero, degrees.data)
-        state = question.work.graph.parameter_bytes * per_byte
+        state = self.held * per_byte
         forward, backward = self._least_seconds(degrees.tensor, b)
         seconds = np.array([forward + backward, 2 * forward + backward]) * (m + p - 1) / p
         held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
@@ -225,9 +225,20 @@ class Search:
         setting = self.tables_of(1, self.question.work.samples).setting
         operators = self.question.work.graph.operators
         batched = self.question.work.batch_loops
-        each = [roofline(setting, o) if o.name in batched else (0.0, 0.0) for o in operators]
-        launches = np.array([[kernels(o)] for o in operators])
-        return np.array(each) / self.question.work.samples, launches
+        known: dict[int, list[tuple[float, float, int]]] = {}
+        for unit in self.row:
+            if unit.kind not in known:
+                known[unit.kind] = [
+                    (*(roofline(setting, o) if o.name in batched else (0.0, 0.0)), kernels(o))
+                    for o in operators[unit.start : unit.stop]
+                ]
+        each = np.array([line for unit in self.row for line in known[unit.kind]])
+        return each[:, :2] / self.question.work.samples, each[:, 2:]
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of all parameters."""
+        return self.question.work.graph.parameter_bytes
 
     @cached_property
     def kept(self) -> float:

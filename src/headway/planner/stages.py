@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from headway.graph import Operator, Rule
 from headway.planner.frontier.bounds import find_bounds
 from headway.planner.frontier.network import all_choices, make_network
 from headway.planner.frontier.problem import ChoiceGraph
-from headway.planner.frontier.rules import Order, order_eliminations
+from headway.planner.frontier.rules import order_eliminations
 from headway.planner.frontier.solve import BUDGET
 from headway.planner.operators import PARTS, Floats, Setting, cost, legal
 from headway.planner.relayout import wanted
@@ -30,6 +31,8 @@ BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e4)
 """Of a whole device's memory, in seconds of a micro-batch of the whole model."""
 SAVED_WEIGHTS = (1.0, 8.0)
 """Kept activations against parameters: micro-batches under way per 16 bytes of state."""
+ENDS = ("<entry", "exit>")
+"""Nodes of what enters and leaves a unit."""
 STEPS = (1.0, 32.0)
 """Micro-batches over which a step's own seconds are spread."""
 
@@ -41,13 +44,13 @@ class Solved:
     Attributes:
         rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
             the entry and the exit.
-        strategies: For each pair of placements the choice of each operator, (2 J,).
+        strategies: The choice of each operator, (A, B, 2 J).
         rules: The choices of each operator.
         graph: What was searched.
     """
 
     rows: Floats
-    strategies: Mapping[tuple[int, int], Mapping[str, np.ndarray]]
+    strategies: Mapping[str, np.ndarray]
     rules: Mapping[str, tuple[Rule, ...]]
     graph: ChoiceGraph
 
@@ -63,6 +66,7 @@ class Tables:
     _known: dict[int, Floats] = field(default_factory=dict)
     _solved: dict[int, Solved] = field(default_factory=dict)
     _cells: dict[str, tuple[Floats, np.ndarray]] = field(default_factory=dict)
+    _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def weights(self) -> Floats:
@@ -88,7 +92,9 @@ class Tables:
 
     def states(self, tensor: str) -> tuple[str, ...]:
         """Placements of what crosses a border of units."""
-        return self.setting.placements(tensor) if tensor else ("",)
+        if tensor not in self._states:
+            self._states[tensor] = self.setting.placements(tensor) if tensor else ("",)
+        return self._states[tensor]
 
     def stretch(self, number: int) -> Floats:
         """(2, J, A, B, len(PARTS)) of a class of stretches."""
@@ -106,6 +112,23 @@ class Tables:
             self._known[number] = found
         return found
 
+    def _stretches(self) -> None:
+        """All classes, those of a length and with one last unit at once."""
+        sizes = [stop - start for start, stop in self.classes.examples]
+        missing = [number for number in range(len(sizes)) if number not in self._known]
+        for _, alike in groupby(missing, key=sizes.__getitem__):  # shorter ones come first
+            groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+            for number in alike:
+                before, last = self.classes.before[number], self.classes.last[number]
+                if before < 0:
+                    self._known[number] = self.solved(last).rows
+                else:
+                    groups.setdefault((last, self._known[before].shape), []).append(number)
+            for (last, _), numbers in groups.items():
+                left = np.stack([self._known[self.classes.before[n]] for n in numbers])
+                rows, _ = _joined(left, self.solved(last).rows, self.weights)
+                self._known.update(zip(numbers, rows, strict=True))
+
     @cached_property
     def transient(self) -> float:
         """Bytes that the largest unit keeps while it is computed again."""
@@ -122,14 +145,16 @@ class Tables:
         """
         key = border if several else ""
         if key not in self._cells:
+            if several:
+                self._stretches()
             found = []
             for start, stop in self.classes.examples if several else ((0, len(self.row)),):
                 rows = self.stretch(int(self.classes.of[start, stop]))
                 first, last = self.row[start].entry, self.row[stop - 1].exit
                 found.append(rows[:, :, self.place(first, border), self.place(last, border)])
             cells = np.stack(found)
-            by_price = np.moveaxis(cells, 2, 0).reshape(cells.shape[2], -1)
-            prices = np.sort(np.unique(by_price, axis=0, return_index=True)[1])
+            by_price = {cells[:, :, j].tobytes(): j for j in reversed(range(cells.shape[2]))}
+            prices = np.sort(list(by_price.values()))
             self._cells[key] = cells[:, :, prices], prices
         return self._cells[key]
 
@@ -169,56 +194,56 @@ class Tables:
 
 
 def _joined(left: Floats, right: Floats, weights: Floats) -> tuple[Floats, np.ndarray]:
-    """One after the other, by the cheapest placement between them, (2, J, A, C, 5) and picks."""
-    if left.shape[3] == 1 and right.shape[2] == 1:
-        sums = left[:, :, :, 0, None] + right[:, :, None, 0]
-        return sums, np.zeros(sums.shape[:4], dtype=np.int64)
-    priced = np.einsum("rjabp,rjp->rjab", left, weights)
+    """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
+
+    There may be several in front, (..., 2, J, A, B, 5).
+    """
+    if left.shape[-2] == 1 and right.shape[-3] == 1:
+        sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
+        return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
+    priced = np.einsum("...rjabp,rjp->...rjab", left, weights)
     other = np.einsum("rjabp,rjp->rjab", right, weights)
-    picks = (priced[..., :, :, None] + other[..., None, :, :]).argmin(axis=3)
-    r, j, a, c = np.ogrid[tuple(slice(size) for size in picks.shape)]
-    return left[r, j, a, picks] + right[r, j, picks, c], picks
+    picks = (priced[..., None] + other[..., None, :, :]).argmin(axis=-2)
+    *front, r, j, a, c = (
+        np.arange(size).reshape(-1, *[1] * (picks.ndim - 1 - axis))
+        for axis, size in enumerate(picks.shape)
+    )
+    return left[(*front, r, j, a, picks)] + right[r, j, picks, c], picks
 
 
 def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:
     """All pairs of placements at the ends, all prices at once."""
     made = _Graph(setting, unit)
     graph = made.graph
-    entries = setting.placements(unit.entry) if unit.entry else ("",)
-    exits = setting.placements(unit.exit) if unit.exit else ("",)
+    network = make_network(graph, all_choices(graph))
+    scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
+    sizes = {name: size for name, size in network.sizes.items() if name not in ENDS}
+    order = order_eliminations(scopes, sizes, BUDGET)
     prices = weights.reshape(-1, len(PARTS))
-    rows = np.zeros((len(prices), len(entries), len(exits), len(PARTS)))
-    strategies: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
-    entered = (
-        setting.bytes_of(unit.entry)
-        / np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
-        if unit.entry
-        else np.zeros(1)
+    bounds = find_bounds(network, order, prices, whole=False, given=ENDS)
+    entries, exits = (
+        setting.placements(tensor) if tensor else ("",) for tensor in (unit.entry, unit.exit)
     )
-    order: Order | None = None
-    scopes: tuple[tuple[str, ...], ...] = ()
-    for one in range(len(entries)):
-        for two in range(len(exits)):
-            kept = all_choices(graph)
-            if unit.entry:
-                kept["<entry"] = np.array([one])
-            if unit.exit:
-                kept["exit>"] = np.array([two])
-            network = make_network(graph, kept)
-            if order is None or network.scopes != scopes:
-                order = order_eliminations(network.scopes, network.sizes, BUDGET)
-                scopes = network.scopes
-            bounds = find_bounds(network, order, prices, whole=False)
-            chosen = network.chosen(bounds.choices, len(prices))
-            strategies[one, two] = chosen
-            rows[:, one, two] = _evaluate(graph, chosen)
-    rows = rows.reshape(*weights.shape[:2], *rows.shape[1:])
-    rows[1, ..., 4] = entered[None, :, None]
+    whole = (len(entries), len(exits), len(prices))
+    chosen = bounds.choices | {
+        ENDS[0]: np.arange(len(entries))[:, None, None],
+        ENDS[1]: np.arange(len(exits))[:, None],
+    }
+    none = np.zeros((1, 1, 1), dtype=np.int64)
+    picks = {name: chosen.get(name, none) for name in graph.nodes}
+    rows = np.broadcast_to(_evaluate(graph, picks), (*whole, len(PARTS)))
+    rows = np.moveaxis(rows, 2, 0).reshape(*weights.shape[:2], *whole[:2], len(PARTS)).copy()
+    if unit.entry:
+        parts = np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
+        rows[1, ..., 4] = (setting.bytes_of(unit.entry) / parts)[:, None]
+    else:
+        rows[1, ..., 4] = 0.0
+    strategies = {name: np.broadcast_to(pick, whole) for name, pick in picks.items()}
     return Solved(rows, strategies, made.rules, graph)
 
 
 def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
-    """(K, d) of K strategies."""
+    """(..., d) of strategies."""
     total: Floats = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
     for (source, target), costs in graph.edges.items():
         total = total + costs[chosen[source], chosen[target]]
@@ -249,7 +274,7 @@ class _Graph:
             for tensor in dict.fromkeys(operator.inputs):
                 uses[tensor] = uses.get(tensor, 0) + 1
         shared = [t for t, n in uses.items() if n > 1 and t in self.made]
-        ends = {self.unit.entry: "<entry", self.unit.exit: "exit>"}
+        ends = {self.unit.entry: ENDS[0], self.unit.exit: ENDS[1]}
         for tensor in dict.fromkeys([self.unit.entry, self.unit.exit, *shared]):
             if not tensor or tensor in self.setting.work.fixed:
                 continue

@@ -29,7 +29,10 @@ def _layer(
     by_role = dict(zip(operator.roles, zip(operator.inputs, inputs, strict=True), strict=True))
     if "weight" not in by_role or by_role["weight"][0] not in operator.parameters:
         return None
-    weight, source, result = by_role["weight"][1], by_role["input"][1], outputs[0]
+    weight, result = by_role["weight"][1], outputs[0]
+    # what was folded into an operator in front of it has given its input another role
+    others = (spec for role, (_, spec) in by_role.items() if role not in ("weight", "bias"))
+    source = next(others, weight)
     match operator.kind:
         case "linear":
             positions = math.prod(result.shape[1:-1])

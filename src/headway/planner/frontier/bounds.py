@@ -10,7 +10,7 @@ of the two sweeps: Shafer and Shenoy 1990, "Probability propagation".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 from math import prod
@@ -51,6 +51,7 @@ def find_bounds(
     *,
     whole: bool = True,
     hubs: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
 ) -> Bounds:
     """Sweeps there and back, as many weightings at once as memory allows.
 
@@ -60,11 +61,14 @@ def find_bounds(
         weights: (J, d).
         whole: Also `outside` and `marginals`; without them it takes half of the time.
         hubs: Nodes that the order leaves out: every neighbour sees its own choice of them.
+        given: Nodes that the order leaves out: `least` and `choices` get one axis in front for
+            each of them, of its choices (of length 1 where they make no difference).
     """
+    order = _open(order, network.scopes, given)
     largest = max((prod(network.sizes[n] for n in _axes(step)) for step in order.steps), default=1)
     group = max(1, _CELLS // largest)
     parts = [
-        _sweep(network, order, weights[start : start + group], whole, hubs)
+        _sweep(network, order, weights[start : start + group], whole, hubs, given)
         for start in range(0, max(1, len(weights)), group)
     ]
     return reduce(joined, parts)
@@ -74,8 +78,8 @@ def joined(some: Bounds, more: Bounds) -> Bounds:
     """The weightings of both."""
     return Bounds(
         np.concatenate([some.weights, more.weights]),
-        np.concatenate([some.least, more.least]),
-        {key: np.concatenate([some.choices[key], more.choices[key]]) for key in some.choices},
+        np.concatenate([some.least, more.least], axis=-1),
+        {key: np.concatenate([c, more.choices[key]], axis=-1) for key, c in some.choices.items()},
         {key: np.concatenate([o, more.outside[key]], axis=-1) for key, o in some.outside.items()},
         {
             key: np.concatenate([m, more.marginals[key]], axis=-1)
@@ -106,6 +110,19 @@ def _axes(step: Step) -> tuple[str, ...]:
     return step.scope if step.node is None else (step.node, *step.scope)
 
 
+def _open(order: Order, scopes: Sequence[tuple[str, ...]], given: tuple[str, ...]) -> Order:
+    """The order with given nodes in the scopes of all that comes from their tables."""
+    if not given:
+        return order
+    known = list(scopes)
+    steps = []
+    for step in order.steps:
+        seen = {name for number in step.inputs for name in known[number]}
+        known.append((*step.scope, *(name for name in given if name in seen)))
+        steps.append(replace(step, scope=known[-1]))
+    return replace(order, steps=tuple(steps))
+
+
 def _total(step: Step, scopes: Sequence[tuple[str, ...]], inside: Sequence[Floats]) -> Floats:
     """Sum of the inputs over the node and the scope, (C_v, C_1, ..., J)."""
     axes = _axes(step)
@@ -118,24 +135,35 @@ def _total(step: Step, scopes: Sequence[tuple[str, ...]], inside: Sequence[Float
 
 
 def _sweep(
-    network: Network, order: Order, weights: Floats, whole: bool, hubs: tuple[str, ...]
+    network: Network,
+    order: Order,
+    weights: Floats,
+    whole: bool,
+    hubs: tuple[str, ...],
+    given: tuple[str, ...],
 ) -> Bounds:
-    given = [_weighted(table, weights) for table in network.tables]
-    scopes, inside = relax(network.scopes, given, hubs)
+    tables = [_weighted(table, weights) for table in network.tables]
+    scopes, inside = relax(network.scopes, tables, hubs)
     scopes += [step.scope for step in order.steps]
     for step in order.steps:
         total = _total(step, scopes, inside)
         inside.append((total if step.node is None else total.min(axis=0))[None])
     used = {number for step in order.steps for number in step.inputs}
     ends = [number for number in range(len(inside)) if number not in used]
-    least = sum((inside[number][0] for number in ends), np.zeros(len(weights)))
+    rest = (align(inside[number], scopes[number], given)[0] for number in ends)
+    least = sum(rest, np.zeros(len(weights)))
     outside = {number: _minus(least, inside[number][0]) for number in ends} if whole else {}
     found = Bounds(weights, least, {}, outside, {})
+    known = {
+        name: np.arange(network.sizes.get(name, 1)).reshape(-1, *[1] * (len(given) - place))
+        for place, name in enumerate(given)
+    }
     for step in reversed(order.steps):
         if step.node is not None:
-            found.choices[step.node] = _best(step.node, step, scopes, inside, found.choices)
+            found.choices[step.node] = _best(step.node, step, scopes, inside, known, len(given))
+            known[step.node] = found.choices[step.node]
         if whole:
-            _back(step, scopes, inside, found, len(given))
+            _back(step, scopes, inside, found, len(tables))
     return found
 
 
@@ -145,14 +173,17 @@ def _best(
     scopes: Sequence[tuple[str, ...]],
     inside: Sequence[Floats],
     choices: dict[str, Ints],
+    given: int,
 ) -> Ints:
-    """Choice (J,) of the node beside the choices of the scope."""
+    """Choice of the node beside the choices of the scope, (J,) behind an axis per given node."""
     costs: Floats = np.zeros(1)
     for number in step.inputs:
         others = [name for name in scopes[number] if name != node]
         table = align(inside[number], scopes[number], (node, *others))[0]
         place = (choices[name] for name in others)
-        costs = costs + table[(slice(None), *place, np.arange(table.shape[-1]))]
+        part = table[(slice(None), *place, np.arange(table.shape[-1]))]
+        missing = [1] * (given + 2 - part.ndim)
+        costs = costs + part.reshape(len(part), *missing, *part.shape[1:])
     best: Ints = costs.argmin(axis=0)
     return best
 

@@ -1,0 +1,304 @@
+"""`headway explain PLAN`: what binds a plan, its neighbours, other hardware; guidelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from headway.cli.console import note, say, say_json
+from headway.cluster import find_cluster
+from headway.cost.presets import machine_of
+from headway.cost.transformer import Machine
+from headway.errors import PlanError, UsageError
+from headway.plan import Plan
+from headway.plan import explain as in_words
+from headway.planner.binding import (
+    Change,
+    Holding,
+    Neighbour,
+    Part,
+    changes,
+    fastest_of_today,
+    holding,
+    issuing,
+    neighbours,
+    parts,
+    reached,
+)
+from headway.planner.candidate import Point
+from headway.planner.facts import Job, advice_of
+from headway.planner.operators import Workload
+from headway.planner.planned import degrees_of, point_of, simplified
+from headway.planner.runnable import missing
+from headway.planner.search import Question, Search, describe, search
+from headway.units import format_bytes, format_seconds, parse_bytes
+
+NEAREST = 4
+"""Alternatives that are shown beside the fastest one."""
+SAME = 1e-3
+"""Times that differ by a smaller share are called equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """All that was found out about a plan.
+
+    Attributes:
+        point: The plan, priced.
+        parts: Of a step.
+        holding: Of the fullest stage.
+        reached: Share of the devices' peak.
+        issuing: Seconds of a step in which the host issues the kernels of the slowest stage.
+        neighbours: One step away in each degree.
+        alternatives: Of the frontier of as many devices.
+        today: The fastest that today's executor can run; None: nothing fits.
+        changes: Of hardware.
+    """
+
+    point: Point
+    parts: tuple[Part, ...]
+    holding: Holding
+    reached: float
+    issuing: float
+    neighbours: tuple[Neighbour, ...]
+    alternatives: tuple[Point, ...]
+    today: Point | None
+    changes: tuple[Change, ...]
+
+
+def explain(
+    plan: Path,
+    /,
+    *,
+    recipe: str | None = None,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    memory: str | None = None,
+    guidelines: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """What a plan does; with a recipe and a cluster: what binds it, and what would change it.
+
+    Args:
+        plan: A plan.json.
+        recipe: As for `headway train`; its model is captured, not built in memory.
+        cluster: A cluster.toml, or a preset such as dgx-a100.
+        nodes: Of a preset; by default 1.
+        memory: Of a device that may be used, as in "80 GiB"; by default all of it.
+        guidelines: Answer a practitioner's questions instead: minibatch, number of devices and
+            parameter servers, samples per node, groups; each with its lemma.
+        json: Print the same as JSON.
+    """
+    loaded = Plan.load(plan)
+    if recipe is None or cluster is None:
+        if recipe or cluster or guidelines:
+            lacking = "--cluster" if recipe else "--recipe" if cluster else "--recipe and --cluster"
+            raise UsageError(
+                f"without {lacking} a plan has no price",
+                fix="Give both: --recipe RECIPE --cluster FILE|PRESET.",
+            )
+        _write(json, {"plan": loaded.hash, "words": in_words(loaded)}, [in_words(loaded)])
+        return
+    found = find_cluster(cluster, nodes=nodes)
+    if loaded.ranks > found.ranks:
+        raise PlanError(
+            f"the plan has {loaded.ranks} ranks, the cluster {found.ranks}",
+            problems=[f"{loaded.ranks - found.ranks} ranks have no device"],
+            fix="Take a larger cluster (--nodes with a preset), or another plan.",
+        )
+    engine = Search(_question(loaded, recipe, machine_of(found), memory))
+    for sentence in simplified(loaded):
+        note(f"note: {sentence}")
+    if guidelines:
+        share = max(1, loaded.batch.samples // loaded.ranks)
+        job = Job(engine, loaded.ranks, min(share, degrees_of(loaded).microbatch))
+        answers, unknown = advice_of(job)
+        lines = [in_words(loaded), "", *map(str, answers), *(f"not known: {u}" for u in unknown)]
+        data = {"advice": [asdict(answer) for answer in answers], "unknown": unknown}
+        _write(json, {"plan": loaded.hash} | data, lines)
+        return
+    explanation = look(loaded, engine, most=found.ranks)
+    facts = {"plan": loaded.hash, "words": in_words(loaded)} | asdict(explanation)
+    _write(json, facts, [in_words(loaded), "", *sentences(engine.question, explanation)])
+
+
+def _question(plan: Plan, recipe: str, machine: Machine, memory: str | None) -> Question:
+    from headway.run.model_graph import graph_of  # imports torch
+
+    graph, samples, batch = graph_of(recipe)
+    if batch != plan.batch.samples:
+        raise PlanError(
+            "the plan is of another batch than the recipe",
+            problems=[f"plan {plan.batch.samples} samples, recipe {batch}"],
+            fix="Take the recipe that the plan was made for.",
+        )
+    if graph.unknown:
+        note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
+    return Question(
+        work=Workload(graph=graph, samples=samples),
+        machine=machine,
+        devices=(plan.ranks,),
+        batch=batch,
+        memory=None if memory is None else parse_bytes(memory),
+    )
+
+
+def look(plan: Plan, engine: Search, *, most: int) -> Explanation:
+    """Price a plan, its surroundings, and both on other hardware.
+
+    Args:
+        plan: Of the model and cluster of `engine`.
+        engine: With the plan's number of devices.
+        most: Devices that the cluster has.
+
+    Raises:
+        PlanError: The search has no price for the plan.
+    """
+    question, point = engine.question, point_of(plan, engine)
+    today = fastest_of_today(question, plan.ranks)
+    try:
+        best = search(today).best
+    except PlanError:
+        best = None
+    return Explanation(
+        point=point,
+        parts=parts(question, point),
+        holding=holding(question, point),
+        reached=reached(engine, point),
+        issuing=issuing(engine, point),
+        neighbours=neighbours(engine, point, most=most),
+        alternatives=_nearest(question, point),
+        today=best,
+        changes=tuple(changes(today, lambda other: point_of(plan, other))),
+    )
+
+
+def _nearest(question: Question, point: Point) -> tuple[Point, ...]:
+    """Of the frontier the fastest and those that are nearest in time, fastest first."""
+    try:
+        points = search(replace(question, objective="frontier")).points
+    except PlanError:
+        return ()
+    others = [p for p in points if (p.degrees, p.stages) != (point.degrees, point.stages)]
+    near = sorted(others, key=lambda p: abs(p.seconds - point.seconds))[:NEAREST]
+    return tuple(p for p in others if p in near or p is others[0])
+
+
+def sentences(question: Question, found: Explanation) -> Iterator[str]:
+    """The explanation for people."""
+    point = found.point
+    yield f"a step takes {format_seconds(point.seconds)} (predicted)"
+    yield from map(_of_part, found.parts)
+    yield _of_binding(found)
+    yield (
+        f"the products reach {found.reached:.1%} of the devices' peak; issuing the kernels alone "
+        f"takes the host {format_seconds(found.issuing)}"
+    )
+    yield from _of_memory(question, found.holding)
+    yield ""
+    yield "one step away:"
+    yield from (f"  {_of_neighbour(one, point)}" for one in found.neighbours)
+    yield ""
+    yield "on the frontier of these devices:"
+    yield from (f"  {_of_point(one, point)}" for one in found.alternatives)
+    if not found.alternatives:
+        yield "  nothing else"
+    yield ""
+    yield from _of_choice(found)
+
+
+def _of_binding(found: Explanation) -> str:
+    """What a step waits for most, and whether more memory would change the choice."""
+    largest = found.parts[0]
+    what = f"the {largest.level} links ({largest.name}, " if largest.level else f"{largest.name} ("
+    text = f"what binds: {what}{largest.share:.1%} of the step); memory "
+    more = any(change.changed for change in found.changes if change.name == "memory 2x")
+    if found.holding.share > 1:
+        return text + "is exceeded"
+    return text + ("binds, too: twice as much changes the choice" if more else "does not")
+
+
+def _of_part(part: Part) -> str:
+    level = f" over the {part.level} links" if part.level else ""
+    return f"  {part.share:6.1%}  {format_seconds(part.seconds):>8}  {_PARTS[part.name]}{level}"
+
+
+_PARTS = {
+    "compute": "compute of the slowest stage, launches included",
+    "bubble": "bubble: ranks wait while the pipeline fills and drains",
+    "messages": "messages between stages",
+    "exchange": "exchange of gradients",
+    "update": "update of the parameters",
+}
+
+
+def _of_memory(question: Question, held: Holding) -> Iterator[str]:
+    fits = "" if held.share <= 1 else "; this does not fit"
+    yield (
+        f"memory: stage {held.stage} is the fullest, {format_bytes(held.bytes)} of "
+        f"{format_bytes(question.cap)} ({held.share:.1%}){fits}"
+    )
+    categories = (
+        ("weights", held.weights),
+        ("gradients and optimiser", held.training),
+        ("activations", held.activations),
+        ("what is computed again", held.again),
+    )
+    for name, size in categories:
+        if size:
+            yield f"  {size / held.bytes:6.1%}  {format_bytes(size):>8}  {name}"
+
+
+def _of_neighbour(one: Neighbour, point: Point) -> str:
+    if one.point is None:
+        return f"{one.step}: no; {one.why}"
+    return f"{one.step}: {_of_point(one.point, point)}"
+
+
+def _of_point(one: Point, point: Point) -> str:
+    lacks = f"; to run it lacks {missing(one)}" if missing(one) else ""
+    return (
+        f"{format_seconds(one.seconds)} ({_than(one.seconds, point.seconds)}), "
+        f"{format_bytes(one.bytes)} ({one.bytes / point.bytes - 1:+.1%}): {_name(one)}{lacks}"
+    )
+
+
+def _than(seconds: float, other: float) -> str:
+    return "equal" if abs(seconds / other - 1) < SAME else f"{seconds / other - 1:+.1%}"
+
+
+def _name(point: Point) -> str:
+    again = sum(stage.recompute for stage in point.stages)
+    return describe(point.degrees) + (f", recompute in {again} stages" if again else "")
+
+
+def _of_choice(found: Explanation) -> Iterator[str]:
+    today, point = found.today, found.point
+    if today is None:
+        yield "the search finds no plan for these devices that runs today"
+    elif today.seconds < point.seconds * (1 - SAME):
+        yield f"of the plans that run today the search would take {_of_point(today, point)}"
+    else:
+        yield "of the plans that run today none is faster"
+    for change in found.changes:
+        text = f"  with {change.name}: this plan {format_seconds(change.own)} "
+        text += f"({_than(change.own, point.seconds)}); "
+        if change.best is None:
+            text += "nothing fits"
+        elif change.changed:
+            text += f"the choice changes to {_name(change.best)}, "
+            text += format_seconds(change.best.seconds)
+        else:
+            text += "the choice stays"
+        yield text
+
+
+def _write(json: bool, facts: dict[str, object], lines: list[str]) -> None:
+    if json:
+        say_json(facts)
+    else:
+        say("\n".join(lines))

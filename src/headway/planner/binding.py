@@ -1,0 +1,316 @@
+"""Why a plan takes so long and holds so much: what binds, its neighbours, other hardware.
+
+Everything is asked of the search and its tables; nothing is priced here. Invariant: the parts of a
+step add up to its seconds, those of a stage to its bytes. Source: the parts are the terms of
+`candidate.Candidate`; one step away in each degree, as people try plans by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headway.cost.network import LinkLevel, Network
+from headway.errors import PlanError
+from headway.planner.candidate import Point
+from headway.planner.degrees import Degrees, microbatches
+from headway.planner.operators import dtype_of, kernels
+from headway.planner.planned import candidate_of
+from headway.planner.search import Question, Search, search
+from headway.units import format_bytes
+
+STEPS = (2, 4)
+"""How much faster each level of links is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+        name: "compute", "bubble", "messages", "exchange" or "update".
+        seconds: Of a step.
+        share: Of the step.
+        level: Of links, where it is their time.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    level: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What the fullest stage holds.
+
+    Attributes:
+        stage: Its number.
+        bytes: In all.
+        share: Of what is allowed.
+        weights: Bytes of its parameters.
+        training: Bytes of gradients and optimiser.
+        activations: Bytes kept for backward, of all micro-batches under way.
+        again: Bytes of what is being computed again.
+    """
+
+    stage: int
+    bytes: float
+    share: float
+    weights: float
+    training: float
+    activations: float
+    again: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """A plan one step away.
+
+    Attributes:
+        step: "tensor 1 -> 2".
+        degrees: What it would be; None where it cannot be.
+        point: Its fastest plan; None where it cannot be.
+        why: What it cannot be for.
+    """
+
+    step: str
+    degrees: Degrees | None = None
+    point: Point | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Other hardware.
+
+    Attributes:
+        name: "node links 2x".
+        own: Seconds of the plan itself on it.
+        best: What the search finds on it; None: nothing fits.
+        changed: Whether that is another plan than on the hardware as it is.
+    """
+
+    name: str
+    own: float
+    best: Point | None
+    changed: bool
+
+
+def parts(question: Question, point: Point) -> tuple[Part, ...]:
+    """The terms of a step, the largest first; those of nothing are left out."""
+    degrees, stages, machine = point.degrees, point.stages, question.machine
+    slowest = degrees.microbatches * max(stage.seconds for stage in stages)
+    late = max(stages, key=lambda stage: stage.tail)
+    shared = degrees.data if degrees.zero else 1
+    update = machine.device.update * late.params / question.itemsize / shared
+    terms = {
+        "compute": slowest,
+        "bubble": point.seconds - point.messages - late.tail - slowest,
+        "messages": point.messages,
+        "exchange": late.tail - update,
+        "update": update,
+    }
+    levels = {
+        "messages": level_of(machine.network, degrees.tensor * degrees.data + 1).name,
+        "exchange": level_of(machine.network, degrees.tensor * degrees.data).name,
+    }
+    found = [
+        Part(name=name, seconds=s, share=s / point.seconds, level=levels.get(name, ""))
+        for name, s in terms.items()
+        if s > 1e-9 * point.seconds
+    ]
+    return tuple(sorted(found, key=lambda part: -part.seconds))
+
+
+def level_of(network: Network, ranks: int) -> LinkLevel:
+    """The innermost level that joins so many ranks in a row."""
+    return next((level for level in network.levels if level.width >= ranks), network.levels[-1])
+
+
+def holding(question: Question, point: Point) -> Holding:
+    """What the fullest device holds, by category."""
+    number = max(range(len(point.stages)), key=lambda n: point.stages[n].bytes)
+    stage = point.stages[number]
+    weights = stage.params / (point.degrees.data if point.degrees.zero >= 3 else 1)
+    return Holding(
+        stage=number,
+        bytes=stage.bytes,
+        share=stage.bytes / question.cap,
+        weights=weights,
+        training=stage.state - weights,
+        activations=stage.kept,
+        again=stage.transient,
+    )
+
+
+def reached(engine: Search, point: Point) -> float:
+    """Share of the devices' peak that a step's products reach."""
+    question, work = engine.question, engine.question.work
+    graph = work.graph
+    setting = engine.tables_of(1, point.degrees.microbatch).setting
+    largest = max(graph.operators, key=lambda operator: operator.flops.total)
+    peak = question.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
+    flops = graph.flops.total * question.batch / work.samples
+    return float(flops / (point.seconds * point.devices * peak))
+
+
+def issuing(engine: Search, point: Point) -> float:
+    """Seconds of a step that the host needs to issue the kernels of the slowest stage."""
+    slowest = max(point.stages, key=lambda stage: stage.seconds)
+    units = engine.row[slowest.start : slowest.stop]
+    operators = engine.question.work.graph.operators[units[0].start : units[-1].stop]
+    number = sum(
+        (2 + slowest.recompute) * kernels(o) + bool(o.flops.weight_gradient) for o in operators
+    )
+    host = engine.question.machine.device.seconds_of_host(float(number))
+    return float(point.degrees.microbatches * host)
+
+
+# -- neighbours -----------------------------------------------------------------------------------
+
+
+def neighbours(engine: Search, point: Point, *, most: int) -> tuple[Neighbour, ...]:
+    """One step up and down in t, d, p and b: t and p take from d, d is of other devices.
+
+    Args:
+        engine: Of the plan's model and cluster.
+        point: The plan.
+        most: Devices that the cluster has.
+    """
+    return tuple(
+        _neighbour(engine, point, name, factor, most)
+        for name in ("tensor", "data", "pipeline", "microbatch")
+        for factor in (2.0, 0.5)
+    )
+
+
+def _neighbour(engine: Search, point: Point, name: str, factor: float, most: int) -> Neighbour:
+    old = getattr(point.degrees, name)
+    new = old * factor
+    label = "pipe" if name == "pipeline" else "micro-batch" if name == "microbatch" else name
+    step = f"{label} {old} -> {new:g}"
+    if new != int(new):
+        return Neighbour(step=f"{label} {old} -> less", why=f"{old} cannot be halved")
+    degrees, why = _moved(engine, point.degrees, name, int(new), most)
+    if degrees is None:
+        return Neighbour(step=step, why=why)
+    candidate, cap = candidate_of(engine, degrees), engine.question.cap
+    found = candidate.fastest(cap)
+    if found is not None:
+        return Neighbour(step=step, degrees=degrees, point=found)
+    least = candidate.fastest(float("inf"))
+    need = candidate.bound()[1]
+    why = "the model cannot be cut so"
+    if least is not None:
+        why = f"it needs at least {format_bytes(need)} per device; {format_bytes(cap)} are allowed"
+        if need <= cap:
+            why = f"no cut of it fits into {format_bytes(cap)} per device"
+    return Neighbour(step=step, degrees=degrees, why=why)
+
+
+def _moved(
+    engine: Search, old: Degrees, name: str, new: int, most: int
+) -> tuple[Degrees | None, str]:
+    """The degrees after one step, or why there are none."""
+    batch = engine.question.batch
+    t, d, p = old.tensor, old.data, old.pipeline
+    if name == "microbatch":
+        if batch % (d * new):
+            return None, f"a share of {batch // d} samples is no multiple of {new}"
+        return replace(old, microbatch=new, microbatches=batch // d // new), ""
+    if name == "data":
+        d = new
+        if t * d * p > most:
+            return None, f"it needs {t * d * p} devices, the cluster has {most}"
+    else:
+        number = old.data * getattr(old, name)
+        if number % new:
+            return None, f"{number} ranks that tensor, pipe and data share are no multiple of {new}"
+        d = number // new
+        t, p = (new, p) if name == "tensor" else (t, new)
+    if p > len(engine.row):
+        return None, f"the model has {len(engine.row)} units that can be a stage"
+    if t > engine.question.machine.network.levels[0].width:
+        return None, "a tensor axis stays within the innermost level of links"
+    if batch % d:
+        return None, f"a batch of {batch} samples is no multiple of {d} shares"
+    sizes = [b for b in microbatches(batch // d) if b <= old.microbatch]
+    b = old.microbatch if batch // d % old.microbatch == 0 else max(sizes)
+    zero = old.zero if d > 1 else 0
+    moved = replace(old, tensor=t, data=d, pipeline=p, microbatch=b, zero=zero)
+    return replace(moved, microbatches=batch // d // b), ""
+
+
+# -- other hardware -------------------------------------------------------------------------------
+
+
+def fastest_of_today(question: Question, devices: int) -> Question:
+    """The same question for the fastest plan that today's executor can run."""
+    return replace(question, devices=(devices,), tensor=(1,), zero=(0,), objective="fastest")
+
+
+def changes(question: Question, priced: Callable[[Search], Point]) -> Iterator[Change]:
+    """Each level of links 2 and 4 times faster, memory and compute twice, one at a time.
+
+    Args:
+        question: As of `fastest_of_today`.
+        priced: The plan itself on another cluster.
+    """
+    best = _best(question)
+    for name, other in _others(question):
+        found = _best(other)
+        yield Change(
+            name=name,
+            own=priced(Search(other)).seconds,
+            best=found,
+            changed=_identity(found) != _identity(best),
+        )
+
+
+def _best(question: Question) -> Point | None:
+    try:
+        return search(question).best
+    except PlanError:
+        return None
+
+
+def _identity(point: Point | None) -> object:
+    """What makes it another plan: degrees, and the stages that compute again."""
+    return point and (point.degrees, tuple(stage.recompute for stage in point.stages))
+
+
+def _others(question: Question) -> Iterator[tuple[str, Question]]:
+    machine = question.machine
+    ranks = question.devices[-1]
+    outermost = level_of(machine.network, ranks).name
+    for number, level in enumerate(machine.network.levels):
+        if np.isfinite(level.link.rate):
+            for factor in STEPS:
+                network = _faster(machine.network, number, factor)
+                yield (
+                    f"{level.name} links {factor}x",
+                    replace(question, machine=replace(machine, network=network)),
+                )
+        if level.name == outermost:
+            break
+    device = machine.device
+    memory = replace(machine, device=replace(device, memory=2 * device.memory))
+    twice = None if question.memory is None else 2 * question.memory
+    yield "memory 2x", replace(question, machine=memory, memory=twice)
+    peak = {name: 2 * rate for name, rate in device.peak.items()}
+    yield (
+        "compute 2x",
+        replace(question, machine=replace(machine, device=replace(device, peak=peak))),
+    )
+
+
+def _faster(network: Network, number: int, factor: int) -> Network:
+    """One level's rates, of collectives and of messages; latencies stay."""
+    level = network.levels[number]
+    link = replace(level.link, rate=level.link.rate * factor)
+    message = level.message and replace(level.message, rate=level.message.rate * factor)
+    faster = replace(level, link=link, message=message)
+    return Network((*network.levels[:number], faster, *network.levels[number + 1 :]))

@@ -1,0 +1,132 @@
+"""A plan as a point of the search: the same cost model prices what somebody has decided already.
+
+Invariant: a plan that `runnable.to_plan` has made of a point becomes that point again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.errors import PlanError
+from headway.plan import Plan
+from headway.planner.candidate import Candidate, Point
+from headway.planner.degrees import Degrees
+from headway.planner.row import Unit
+from headway.planner.search import Search
+
+PRICED = ("1f1b", "gpipe")
+"""Schedules of which the search knows the price."""
+
+
+def degrees_of(plan: Plan) -> Degrees:
+    """Its degrees, with the micro-batches of the largest share.
+
+    Raises:
+        PlanError: The search has no price for such a plan.
+    """
+    pipeline, several = plan.pipeline, plan.pipe_degree > 1
+    problems = []
+    if several and pipeline.table:
+        problems.append("pipeline.table: a table of one's own")
+    elif several and pipeline.schedule not in PRICED:
+        problems.append(f"pipeline.schedule: {pipeline.schedule}")
+    if problems:
+        raise PlanError(
+            "the search has no price for this plan",
+            problems=problems,
+            fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
+        )
+    parts = plan.batch.microbatches(plan.batch.share(0, plan.data_degree))
+    return Degrees(
+        tensor=1,
+        data=plan.data_degree,
+        pipeline=plan.pipe_degree,
+        microbatch=len(parts[0]),
+        microbatches=len(parts),
+        schedule=pipeline.schedule if several else "1f1b",
+    )
+
+
+def candidate_of(search: Search, degrees: Degrees) -> Candidate:
+    """A combination of degrees on the tables of a search."""
+    tables = search.tables_of(degrees.tensor, degrees.microbatch)
+    return Candidate(tables, degrees, search.question.itemsize)
+
+
+def point_of(plan: Plan, search: Search) -> Point:
+    """The plan's price. A plan that names no cut gets the fastest that needs the least memory.
+
+    Args:
+        plan: A legal one.
+        search: Of its model, batch and cluster.
+
+    Raises:
+        PlanError: The search has no price for it, or the model has no such borders.
+    """
+    candidate = candidate_of(search, degrees_of(plan))
+    borders = _borders(plan, search.row, candidate)
+    again = plan.pipeline.recompute_stages or tuple(range(plan.pipe_degree))
+    recompute = again if plan.pipe_degree > 1 and plan.pipeline.recompute else ()
+    return candidate.planned(borders, recompute)
+
+
+def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[int, ...]:
+    if plan.pipe_degree == 1:
+        return 0, len(row)
+    if not plan.pipeline.cut:
+        free = candidate.fastest(float("inf"))
+        if free is None:
+            raise PlanError(
+                "the model cannot be cut into so many stages",
+                problems=[f"{len(row)} units for {plan.pipe_degree} stages"],
+                fix="Take fewer stages.",
+            )
+        return 0, *(stage.stop for stage in free.stages)
+    starts = [_start(name, row) for name in plan.pipeline.cut]
+    problems = [
+        f"pipeline.cut: no border in front of {name}"
+        for name, start in zip(plan.pipeline.cut, starts, strict=True)
+        if start is None
+    ]
+    found = (0, *(start for start in starts if start is not None), len(row))
+    if not problems and list(found) != sorted(set(found)):
+        problems.append(f"pipeline.cut: {', '.join(plan.pipeline.cut)} are not in order")
+    if problems:
+        names = ", ".join(dict.fromkeys(unit.module for unit in row[1:] if unit.module))
+        raise PlanError(
+            "this model cannot be cut there",
+            problems=problems,
+            fix=f"The recipe may be another one. Its borders: {names}.",
+        )
+    return found
+
+
+def _start(name: str, row: tuple[Unit, ...]) -> int | None:
+    """The unit that begins with a module; no pipeline begins a second stage with the first."""
+    numbers = range(1, len(row))
+    same = [n for n in numbers if row[n].module == name]
+    inside = [n for n in numbers if row[n].module.startswith(f"{name}.")]
+    return next(iter([*same, *inside]), None)
+
+
+def simplified(plan: Plan) -> Iterator[str]:
+    """What of a plan the price does not count, one sentence each."""
+    exchange = plan.exchange
+    if plan.batch.samples % plan.data_degree or len({*_sizes(plan)}) > 1:
+        yield "shares or micro-batches are not all alike: all count as the largest"
+    if plan.pipe_degree == 1 and plan.data_degree > 1:
+        if exchange.compress != "none" or exchange.parts or exchange.priority:
+            yield "the exchange counts as a plain sum: no compression, no priority"
+        if exchange.overlap:
+            yield "the exchange counts as if nothing of it overlapped with backward"
+    if plan.pipe_degree > 1:
+        if not plan.pipeline.cut:
+            yield "the plan names no cut: the fastest one counts"
+        if plan.pipeline.recompute in (True, "stages"):
+            yield "recomputation of whole stages counts as that of blocks, which holds less"
+    if plan.memory.precision == "bfloat16":
+        yield "autocast to bfloat16 counts as 32 bits"
+
+
+def _sizes(plan: Plan) -> Iterator[int]:
+    yield from map(len, plan.batch.microbatches(plan.batch.share(0, plan.data_degree)))

@@ -1,0 +1,299 @@
+"""single: `headway explain`: a plan's price, what binds, its neighbours, hardware, guidelines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from headway.cli.main import main
+from headway.cluster.presets import of_preset
+from headway.cost.guidelines.model import layers_of
+from headway.cost.network import Network
+from headway.cost.presets import machine_of
+from headway.errors import PlanError
+from headway.plan.pipeline import Pipeline
+from headway.plan.plan import data_parallel, pipelined
+from headway.planner.binding import changes, fastest_of_today, holding, neighbours, parts
+from headway.planner.facts import Job, advice_of
+from headway.planner.operators import Workload
+from headway.planner.planned import degrees_of, point_of
+from headway.planner.runnable import missing, to_plan
+from headway.planner.search import Question, Search, search
+from headway.run.model_graph import graph_of
+from support.recipes import Stack
+
+RECIPE = "support.recipes:stack"
+BATCH = 32
+CLUSTER = ("--cluster", "p3.16xlarge", "--nodes", "2")
+MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
+PARAMETERS = 4 * sum(parameter.numel() for parameter in Stack().parameters())
+
+
+@pytest.fixture(scope="module")
+def question():
+    graph, samples, batch = graph_of(RECIPE)
+    assert batch == BATCH
+    work = Workload(graph=graph, samples=samples)
+    return Question(work=work, machine=MACHINE, devices=(8,), batch=batch)
+
+
+def engine(question, devices=8, **changed):
+    return Search(replace(question, devices=(devices,), **changed))
+
+
+@pytest.fixture
+def run(capsys, tmp_path):
+    def call(plan, *words):
+        plan.save(tmp_path / "plan.json")
+        code = main(["explain", str(tmp_path / "plan.json"), *words])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def staged(**changed):
+    pipe = Pipeline(microbatches=4, cut=("3",), **changed)
+    return pipelined(BATCH, processes=4, stages=2, pipeline=pipe, microbatch=4)
+
+
+# -- the price of a plan --------------------------------------------------------------------------
+
+
+def test_a_point_that_becomes_a_plan_has_the_same_price(question):
+    """For each point of two frontiers that runs today: to a plan, and back."""
+    seen = set()
+    for memory in (None, 0.7e6):
+        asked = replace(question, memory=memory, tensor=(1,), zero=(0,))
+        outcome = search(asked)
+        for point in outcome.points:
+            if missing(point):
+                continue
+            again = point_of(to_plan(outcome, point), engine(asked))
+            assert again.degrees == point.degrees
+            assert (again.seconds, again.bytes) == (point.seconds, point.bytes)
+            seen.add(point.degrees.pipeline)
+    assert len(seen) > 1
+
+
+def test_the_parts_of_a_data_parallel_step(question):
+    """By hand: two devices of a node sum in a ring of 2, 2 alpha + S / beta; Adam by parameter."""
+    point = point_of(data_parallel(BATCH, processes=2, microbatch=4), engine(question, 2))
+    found = {part.name: part for part in parts(question, point)}
+    assert set(found) == {"compute", "exchange", "update"}
+    link = MACHINE.network.levels[0].link
+    ring = 2 * link.latency + PARAMETERS / link.rate
+    assert found["exchange"].seconds == pytest.approx(ring, rel=1e-12)
+    assert found["exchange"].level == MACHINE.network.levels[0].name
+    assert found["update"].seconds == pytest.approx(MACHINE.device.update * PARAMETERS / 4)
+    assert sum(part.seconds for part in found.values()) == pytest.approx(point.seconds, rel=1e-12)
+    across = point_of(data_parallel(BATCH, processes=16), engine(question, 16))
+    levels = {part.name: part.level for part in parts(question, across)}
+    assert levels["exchange"] == MACHINE.network.levels[1].name
+
+
+def test_the_parts_of_a_pipeline(question):
+    """Compute m t_max, bubble t - t_max for two stages; recomputation pays one more forward."""
+    point = point_of(staged(), engine(question, 4))
+    found = {part.name: part.seconds for part in parts(question, point)}
+    times = [stage.seconds for stage in point.stages]
+    assert found["compute"] == 4 * max(times)
+    assert found["bubble"] == pytest.approx(min(times), rel=1e-9)
+    assert sum(found.values()) == pytest.approx(point.seconds, rel=1e-12)
+    again = point_of(staged(recompute="blocks", recompute_stages=(1,)), engine(question, 4))
+    assert again.stages[0] == point.stages[0]
+    assert again.stages[1].seconds > point.stages[1].seconds
+    assert again.stages[1].kept < point.stages[1].kept
+
+
+def test_the_fullest_stage_by_category(question):
+    """32-bit Adam: 4 bytes of weights, 12 of gradients and moments per parameter."""
+    point = point_of(data_parallel(BATCH, processes=1), engine(question, 1))
+    held = holding(question, point)
+    assert (held.weights, held.training) == (PARAMETERS, 3 * PARAMETERS)
+    assert held.activations == pytest.approx(question.work.graph.saved_bytes)
+    assert held.share == held.bytes / MACHINE.device.memory
+
+
+# -- neighbours and hardware ----------------------------------------------------------------------
+
+
+def test_neighbours_are_priced_as_the_search_does_and_say_why_not(question):
+    plan = data_parallel(BATCH, processes=8, microbatch=4)
+    asked = engine(question)
+    found = {one.step: one for one in neighbours(asked, point_of(plan, asked), most=8)}
+    assert len(found) == 8
+    assert found["data 8 -> 16"].why == "it needs 16 devices, the cluster has 8"
+    assert found["micro-batch 4 -> 8"].why == "a share of 4 samples is no multiple of 8"
+    assert found["tensor 1 -> less"].point is None
+    fewer = data_parallel(BATCH, processes=4, microbatch=4)
+    half = found["data 8 -> 4"].point
+    assert half.seconds == point_of(fewer, engine(question, 4)).seconds
+    best = search(fastest_of_today(question, 8)).best
+    assert all(
+        one.point.seconds >= best.seconds
+        for one in found.values()
+        if one.point and one.point.devices == 8 and not missing(one.point)
+    )
+    small = engine(question, memory=1e6)
+    tight = neighbours(small, point_of(plan, small), most=16)
+    assert tight[3].point is None
+    assert "are allowed" in tight[3].why
+
+
+@pytest.mark.parametrize(("number", "devices"), [(0, 8), (1, 16)])
+def test_other_hardware_is_asked_of_the_search(question, number, devices):
+    """Of a pipeline's messages, inside of a node by their own rate, and from node to node."""
+    pipe = Pipeline(microbatches=2, cut=("3",))
+    plan = pipelined(BATCH, processes=devices, stages=2, pipeline=pipe, microbatch=2)
+    asked = fastest_of_today(question, devices)
+    found = {one.name: one for one in changes(asked, lambda other: point_of(plan, other))}
+    levels = list(MACHINE.network.levels)
+    level = levels[number]
+    links = {name: getattr(level, name) for name in ("link", "message")}
+    faster = {name: replace(link, rate=4 * link.rate) for name, link in links.items()}
+    levels[number] = replace(level, **faster)
+    by_hand = replace(asked, machine=replace(MACHINE, network=Network(tuple(levels))))
+    change = found[f"{level.name} links 4x"]
+    assert change.own == point_of(plan, Search(by_hand)).seconds
+    assert change.own < point_of(plan, Search(asked)).seconds
+    assert change.best.seconds == search(by_hand).best.seconds
+    assert len(found) == 2 * (number + 1) + 2  # a level that nobody uses is not tried
+    twice = replace(asked, memory=2 * asked.cap)
+    assert found["memory 2x"].best.seconds == search(twice).best.seconds
+    base = search(asked).best
+    assert all(
+        one.changed == (one.best.degrees != base.degrees)
+        for one in found.values()
+        if not any(stage.recompute for stage in (*one.best.stages, *base.stages))
+    )
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_memory_binds_where_twice_as_much_changes_the_choice(question, said):
+    """Two devices that cannot hold a copy each, by --memory or by what they have."""
+    least = 3.5 * PARAMETERS
+    device = replace(MACHINE.device, memory=10 * least if said else least)
+    tight = replace(
+        fastest_of_today(question, 2),
+        machine=replace(MACHINE, device=device),
+        memory=least if said else None,
+    )
+    best = search(tight).best
+    assert best.degrees.pipeline == 2
+    found = {one.name: one for one in changes(tight, lambda _: best)}
+    assert found["memory 2x"].changed
+    assert found["memory 2x"].best.degrees.data == 2
+    assert not found["compute 2x"].changed
+
+
+# -- guidelines -----------------------------------------------------------------------------------
+
+
+def test_the_lemmas_get_the_facts_of_graph_and_cluster(question):
+    """Every number of Zou's lemmas and of Das' ratio, from its formula."""
+    answers, unknown = advice_of(Job(engine(question, 16), 16, 2))
+    numbers = {answer.question: answer.numbers for answer in answers}
+    alone = point_of(data_parallel(BATCH, processes=1, microbatch=2), engine(question, 1))
+    summed = float(MACHINE.network.all_reduce(PARAMETERS, 16))
+    overhead = summed + MACHINE.device.update * PARAMETERS / 4
+    compute = 16 * alone.stages[0].seconds
+    devices = numbers["How many devices are worth their while?"]
+    assert devices["R_O"] == pytest.approx(overhead / compute, rel=1e-12)
+    servers = numbers["How many parameter servers?"]
+    rate = MACHINE.network.levels[1].link.rate
+    assert (servers["N_w"], servers["S_p"], servers["B_ps"]) == (2, PARAMETERS, rate)
+    exact = 2 * PARAMETERS * 2 / (rate * compute / 16)
+    assert servers["exact"] == pytest.approx(exact, rel=1e-12)
+    assert servers["N_ps"] == math.ceil(exact)
+    samples = numbers["How many samples per node hide the exchange?"]
+    flops = question.work.graph.flops.total * BATCH / question.work.samples
+    assert samples["balance"] == pytest.approx(flops / compute * 8 / rate, rel=1e-12)
+    batch = numbers["Which minibatch, and which algorithm for each layer?"]
+    assert batch["X_mini"] == 2  # the whole share
+    assert batch["epoch"] == pytest.approx(alone.stages[0].seconds)
+    shown = numbers["How much of the gradient exchange shows?"]
+    assert shown["compute"] == pytest.approx(alone.stages[0].seconds)
+    assert any("convolutions" in line for line in unknown)
+
+
+def test_a_tight_memory_makes_blocks_compute_again(question):
+    """The knapsack: what is kept fits into what parameters leave, and no smaller batch wins."""
+    state = 4 * PARAMETERS
+    free = Job(engine(question, 1), 1, 32).minibatch
+    tight = Job(engine(question, 1, memory=state + 0.4 * free.best.chosen.bytes), 1, 32).minibatch
+    assert set(free.best.chosen.algorithms.values()) == {"keep"}
+    assert tight.best.chosen.bytes <= tight.best.bound
+    assert tight.best.batch < 32 or "recompute" in tight.best.chosen.algorithms.values()
+    assert tight.best.epoch > free.best.epoch
+    assert Job(engine(question, 1, memory=state), 1, 32).minibatch is None
+
+
+def test_what_is_not_known_is_named(question):
+    one, unknown = advice_of(Job(engine(question, 1), 1, 32))
+    assert not any("servers" in answer.question for answer in one)
+    assert any("one device exchanges nothing" in line for line in unknown)
+    free = replace(MACHINE.network.levels[0].link, rate=math.inf)
+    network = Network((replace(MACHINE.network.levels[0], link=free, width=math.inf),))
+    other = replace(question, machine=replace(MACHINE, network=network))
+    _, unknown = advice_of(Job(engine(other), 8, 4))
+    assert any("no rate of" in line for line in unknown)
+
+
+def test_folded_layers_are_all_found(question):
+    """Folding gives an input another role; the volumes are those of the model's own layers."""
+    assert 4 * sum(layer.weights + layer.ofm for layer in layers_of(question.work.graph)) == (
+        PARAMETERS
+    )
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_without_recipe_and_cluster_it_says_what_the_plan_says(run):
+    code, out, _ = run(staged())
+    assert code == 0
+    assert "1f1b over 2 ranks" in out
+    assert json.loads(run(staged(), "--json")[1])["plan"] == staged().hash
+
+
+def test_sentences_and_json_of_the_same_plan(run, question):
+    code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER)
+    assert code == 0
+    point = point_of(staged(), engine(question, 4))
+    assert "what binds: compute (" in out
+    assert "memory: stage 1 is the fullest" in out
+    assert "data 2 -> 4: " in out
+    assert "of the plans that run today the search would take" in out
+    code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER, "--json")
+    data = json.loads(out)
+    assert data["point"]["seconds"] == point.seconds
+    assert len(data["neighbours"]) == 8
+    assert data["changes"][0]["name"] == "node links 2x"
+    assert isinstance(data["changes"][0]["own"], float)
+
+
+def test_guidelines_of_a_plan(run):
+    code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER, "--guidelines")
+    assert code == 0
+    assert "(Zou et al. 2017, Lemma 1)" in out
+    assert "not known: " in out
+
+
+def test_refusals(run, question):
+    assert "--recipe and --cluster" in run(staged(), "--guidelines")[2]
+    assert run(staged(), "--recipe", RECIPE)[0] == 1
+    code, _, err = run(data_parallel(BATCH, processes=16), "--recipe", RECIPE, *CLUSTER[:2])
+    assert (code, "the plan has 16 ranks, the cluster 8" in err) == (2, True)
+    code, _, err = run(data_parallel(8, processes=2), "--recipe", RECIPE, *CLUSTER)
+    assert (code, "plan 8 samples, recipe 32" in err) == (2, True)
+    with pytest.raises(PlanError, match="no price") as error:
+        degrees_of(staged(schedule="zb-h1"))
+    assert "zb-h1" in str(error.value)
+    pipe = Pipeline(microbatches=4, cut=("nowhere",))
+    wrong = pipelined(BATCH, processes=4, stages=2, pipeline=pipe, microbatch=4)
+    with pytest.raises(PlanError, match="cannot be cut there"):
+        point_of(wrong, engine(question, 4))
