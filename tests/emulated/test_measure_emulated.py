@@ -20,4 +20,4 @@ def test_the_link_between_nodes_is_measured_apart(tmp_path):
     assert (len(cluster.nodes), cluster.ranks) == (2, 2)
     level = cluster.level_of([0, 1])
     assert level.name == "cluster"
-    assert RATE / 2 < level.rate < RATE * 2
+    assert RATE / 4 < level.rate < RATE * 4  # a wrong unit is 8; bursts and slow machines are 2

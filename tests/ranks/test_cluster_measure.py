@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 
@@ -14,8 +16,10 @@ from headway.run.world import World
 from support.commands import HEADWAY, TORCHRUN, command
 from support.ranks import ranks
 
-FACTOR = 3.0
+FACTOR = 4.0
 """Machines are noisy; an error of units is a factor of 8 or 1000."""
+SHARE = 0.25
+"""Of the sizes of a kind that may be off for once: a wrong latency or rate is off for half."""
 
 
 def misses(world, folder):
@@ -34,10 +38,13 @@ def misses(world, folder):
         for m, n, k, seconds in points:
             predicted = device.dispatch + float(device.seconds_of_matmul(m, n, k, dtype=dtype))
             pairs.append((dtype, (m, n, k), predicted, seconds))
-    return [pair for pair in pairs if not 1 / FACTOR < pair[2] / pair[3] < FACTOR]
+    wrong = [pair for pair in pairs if not 1 / FACTOR < pair[2] / pair[3] < FACTOR]
+    counts = Counter(kind for kind, *_ in pairs)
+    many = {kind for kind, n in Counter(k for k, *_ in wrong).items() if n > SHARE * counts[kind]}
+    return [pair for pair in wrong if pair[0] in many]
 
 
-@ranks(2, timeout=120)
+@ranks(2, timeout=160)
 def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
     # A third program on two cores delays single operations twentyfold; a wrong unit always fails.
     found = [misses(world, tmp_path)]
@@ -49,7 +56,7 @@ def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
 def test_torchrun_and_headway_measure_alike(tmp_path):
     words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--out", "one.toml")
     done = command(
-        *TORCHRUN, "--standalone", "--nproc-per-node", "2", *words, cwd=tmp_path, timeout=90
+        *TORCHRUN, "--standalone", "--nproc-per-node", "2", *words, cwd=tmp_path, timeout=150
     )
     assert done.code == 0, done.err
     assert done.out.count("written  one.toml") == 1
@@ -57,7 +64,7 @@ def test_torchrun_and_headway_measure_alike(tmp_path):
     assert one.ranks == 2
     assert one.level_of([0, 1]).name == "node"
     measure = ("cluster", "measure", "--device", "cpu", "-n", "2", "-o", "one.toml")
-    again = command(*HEADWAY, *measure, cwd=tmp_path, timeout=90)
+    again = command(*HEADWAY, *measure, cwd=tmp_path, timeout=150)
     assert again.code == 0, again.err
     two = read_cluster(tmp_path / "one.toml")
     assert set(one.devices["cpu"].peak) == set(two.devices["cpu"].peak)
