@@ -24,6 +24,7 @@ from headway.run.job import Outcome
 from headway.run.recipe_check import check_recipe
 from headway.schedule.named import SCHEDULES, make_schedule
 from headway.schedule.table import from_csv, to_csv
+from support import schedule_command
 from support.golden import check_golden
 
 NAMES = list(SCHEDULES)
@@ -38,26 +39,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a command; returns exit code, standard output, standard error."""
-
-    def call(*words):
-        code = main(["schedule", *map(str, words)])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
-
-
-@pytest.fixture
-def facts(run):
-    def call(*words):
-        code, out, err = run(*words, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    return call
+run, facts = schedule_command.run, schedule_command.facts
 
 
 # -- list and show -------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from headway.cli.main import main
 from headway.cli.schedule_search import RIVALS
 from headway.cluster.link import Link
 from headway.cost.pipeline_choice import Setting, Workload
@@ -17,6 +15,7 @@ from headway.plan import Pipeline, pipelined
 from headway.run.model_costs import measure_recipe
 from headway.schedule.check import violations
 from headway.schedule.table import read_table
+from support import schedule_command
 from support.golden import check_golden
 
 UNEQUAL = ("--forward", "1,1.5,1,1", "--latency", "0.1")
@@ -40,26 +39,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a command; returns exit code, standard output, standard error."""
-
-    def call(*words):
-        code = main(["schedule", *map(str, words)])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
-
-
-@pytest.fixture
-def facts(run):
-    def call(*words):
-        code, out, err = run(*words, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    return call
+run, facts = schedule_command.run, schedule_command.facts
 
 
 # -- costs of each stage -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from headway.errors import PlanError
 from headway.parallel.row import Calls, Row, Team, forwards
 from headway.parallel.sharded import hold, reshard, unfit
 from headway.parallel.stages import Stages
-from headway.schedule import Action, Kind, PipelineSchedule
+from headway.schedule import Action, PipelineSchedule
 from headway.schedule.lowering import lower
 
 
@@ -107,18 +107,12 @@ class Pipeline:
 
 
 def _check(schedule: PipelineSchedule, stages: Stages, team: Team, calls: Calls) -> None:
-    problems = []
-    if schedule.stages != len(stages):
-        problems.append(f"it is for {schedule.stages} stages, and the model has {len(stages)}")
-    elif missing := sorted(set(stages.edges) - set(schedule.edges)):
+    problems = stages.unlike(schedule)
+    if not problems and (missing := sorted(set(stages.edges) - set(schedule.edges))):
         problems += [
             f"it does not say that stage {a} gives values to stage {b}" for a, b in missing
         ]
-    kinds = {action.kind for action in schedule.order[team.rank]}
-    if kinds & {Kind.SYNC, Kind.WAIT} and calls.sync is None:
-        problems.append("it has SYNC, and nobody was given who sums gradients")
-    if Kind.STEP in kinds and calls.step is None:
-        problems.append("it has STEP, and nobody was given who makes steps")
+    problems += calls.lacking(schedule, team.rank)
     if not schedule.flush and stages.shared:
         names = ", ".join(stages.shared)
         problems.append(

@@ -86,6 +86,16 @@ class Calls:
     step: Callable[[int], None] | None = None
     doing: Callable[[Action], None] | None = None
 
+    def lacking(self, schedule: PipelineSchedule, rank: int) -> list[str]:
+        """What a rank's row of a table needs and is not here."""
+        kinds = {action.kind for action in schedule.order[rank]}
+        found = []
+        if kinds & {Kind.SYNC, Kind.WAIT} and self.sync is None:
+            found.append("it has SYNC, and nobody was given who sums gradients")
+        if Kind.STEP in kinds and self.step is None:
+            found.append("it has STEP, and nobody was given who makes steps")
+        return found
+
 
 class Row:
     """What one rank does.

@@ -101,7 +101,7 @@ def reshard(module: nn.Module) -> None:
 
 def unfit(schedule: PipelineSchedule, stages: Stages, rank: int) -> list[str]:
     """Why a table for these stages cannot be carried out, where parts of them are wrapped."""
-    if schedule.stages != len(stages):
+    if stages.unlike(schedule):
         return []
     hosted = sorted({stage for _, stage in schedule.hosted(rank)})
     split = [stage for stage in hosted if wrapped(stages[stage].module)]

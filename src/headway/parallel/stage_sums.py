@@ -51,10 +51,10 @@ class StageSums:
         *,
         copies: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        if schedule.stages != len(stages):
+        if problems := stages.unlike(schedule):
             raise PlanError(
                 f"the schedule {schedule.name} does not fit",
-                problems=[f"it is for {schedule.stages} stages, and the model has {len(stages)}"],
+                problems=problems,
                 fix="Make the table for this cut, or cut the model into as many stages.",
             )
         own = sorted({stage for _, stage in schedule.hosted(team.rank)})

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from headway.parallel.standin import ModelCall, check_structure
 from headway.parallel.structure import Structure
+from headway.schedule import PipelineSchedule
 
 INPUT = -1
 
@@ -139,6 +140,12 @@ class Stages:
             for stage in self.stages[:-1]
             for name, tensor in (*stage.parameters.items(), *stage.buffers.items())
         }
+
+    def unlike(self, schedule: PipelineSchedule) -> list[str]:
+        """Why a table is for another cut; empty where the number of stages agrees."""
+        if schedule.stages == len(self):
+            return []
+        return [f"it is for {schedule.stages} stages, and the model has {len(self)}"]
 
     def check(self) -> None:
         """Refuse to go on where the model has changed since it was cut, unseen by the stages.

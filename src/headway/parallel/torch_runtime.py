@@ -340,9 +340,7 @@ def _check(stages: Stages, schedule: PipelineSchedule, team: Team, calls: Calls)
     Raises:
         PlanError: All of it.
     """
-    problems = []
-    if schedule.stages != len(stages):
-        problems.append(f"it is for {schedule.stages} stages, and the model has {len(stages)}")
+    problems = stages.unlike(schedule)
     skips = sorted({*stages.skips, *schedule.skips})
     problems += [f"stage {a} gives values to stage {b}, torch only to the next" for a, b in skips]
     if not schedule.flush:
@@ -352,11 +350,7 @@ def _check(stages: Stages, schedule: PipelineSchedule, team: Team, calls: Calls)
     counts = sorted({len(pipe.microbatches) for pipe in schedule.pipes})
     if len(counts) > 1:
         problems.append(f"its pipes have {counts} micro-batches, and torch wants equal numbers")
-    kinds = {action.kind for action in schedule.order[team.rank]}
-    if kinds & {Kind.SYNC, Kind.WAIT} and calls.sync is None:
-        problems.append("it has SYNC, and nobody was given who sums gradients")
-    if Kind.STEP in kinds and calls.step is None:
-        problems.append("it has STEP, and nobody was given who makes steps")
+    problems += calls.lacking(schedule, team.rank)
     ranks = tuple(dist.get_process_group_ranks(team.group or dist.group.WORLD))
     if ranks != team.ranks:
         problems.append(f"the group has the ranks {list(ranks)}, the team {list(team.ranks)}")

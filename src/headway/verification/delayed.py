@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from headway.data import Loader, MicroBatch, RankBatch, as_source
+from headway.data import RankBatch
 from headway.parallel import Stages
 from headway.run.parts import sum_and_count, to_float64
 from headway.run.place import Place
@@ -24,10 +24,11 @@ from headway.run.recipe import Recipe
 from headway.run.start import plan_of
 from headway.run.training import build_model
 from headway.run.training_state import Trained
-from headway.run.trees import resize, to_device
+from headway.run.trees import resize
 from headway.schedule import Kind, PipelineSchedule
 from headway.schedule.groups import groups_of
 from headway.verification.record import Recorder, VerifyJob, build
+from headway.verification.serial import data_of, steps_of
 
 Weights = dict[str, Tensor]
 
@@ -59,36 +60,16 @@ def record_delayed(
     plan = plan_of(recipe, job.plan, ranks)
     trained = build(recipe, to_float64(build_model(recipe)))
     recorder = Recorder(trained)
-    source = as_source(recipe.data())
-    cursor = job.start(recipe, len(source))
-    loaders = [
-        Loader(
-            source,
-            plan.batch,
-            rank=copy,
-            ranks=plan.data_degree,
-            cursor=cursor,
-            drop_last=recipe.drop_last,
-        )
-        for copy in range(plan.data_degree)
-    ]
     sites: Sites | None = None
-    for step, batches in zip(range(1, job.steps + 1), zip(*loaders, strict=True), strict=False):
-        sites = sites or _sites(recipe, trained.model, batches[0])
+    for step, batches in enumerate(steps_of(recipe, job, plan.batch, plan.data_degree), 1):
+        first = batches[0].micros[0]
+        sites = sites or probe(trained.model, recipe.loss, data_of(first), resize)
         table = plan.pipeline.make(plan.pipe_degree, len(batches[0].micros))
         loss = _Step(recipe, trained, table, stages, sites).run(batches)
         if trained.scheduler is not None:
             trained.scheduler.step()
         recorder.take(step, loss, trained.numbers())
     recorder.recording().save(target)
-
-
-def _sites(recipe: Recipe, model: nn.Module, batch: RankBatch) -> Sites:
-    return probe(model, recipe.loss, _data(batch.micros[0]), resize)
-
-
-def _data(micro: MicroBatch) -> object:
-    return to_device(micro.data, torch.device("cpu"), torch.float64)
 
 
 class _Step:
@@ -148,7 +129,7 @@ class _Step:
             micro, start = batch.micros[microbatch], batch.start
             seed_everything(self._recipe.seed, start.epoch, start.position)
             with LogicalRandomness(self._sites, micro.positions, start.epoch):
-                value = self._recipe.loss(self._trained.model, _data(micro))
+                value = self._recipe.loss(self._trained.model, data_of(micro))
                 total, count = sum_and_count(value, len(micro.positions))
                 total.backward()
             loss, counted = loss + float(total.detach()), counted + float(count)

@@ -6,7 +6,11 @@ only thing it shares with the split run is the meaning of a random number (by sa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,17 +43,11 @@ def record_serial(_: Place, job: VerifyJob, target: Path, *, ranks: int | None =
     recipe = job.load()
     trained = build(recipe, to_float64(build_model(recipe)))
     recorder = Recorder(trained)
-    source = as_source(recipe.data())
-    cursor = job.start(recipe, len(source))
-    loaders = [
-        Loader(source, split, rank=n, ranks=degree, cursor=cursor, drop_last=recipe.drop_last)
-        for split, degree in [_shares(recipe, job, ranks)]
-        for n in range(degree)
-    ]
     sites: Sites | None = None
-    for step, shares in zip(range(1, job.steps + 1), zip(*loaders, strict=True), strict=False):
+    shares_of_steps = steps_of(recipe, job, *_shares(recipe, job, ranks))
+    for step, shares in enumerate(shares_of_steps, 1):
         micros = [micro for share in shares for micro in share.micros]
-        sites = sites or probe(trained.model, recipe.loss, _data(micros[0]), resize)
+        sites = sites or probe(trained.model, recipe.loss, data_of(micros[0]), resize)
         loss = _step(recipe, trained, micros, shares[0], sites)
         recorder.take(step, loss, trained.numbers())
     recorder.recording().save(target)
@@ -73,7 +71,7 @@ def _step(
     for micro in micros:
         seed_everything(recipe.seed, start.epoch, start.position)
         with LogicalRandomness(sites, micro.positions, start.epoch):
-            total, count = sum_and_count(recipe.loss(model, _data(micro)), len(micro.positions))
+            total, count = sum_and_count(recipe.loss(model, data_of(micro)), len(micro.positions))
             (total / batch.samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
     for parameter in model.parameters():
@@ -87,5 +85,21 @@ def _step(
     return sums / counts
 
 
-def _data(micro: MicroBatch) -> object:
+def steps_of(
+    recipe: Recipe, job: VerifyJob, split: BatchSplit, copies: int
+) -> Iterator[tuple[RankBatch, ...]]:
+    """The batches of every copy, for each step that is recorded."""
+    source = as_source(recipe.data())
+    cursor = job.start(recipe, len(source))
+    options: dict[str, Any] = {"cursor": cursor, "drop_last": recipe.drop_last}
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(Loader(source, split, rank=copy, ranks=copies, **options))
+            for copy in range(copies)
+        ]
+        yield from islice(zip(*loaders, strict=True), job.steps)
+
+
+def data_of(micro: MicroBatch) -> object:
+    """What a loss gets, in float64."""
     return to_device(micro.data, torch.device("cpu"), torch.float64)
