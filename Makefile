@@ -29,7 +29,7 @@ demo: $(STAMP)  ## train a small language model on two processes, verify it, wri
 	@$(BIN)/headway demo
 
 test: check  ## all checks, then all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
 check: $(STAMP)  ## format, lint, types, direction of the imports
 	$(BIN)/ruff check

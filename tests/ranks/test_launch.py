@@ -228,7 +228,7 @@ class program:  # noqa: N801  # reads as a function
 
     def __init__(self, entry: str, folder: Path) -> None:
         self._command = [sys.executable, str(SUPPORT / "launch_program.py"), entry, str(folder)]
-        self._temporary = folder / "temporary"
+        self._temporary = folder / ("temporary" * 6)  # longer than a Unix socket's name may be
 
     def __enter__(self) -> subprocess.Popen[str]:
         self._temporary.mkdir(exist_ok=True)

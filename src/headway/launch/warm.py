@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
 
 from headway.launch.preflight import threads_for
 
+LONGEST = 60
+"""Characters of a folder that leave room for what multiprocessing appends to a socket's 107."""
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 PRELOAD = ("torch", "torch.distributed", "headway.launch.worker", "headway.run.warm")
 
 
@@ -29,7 +33,7 @@ def warm_up(processes: int, preload: Sequence[str] = (), threads: int | None = N
     """
     modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    with environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}):
+    with environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}), short_paths():
         forkserver.ensure_running()
 
 
@@ -44,3 +48,18 @@ def environment(changes: Mapping[str, str] | None = None) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def short_paths() -> Iterator[None]:
+    """Names a short folder for temporary files where TMPDIR is too long for a Unix socket.
+
+    What multiprocessing makes in it first, it keeps for all of its later sockets.
+    """
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > LONGEST:
+        tempfile.tempdir = next((path for path in SHORT if os.access(path, os.W_OK)), before)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
