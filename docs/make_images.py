@@ -3,55 +3,41 @@
     headway demo --directory runs/demo
     python docs/make_images.py runs/demo
 
-images/pipelines.svg: some pipeline schedules on one time axis. images/run.svg, where a run is
+images/pipelines.svg: some pipeline schedules on one time axis. images/simulate.svg: the step of
+docs/simulate.md. images/run.svg, where a run is
 given: two pictures of its report, the loss and one step of every rank.
 """
 
 from __future__ import annotations
 
-import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from headway.cli.schedule_costs import Costs
 from headway.cli.schedule_figures import figures
-from headway.report.canvas import style_sheet
+from headway.cluster import of_preset
+from headway.cost.presets import machine_of
+from headway.plan.pipeline import Pipeline
+from headway.plan.plan import pipelined
+from headway.planner.operators import Workload
+from headway.planner.played import step_of_plan
+from headway.planner.search import Question, Search
 from headway.report.curves import loss_picture
 from headway.report.history import read_history
 from headway.report.lanes import representative_step, timeline_picture
 from headway.report.schedule_picture import picture_svg
+from headway.report.simulated import picture as simulated
+from headway.report.stacked import stack
+from headway.run.model_graph import graph_of
 from headway.schedule.named import make_schedule
+from headway.simulator.ranks import Faults
+from headway.simulator.simulated import simulate
 from headway.timeline import Timeline
 
 IMAGES = Path(__file__).parent / "images"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "chimera", "chimera-split")
 RANKS = 4
-MARGIN = 16
-HEADING = 26
-
-
-def stack(pictures: list[tuple[str, str]]) -> str:
-    """Pictures (heading, SVG text) below each other, in light or dark as the reader has it."""
-    parts, top, width = [], float(MARGIN), 0.0
-    for heading, svg in pictures:
-        box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-        assert box is not None
-        wide, high = float(box.group(1)), float(box.group(2))
-        parts.append(
-            f'<text x="{MARGIN}" y="{top + 14}" fill="var(--ink)" '
-            f'style="font: 600 14px system-ui, sans-serif">{heading}</text>'
-        )
-        place = f'x="{MARGIN}" y="{top + HEADING}" width="{wide}" height="{high}"'
-        parts.append(svg.strip().replace("<svg ", f"<svg {place} ", 1))
-        top, width = top + HEADING + high + MARGIN, max(width, wide)
-    width += 2 * MARGIN
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {top:g}" '
-        f'width="{width:g}" height="{top:g}">\n<style>:root {{ {style_sheet(0)} }}\n'
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {style_sheet(1)} }} }}</style>\n"
-        '<rect width="100%" height="100%" rx="8" fill="var(--card)"/>\n'
-    )
-    return head + "\n".join(parts) + "\n</svg>\n"
 
 
 def picture(run: Path) -> str:
@@ -76,8 +62,21 @@ def schedules_picture() -> str:
     return stack([(heading, picture_svg(shown))])
 
 
+def simulated_picture() -> str:
+    """The plan of docs/simulate.md: one pipeline of it as planned, and with a slow rank."""
+    machine = machine_of(of_preset("p3.16xlarge", nodes=2))
+    graph, samples, batch = graph_of("headway.workloads.transformer.recipe:recipe")
+    plan = pipelined(batch, processes=16, stages=4, pipeline=Pipeline(microbatches=8))
+    work = Workload(graph=graph, samples=samples)
+    question = Question(work=work, machine=machine, devices=(16,), batch=batch)
+    step, _ = step_of_plan(plan, Search(question))
+    slow = replace(step, faults=Faults(slow={3: 2.0}))
+    return simulated([("as planned", simulate(step)), ("rank 3 slow 2x", simulate(slow))])
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "pipelines.svg").write_text(schedules_picture(), encoding="utf-8")
+    (IMAGES / "simulate.svg").write_text(simulated_picture(), encoding="utf-8")
     if sys.argv[1:]:
         (IMAGES / "run.svg").write_text(picture(Path(sys.argv[1])), encoding="utf-8")

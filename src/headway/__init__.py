@@ -23,6 +23,10 @@ _HOMES = {
     "criterion": "headway.run.recipe",
     "data_parallel": "headway.plan",
     "register_comm_hook": "headway.comm.hook",
+    "replicate": "headway.capture.annotations",
+    "set_default_strategy": "headway.capture.annotations",
+    "split": "headway.capture.annotations",
+    "stage": "headway.capture.annotations",
 }
 
 __all__ = [
@@ -37,9 +41,14 @@ __all__ = [
     "criterion",
     "data_parallel",
     "register_comm_hook",
+    "replicate",
+    "set_default_strategy",
+    "split",
+    "stage",
 ]
 
 if TYPE_CHECKING:
+    from headway.capture.annotations import replicate, set_default_strategy, split, stage
     from headway.comm.hook import register_comm_hook
     from headway.data.source import MemmapSource, Source
     from headway.errors import HeadwayError

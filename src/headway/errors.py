@@ -8,6 +8,7 @@
     ├── RecipeError             1   a recipe cannot be found, loaded or used
     ├── DataError               1   data missing, too small, or of the wrong shape
     ├── PlanError               2   a plan that cannot exist: all its problems together
+    │   └── NothingFits         2   no plan of a model fits into the devices' memory
     ├── CheckpointError         3   a checkpoint cannot be written or used
     │   ├── CheckpointDamaged   3   sizes or checksums do not match the manifest
     │   └── CheckpointMismatch  3   a sound checkpoint of another model or optimiser
@@ -114,6 +115,12 @@ class PlanError(HeadwayError):
     ) -> None:
         super().__init__(what, where=where, why="\n  ".join(problems), fix=fix)
         self.problems = tuple(problems)
+
+
+class NothingFits(PlanError):
+    """No plan of a model fits; `planner.relaxations.refusal` says which changes would do."""
+
+    code = "HW-2002"
 
 
 class CheckpointError(HeadwayError):

@@ -12,6 +12,7 @@ from headway.cluster import (
     Node,
     Pair,
     SlowLink,
+    SlowRank,
     check_faults,
     parse_fault,
     read_cluster,
@@ -186,6 +187,11 @@ def test_unknown_nodes_are_named():
     [
         ("kill rank 3 at step 7", KillRank(rank=3, step=7)),
         ("cut link a-b at step 5", CutLink(ends=("a", "b"), step=5)),
+        ("rank 1 2x slower from step 1", SlowRank(rank=1, factor=2.0)),
+        (
+            "rank 1 2.5x slower from step 3 to step 9",
+            SlowRank(rank=1, factor=2.5, first=3, until=9),
+        ),
         (
             "link a-b 10x slower from step 20",
             SlowLink(ends=("a", "b"), factor=10.0, first=20),
@@ -202,6 +208,11 @@ def test_faults_read_and_write(text, fault):
     assert parse_fault(f"  {text.replace(' ', '  ')} ") == fault
 
 
+def test_a_slow_rank_in_other_words():
+    said = {parse_fault(text) for text in ("rank 3 slow 2x", "rank 3 2x slower")}
+    assert said == {SlowRank(rank=3, factor=2.0)}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -212,6 +223,8 @@ def test_faults_read_and_write(text, fault):
         ("kill rank 0 at step 0", "steps count from 1"),
         ("link a-b 0x slower from step 2", "to stop a link, cut it"),
         ("link a-b 2x slower from step 5 to step 5", "step 5 does not come after step 5"),
+        ("rank 1 2x slower from step 5 to step 4", "step 4 does not come after step 5"),
+        ("rank 1 0.5x slower", "to stop a rank, kill it"),
     ],
 )
 def test_what_is_no_fault(text, said):
@@ -223,6 +236,7 @@ def test_what_is_no_fault(text, said):
     ("text", "cluster", "said"),
     [
         ("kill rank 4 at step 7", None, "there is no rank 4"),
+        ("rank 4 2x slower from step 1", None, "there is no rank 4"),
         ("cut link a-b at step 7", None, "there is no link to change"),
         ("cut link a-x at step 7", Cluster.of(2, 2), "no node 'x'; legal: a, b"),
         ("link a-b 2x slower from step 7", Cluster.of(2, 2), "cannot be made slower"),

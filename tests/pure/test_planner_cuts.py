@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from headway.planner import pipeline_cuts
 from headway.planner.degrees import combinations as degrees_of
 from headway.planner.degrees import state_per_byte
 from headway.planner.pipeline_cuts import cut
@@ -35,7 +36,7 @@ def exhaustive(of, times, microbatches):
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_equals_all_cuts(seed):
+def test_equals_all_cuts(seed, monkeypatch):
     """C5: at most 8 units, at most 8 stages, some stretches that do not fit."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 9))
@@ -45,8 +46,11 @@ def test_equals_all_cuts(seed):
     times = random.integers(1, 30, (stages, classes)).astype(float)
     times[random.random(times.shape) < 0.3] = np.inf
     found = cut(of, times, microbatches)
+    monkeypatch.setattr(pipeline_cuts, "_CELLS", 0)  # as with many units
+    assert cut(of, times, microbatches) == found
     best = exhaustive(of, times, microbatches)
     assert (found.seconds(microbatches) if found else np.inf) == best
+    assert cut(of, times, microbatches, known=0.0) is None or 1 in (stages, microbatches)
     if found and microbatches > 1:
         assert cut(of, times, microbatches, known=best * (1 + 1e-9) + 1e-9) == found
 

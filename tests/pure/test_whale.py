@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.whale.annotations import (
+from headway.graph.annotations import (
     Annotations,
     replicate,
     set_default_strategy,

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.collective.payload import is_dense, payloads
+from headway.collective.payload import LARGE, is_dense, payloads
 from headway.comm.compress import make_method, spread_states
 from headway.comm.compress.selection import top_k
-from headway.comm.compress.wire import LARGE
 from headway.comm.method import Fused, Route, complete
 from headway.errors import RunError
 from headway.plan import parse_compression

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.capture import capture, trace
@@ -29,6 +28,7 @@ from support.big_models import (
     meta,
     plain_convolutions,
 )
+from support.tracked import found, tracker_of
 
 GPT = TransformerConfig(vocabulary=512, window=64, width=64, layers=3, heads=4, dropout=0.1)
 MODELS = {
@@ -109,16 +109,14 @@ def test_saved_tensors_are_what_torchs_tracker_finds_alive(graphs, name):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = make()
         data = [torch.zeros(t.shape, dtype=t.dtype) for t in example]
-        tracker = MemTracker()
-        tracker.track_external(model, *data)
+        tracker = tracker_of(model, *data)
         with tracker:
             result = model(*data)
-            found = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
-    alive = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
+            alive = found(tracker, "current")[1]
     kept = {saved.name for operator in graph.operators for saved in operator.saved}
     results = sum(graph.tensors[name].bytes for name in graph.outputs if name not in kept)
-    assert alive["ACT"] == graph.saved_bytes + results
-    assert alive["PARAM"] == graph.parameter_bytes
+    assert alive["activations"] == graph.saved_bytes + results
+    assert alive["parameters"] == graph.parameter_bytes
     del result
 
 

@@ -88,7 +88,8 @@ def test_the_parts_of_a_data_parallel_step(question):
     ring = 2 * link.latency + PARAMETERS / link.rate
     assert found["exchange"].seconds == pytest.approx(ring, rel=1e-12)
     assert found["exchange"].level == MACHINE.network.levels[0].name
-    assert found["update"].seconds == pytest.approx(MACHINE.device.update * PARAMETERS / 4)
+    adding = 3 * 3 * PARAMETERS / MACHINE.device.memory_rate  # three more micro-batches
+    assert found["update"].seconds == pytest.approx(MACHINE.device.update * PARAMETERS / 4 + adding)
     assert sum(part.seconds for part in found.values()) == pytest.approx(point.seconds, rel=1e-12)
     across = point_of(data_parallel(BATCH, processes=16), engine(question, 16))
     levels = {part.name: part.level for part in parts(question, across)}
@@ -291,9 +292,58 @@ def test_refusals(run, question):
     code, _, err = run(data_parallel(8, processes=2), "--recipe", RECIPE, *CLUSTER)
     assert (code, "plan 8 samples, recipe 32" in err) == (2, True)
     with pytest.raises(PlanError, match="no price") as error:
-        degrees_of(staged(schedule="zb-h1"))
-    assert "zb-h1" in str(error.value)
+        degrees_of(staged(schedule="pipedream-2bw"))
+    assert "pipedream-2bw" in str(error.value)
     pipe = Pipeline(microbatches=4, cut=("nowhere",))
     wrong = pipelined(BATCH, processes=4, stages=2, pipeline=pipe, microbatch=4)
     with pytest.raises(PlanError, match="cannot be cut there"):
         point_of(wrong, engine(question, 4))
+
+
+# -- collectives and splits -----------------------------------------------------------------------
+
+
+def test_the_collectives_of_a_step(run):
+    """Rank by rank of a pipeline, as its executor carries them out: four micro-batches, 7 ranks'
+    worth of nothing else."""
+    code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER, "--json")
+    assert code == 0
+    first, last = json.loads(out)["collectives"]
+    ways = [(c["kind"], c["phase"], c["count"]) for c in first if c["axis"] == "pipe"]
+    assert ways == [("send", "forward", 4), ("receive", "backward", 4)]
+    assert [(c["kind"], c["count"]) for c in last if c["axis"] == "pipe"] == [
+        ("receive", 4),
+        ("send", 4),
+    ]
+    sums = [c for c in (*first, *last) if c["axis"] == "data"]
+    assert sum(c["bytes"] - c["beside"] for c in sums) == PARAMETERS
+    assert {c["ranks"] for c in sums} == {2}
+    code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER)
+    table = out[out.index("collectives of a step") : out.index("one step away")]
+    assert "rank of the pipeline 0:" in table
+    assert "all_reduce     data   of 2" in table
+
+
+def test_splits_of_convolutions_and_products(run):
+    plan = data_parallel(12, processes=4)
+    code, out, _ = run(
+        plan, "--recipe", "support.recipes:normalised", *CLUSTER, "--guidelines", "--json"
+    )
+    assert code == 0
+    advice = {one["question"]: one for one in json.loads(out)["advice"]}
+    table = advice["Which split of the convolutions is best for 4 devices?"]
+    assert {"data", "spatial", "filter", "channel"} <= table["numbers"].keys()
+    assert "channel at most 1 devices" in table["answer"]  # the images have one channel
+    degrees = advice["Which tensor degree of each product exchanges least?"]
+    assert degrees["source"].startswith("Das et al. 2016")
+
+
+def test_algorithms_are_measured(run):
+    plan = data_parallel(12, processes=4)
+    words = ("--recipe", "support.recipes:normalised", *CLUSTER, "--guidelines", "--measure")
+    code, out, err = run(plan, *words)
+    assert code == 0, err
+    answer = out[out.index("Which minibatch, and which algorithm") :]
+    assert "an epoch takes" in answer
+    assert "conv " in answer.partition("(Zou")[0]
+    assert "--measure" not in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,45 @@ def test_no_other_file_touches_the_private_runtime():
     files = [f for folder in ("src", "tests", "benchmarks") for f in root.glob(f"{folder}/**/*.py")]
     named = {f.name for f in files if "_PipelineScheduleRuntime" in f.read_text("utf-8")}
     assert named == {"torch_runtime.py", Path(__file__).name}
+
+
+def test_the_fake_process_group():
+    """Which `verification/fake_world` makes: operations end at once, groups have names."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from headway.verification.fake_world import fake_world, group_named
+
+    assert issubclass(FakeStore, dist.Store)
+    with fake_world(1024, rank=1023) as world:
+        assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.ranks) == (1023, 1024)
+        group = dist.new_group([3, 1023])
+        numbers = torch.ones(2)
+        dist.all_reduce(numbers, group=group)
+        assert numbers.tolist() == [1, 1]
+        assert group_named(group.group_name).size() == 2
+    assert not dist.is_initialized()
+
+
+def test_a_torch_without_the_fake_group_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    from headway.verification.fake_world import fake_world
+
+    with pytest.raises(RunError, match="has no fake process group"), fake_world(2):
+        pass
+
+
+def test_the_kinds_of_operations_that_the_recorder_knows():
+    """Every collective of c10d that torch has is known, or seen under its own name."""
+    from headway.verification.recorder import _KINDS
+
+    known = {name for name in _KINDS if hasattr(torch.ops.c10d, name)}
+    assert {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send", "recv_"} <= known
+    functional = {name for name in _KINDS if hasattr(torch.ops._c10d_functional, name)}
+    assert {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"} <= functional
+
+
+def test_no_other_file_touches_the_fake_group():
+    root = Path(__file__).parents[2]
+    files = [f for folder in ("src", "tests", "benchmarks") for f in root.glob(f"{folder}/**/*.py")]
+    named = {f.name for f in files if "fake_pg" in f.read_text("utf-8")}
+    assert named == {"fake_world.py", Path(__file__).name}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from headway.graph import TensorSpec
 
@@ -21,6 +21,20 @@ def spec_of(tensor: Tensor) -> TensorSpec:
         shape=tuple(int(size) for size in tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
+
+
+def logical_names(called: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """For every name of a tensor the first one, and for every tied parameter its first name;
+    `called` holds the user's model as its "model"."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in called.named_parameters(remove_duplicate=False):
+        bare = name.removeprefix("model.")
+        names[name] = first.setdefault(id(parameter), bare)
+        if names[name] != bare:
+            tied[bare] = names[name]
+    return names, tied
 
 
 def name_of(argument: Any, named: Mapping[fx.Node, Any]) -> Any:

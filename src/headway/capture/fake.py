@@ -8,7 +8,7 @@ fits them, wherever the model is, on the meta device too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +42,19 @@ class Pretence:
         """Every tensor of nested lists, tuples and tables replaced."""
         return tree_map_only(Tensor, self.tensor, example)
 
-    def model(self, real: Module) -> Module:
+    def model(self, real: Module, spared: Collection[nn.Module] = ()) -> Module:
         """A deep copy in which every tensor is a stand-in; tied ones stay tied.
+
+        Args:
+            real: The model.
+            spared: Modules in it that are not carried out: their copies hold the same tensors.
 
         Raises:
             Exception: Whatever a part of the model raises when it is copied.
         """
+        shallow = {id(module): copy.copy(module) for module in spared}
         with _Copies(self.tensor):
-            return copy.deepcopy(real)
+            return copy.deepcopy(real, shallow)
 
 
 class _Copies(TorchFunctionMode):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.capture.clock import Clock
+from headway.capture.kinds import measure_kinds
 from headway.cluster.readings import Kernels
 
 _SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}
@@ -57,6 +58,9 @@ def measure_kernels(device: torch.device, local_ranks: int) -> Kernels:
         skew=0.0,
         memory=_memory(device, local_ranks),
         spread=clock.spread(lambda: one @ one),
+        narrow=tuple(_narrow(clock, kind)),
+        kinds=measure_kinds(clock),
+        updates=_updates(clock),
     )
 
 
@@ -80,6 +84,13 @@ def _jiffies() -> tuple[int, int] | None:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
+def device_name(kind: str) -> str:
+    """As `Kernels.name`, of the first device of a kind: "cpu", "cuda", or "auto"."""
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return _name(torch.device(kind))
+
+
 def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
@@ -100,6 +111,16 @@ def _products(dtype: torch.dtype, clock: Clock, kind: str) -> Iterator[tuple[int
             a = torch.randn(side, depth, device=clock.device).to(dtype)
             b = torch.randn(depth, side, device=clock.device).to(dtype)
             yield side, side, depth, clock.best(lambda a=a, b=b: a @ b, count)  # type: ignore[misc]
+
+
+def _narrow(clock: Clock, kind: str) -> Iterator[tuple[int, int, int, float]]:
+    """Products as a linear layer makes them of few samples: (m, k) @ (n, k) transposed."""
+    count = 1 if clock.on_host else 10
+    for side in _SIDES[kind]:
+        weight = torch.randn(side, side, device=clock.device)
+        for rows in (8, 16, 32, 64):
+            x = torch.randn(rows, side, device=clock.device)
+            yield rows, side, side, clock.best(lambda x=x, w=weight: x @ w.t(), count)  # type: ignore[misc]
 
 
 def _streams(clock: Clock, kind: str) -> Iterator[tuple[float, float]]:
@@ -134,11 +155,7 @@ def _kernel(device: torch.device, clock: Clock) -> float:
 
 
 def _update(clock: Clock) -> float:
-    parameters: list[Tensor] = [
-        torch.nn.Parameter(torch.ones(_PARAMETERS // 16, device=clock.device)) for _ in range(16)
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+    parameters = _parameters(clock)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step() -> None:
@@ -146,6 +163,43 @@ def _update(clock: Clock) -> float:
         optimizer.step()
 
     return clock.best(step) / _PARAMETERS
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """What decides the kernels of its step: "AdamW", "AdamW fused", "SGD momentum"."""
+    words = [type(optimizer).__name__]
+    words += [word for word in ("fused", "momentum") if optimizer.defaults.get(word)]
+    return " ".join(words)
+
+
+def _updates(clock: Clock) -> dict[str, float]:
+    """Seconds per parameter of each optimiser's step, and of the norm of the gradients."""
+    parameters = _parameters(clock)
+    makers = (
+        lambda: torch.optim.AdamW(parameters),
+        lambda: torch.optim.AdamW(parameters, fused=True),
+        lambda: torch.optim.Adam(parameters),
+        lambda: torch.optim.SGD(parameters, lr=1e-3),
+        lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+        lambda: torch.optim.RMSprop(parameters),
+        lambda: torch.optim.Adagrad(parameters),
+    )
+    found = {}
+    for make in makers:
+        optimizer = make()
+        found[optimizer_name(optimizer)] = clock.best(optimizer.step) / _PARAMETERS
+    norm = clock.best(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    return {**found, "clip": norm / _PARAMETERS}
+
+
+def _parameters(clock: Clock) -> list[Tensor]:
+    """Sixteen with gradients."""
+    found: list[Tensor] = [
+        torch.nn.Parameter(torch.ones(_PARAMETERS // 16, device=clock.device)) for _ in range(16)
+    ]
+    for parameter in found:
+        parameter.grad = torch.ones_like(parameter)
+    return found
 
 
 def _memory(device: torch.device, local_ranks: int) -> float:

@@ -78,6 +78,33 @@ def measure_skew(group: dist.ProcessGroup, device: torch.device) -> float:
     return max(0.0, median(after) - median(plain)) / math.log2(ranks)
 
 
+def measure_overlap(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Share of an exchange that products beside it do not feel, from 0 to 1; collective.
+
+    Where the exchange is carried by the very cores that compute, both together take as long as one
+    after the other: nothing is hidden.
+    """
+    clock = Clock(device)
+    one, buffer = torch.ones(384, 384, device=device), torch.zeros(2**20, device=device)
+
+    def computed() -> None:
+        for _ in range(8):
+            one @ one
+
+    def both() -> None:
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        computed()
+        work.wait()
+
+    calls = (computed, partial(dist.all_reduce, buffer, group=group), both)
+    times = [[clock.once(call) for call in calls] for _ in range(_ROUNDS + 1)][1:]
+    alone, exchange, together = (
+        min(_of_slowest([row[n] for row in times], group, clock)) for n in range(len(calls))
+    )
+    hidden = (alone + exchange - together) / min(alone, exchange)
+    return min(1.0, max(0.0, hidden))
+
+
 def _times(
     operation: Callable[[torch.Tensor], None], group: dist.ProcessGroup, clock: Clock
 ) -> Times:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headway.capture.calls import spec_of
+from headway.capture.calls import logical_names, spec_of
 from headway.capture.fake import Pretence
+from headway.capture.few import by_few_blocks
 from headway.capture.record import Recorder
 from headway.capture.trace import Traced, trace
 from headway.errors import PlanError
@@ -50,22 +51,34 @@ def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> Mode
     Raises:
         PlanError: The forward cannot be followed; it names the module and says what to do.
     """
+
+    def called_with(pretence: Pretence, spared: Collection[nn.Module] = ()) -> _Called:
+        return _Called(pretence.model(model, spared), loss)
+
+    few = by_few_blocks(model, example, called_with, _traced)
+    if few is not None:
+        few.check()
+        return few
     pretence = Pretence()
     try:
-        called = _Called(pretence.model(model), loss)
+        called = called_with(pretence)
     except Exception as error:
         raise _refusal(model, "", error) from error
     data = (pretence.tree(example),)
     try:
-        graph = _graph(called, trace(called, data, pretence), pretence)
+        graph = _traced(called, data, pretence)
     except Exception as error:
         raise _refusal(model, _culprit(called, data, pretence), error) from error
     graph.check()
     return graph
 
 
+def _traced(called: _Called, data: tuple[Any, ...], pretence: Pretence) -> ModelGraph:
+    return _graph(called, trace(called, data, pretence), pretence)
+
+
 def _graph(called: _Called, traced: Traced, pretence: Pretence) -> ModelGraph:
-    logical, tied = _logical_names(called)
+    logical, tied = logical_names(called)
     named = {}
     for placeholder in traced.arguments:
         target = traced.names.get(placeholder)
@@ -100,19 +113,6 @@ def _graph(called: _Called, traced: Traced, pretence: Pretence) -> ModelGraph:
         tied=tied,
         frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),
     )
-
-
-def _logical_names(called: _Called) -> tuple[dict[str, str], dict[str, str]]:
-    """For every name of a tensor the first one, and for every tied parameter its first name."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in called.named_parameters(remove_duplicate=False):
-        bare = name.removeprefix("model.")
-        names[name] = first.setdefault(id(parameter), bare)
-        if names[name] != bare:
-            tied[bare] = names[name]
-    return names, tied
 
 
 # -- what cannot be captured -----------------------------------------------------------------------

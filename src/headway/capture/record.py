@@ -26,8 +26,19 @@ from headway.capture.calls import (
     several,
     spec_of,
 )
+from headway.capture.footprint import Footprints
 from headway.capture.trace import Traced, module_of
-from headway.graph import Call, Operator, Saved, TensorSpec, Work, axes_of, flops_of, traffic_of
+from headway.graph import (
+    Call,
+    Footprint,
+    Operator,
+    Saved,
+    TensorSpec,
+    Work,
+    axes_of,
+    flops_of,
+    traffic_of,
+)
 
 
 @dataclass
@@ -67,6 +78,7 @@ class Recorder:
         self._saved: list[Any] = []
         self._taken: set[str] = set(named.values())
         self._unknown: dict[int, tuple[Any, Any, Any]] = {}
+        self._footprints = Footprints()
 
     def run(self) -> tuple[str, ...]:
         """Play it; the names of the results."""
@@ -174,6 +186,8 @@ class Recorder:
         for tensor_name, value in outputs.values():
             self.found.values[tensor_name] = spec_of(value)
             self._own(value, tensor_name)
+        given = [tensor for _, _, tensor in tensors]
+        footprint = self._footprints.of(target, args, kwargs, given, needs, list(outputs))
         call = Call(
             kind=kind_of(target),
             roles=tuple(role for role, _, _ in tensors),
@@ -190,6 +204,7 @@ class Recorder:
             needs,
             view=view and not mutable,
             module=_path(node) or within,
+            footprint=footprint,
         )
         if (not self.found.operators[-1].axes.known or call.kind == "einsum") and not mutable:
             self._unknown[len(self.found.operators) - 1] = (target, args, kwargs)
@@ -204,6 +219,7 @@ class Recorder:
         *,
         view: bool,
         module: str,
+        footprint: Footprint,
     ) -> None:
         trained = tuple(tensor in self._weights for tensor in inputs)
         if inputs and all(trained):  # a weight in another type or shape is still a weight
@@ -221,6 +237,7 @@ class Recorder:
                 flops=flops_of(call, needs, trained),
                 traffic=traffic_of(call, needs, trained, view=view),
                 saved=tuple(self._kept(name)),
+                footprint=footprint,
                 attributes=call.attributes,
             )
         )

@@ -54,7 +54,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], pretence: Pretence) -> Tr
     Raises:
         Exception: What torch.export raised, if neither way succeeds.
     """
-    with _quiet():
+    with quiet():
         try:
             return _exported(module, example)
         except Exception as error:
@@ -65,7 +65,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], pretence: Pretence) -> Tr
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's warnings and logs about the way of tracing; errors are told by exceptions."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from headway.cli.cluster_table import describe
 from headway.cli.console import say, show_error, warn
 from headway.cluster import find_cluster, read_cluster, to_toml
+from headway.cluster.fingerprint import DATE, fingerprint
 from headway.cluster.presets import PRESETS, UPLINKS
 from headway.cluster.sheets import SHEETS
 from headway.errors import HeadwayError, UsageError
@@ -86,13 +87,13 @@ def measure(
     if place.rank == 0:
         _check_out(out)
     scene = read_scene(emulate, (), place, device)
-    usual = place.ranks if place.found_world or scene.cluster else _usual_ranks(processes, device)
+    usual = place.ranks if place.found_world or scene.cluster else usual_ranks(processes, device)
     ranks = count_ranks(place, processes, usual, scene.cluster)
     if place.found_world:
         readings = _join(place, scene.device)
     else:
         with scene.nodes() as emulated:
-            readings = _launch(ranks, scene.device, emulated)
+            readings = launch_measuring(ranks, scene.device, emulated)
     if place.rank == 0:
         _write(out, readings)
 
@@ -106,7 +107,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def _usual_ranks(processes: int | None, device: str) -> int:
+def usual_ranks(processes: int | None, device: str) -> int:
     """Where the command line does not say: one for each GPU, else 2."""
     if processes is not None:
         return processes
@@ -130,7 +131,7 @@ def _join(place: Place, device: str) -> list[Readings]:
     return readings
 
 
-def _launch(ranks: int, device: str, emulated: Emulated | Paced | None) -> list[Readings]:
+def launch_measuring(ranks: int, device: str, emulated: Emulated | Paced | None) -> list[Readings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local
     from headway.run.measuring import measure as measure_rank
@@ -148,20 +149,26 @@ def _launch(ranks: int, device: str, emulated: Emulated | Paced | None) -> list[
 
 
 def _write(out: Path, readings: list[Readings]) -> None:
-    import torch
+    warning = write_measured(out, readings)
+    say(describe(read_cluster(out)).rstrip("\n"))
+    if warning:
+        warn(warning)
+    say(f"written  {out}")
 
+
+def write_measured(out: Path, readings: list[Readings]) -> str | None:
+    """Write what was measured as a cluster.toml; a sentence if the machine was busy meanwhile."""
     from headway.cost.measured import busy, cluster_of_readings
 
-    stamp = f"{datetime.now(UTC).date()}, torch {torch.__version__}"
     warning = busy(readings)
     threads = readings[0].threads
+    on = fingerprint(device=readings[0].kernels.name, ranks=len(readings), threads=threads)
+    stamp = f"{on[DATE]}, torch {on['torch']}"
     head = [
         f"{MARK.removeprefix('# ')} on {stamp},",
         f"{len(readings)} processes with {threads} thread{'s' if threads > 1 else ''} each.",
     ]
     head += [f"Attention: {warning}."] if warning else []
-    out.write_text(to_toml(cluster_of_readings(readings, stamp), head), encoding="utf-8")
-    say(describe(read_cluster(out)).rstrip("\n"))
-    if warning:
-        warn(warning)
-    say(f"written  {out}")
+    cluster = replace(cluster_of_readings(readings, stamp), measured=on)
+    out.write_text(to_toml(cluster, head), encoding="utf-8")
+    return warning

@@ -30,11 +30,17 @@ from headway.planner.binding import (
     reached,
 )
 from headway.planner.candidate import Point
+from headway.planner.collectives import Calls, in_rows
+from headway.planner.collectives_plan import collectives_of_plan, parts_of
 from headway.planner.facts import Job, advice_of
+from headway.planner.knapsack import Minibatch
+from headway.planner.mended import Mend, mends, too_much
 from headway.planner.operators import Workload
 from headway.planner.planned import degrees_of, point_of, simplified
 from headway.planner.runnable import missing
 from headway.planner.search import Question, Search, describe, search
+from headway.planner.sources import in_data, in_lines
+from headway.planner.splits import advice_of_splits
 from headway.units import format_bytes, format_seconds, parse_bytes
 
 NEAREST = 4
@@ -53,10 +59,14 @@ class Explanation:
         holding: Of the fullest stage.
         reached: Share of the devices' peak.
         issuing: Seconds of a step in which the host issues the kernels of the slowest stage.
+        over: Bytes by which the fullest device is over what is allowed.
+        mends: Changes with which it would fit.
         neighbours: One step away in each degree.
         alternatives: Of the frontier of as many devices.
         today: The fastest that today's executor can run; None: nothing fits.
         changes: Of hardware.
+        collectives: Of a step, by place in the pipeline, as the executor carries them out; empty
+            where only their traffic is known.
     """
 
     point: Point
@@ -64,10 +74,13 @@ class Explanation:
     holding: Holding
     reached: float
     issuing: float
+    over: int
+    mends: tuple[Mend, ...]
     neighbours: tuple[Neighbour, ...]
     alternatives: tuple[Point, ...]
     today: Point | None
     changes: tuple[Change, ...]
+    collectives: tuple[Calls, ...]
 
 
 def explain(
@@ -79,6 +92,8 @@ def explain(
     nodes: int | None = None,
     memory: str | None = None,
     guidelines: Annotated[bool, Parameter(negative="")] = False,
+    measure: Annotated[bool, Parameter(negative="")] = False,
+    sources: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """What a plan does; with a recipe and a cluster: what binds it, and what would change it.
@@ -91,6 +106,10 @@ def explain(
         memory: Of a device that may be used, as in "80 GiB"; by default all of it.
         guidelines: Answer a practitioner's questions instead: minibatch, number of devices and
             parameter servers, samples per node, groups; each with its lemma.
+        measure: With --guidelines: time the ways to compute each convolution and attention on this
+            machine, at minibatches up to a device's share, and choose among them.
+        sources: Say also where the numbers come from: each figure's formula, and each number of
+            the machine with the datasheet or measurement that it is from.
         json: Print the same as JSON.
     """
     loaded = Plan.load(plan)
@@ -116,14 +135,24 @@ def explain(
     if guidelines:
         share = max(1, loaded.batch.samples // loaded.ranks)
         job = Job(engine, loaded.ranks, min(share, degrees_of(loaded).microbatch))
-        answers, unknown = advice_of(job)
+        measured = _measured(recipe, engine.question.cap, share) if measure else None
+        answers, unknown = advice_of(job, measured=measured)
+        answers += advice_of_splits(job)
         lines = [in_words(loaded), "", *map(str, answers), *(f"not known: {u}" for u in unknown)]
         data = {"advice": [asdict(answer) for answer in answers], "unknown": unknown}
         _write(json, {"plan": loaded.hash} | data, lines)
         return
     explanation = look(loaded, engine, most=found.ranks)
     facts = {"plan": loaded.hash, "words": in_words(loaded)} | asdict(explanation)
-    _write(json, facts, [in_words(loaded), "", *sentences(engine.question, explanation)])
+    origins = ["", "where the numbers come from:", *in_lines(engine.question)] if sources else []
+    lines = [in_words(loaded), "", *sentences(engine.question, explanation), *origins]
+    _write(json, facts | {"sources": in_data(engine.question)}, lines)
+
+
+def _measured(recipe: str, memory: float, most: int) -> Minibatch:
+    from headway.cli.layer_algorithms import choose_algorithms  # imports torch
+
+    return choose_algorithms(recipe, memory=memory, most=most).minibatch
 
 
 def _question(plan: Plan, recipe: str, machine: Machine, memory: str | None) -> Question:
@@ -144,6 +173,7 @@ def _question(plan: Plan, recipe: str, machine: Machine, memory: str | None) -> 
         devices=(plan.ranks,),
         batch=batch,
         memory=None if memory is None else parse_bytes(memory),
+        precision=plan.memory.precision,
     )
 
 
@@ -170,11 +200,24 @@ def look(plan: Plan, engine: Search, *, most: int) -> Explanation:
         holding=holding(question, point),
         reached=reached(engine, point),
         issuing=issuing(engine, point),
+        over=too_much(engine, point),
+        mends=mends(engine, point) if too_much(engine, point) else (),
         neighbours=neighbours(engine, point, most=most),
         alternatives=_nearest(question, point),
         today=best,
         changes=tuple(changes(today, lambda other: point_of(plan, other))),
+        collectives=_collectives(plan, engine, point),
     )
+
+
+def _collectives(plan: Plan, engine: Search, point: Point) -> tuple[Calls, ...]:
+    parts = parts_of(engine, point)
+    try:
+        return tuple(
+            collectives_of_plan(plan, parts, rank=rank) for rank in range(plan.pipe_degree)
+        )
+    except PlanError:
+        return ()
 
 
 def _nearest(question: Question, point: Point) -> tuple[Point, ...]:
@@ -199,6 +242,11 @@ def sentences(question: Question, found: Explanation) -> Iterator[str]:
         f"takes the host {format_seconds(found.issuing)}"
     )
     yield from _of_memory(question, found.holding)
+    yield from _of_mends(question, found)
+    if any(found.collectives):
+        yield ""
+        yield "collectives of a step, of one rank:"
+        yield from in_rows(found.collectives, "rank of the pipeline")
     yield ""
     yield "one step away:"
     yield from (f"  {_of_neighbour(one, point)}" for one in found.neighbours)
@@ -224,15 +272,17 @@ def _of_binding(found: Explanation) -> str:
 
 def _of_part(part: Part) -> str:
     level = f" over the {part.level} links" if part.level else ""
-    return f"  {part.share:6.1%}  {format_seconds(part.seconds):>8}  {_PARTS[part.name]}{level}"
+    beside = f"; {format_seconds(part.hidden)} more beside compute" if part.hidden else ""
+    words = f"{_PARTS[part.name]}{level}{beside}"
+    return f"  {part.share:6.1%}  {format_seconds(part.seconds):>8}  {words}"
 
 
 _PARTS = {
     "compute": "compute of the slowest stage, launches included",
     "bubble": "bubble: ranks wait while the pipeline fills and drains",
     "messages": "messages between stages",
-    "exchange": "exchange of gradients",
-    "update": "update of the parameters",
+    "exchange": "exchange of gradients that computation waits for",
+    "update": "update of the parameters, and adding up of gradients",
 }
 
 
@@ -251,6 +301,17 @@ def _of_memory(question: Question, held: Holding) -> Iterator[str]:
     for name, size in categories:
         if size:
             yield f"  {size / held.bytes:6.1%}  {format_bytes(size):>8}  {name}"
+
+
+def _of_mends(question: Question, found: Explanation) -> Iterator[str]:
+    """How much is missing, and what would do instead."""
+    if not found.over:
+        return
+    yield f"it needs {format_bytes(found.over)} more per device; or, the fastest first:"
+    for mend in found.mends:
+        yield f"  {mend.change}: {mend.slower:+.1%} time, {format_bytes(mend.point.bytes)}"
+    if not found.mends:
+        yield "  no single change of it would do; `headway plan` looks for other plans"
 
 
 def _of_neighbour(one: Neighbour, point: Point) -> str:

@@ -43,6 +43,11 @@ COMMANDS = (
         "headway.cli.explain:explain",
         "What binds a plan, and what would change it; guidelines.",
     ),
+    Command(
+        "simulate",
+        "headway.cli.simulate:simulate",
+        "Play a step of a plan; on other hardware, with faults.",
+    ),
     Command("checkpoint show", "headway.cli.checkpoint:show", "What a checkpoint holds."),
     Command(
         "checkpoint convert",

@@ -19,10 +19,13 @@ from statistics import fmean, median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from headway.cli.expected import Parts, beside, parts_of, read_expected
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+    from headway.plan.prediction import Prediction
 
 Event = Mapping[str, Any]
 RECENT = 20
@@ -41,6 +44,8 @@ class Progress:
         seconds: Durations of the most recent steps, oldest first.
         exposed: Of those, the part in which rank 0 waited for the exchange, as a ratio.
         memory_bytes: Of rank 0.
+        parts: Of those steps, on rank 0: seconds of compute, of waiting, of the update.
+        expected: What the plan predicts; None: nothing.
     """
 
     steps: int | None = None
@@ -48,12 +53,15 @@ class Progress:
     seconds: tuple[float, ...] = ()
     exposed: tuple[float, ...] = ()
     memory_bytes: int | None = None
+    parts: tuple[Parts, ...] = ()
+    expected: Prediction | None = None
 
     def after(self, event: Event) -> Progress:
         """The memory after an event; an unknown event changes nothing."""
         match event.get("event"):
             case "start":
-                return Progress(steps=event.get("steps"), step=event["step"])
+                known = read_expected(event.get("predicted"))
+                return Progress(steps=event.get("steps"), step=event["step"], expected=known)
             case "step":
                 recent = (*self.seconds, event["seconds"])[-RECENT:]
                 return dataclasses.replace(self, step=event["step"], seconds=recent)
@@ -63,6 +71,7 @@ class Progress:
                     self,
                     exposed=(*self.exposed, share)[-RECENT:],
                     memory_bytes=event.get("memory_bytes"),
+                    parts=(*self.parts, parts_of(event))[-RECENT:],
                 )
             case _:
                 return self
@@ -119,8 +128,10 @@ def _step(event: Event, progress: Progress) -> str:
     parts = [_at(event, progress), f"loss {_loss(event['loss'])}"]
     if seconds > 0:
         parts.append(f"{_count(event['samples'] / seconds)} samples/s")
-    parts.append(f"step {format_seconds(seconds)}")
-    if any(progress.exposed):
+    parts.append(
+        f"step {format_seconds(seconds)}{beside(progress.expected, seconds, progress.parts)}"
+    )
+    if progress.expected is None and any(progress.exposed):
         parts.append(f"exchange {100 * fmean(progress.exposed):.0f} %")
     if progress.memory_bytes:
         parts.append(f"mem {format_bytes(progress.memory_bytes)}")

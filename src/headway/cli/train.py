@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from headway.cli.auto import AUTO, MEASURE, Automatic
 from headway.cli.console import note, say, say_json, show_error, warn
 from headway.cli.progress import ProgressDisplay, Tail
 from headway.cli.scene import count_ranks, read_scene
@@ -53,6 +54,8 @@ def train(
     directory: Annotated[Path | None, Parameter(alias="-d")] = None,
     resume: Annotated[bool, Parameter(negative="")] = False,
     plan: Path | None = None,
+    cluster: str = MEASURE,
+    fallback: Annotated[bool, Parameter(negative="")] = False,
     schedule: Path | None = None,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     restarts: int = 3,
@@ -71,7 +74,10 @@ def train(
         processes: Local processes; by default those of the plan, else the recipe's stages.
         directory: The run directory; by default the next free runs/NAME-001.
         resume: Go on from the last checkpoint; without --directory, of the newest run.
-        plan: A plan.json; by default data parallelism over all processes.
+        plan: A plan.json, or auto: the fastest that a search finds for this machine; by default
+            data parallelism over all processes.
+        cluster: For --plan auto: a cluster.toml or preset; by default this machine is measured.
+        fallback: For --plan auto: train data parallel where no plan can be found.
         schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         restarts: How often dead workers are started again without a new checkpoint between.
@@ -79,8 +85,8 @@ def train(
         timeout: Longest wait for another process, such as "30 s" or "5 min".
         patience: A process of which nothing is heard for so long is lost; "0 s": never.
         emulate: A cluster.toml: run as if on its nodes, with its links; needs root for all of it.
-        faults: What breaks, as in "kill rank 3 at step 7" or, with --emulate, "link a-b 10x slower
-            from step 20" and "cut link a-b at step 5"; may be repeated.
+        faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with --emulate,
+            "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be repeated.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
         json: Print the outcome as JSON.
     """
@@ -88,7 +94,14 @@ def train(
     checked = check_recipe(recipe, overrides)
     place = Place.here()
     scene = read_scene(emulate, faults, place, device)
-    ranks = count_ranks(place, processes, _default_ranks(checked, plan), scene.cluster)
+    auto = _automatic(recipe, overrides, plan, cluster, scene.device, fallback=fallback)
+    if auto is not None:
+        auto.check(place)
+        plan = None
+        default = auto.ranks(processes)
+    else:
+        default = _default_ranks(checked, plan)
+    ranks = count_ranks(place, processes, default, scene.cluster)
     scene.check(ranks)
     _check_plan(checked, plan, ranks)
     seconds = _seconds("--timeout", timeout)
@@ -97,6 +110,8 @@ def train(
         path = choose_directory(checked.name, directory, place, resume=resume)
         if not place.found_world:
             warm_up(ranks)  # its import of torch runs beside the one here
+        if auto is not None:
+            plan = auto.find(RunDirectory(path), ranks, emulated, resume=resume)
 
         job = TrainJob(
             recipe=recipe,
@@ -116,6 +131,26 @@ def train(
     if place.rank == 0:
         _tell(path, result, json=json)
     return 0 if place.found_world else _exit_code(result.stopped_by)
+
+
+def _automatic(
+    recipe: str,
+    overrides: tuple[str, ...],
+    plan: Path | None,
+    cluster: str,
+    device: str,
+    *,
+    fallback: bool,
+) -> Automatic | None:
+    """The search that --plan auto asks for; None: no search."""
+    if plan == AUTO:
+        return Automatic(
+            recipe=recipe, overrides=overrides, cluster=cluster, device=device, fallback=fallback
+        )
+    if cluster != MEASURE or fallback:
+        option = "--fallback" if fallback else f"--cluster {cluster}"
+        raise UsageError(f"{option} needs --plan auto", fix="Add it, or leave this option out.")
+    return None
 
 
 def _scheduled(schedule: Path | None, plan: Path | None) -> tuple[str, ...]:
@@ -158,6 +193,7 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
             exchange=document.exchange,
             stages=document.stages or 1,
             pipeline=document.pipeline,
+            shares=document.shares or (),
         )
     elif checked.document.stages:  # all else is known when the function has been called
         check_copies(ranks, checked.document.stages)

@@ -2,7 +2,15 @@
 
 from headway.cluster.cluster import Cluster, Node, Pair, read_cluster
 from headway.cluster.device import Device
-from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, check_faults, parse_fault
+from headway.cluster.faults import (
+    CutLink,
+    Fault,
+    KillRank,
+    SlowLink,
+    SlowRank,
+    check_faults,
+    parse_fault,
+)
 from headway.cluster.level import Level
 from headway.cluster.link import Link
 from headway.cluster.presets import find_cluster, of_preset
@@ -19,6 +27,7 @@ __all__ = [
     "Node",
     "Pair",
     "SlowLink",
+    "SlowRank",
     "check_faults",
     "find_cluster",
     "of_preset",

@@ -96,6 +96,7 @@ class Cluster:
         levels: All levels of links, from the innermost outwards, instead of `inside` and `between`.
         devices: Kinds of devices by name.
         device: Of the nodes that do not say otherwise; None: the only one of `devices`.
+        measured: Of a measurement the date, and on what: see `fingerprint`.
     """
 
     nodes: Annotated[tuple[Node, ...], BeforeValidator(_nodes)]
@@ -107,6 +108,7 @@ class Cluster:
     levels: tuple[Level, ...] = ()
     devices: dict[str, Device] = dataclasses.field(default_factory=dict)
     device: str | None = None
+    measured: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def of(

@@ -17,7 +17,7 @@ from headway.cluster.sheets import SHEETS, is_sheet
 from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
-_SHARES = ("efficiency", "depth", "sharpness")
+_SHARES = ("efficiency", "depth", "narrow", "sharpness", "overlap")
 _TIMES = ("kernel", "dispatch", "skew", "update")
 NUMBERS = ("memory", "memory_rate", *_SHARES, *_TIMES)
 """Names of a device's numbers, as in `cost.DeviceModel`."""
@@ -48,6 +48,31 @@ Flops = Annotated[float, BeforeValidator(_flops)]
 
 
 @document
+class Pace:
+    """How fast one kind of kernel is: a pass takes its FLOPs over the one and its bytes over the
+    other, together. What is left out costs nothing.
+
+    Attributes:
+        forward: FLOP/s of the forward pass.
+        forward_stream: Bytes/s.
+        backward: FLOP/s of all gradients.
+        backward_stream: Bytes/s.
+    """
+
+    forward: Flops | None = None
+    forward_stream: Rate | None = None
+    backward: Flops | None = None
+    backward_stream: Rate | None = None
+
+    def seconds(self, flops: float, moved: float, *, backward: bool) -> float:
+        """Of one pass."""
+        rates = (self.forward, self.forward_stream)
+        if backward:
+            rates = (self.backward, self.backward_stream)
+        return sum(n / rate for n, rate in zip((flops, moved), rates, strict=True) if rate)
+
+
+@document
 class Device:
     """What is known of a kind of device; the numbers are those of `cost.DeviceModel`.
 
@@ -59,11 +84,16 @@ class Device:
         memory_rate: Bytes/s that streaming kernels reach.
         efficiency: Share of the peak that endless matrix products reach.
         depth: Length of the summed dimension at which a matrix product reaches half of that.
+        narrow: Rows of a product at which it reaches half of that, by as many as its weights.
         kernel: Seconds that any kernel costs on the device beyond its work.
         dispatch: Seconds that the host needs to issue one kernel.
         skew: Seconds that a collective waits for the other ranks, per doubling of them.
         sharpness: 1: times of host and device add up; at infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step.
+        updates: The same of each optimiser alone, as `optimizer_name` calls it, and as "clip" of
+            the norm of the gradients.
+        overlap: Share of an exchange under way that computation beside it does not feel.
+        kinds: Of kinds of kernels that are neither products nor plain streams, by torch's names.
         price: Of an hour of one device.
         source: Of each number, by its name above.
     """
@@ -79,6 +109,10 @@ class Device:
     skew: Seconds | None = None
     sharpness: float | None = None
     update: Seconds | None = None
+    narrow: float | None = None
+    overlap: float | None = None
+    kinds: dict[str, Pace] = dataclasses.field(default_factory=dict)
+    updates: dict[str, Seconds] = dataclasses.field(default_factory=dict)
     price: Annotated[Price, BeforeValidator(_price)] | None = None
     source: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -107,8 +141,10 @@ class Device:
             yield f"{key}.efficiency: {self.efficiency:g}; between 0 and 1 is possible"
         if self.sharpness is not None and not self.sharpness >= 1:
             yield f"{key}.sharpness: {self.sharpness:g}; it must be at least 1"
+        if self.overlap is not None and not 0 <= self.overlap <= 1:
+            yield f"{key}.overlap: {self.overlap:g}; between 0 and 1 is possible"
         for name in self.source:
-            if name not in (*NUMBERS, "peak", "price"):
+            if name not in (*NUMBERS, "peak", "kinds", "updates", "price"):
                 yield f"{key}.source.{name}: no such number{nearest(name, (*NUMBERS, 'peak'))}"
 
 

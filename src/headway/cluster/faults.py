@@ -1,7 +1,8 @@
 """Faults as data: what happens to a link or a rank, and at which step.
 
 Read from one sentence each: "link a-b 10x slower from step 20", "link a-b 10x slower from step 20
-to step 40", "cut link a-b at step 5", "kill rank 3 at step 7". A step's faults happen before it.
+to step 40", "rank 3 2x slower from step 20", "cut link a-b at step 5", "kill rank 3 at step 7". A
+step's faults happen before it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ _END = r"([A-Za-z0-9_.]+)-([A-Za-z0-9_.]+)"
 _SLOW = re.compile(
     rf"link {_END} ([0-9]+(?:\.[0-9]+)?)x slower from step ([0-9]+)(?: to step ([0-9]+))?"
 )
+_LAG = re.compile(
+    r"rank ([0-9]+) (?:([0-9]+(?:\.[0-9]+)?)x slower|slow ([0-9]+(?:\.[0-9]+)?)x)"
+    r"(?: from step ([0-9]+)(?: to step ([0-9]+))?)?"
+)
 _CUT = re.compile(rf"cut link {_END} at step ([0-9]+)")
 _KILL = re.compile(r"kill rank ([0-9]+) at step ([0-9]+)")
 _LEGAL = (
-    'write "link a-b 10x slower from step 20" (also "... to step 40"), "cut link a-b at step 5" '
-    'or "kill rank 3 at step 7"'
+    'write "link a-b 10x slower from step 20" (also "... to step 40"), "rank 3 2x slower" (also '
+    '"... from step 20"), "cut link a-b at step 5" or "kill rank 3 at step 7"'
 )
 
 
@@ -45,6 +50,27 @@ class SlowLink:
     def __str__(self) -> str:
         to = "" if self.until is None else f" to step {self.until}"
         return f"link {'-'.join(self.ends)} {self.factor:g}x slower from step {self.first}{to}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A process computes more slowly, from one step on, for ever or until another one.
+
+    Attributes:
+        rank: Which.
+        factor: Its processor's rate is divided by it.
+        first: The first slow step.
+        until: The first step at the old rate again; None: none.
+    """
+
+    rank: int
+    factor: float
+    first: int = 1
+    until: int | None = None
+
+    def __str__(self) -> str:
+        to = "" if self.until is None else f" to step {self.until}"
+        return f"rank {self.rank} {self.factor:g}x slower from step {self.first}{to}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +105,23 @@ class KillRank:
         return f"kill rank {self.rank} at step {self.step}"
 
 
-Fault = SlowLink | CutLink | KillRank
+Fault = SlowLink | SlowRank | CutLink | KillRank
 
 
 def parse_fault(text: str) -> Fault:
     """Read one fault.
 
     Raises:
-        ValueError: The sentence is none of the three; says what is legal.
+        ValueError: The sentence is none of these; says what is legal.
     """
     sentence = " ".join(text.split())
+    if match := _LAG.fullmatch(sentence):
+        return _slow_rank(text, *match.groups())
     if match := _SLOW.fullmatch(sentence):
         first, second, factor, begin, end = match.groups()
         if not float(factor) > 0:
             raise ValueError(f"{text!r}: 0x slower is no rate; to stop a link, cut it")
-        if end is not None and int(end) <= int(begin):
-            raise ValueError(f"{text!r}: step {end} does not come after step {begin}")
+        _check_order(text, begin, end)
         fault: Fault = SlowLink(
             ends=(first, second),
             factor=float(factor),
@@ -112,6 +139,24 @@ def parse_fault(text: str) -> Fault:
     if first == second:
         raise ValueError(f"{text!r}: a link has two different ends")
     return fault
+
+
+def _slow_rank(
+    text: str, rank: str, slower: str | None, slow: str | None, begin: str | None, end: str | None
+) -> SlowRank:
+    factor = float(slower or slow or 0)
+    if factor < 1:
+        raise ValueError(f"{text!r}: at least 1x; to stop a rank, kill it")
+    first = _step(begin or "1", text)
+    _check_order(text, str(first), end)
+    return SlowRank(
+        rank=int(rank), factor=factor, first=first, until=None if end is None else int(end)
+    )
+
+
+def _check_order(text: str, begin: str, end: str | None) -> None:
+    if end is not None and int(end) <= int(begin):
+        raise ValueError(f"{text!r}: step {end} does not come after step {begin}")
 
 
 def _step(number: str, text: str) -> int:
@@ -134,7 +179,7 @@ def check_faults(faults: Iterable[Fault], ranks: int, cluster: Cluster | None = 
     """
     for fault in faults:
         where = f"--fault {str(fault)!r}"
-        if isinstance(fault, KillRank):
+        if isinstance(fault, KillRank | SlowRank):
             if fault.rank >= ranks:
                 raise UsageError(
                     f"there is no rank {fault.rank}", where=where, why=f"The job has {ranks} ranks."

@@ -6,10 +6,25 @@ Made by `capture.kernels` and `capture.links`; `cost.measured` makes a cluster's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Times = tuple[tuple[float, float], ...]
 """(Bytes, seconds), the shortest of several for each size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One kernel.
+
+    Attributes:
+        kind: By torch's name.
+        forward: FLOPs, bytes, seconds.
+        backward: The same, of all gradients.
+    """
+
+    kind: str
+    forward: tuple[float, float, float]
+    backward: tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +42,11 @@ class Kernels:
         skew: Seconds of waiting in a collective, per doubling of the ranks.
         memory: Bytes.
         spread: Usual time of a product over its shortest one.
+        narrow: (Rows, columns, depth, seconds) of products with few rows.
+        kinds: Of kernels that are no products.
+        overlap: Share of an exchange under way that products beside it do not feel.
+        updates: Seconds per parameter of a step of each optimiser alone, and of the norm of the
+            gradients as "clip".
     """
 
     name: str
@@ -39,6 +59,10 @@ class Kernels:
     skew: float
     memory: float
     spread: float
+    narrow: tuple[tuple[int, int, int, float], ...] = ()
+    kinds: tuple[Timed, ...] = ()
+    overlap: float | None = None
+    updates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,12 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     "memory_rate": _RATE,
     "rate": _RATE,
     **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update"), _TIME),
+    **dict.fromkeys(("forward", "backward"), _FLOPS),
+    **dict.fromkeys(("forward_stream", "backward_stream"), _RATE),
 }
 """By key of the file: units with their factors, the largest first."""
+_TABLES = {"peak": _FLOPS, "updates": _TIME}
+"""Tables of which all entries have one unit."""
 _BARE = frozenset(f"{string.ascii_letters}{string.digits}_-")
 
 
@@ -69,7 +73,7 @@ def _value(name: str, value: object, by_key: Mapping[str, Mapping[str, float]] =
     if isinstance(value, tuple):
         return f"[{', '.join(_value(name, item) for item in value)}]"
     facts = value if isinstance(value, Mapping) else _facts(value)
-    units = {str(key): _FLOPS for key in facts} if name == "peak" else _UNITS
+    units = {str(key): _TABLES[name] for key in facts} if name in _TABLES else _UNITS
     inner = [f"{_key(key)} = {_value(key, v, units)}" for key, v in facts.items()]
     return f"{{ {', '.join(inner)} }}"
 

@@ -24,6 +24,9 @@ BLOCK_BYTES = BLOCK + 4
 MINIMUM_RATE = 2
 """PowerSGD must make a matrix at least so many times smaller."""
 INDEX_BYTES = 4
+LARGE = 2**17
+"""Bytes from which two ranks gather in parts."""
+PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,14 @@ def gathers_whole(ranks: int) -> bool:
     which is less from 3 ranks, and loses precision a second time.
     """
     return ranks <= 2
+
+
+def gathered_parts(num_bytes: int, ranks: int) -> tuple[int, ...]:
+    """Bytes of each operation by which ranks in host memory gather a payload; one but for two."""
+    if ranks != 2 or num_bytes < LARGE:
+        return (num_bytes,)
+    size = _up(-(-num_bytes // PARTS), 8)
+    return tuple(min(size, num_bytes - start) for start in range(0, num_bytes, size))
 
 
 def sparse_bytes(elements: int, itemsize: int) -> int:

@@ -229,5 +229,5 @@ def check_nodes(nodes: Nodes) -> None:
 
 
 def _backend() -> str | None:
-    """Gloo on CPUs; where there are GPUs the default of the world."""
-    return None if torch.cuda.is_available() else "gloo"
+    """Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world."""
+    return None if torch.cuda.is_available() or dist.get_backend() == "fake" else "gloo"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.device import Pace
 from headway.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -41,6 +42,11 @@ class DeviceModel:
         sharpness: How little host and device hinder each other, at least 1: 1, times add up; at
             infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step, gradient norm and conversions.
+        narrow: Rows of a product at which it reaches half of the peak, its weights being read for
+            few of them.
+        overlap: Share of an exchange under way that computation beside it does not feel.
+        kinds: Kernels that are neither products nor plain streams, by torch's names; with any of
+            them known, an operator costs the sum of its kernels.
         source: Of each number above: a datasheet, a measurement with its date, or an assumption.
     """
 
@@ -55,6 +61,9 @@ class DeviceModel:
     skew: float = 30e-6
     sharpness: float = 4.0
     update: float = 20e-12
+    narrow: float = 0.0
+    overlap: float = 1.0
+    kinds: Mapping[str, Pace] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,7 +77,7 @@ class DeviceModel:
             problems.append(f"efficiency is {self.efficiency:g}; between 0 and 1 is possible")
         if not self.sharpness >= 1:
             problems.append(f"sharpness is {self.sharpness:g}; it must be at least 1")
-        floors = ("depth", "kernel", "dispatch", "skew", "update")
+        floors = ("depth", "narrow", "kernel", "dispatch", "skew", "update")
         problems += [f"{key} is negative" for key in floors if getattr(self, key) < 0]
         if problems:
             raise PlanError(f"no such device: {self.name}", problems=problems)

@@ -20,6 +20,7 @@ from headway.cluster.link import Link
 from headway.cluster.readings import Exchanges, Kernels, Readings, Times
 from headway.collective.link import LinkFit, fit_line, fit_link
 from headway.cost.network import Network, link_level
+from headway.cost.paces import paces_of
 from headway.cost.presets import device_of
 from headway.units import format_bytes
 
@@ -132,6 +133,8 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         name: _rounded(median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points))
         for name, points in found.products.items()
     }
+    narrow = _narrow(found, peak[main], depth, floor)
+    kinds, misses = paces_of(found.kinds, floor)
     device = Device(
         peak=peak,
         memory=found.memory,
@@ -143,6 +146,10 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         skew=_rounded(found.skew),
         sharpness=1.0 if found.adds else None,
         update=_rounded(found.update),
+        narrow=_rounded(narrow),
+        overlap=None if found.overlap is None else float(f"{found.overlap:.2g}"),
+        kinds=kinds,
+        updates={name: _rounded(seconds) for name, seconds in found.updates.items()},
     )
     streamed = [overhead + stream * size for size, _ in found.streams]
     words = {
@@ -156,8 +163,12 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         "skew": "waiting in tiny all-reduces after equal work",
         "sharpness": "host and device are one processor",
         "update": "AdamW and the norm of the gradients",
+        "narrow": "products with few rows",
+        "updates": "a step of each optimiser, and the norm of the gradients",
+        "overlap": "products beside an all-reduce",
+        "kinds": f"several shapes of each, {misses}",
     }
-    given = {*device.own, "peak"}
+    given = {*device.own, "peak", *(["kinds", "updates"] if kinds else [])}
     said = {key: f"measured {stamp}: {text}" for key, text in words.items() if key in given}
     return replace(device, source=said)
 
@@ -166,6 +177,15 @@ def _depth(points: Sequence[tuple[int, int, int, float]], floor: float) -> float
     """seconds / (2 m n) = (depth + k) / rate is a line in k."""
     constant, slope = fit_line((k, _work(s, floor) / (2.0 * m * n)) for m, n, k, s in points)
     return constant / slope if slope else 0.0
+
+
+def _narrow(found: Kernels, peak: float, depth: float, floor: float) -> float:
+    """seconds peak / (2 m n k) = 1 + depth / k + narrow / m; the middle of what the times say."""
+    said = [
+        (_work(s, floor) * peak / (2.0 * m * n * k) - 1.0 - depth / k) * m
+        for m, n, k, s in found.narrow
+    ]
+    return max(0.0, median(said)) if said else 0.0
 
 
 def _work(seconds: float, floor: float) -> float:

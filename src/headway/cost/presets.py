@@ -148,6 +148,8 @@ def device_of(device: Device, name: str) -> DeviceModel:
         name: As the cluster calls it.
     """
     own: dict[str, Any] = dict(device.own)
+    if device.kinds:
+        own["kinds"] = device.kinds
     source = dict.fromkeys((*own, *(["peak"] if device.peak else [])), "cluster")
     source |= device.source
     if device.preset is None:

@@ -5,7 +5,7 @@ from headway.graph.block import Blocks, Segment, blocks
 from headway.graph.cut import Cut, cuts
 from headway.graph.folding import fold
 from headway.graph.model import ModelGraph, read_graph
-from headway.graph.operator import Axes, Axis, Operator, Saved, TensorSpec, Window, Work
+from headway.graph.operator import Axes, Axis, Footprint, Operator, Saved, TensorSpec, Window, Work
 from headway.graph.rule import Rule, rules
 from headway.graph.work import flops_of, traffic_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "Blocks",
     "Call",
     "Cut",
+    "Footprint",
     "ModelGraph",
     "Operator",
     "Rule",

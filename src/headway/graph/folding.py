@@ -15,6 +15,7 @@ from headway.graph.block import blocks
 from headway.graph.join import carries, joined
 from headway.graph.model import ModelGraph
 from headway.graph.operator import Operator, TensorSpec
+from headway.graph.passing import with_passing
 
 _LIGHT = """
 _to_copy _unsafe_view add alias chunk clone contiguous detach div dropout expand flatten gelu
@@ -28,6 +29,7 @@ LIGHT = frozenset(_LIGHT.split())
 
 def fold(graph: ModelGraph) -> ModelGraph:
     """The graph with light operators folded; values that only lived inside are gone."""
+    graph = with_passing(graph)
     state = _Fold(graph)
     for operator in graph.operators:
         if operator.kind in LIGHT and operator.axes.known:

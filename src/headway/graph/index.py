@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension its axes, the slowest first; () for a dimension that no axis counts."""
 
 
+@lru_cache(maxsize=4096)
 def parse(index: str) -> Dims:
     """The dimensions of an index."""
     return tuple(() if word == "1" else tuple(word.split("*")) for word in index.split())

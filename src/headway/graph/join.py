@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from headway.graph.index import common_factors, parse, take, text
-from headway.graph.operator import Axes, Axis, Operator
+from headway.graph.operator import Axes, Axis, Footprint, Operator
 
 PENDING = ("sum", "avg", "max", "min", "masked")
 
@@ -59,7 +60,12 @@ def joined(first: Operator, second: Operator, tensor: str, *, main: Operator) ->
         flops=first.flops + second.flops,
         traffic=first.traffic + second.traffic,
         saved=tuple(dict.fromkeys((*first.saved, *second.saved))),
+        footprint=Footprint(
+            passing=max(first.footprint.passing, second.footprint.passing),
+            weights=max(first.footprint.weights, second.footprint.weights),
+        ),
         parts=(*(first.parts or (first.name,)), *(second.parts or (second.name,))),
+        folded=(*first.kernels, *second.kernels),
     )
 
 
@@ -90,6 +96,7 @@ class _Names:
     loops: dict[str, Axis] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=4096)
 def _unify(a: Axes, output: int, b: Axes, place: int) -> Axes | None:
     """The axes of a then b, where result `output` of a is input `place` of b."""
     names = _Names()

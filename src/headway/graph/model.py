@@ -78,10 +78,15 @@ class ModelGraph:
     @cached_property
     def descriptions(self) -> Mapping[str, str]:
         """What each operator is, whatever it and its tensors are called; by its name."""
-        return {
-            o.name: repr((o.kind, o.roles, o.axes, o.flops, o.traffic, dict(o.attributes)))
-            for o in self.operators
-        }
+        known: dict[object, str] = {}  # repeated blocks often share their axes and attributes
+        found = {}
+        for o in self.operators:
+            key = (o.kind, o.roles, id(o.axes), o.flops, o.traffic, o.folded, id(o.attributes))
+            if key not in known:
+                facts = (o.kind, o.roles, o.axes, o.flops, o.traffic, o.folded, dict(o.attributes))
+                known[key] = repr(facts)
+            found[o.name] = known[key]
+        return found
 
     # -- totals --------------------------------------------------------------------------------
 

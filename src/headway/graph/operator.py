@@ -144,6 +144,47 @@ class Saved:
 
 
 @document
+class Footprint:
+    """Memory that an operator needs beside its inputs, its results and what is saved.
+
+    Attributes:
+        aliases: For each result the number of the tensor, inputs first, then results, in whose
+            memory it lies; -1: in memory of its own. Empty: all in their own.
+        forward: Bytes at most while it runs, above what is there when it is done.
+        backward: Bytes at most while its backward runs, above what was there before, the gradients
+            that it makes included.
+        gradients: For each input "" where it has none, "new", or whose memory it is: "out0" that
+            of the first result's gradient, "in1" that of the second input's. Empty: none.
+        passing: Bytes of activations and their gradients that are alive, besides what this and
+            earlier operators have saved, while it or its backward runs; of a folded operator the
+            most of its parts. `liveness.with_passing` finds it out.
+        weights: Bytes of parameters' gradients that are under way at that moment.
+    """
+
+    aliases: tuple[int, ...] = ()
+    forward: int = 0
+    backward: int = 0
+    gradients: tuple[str, ...] = ()
+    passing: int = 0
+    weights: int = 0
+
+
+@document
+class Kernel:
+    """What one operator of the user's model is launched as; a folded one is launched as several.
+
+    Attributes:
+        kind: As in `Operator`.
+        flops: Of it alone.
+        traffic: Of it alone.
+    """
+
+    kind: str
+    flops: Work = Work()
+    traffic: Work = Work()
+
+
+@document
 class Operator:
     """One operator.
 
@@ -160,8 +201,10 @@ class Operator:
             only contractions count.
         traffic: Bytes read and written.
         saved: What autograd keeps for backward.
+        footprint: What else it needs; of folded operators only `passing` and `weights`.
         attributes: Arguments that are no tensors.
         parts: Names of the operators that were folded into this one, itself included.
+        folded: Their kernels, in order of execution; empty: nothing was folded.
     """
 
     name: str
@@ -175,5 +218,12 @@ class Operator:
     flops: Work = Work()
     traffic: Work = Work()
     saved: tuple[Saved, ...] = ()
+    footprint: Footprint = Footprint()
     attributes: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    folded: tuple[Kernel, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """One for each operator of the user's model, in order of execution."""
+        return self.folded or (Kernel(kind=self.kind, flops=self.flops, traffic=self.traffic),)

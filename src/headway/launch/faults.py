@@ -1,8 +1,8 @@
 """Faults carried out: links get slow or are cut and ranks die, once per launch, at their steps.
 
-One rank acts: the one that is killed, or the first rank of a link's first node, for both ends. It
-notes the event in the run's history before it acts, and the history is what a restarted rank asks
-whether the fault has happened already.
+One rank acts: the one that is killed or slow, or the first rank of a link's first node, for both
+ends. It notes the event in the run's history before it acts, and the history is what a restarted
+rank asks whether the fault has happened already. A slow rank stays slow when it is restarted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.cluster import CutLink, Fault, KillRank
+from headway.cluster import CutLink, Fault, KillRank, SlowRank
 from headway.launch.emulation import Emulated
 from headway.launch.paced import Paced
+from headway.launch.throttle import Throttle
 from headway.run.directory import RunDirectory
 from headway.run.events import EventLog
 from headway.run.place import Place
@@ -34,6 +35,7 @@ class Deed:
         ends: Nodes of the link that is changed.
         rate: New bytes per second of the link; None: as in the cluster.
         cut: The link carries nothing more.
+        factor: How much slower the rank becomes; 1: not any more. None: it stays as it is.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Deed:
     ends: tuple[str, str] = ("", "")
     rate: float | None = None
     cut: bool = False
+    factor: float | None = None
 
 
 def deeds_of(fault: Fault, emulated: Emulated | Paced | None) -> list[Deed]:
@@ -56,6 +59,12 @@ def deeds_of(fault: Fault, emulated: Emulated | Paced | None) -> list[Deed]:
     text = str(fault)
     if isinstance(fault, KillRank):
         return [Deed(text=text, rank=fault.rank, step=fault.step, late=False, kill=True)]
+    if isinstance(fault, SlowRank):
+        lag = Deed(text=text, rank=fault.rank, step=fault.first, factor=fault.factor)
+        if fault.until is None:
+            return [lag]
+        over = f"rank {fault.rank} at its own rate again at step {fault.until}"
+        return [lag, Deed(text=over, rank=fault.rank, step=fault.until, factor=1.0)]
     assert emulated is not None
     first = emulated.cluster.ranks_of(fault.ends[0])[0]
     if isinstance(fault, CutLink):
@@ -87,14 +96,17 @@ class Faults:
     first_attempt: int = 0
     emulated: Emulated | Paced | None = None
     _over: set[str] = field(default_factory=set)
+    _throttle: Throttle | None = None
 
     def __call__(self, place: Place, step: int) -> None:
         """Do what is due before a step, if this rank is the one to do it."""
         for deed in sorted(self._deeds(), key=lambda deed: deed.step):
             due = step >= deed.step if deed.late else step == deed.step
             if due and deed.rank == place.rank and deed.text not in self._over:
-                if deed.text not in self._happened():
+                fresh = deed.text not in self._happened()
+                if fresh:
                     self._note(deed, place, step)
+                if fresh or deed.factor is not None:  # this process is a new one
                     self._do(deed, place)
                 self._over.add(deed.text)
 
@@ -104,6 +116,10 @@ class Faults:
     def _do(self, deed: Deed, place: Place) -> None:
         if deed.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif deed.factor is not None:
+            if self._throttle is not None:
+                self._throttle.end()
+            self._throttle = Throttle(deed.factor) if deed.factor > 1 else None
         elif isinstance(self.emulated, Paced):
             if place.pace is not None:
                 self.emulated.set_link(*deed.ends, deed.rate, place.pace[0].parent)

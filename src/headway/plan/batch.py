@@ -1,15 +1,21 @@
 """Batch arithmetic: the user states the global batch, everything else is derived here.
 
 The n samples of a global batch are numbered 0..n-1 in the order of the data. They are cut into one
-contiguous share per rank, and each share into micro-batches; shares differ by at most one sample.
-Because the loss is a sum over the global batch divided by the global count, no cut changes it.
+contiguous share per rank, and each share into micro-batches; shares differ by at most one sample,
+unless the plan says how large they are. Because the loss is a sum over the global batch divided by
+the global count, no cut changes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 from headway.documents import document
+from headway.errors import PlanError
 
 
 @document
@@ -20,14 +26,19 @@ class BatchSplit:
         samples: Samples of the global batch of one optimiser step.
         microbatch: Most samples that a rank passes through the model at once; None: its share.
         parts: In place of it: the number of micro-batches of a share, as long as there are samples.
+        shares: Samples of each rank of the data axis, for unequal devices; empty: even.
     """
 
     samples: int
     microbatch: int | None = None
     parts: int | None = None
+    shares: tuple[int, ...] = ()
 
     def share(self, rank: int, ranks: int, samples: int | None = None) -> range:
         """The samples of `rank`, as positions in the global batch.
+
+        Uneven shares of a ragged batch are in proportion, and none is larger than that of a whole
+        batch.
 
         Args:
             rank: Position on the data axis.
@@ -35,6 +46,10 @@ class BatchSplit:
             samples: Samples present, where the last batch of an epoch is ragged.
         """
         count = self.samples if samples is None else samples
+        if self.shares:
+            before = sum(self.shares[:rank])
+            ends = (before, before + self.shares[rank])
+            return range(*(count * end // self.samples for end in ends))
         small, larger = divmod(count, ranks)
         start = rank * small + min(rank, larger)
         return range(start, start + small + (rank < larger))
@@ -54,7 +69,33 @@ class BatchSplit:
         """Most samples of a micro-batch; None: not limited."""
         if self.parts is None:
             return self.microbatch
-        return -(-len(self.share(0, ranks)) // self.parts)
+        return -(-max(len(self.share(rank, ranks)) for rank in range(ranks)) // self.parts)
+
+    def shared_as(self, other: BatchSplit, ranks: int) -> BatchSplit:
+        """With the shares of another batch, in proportion; as it is where those are even.
+
+        Args:
+            other: Of at least as many samples.
+            ranks: Size of the data axis.
+        """
+        parts = [len(other.share(rank, ranks, self.samples)) for rank in range(ranks)]
+        return replace(self, shares=tuple(parts)) if other.shares else self
+
+    def problems(self, ranks: int) -> Iterator[str]:
+        """Why shares cannot be, one line each.
+
+        Args:
+            ranks: Size of the data axis.
+        """
+        if not self.shares:
+            return
+        if len(self.shares) != ranks:
+            yield f"batch.shares has {len(self.shares)} entries for {ranks} ranks on the data axis"
+        if sum(self.shares) != self.samples:
+            yield f"batch.shares add up to {sum(self.shares)}; batch.samples is {self.samples}"
+        for rank, share in enumerate(self.shares):
+            if share < 1:
+                yield f"batch.shares: rank {rank} has {share} samples; at least 1"
 
     def equation(self, ranks: int, tokens: int | None = None, *, pipe: int = 1) -> str:
         """The derivation, for people: "64 samples = 2 ranks x 4 micro-batches x 8 samples".
@@ -76,6 +117,53 @@ class BatchSplit:
         if tokens is not None:
             left = f"{_spaced(self.samples * tokens)} tokens = {left} x {_spaced(tokens)} tokens"
         return f"{left} = {' + '.join(terms)}"
+
+
+def apportion(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole samples in proportion to weights, by the largest remainders; of equals the first.
+
+    Args:
+        samples: To be handed out.
+        weights: Positive.
+    """
+    total = sum(map(Fraction, weights))
+    wanted = [samples * Fraction(weight) / total for weight in weights]
+    found = [math.floor(share) for share in wanted]
+    order = sorted(range(len(found)), key=lambda rank: (found[rank] - wanted[rank], rank))
+    for rank in order[: samples - sum(found)]:
+        found[rank] += 1
+    return tuple(found)
+
+
+def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int, ...]:
+    """Shares in whole samples; empty where the batch falls into even parts.
+
+    Args:
+        batch: Samples.
+        shares: In proportion, as for `data_parallel`.
+        copies: Size of the data axis.
+
+    Raises:
+        PlanError: There is not one for each copy, or one is not positive or too small.
+    """
+    if not shares:
+        return ()
+    problems = [f"share {n} is {share:g}; above 0" for n, share in enumerate(shares) if share <= 0]
+    if len(shares) != copies:
+        problems.append(f"{len(shares)} shares; the data axis has {copies} ranks")
+    found = () if problems else apportion(batch, shares)
+    problems += [f"share {n} of {batch} samples is less than one" for n in _without_work(found)]
+    if problems:
+        raise PlanError(
+            "a batch cannot be shared like this",
+            problems=problems,
+            fix="Give one positive number for each rank (or copy of a pipeline), as in [2, 1].",
+        )
+    return found
+
+
+def _without_work(shares: Sequence[int]) -> list[int]:
+    return [number for number, share in enumerate(shares) if share < 1]
 
 
 def _term(ranks: int, sizes: tuple[int, ...], pipe: int) -> str:

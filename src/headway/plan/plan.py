@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Literal
 
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
-from headway.plan.batch import BatchSplit
+from headway.plan.batch import BatchSplit, whole_shares
 from headway.plan.exchange import Exchange
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import AXIS, Pipeline
+from headway.plan.prediction import Prediction
 
 FORMAT = 1
 
@@ -64,6 +66,7 @@ class Plan:
     synchrony: Synchrony = Synchrony()
     memory: MemoryPolicy = MemoryPolicy()
     format: int = FORMAT
+    prediction: Prediction | None = None
 
     def check(self) -> None:
         """Raise unless the plan can exist.
@@ -113,7 +116,10 @@ class Plan:
         return self.mesh.coordinate(rank).get(self.exchange.axis, 0)
 
     def to_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        if self.prediction is None:
+            del found["prediction"]
+        return found
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
@@ -121,7 +127,8 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that name this decision, independent of the file's layout."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        decision = replace(self, prediction=None).to_dict()
+        canonical = json.dumps(decision, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     @staticmethod
@@ -147,6 +154,7 @@ def data_parallel(
     microbatch: int | None = None,
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
     exchange: Exchange | None = None,
+    shares: Sequence[float] = (),
 ) -> Plan:
     """The plan in which every rank holds the whole model and a share of each global batch.
 
@@ -156,13 +164,17 @@ def data_parallel(
         microbatch: Most samples in one forward pass of one rank; more are accumulated.
         precision: Arithmetic type of the forward pass.
         exchange: How gradients are summed; the default fits most links.
+        shares: Of unequal devices: how much of each batch every rank takes, in proportion; in
+            samples where they add up to the batch. Empty: all as much.
 
     Raises:
         PlanError: Such a plan cannot exist.
     """
     plan = Plan(
         mesh=Mesh(axes=(Axis(name="data", size=processes),)),
-        batch=BatchSplit(samples=batch, microbatch=microbatch),
+        batch=BatchSplit(
+            samples=batch, microbatch=microbatch, shares=whole_shares(batch, shares, processes)
+        ),
         exchange=exchange or Exchange(),
         memory=MemoryPolicy(precision=precision),
     )
@@ -179,6 +191,7 @@ def pipelined(
     microbatch: int | None = None,
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
     exchange: Exchange | None = None,
+    shares: Sequence[float] = (),
 ) -> Plan:
     """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
 
@@ -192,6 +205,7 @@ def pipelined(
             `pipeline` does not.
         precision: Arithmetic type of the forward pass.
         exchange: Of the copies; with more than one stage the default is the only one yet.
+        shares: Of the batch, in proportion, one for each copy; empty: all as much.
 
     Raises:
         PlanError: Such a plan cannot exist.
@@ -203,16 +217,22 @@ def pipelined(
             microbatch=microbatch,
             precision=precision,
             exchange=exchange,
+            shares=shares,
         )
     check_copies(processes, stages)
     copies = processes // stages
     pipe = pipeline or Pipeline()
-    share = -(-batch // copies)
+    whole = whole_shares(batch, shares, copies)
+    share = max(whole, default=-(-batch // copies))
     if pipe.microbatches is None and microbatch and not pipe.table:
         pipe = replace(pipe, microbatches=-(-share // microbatch))
     plan = Plan(
         mesh=Mesh(axes=(Axis(name="data", size=copies), Axis(name=AXIS, size=stages))),
-        batch=BatchSplit(samples=batch, parts=pipe.parts(stages, batch // copies)),
+        batch=BatchSplit(
+            samples=batch,
+            parts=pipe.parts(stages, min(whole, default=batch // copies)),
+            shares=whole,
+        ),
         pipeline=pipe,
         exchange=exchange or Exchange(),
         memory=MemoryPolicy(precision=precision),
@@ -279,6 +299,7 @@ def _illegal_values(plan: Plan) -> list[str]:
             f"{plan.exchange.axis}: some ranks would never have work; use at most "
             f"{plan.batch.samples} ranks"
         )
+    found.extend(plan.batch.problems(plan.data_degree))
     if plan.batch.microbatch is not None and plan.batch.microbatch < 1:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
     found.extend(plan.exchange.problems(plan.ranks))

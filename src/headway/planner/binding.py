@@ -18,6 +18,9 @@ from headway.planner.candidate import Point
 from headway.planner.degrees import Degrees, microbatches
 from headway.planner.operators import dtype_of, kernels
 from headway.planner.planned import candidate_of
+from headway.planner.question import ORDERS
+from headway.planner.runnable import runnable
+from headway.planner.schemes import PLAIN
 from headway.planner.search import Question, Search, search
 from headway.units import format_bytes
 
@@ -34,12 +37,14 @@ class Part:
         seconds: Of a step.
         share: Of the step.
         level: Of links, where it is their time.
+        hidden: Seconds of the same beside which computation goes on; not of `seconds`.
     """
 
     name: str
     seconds: float
     share: float
     level: str = ""
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class Holding:
     Attributes:
         stage: Its number.
         bytes: In all.
-        share: Of what is allowed.
+        share: Of what is allowed, with all stages of its device.
         weights: Bytes of its parameters.
         training: Bytes of gradients and optimiser.
         activations: Bytes kept for backward, of all micro-batches under way.
@@ -100,27 +105,32 @@ class Change:
 
 
 def parts(question: Question, point: Point) -> tuple[Part, ...]:
-    """The terms of a step, the largest first; those of nothing are left out."""
-    degrees, stages, machine = point.degrees, point.stages, question.machine
-    slowest = degrees.microbatches * max(stage.seconds for stage in stages)
-    late = max(stages, key=lambda stage: stage.tail)
-    shared = degrees.data if degrees.zero else 1
-    update = machine.device.update * late.params / question.itemsize / shared
+    """The terms of a step, the largest first; those of nothing are left out, but for an exchange
+    that is hidden as a whole."""
+    degrees, network = point.degrees, question.machine.network
     terms = {
-        "compute": slowest,
-        "bubble": point.seconds - point.messages - late.tail - slowest,
+        "compute": point.busy,
+        "bubble": point.seconds - point.messages - point.exchange - point.update - point.busy,
         "messages": point.messages,
-        "exchange": late.tail - update,
-        "update": update,
+        "exchange": point.exchange,
+        "update": point.update,
     }
-    levels = {
-        "messages": level_of(machine.network, degrees.tensor * degrees.data + 1).name,
-        "exchange": level_of(machine.network, degrees.tensor * degrees.data).name,
+    reach = {
+        "messages": degrees.stride("pipe") + 1,
+        "exchange": degrees.stride("data") * degrees.data,
     }
+    levels = {name: level_of(network, ranks).name for name, ranks in reach.items()}
+    hidden = {"exchange": point.hidden}
     found = [
-        Part(name=name, seconds=s, share=s / point.seconds, level=levels.get(name, ""))
+        Part(
+            name=name,
+            seconds=s,
+            share=s / point.seconds,
+            level=levels.get(name, ""),
+            hidden=hidden.get(name, 0.0),
+        )
         for name, s in terms.items()
-        if s > 1e-9 * point.seconds
+        if max(s, hidden.get(name, 0.0)) > 1e-9 * point.seconds
     ]
     return tuple(sorted(found, key=lambda part: -part.seconds))
 
@@ -131,14 +141,14 @@ def level_of(network: Network, ranks: int) -> LinkLevel:
 
 
 def holding(question: Question, point: Point) -> Holding:
-    """What the fullest device holds, by category."""
+    """What the fullest stage holds, by category; a rank with several stages holds more."""
     number = max(range(len(point.stages)), key=lambda n: point.stages[n].bytes)
     stage = point.stages[number]
     weights = stage.params / (point.degrees.data if point.degrees.zero >= 3 else 1)
     return Holding(
         stage=number,
         bytes=stage.bytes,
-        share=stage.bytes / question.cap,
+        share=point.bytes / question.cap,
         weights=weights,
         training=stage.state - weights,
         activations=stage.kept,
@@ -152,7 +162,7 @@ def reached(engine: Search, point: Point) -> float:
     graph = work.graph
     setting = engine.tables_of(1, point.degrees.microbatch).setting
     largest = max(graph.operators, key=lambda operator: operator.flops.total)
-    peak = question.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
+    peak = setting.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
     flops = graph.flops.total * question.batch / work.samples
     return float(flops / (point.seconds * point.devices * peak))
 
@@ -166,7 +176,7 @@ def issuing(engine: Search, point: Point) -> float:
         (2 + slowest.recompute) * kernels(o) + bool(o.flops.weight_gradient) for o in operators
     )
     host = engine.question.machine.device.seconds_of_host(float(number))
-    return float(point.degrees.microbatches * host)
+    return float(point.degrees.microbatches * point.degrees.virtual * host)
 
 
 # -- neighbours -----------------------------------------------------------------------------------
@@ -231,7 +241,7 @@ def _moved(
             return None, f"{number} ranks that tensor, pipe and data share are no multiple of {new}"
         d = number // new
         t, p = (new, p) if name == "tensor" else (t, new)
-    if p > len(engine.row):
+    if p * old.virtual > len(engine.row):
         return None, f"the model has {len(engine.row)} units that can be a stage"
     if t > engine.question.machine.network.levels[0].width:
         return None, "a tensor axis stays within the innermost level of links"
@@ -241,6 +251,10 @@ def _moved(
     b = old.microbatch if batch // d % old.microbatch == 0 else max(sizes)
     zero = old.zero if d > 1 else 0
     moved = replace(old, tensor=t, data=d, pipeline=p, microbatch=b, zero=zero)
+    if p == 1:
+        moved = replace(moved, schedule=PLAIN.name, virtual=1, pipes=1)
+    if 1 in (d, p):
+        moved = replace(moved, order=ORDERS[0])
     return replace(moved, microbatches=batch // d // b), ""
 
 
@@ -249,7 +263,7 @@ def _moved(
 
 def fastest_of_today(question: Question, devices: int) -> Question:
     """The same question for the fastest plan that today's executor can run."""
-    return replace(question, devices=(devices,), tensor=(1,), zero=(0,), objective="fastest")
+    return replace(runnable(question), devices=(devices,), objective="fastest")
 
 
 def changes(question: Question, priced: Callable[[Search], Point]) -> Iterator[Change]:

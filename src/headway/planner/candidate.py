@@ -1,195 +1,255 @@
 """One combination of degrees on its tables: the frontier of its stages, cuts and placements.
 
-Invariant: what a point says is what its stages' strategies cost, priced by `cost` alone.
+A cut is the best one by Alpa's sum of stages; its price is what the schedule's table takes with
+these stages, their messages and sums (`schemes.Book`), without a pipeline what the exchange behind
+the last backward leaves to be seen (`overlap`). Invariant: what a point says is what its stages'
+strategies cost, priced by `cost` alone, and is never below `bound`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from headway.cost.transformer import pipeline_seconds
+from headway.errors import PlanError
+from headway.planner.borders import forced_starts, without_crossing
+from headway.planner.bounds import crowded, hull_bound, least_step
 from headway.planner.degrees import Degrees, state_per_byte
 from headway.planner.operators import Floats
+from headway.planner.overlap import BUCKETS
 from headway.planner.pipeline_cuts import cut
+from headway.planner.point import Point, Stage
+from headway.planner.pricing import Pricing, Rows
+from headway.planner.schemes import Book, Scheme, book
+from headway.planner.shared import Shared
 from headway.planner.stages import Tables
 
+__all__ = ["Candidate", "Point", "Stage"]
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One stage of a point.
-
-    Attributes:
-        start: Its first unit.
-        stop: The unit behind its last.
-        price: The number of its strategy among those of the stretch.
-        recompute: Whether its units keep only what enters them.
-        seconds: Of one micro-batch, both passes.
-        tail: Seconds of a step for gradients and update.
-        state: Bytes of weights, gradients and optimiser.
-        kept: Bytes kept for backward, of all micro-batches under way.
-        transient: Bytes of the unit that is being computed again.
-        params: Bytes of parameters that it holds.
-    """
-
-    start: int
-    stop: int
-    price: int
-    recompute: bool
-    seconds: float
-    tail: float
-    state: float
-    kept: float
-    transient: float
-    params: float
-
-    @property
-    def bytes(self) -> float:
-        return self.state + self.kept + self.transient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One plan of the frontier.
-
-    Attributes:
-        degrees: Its degrees.
-        border: Placement of what crosses from stage to stage.
-        stages: From the first.
-        seconds: Of a step.
-        messages: Of those, between stages.
-    """
-
-    degrees: Degrees
-    border: str
-    stages: tuple[Stage, ...]
-    seconds: float
-    messages: float
-
-    @property
-    def bytes(self) -> float:
-        """On the fullest device."""
-        return max(stage.bytes for stage in self.stages)
-
-    @property
-    def devices(self) -> int:
-        return self.degrees.devices
+SHARES = 2
+"""How often the memory of a rank with several stages is divided between them in another way."""
 
 
 class Candidate:
-    """A combination of degrees, ready to be asked for the fastest plan within a memory."""
+    """A combination of degrees, ready to be asked for the fastest plan within a memory.
 
-    def __init__(self, tables: Tables, degrees: Degrees, itemsize: int) -> None:
+    Args:
+        tables: Of its tensor degree and micro-batch.
+        degrees: The combination.
+        itemsize: Bytes of a parameter.
+        shared: Facts of the model; made where not given.
+        may_recompute: Whether units may keep only what enters them.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        degrees: Degrees,
+        itemsize: int,
+        shared: Shared | None = None,
+        *,
+        may_recompute: bool = True,
+    ) -> None:
         self.tables = tables
         self.degrees = degrees
         self.itemsize = itemsize
+        self.shared = shared or Shared(tables.setting.work, tables.row, tables.classes)
+        self.pricing = Pricing(tables, degrees, itemsize, self.shared)
         self.per_byte = state_per_byte(itemsize, degrees.zero, degrees.data)
+        self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[str, tuple[Floats, np.ndarray]] = {}
         whole = int(tables.classes.of[0, -1])
-        self.least_rows = self._rows(tables.stretch(whole)[:, :, 0, 0])
+        rows = tables.stretch(whole)[:, :, 0, 0]
+        rows = self.pricing.rows(rows, self.shared.doubled(0, len(tables.row)))
+        self.least_rows = tables.transients.beside(rows[None], Rows.KEPT, several=False)[0]
 
-    def _rows(self, rows: Floats) -> Floats:
-        """(..., 4): seconds of a micro-batch, of a step's end, bytes of state, of one micro-batch.
+    @cached_property
+    def book(self) -> Book | None:
+        """The schedule's table; None where it cannot have these sizes."""
+        d = self.degrees
+        return book(Scheme(d.schedule, d.virtual, d.pipes), d.pipeline, d.microbatches)
 
-        `rows` begins with the axis of recomputation.
-        """
-        again = np.arange(2.0).reshape(2, *([1] * (rows.ndim - 2)))
-        seconds = rows[..., 0] * (1.0 + again) + rows[..., 1]
-        tail = rows[..., 2] + self._exchange(rows[..., 3])
-        return np.stack([seconds, tail, rows[..., 3] * self.per_byte, rows[..., 4]], axis=-1)
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """Units that must begin a stage."""
+        return forced_starts(self.tables.setting.force, self.tables.row)
 
-    def _exchange(self, held: Floats) -> Floats:
-        """Seconds of gradients over the data axis and of the update, by bytes of parameters."""
-        t, d, zero = self.degrees.tensor, self.degrees.data, self.degrees.zero
-        m = self.degrees.microbatches
-        network, device = self.tables.setting.machine.network, self.tables.setting.machine.device
-        update = device.update * held / self.itemsize / (d if zero else 1)
-        if d == 1:
-            return update
-        if zero == 0:
-            return update + network.all_reduce(held, d, t)
-        gathered = network.all_gather(held, d, t)
-        scattered = network.reduce_scatter(held, d, t)
-        if zero == 3:
-            return update + m * (scattered + 2.0 * gathered)
-        return update + (m if zero == 2 else 1) * scattered + gathered
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        """Micro-batches under way of each stage, on the rank that holds most of it."""
+        return (1,) if self.book is None else self.book.in_flight()
 
     def bound(self, cap: float = np.inf) -> tuple[float, float]:
         """(seconds, bytes) that no plan of it within `cap` is below.
 
         The stages' bytes add up to at most p caps, so that their seconds are at least those of the
-        lower hull of the whole model's strategies.
+        lower hull of the whole model's strategies. All ranks compute m / p micro-batches and sum
+        their gradients behind them, or wait as the table says.
         """
-        p, m = self.degrees.pipeline, self.degrees.microbatches
-        rows = self.least_rows
-        seconds = (rows[..., 0] * (m + p - 1) / p + rows[..., 1] / p).ravel()
-        held = ((rows[..., 2] + rows[..., 3]) / p).ravel()
-        return hull_bound(seconds, held, cap)
+        degrees, rows = self.degrees, self.least_rows[list(self._passes)]
+        p, m = degrees.pipeline, degrees.microbatches
+        seconds = least_step(degrees, rows[..., Rows.FORWARD], self.pricing.backward(rows))
+        seconds = seconds + rows[..., Rows.AFTER] / p
+        if degrees.virtual * degrees.pipes == 1:  # else sums may leave while a rank computes
+            own = m * rows[..., Rows.SECONDS] + rows[..., Rows.TAIL]
+            seconds = np.maximum(seconds, own / p)
+        held = (degrees.pipes * rows[..., Rows.STATE] + rows[..., Rows.KEPT]) / p
+        least, need = hull_bound(seconds.ravel(), held.ravel(), cap)
+        return max(least, crowded(self.tables, self.degrees)), need
 
-    def fastest(self, cap: float) -> Point | None:
-        """The fastest plan of which no device needs more than `cap` bytes."""
-        borders = self.tables.borders if self.degrees.pipeline > 1 else ("R",)
+    def fastest(self, cap: float, known: float = np.inf, *, parts: bool = True) -> Point | None:
+        """The fastest plan of which no device needs more than `cap` bytes.
+
+        Args:
+            cap: Bytes.
+            known: Seconds of a plan that is known; others are not of interest unless faster.
+            parts: False: what of a step is messages and so on is left open, see `detailed`.
+        """
+        if self.degrees.pipeline == 1:
+            return None if self._starts else self._alone(cap)
+        if self.book is None:
+            return None
         best: Point | None = None
-        for border in borders:
-            point = self._within(border, cap, np.inf if best is None else best.seconds)
-            if point is not None and (best is None or point.seconds < best.seconds):
+        value = np.inf
+        for border in self.tables.borders:
+            for point, sums in self._within(border, cap, value, known):
+                value = min(value, sums)
+                if point.seconds < known:
+                    best, known = point, point.seconds
+        return self.detailed(best) if best and parts else best
+
+    def detailed(self, point: Point) -> Point:
+        """A point with all parts of its step."""
+        return point if point.busy else self._point(point.border, point.stages)
+
+    def _alone(self, cap: float) -> Point | None:
+        """Without a pipeline: strategies by what they take at least, until none can be faster."""
+        rows, _ = self._prepared("R")
+        own = rows[0, list(self._passes)]
+        value = self.degrees.microbatches * own[..., Rows.SECONDS] + own[..., Rows.TAIL]
+        held = own[..., Rows.STATE] + own[..., Rows.KEPT]
+        held = held + own[..., Rows.MORE]
+        value = np.where(held <= cap, value, np.inf).ravel()
+        best: Point | None = None
+        for place in np.argsort(value, kind="stable").tolist():
+            if value[place] >= (np.inf if best is None else best.seconds):
+                break
+            again, price = divmod(place, rows.shape[2])
+            chosen = [(0, len(self.tables.row), 0, again, price)]
+            point = self._point("R", self._stages("R", chosen))
+            if best is None or point.seconds < best.seconds:
                 best = point
         return best
 
     def _prepared(self, border: str) -> tuple[Floats, np.ndarray]:
-        """(classes, 2, K, 4) as `_rows` says, and the prices."""
+        """(classes, 2, K, 9) as `Rows` says, and the prices."""
         if border not in self._known:
-            cells, prices = self.tables.cells(border, self.degrees.pipeline > 1)
-            rows = self._rows(np.moveaxis(cells, 0, 1))
-            self._known[border] = np.moveaxis(rows, 0, 1), prices
+            several = self.degrees.pipeline > 1
+            cells, prices = self.tables.cells(border, several)
+            whole = np.array([self.shared.doubled(0, len(self.tables.row))])
+            doubles = self.shared.doubles if several else whole
+            rows = self.pricing.rows(np.moveaxis(cells, 0, 1), doubles[:, None])
+            rows = self.tables.transients.beside(
+                np.moveaxis(rows, 0, 1), Rows.KEPT, several=several
+            )
+            self._known[border] = rows, prices
         return self._known[border]
 
-    def _within(self, border: str, cap: float, known: float) -> Point | None:
+    def _within(
+        self, border: str, cap: float, sums: float, known: float
+    ) -> Iterator[tuple[Point, float]]:
+        """Plans within the memory, with Alpa's sum of their stages.
+
+        Where a rank has several stages, each may first have all of the memory; if they do not fit
+        together, shares between that and equal ones are tried.
+        """
+        assert self.book is not None
+        several = max(map(len, self.book.table.hosted))
+        found = self._cut(border, cap, sums, known)
+        if found is None or found[0].bytes <= cap:
+            if found is not None:
+                yield found
+            return
+        least, most = cap / several, cap
+        found = self._cut(border, least, np.inf, known)
+        if found is None:
+            return
+        yield found
+        for _ in range(SHARES):
+            middle = (least + most) / 2
+            found = self._cut(border, middle, np.inf, known)
+            if found is not None and found[0].bytes <= cap:
+                least = middle
+                yield found
+            else:
+                most = middle
+
+    def _cut(
+        self, border: str, cap: float, sums: float, known: float
+    ) -> tuple[Point, float] | None:
+        """The best cut of which no stage alone needs more than `cap`, without the parts of its
+        step, and Alpa's sum.
+
+        Args:
+            border: Placement between stages.
+            cap: Bytes.
+            sums: Alpa's sum of a cut that is known; others are not of interest unless smaller.
+            known: Seconds of a plan that is known, as in `fastest`.
+        """
         degrees, of = self.degrees, self.tables.classes.of
-        p, m = degrees.pipeline, degrees.microbatches
+        m, chunks = degrees.microbatches, degrees.virtual
         rows, _ = self._prepared(border)
         times, picks = self._picked(rows, cap)
-        floor = float((self.least_rows[..., 0] + self.least_rows[..., 1] / m).min())
-        numbers = of if p > 1 else np.where(of == of[0, -1], 0, -1)
-        cuts = cut(numbers, times, m, floor, known)
+        least = self.least_rows[list(self._passes)]
+        floor = float((least[..., Rows.SECONDS] + least[..., Rows.TAIL] / m).min())
+        # m chunks t_max + (sum - chunks t_max) / chunks, times chunks
+        weight = chunks * (m * chunks - 1) + 1
+        if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
+            sums = min(sums, floor + (weight - 1) * known / m)
+        cuts = cut(*without_crossing(of, times, self._starts), weight, floor, sums)
         if cuts is None:
             return None
         chosen = []
-        for place, (start, stop) in enumerate(zip(cuts.borders, cuts.borders[1:], strict=False)):
-            behind = p - 1 - place
-            number = int(numbers[start, stop])
-            again, price = divmod(int(picks[behind, number]), rows.shape[2])
+        for place, (start, stop) in enumerate(pairwise(cuts.borders)):
+            number = int(of[start, stop])
+            again, price = divmod(int(picks[len(times) - 1 - place, number]), rows.shape[2])
             chosen.append((start, stop, number, again, price))
-        return self._point(border, self._stages(border, chosen))
+        stages = self._stages(border, chosen)
+        ahead = sum(stage.forward for stage in stages)
+        back = sum(stage.seconds - stage.forward for stage in stages)
+        if least_step(degrees, np.asarray(ahead), np.asarray(back)) >= known:
+            return None
+        return self._point(border, stages, parts=False), cuts.seconds(weight)
 
     def _picked(self, rows: Floats, cap: float) -> tuple[Floats, np.ndarray]:
-        """(p, classes): the least time of a stage that has so many behind it, and its strategy.
+        """(stages, classes): the least time of a stage with so many behind it, and its strategy.
 
         What is best both with few and with many micro-batches under way is best between them.
         """
-        p, m = self.degrees.pipeline, self.degrees.microbatches
+        m = self.degrees.microbatches
+        counts = np.array(self._in_flight[::-1])
+        flights, place = np.unique(counts, return_inverse=True)
+        rows = rows[:, list(self._passes)]
         flat = (len(rows), -1)
-        extra = np.array([0.0, self.tables.transient])[:, None]
-        value = (rows[..., 0] + rows[..., 1] / m).reshape(flat)
-        state, kept = rows[..., 2].reshape(flat), rows[..., 3].reshape(flat)
-        extra = np.broadcast_to(extra, rows.shape[1:-1]).ravel()
-        times = np.full((p, len(rows)), np.inf)
-        picks = np.zeros((p, len(rows)), dtype=np.int64)
+        value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(flat)
+        state, kept = rows[..., Rows.STATE].reshape(flat), rows[..., Rows.KEPT].reshape(flat)
+        extra = rows[..., Rows.MORE].reshape(flat)
+        times = np.full((len(flights), len(rows)), np.inf)
+        picks = np.zeros((len(flights), len(rows)), dtype=np.int64)
 
-        def pick(behind: int, some: np.ndarray) -> None:
-            held = state[some] + self.degrees.in_flight(behind) * kept[some] + extra
+        def pick(number: int, some: np.ndarray) -> None:
+            held = state[some] + flights[number] * kept[some] + extra[some]
             allowed = np.where(held <= cap, value[some], np.inf)
-            best = allowed.argmin(axis=1)
-            picks[behind, some] = best
-            times[behind, some] = allowed[np.arange(len(some)), best]
+            picks[number, some] = best = allowed.argmin(axis=1)
+            times[number, some] = allowed[np.arange(len(some)), best]
 
-        every = np.arange(len(rows))
-        for behind in {0, p - 1}:
-            pick(behind, every)
-        waiting = [(0, p - 1, every)]
+        every, last = np.arange(len(rows)), len(flights) - 1
+        for number in {0, last}:
+            pick(number, every)
+        waiting = [(0, last, every)]
         while waiting:
             low, high, some = waiting.pop()
             same = (picks[low, some] == picks[high, some]) & (times[low, some] == times[high, some])
@@ -199,24 +259,42 @@ class Candidate:
             if len(some) and middle > low:
                 pick(middle, some)
                 waiting += [(low, middle, some), (middle, high, some)]
-        return times, picks
+        return times[place], picks[place]
 
-    def planned(self, borders: Sequence[int], recompute: Collection[int] = ()) -> Point:
+    def planned(
+        self,
+        borders: Sequence[int],
+        recompute: Collection[int] = (),
+        *,
+        buckets: Sequence[float] = BUCKETS,
+        overlap: bool = True,
+    ) -> Point:
         """The plan that is cut there, whether it fits or not; whole tensors cross its borders.
 
         Args:
             borders: The first unit of each stage, and the number of units.
             recompute: Numbers of the stages whose units keep only what enters them.
+            buckets: Bytes of a bucket of gradients to choose from.
+            overlap: Whether gradients leave while backward goes on, without a pipeline.
+
+        Raises:
+            PlanError: The schedule cannot have these sizes.
         """
-        of = self.tables.classes.of
+        of, degrees = self.tables.classes.of, self.degrees
+        if degrees.pipeline > 1 and self.book is None:
+            raise PlanError(
+                "the search has no price for this plan",
+                problems=[f"{degrees.schedule}: {degrees.pipeline} ranks, {degrees.microbatches}"],
+            )
         rows, _ = self._prepared("R")
-        value = rows[..., 0] + rows[..., 1] / self.degrees.microbatches
+        value = rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / degrees.microbatches
         chosen = []
         for place, (start, stop) in enumerate(pairwise(borders)):
-            number = int(of[start, stop]) if self.degrees.pipeline > 1 else 0
+            number = int(of[start, stop]) if degrees.pipeline > 1 else 0
             again = int(place in recompute)
             chosen.append((start, stop, number, again, int(value[number, again].argmin())))
-        return self._point("R", self._stages("R", chosen))
+        stages = self._stages("R", chosen)
+        return self._point("R", stages, buckets=buckets, overlap=overlap)
 
     def _stages(
         self, border: str, chosen: Sequence[tuple[int, int, int, int, int]]
@@ -226,56 +304,88 @@ class Candidate:
         stages = []
         for place, (start, stop, number, again, price) in enumerate(chosen):
             one = rows[number, again, price]
+            forward, backward = float(one[Rows.FORWARD]), float(self.pricing.backward(one))
+            own = self.pricing.split_passes(start, stop, again, int(prices[price]), border)
+            if own is not None:
+                forward, backward = own
+            share = self.shared.weight_share(start, stop)
+            seconds = forward + backward if own else float(one[Rows.SECONDS])
+            backward -= again * float(one[Rows.COMPUTE])
             stages.append(
                 Stage(
                     start=start,
                     stop=stop,
                     price=int(prices[price]),
                     recompute=bool(again),
-                    seconds=float(one[0]),
-                    tail=float(one[1]),
-                    state=float(one[2]),
-                    kept=float(one[3]) * self.degrees.in_flight(len(chosen) - 1 - place),
-                    transient=self.tables.transient if again else 0.0,
-                    params=float(one[2]) / self.per_byte,
+                    seconds=seconds,
+                    tail=float(one[Rows.TAIL]),
+                    state=float(one[Rows.STATE]),
+                    kept=float(one[Rows.KEPT]) * self._in_flight[place],
+                    transient=float(one[Rows.MORE]),
+                    params=float(one[Rows.PARAMS]),
+                    forward=forward,
+                    weight=share * max(backward, 0.0),
+                    after=float(one[Rows.AFTER]),
                 )
             )
         return tuple(stages)
 
-    def _point(self, border: str, stages: tuple[Stage, ...]) -> Point:
-        degrees, setting = self.degrees, self.tables.setting
-        message = 0.0
-        for stage in stages[1:]:
-            tensor = self.tables.row[stage.start].entry
-            split = border.startswith("S") and border in self.tables.states(tensor)
-            size = setting.bytes_of(tensor) / (degrees.tensor if split else 1)
-            far = degrees.tensor * degrees.data
-            message = max(message, float(setting.machine.network.send(size, far)))
-        compute, messages = pipeline_seconds(
-            max(stage.seconds for stage in stages),
-            sum(stage.seconds for stage in stages),
-            degrees.microbatches,
-            stages=degrees.pipeline,
-            message=message,
-        )
-        tail = max(stage.tail for stage in stages)
+    def _point(
+        self,
+        border: str,
+        stages: tuple[Stage, ...],
+        *,
+        buckets: Sequence[float] = BUCKETS,
+        overlap: bool = True,
+        parts: bool = True,
+    ) -> Point:
+        """The price of these stages; `parts`: with what of it is messages, and so on."""
+        if self.degrees.pipeline == 1:
+            only = stages[0]
+            price = self.pricing.alone(
+                int(only.recompute),
+                only.price,
+                only.params,
+                after=only.after,
+                buckets=buckets,
+                overlap=overlap,
+            )
+            ranks: tuple[float, ...] = (only.bytes,)
+        else:
+            assert self.book is not None
+            price = self.pricing.pipeline(
+                self.book,
+                border,
+                starts=[stage.start for stage in stages],
+                forward=[stage.forward for stage in stages],
+                seconds=[stage.seconds for stage in stages],
+                weight=[stage.weight for stage in stages],
+                params=[stage.params for stage in stages],
+                after=[stage.after for stage in stages],
+                parts=parts,
+            )
+            ranks = self._ranks(stages)
         return Point(
-            degrees=degrees,
+            degrees=self.degrees,
             border=border,
             stages=stages,
-            seconds=float(compute) + float(messages) + tail,
-            messages=float(messages),
+            seconds=price.seconds,
+            messages=price.messages,
+            exchange=price.exposed,
+            hidden=price.hidden,
+            update=price.update,
+            busy=price.busy,
+            ranks=ranks,
+            bucket=price.bucket,
         )
 
-
-def hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]:
-    """(least seconds within the cap, least bytes) of all mixtures of some strategies."""
-    fits = held <= cap
-    if not fits.any():
-        return np.inf, float(held.min())
-    least = float(seconds[fits].min())
-    for one in np.flatnonzero(~fits):
-        share = (cap - held[fits]) / (held[one] - held[fits])
-        mixed = seconds[fits] + share * (seconds[one] - seconds[fits])
-        least = min(least, float(mixed.min()))
-    return least, float(held.min())
+    def _ranks(self, stages: tuple[Stage, ...]) -> tuple[float, ...]:
+        """Bytes of each rank: of all its stages, at the fullest moment."""
+        assert self.book is not None
+        kept = [stage.kept / n for stage, n in zip(stages, self._in_flight, strict=True)]
+        return tuple(
+            sum(stages[number].state for number in hosted)
+            + self.book.held(rank, kept)
+            + max(stages[number].transient for number in hosted)
+            for rank, hosted in enumerate(self.book.table.hosted)
+        )

@@ -59,7 +59,7 @@ def _choice(shared: Tables, stage: int, operator: Operator, rule: Rule) -> Choic
         kind=operator.kind,
         how=f"split:{rule.axis}" if rule.axis else passes,
         parameters=held,
-        summed=summed,
+        summed=sum(summed),
     )
 
 

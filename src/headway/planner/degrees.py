@@ -6,11 +6,14 @@ by it could not have been on the frontier.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from headway.cost.memory import GRADIENTS, STATE, WEIGHTS
 from headway.cost.transformer import HALF
+from headway.planner.schemes import PLAIN, Scheme
 
 FULL = (4.0, 4.0, 8.0)
 """Bytes per parameter in 32 bits: weights, gradients, Adam's two moments."""
@@ -28,6 +31,10 @@ class Degrees:
         microbatches: m, of a step and a replica.
         zero: Stage of ZeRO over the data axis.
         schedule: Of the pipeline.
+        virtual: Stages of one pipe on a rank.
+        pipes: Pipes at once, each with a copy of every stage.
+        order: Of the axes by their first letters, the innermost first: "tpd" as the meshes of
+            `plan.pipelined` lie, or "tdp".
     """
 
     tensor: int
@@ -37,16 +44,52 @@ class Degrees:
     microbatches: int
     zero: int = 0
     schedule: str = "1f1b"
+    virtual: int = 1
+    pipes: int = 1
+    order: str = "tpd"
 
     @property
     def devices(self) -> int:
         return self.tensor * self.data * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """Of one pipe."""
+        return self.pipeline * self.virtual
+
+    def stride(self, axis: Literal["tensor", "data", "pipe"]) -> int:
+        """How far apart neighbours on an axis lie: the ranks of the axes inside of it."""
+        sizes = {"t": self.tensor, "d": self.data, "p": self.pipeline}
+        inside = self.order[: self.order.index(axis[0])]
+        return math.prod(sizes[letter] for letter in inside)
 
     def in_flight(self, behind: int) -> int:
         """Micro-batches that a stage holds which has so many behind it."""
         if self.schedule == "gpipe":
             return self.microbatches
         return min(self.microbatches, behind + 1)
+
+
+def describe(degrees: Degrees) -> str:
+    """ "tensor 8, data 4, pipe 2, 24 micro-batches of 4, ZeRO 1"."""
+    words = [
+        f"{name} {size}"
+        for name, size in (
+            ("tensor", degrees.tensor),
+            ("data", degrees.data),
+            ("pipe", degrees.pipeline),
+        )
+        if size > 1
+    ] or ["one device"]
+    several = "es" if degrees.microbatches > 1 else ""
+    words.append(f"{degrees.microbatches} micro-batch{several} of {degrees.microbatch}")
+    if degrees.zero:
+        words.append(f"ZeRO {degrees.zero}")
+    if degrees.pipeline > 1 and degrees.schedule != PLAIN.name:
+        words.append(str(Scheme(degrees.schedule, degrees.virtual, degrees.pipes)))
+    if degrees.data > 1 and degrees.pipeline > 1 and degrees.order == "tdp":
+        words.append("data inside pipe")
+    return ", ".join(words)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -66,7 +109,9 @@ def combinations(
     units: int,
     tensor: Sequence[int] | None = None,
     zero: Sequence[int] = (0, 1, 3),
-    schedules: Sequence[str] = ("1f1b",),
+    schedules: Sequence[Scheme] = (PLAIN,),
+    orders: Sequence[str] = ("tpd",),
+    one_level: int = 0,
 ) -> Iterator[Degrees]:
     """All (t, d, p, b, m) with t d p = devices and d b m = batch, b as in `microbatches`.
 
@@ -77,6 +122,8 @@ def combinations(
         tensor: Degrees of the tensor axis; None: all divisors.
         zero: Stages of ZeRO; more than 0 needs a data axis.
         schedules: Of pipelines.
+        orders: Of the axes; only the first one where one axis or one level of links has all ranks.
+        one_level: Ranks that the innermost level of links joins.
     """
     for t in divisors(devices):
         if tensor is not None and t not in tensor:
@@ -85,19 +132,26 @@ def combinations(
             d = devices // t // p
             if p > units or batch % d:
                 continue
+            ways = orders if d > 1 and p > 1 and devices > one_level else orders[:1]
             for b in microbatches(batch // d):
                 m = batch // d // b
                 for stage in zero if d > 1 else (0,):
-                    for schedule in schedules if p > 1 else ("1f1b",):
-                        yield Degrees(
-                            tensor=t,
-                            data=d,
-                            pipeline=p,
-                            microbatch=b,
-                            microbatches=m,
-                            zero=stage,
-                            schedule=schedule,
-                        )
+                    for scheme in schedules if p > 1 else (PLAIN,):
+                        if p * scheme.virtual > units or (scheme.pipes > 1 and m == 1):
+                            continue
+                        for order in ways:
+                            yield Degrees(
+                                tensor=t,
+                                data=d,
+                                pipeline=p,
+                                microbatch=b,
+                                microbatches=m,
+                                zero=stage,
+                                schedule=scheme.name,
+                                virtual=scheme.virtual,
+                                pipes=scheme.pipes,
+                                order=order,
+                            )
 
 
 def state_per_byte(itemsize: int, zero: int, data: int) -> float:

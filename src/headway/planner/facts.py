@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from headway.collective.link import LinkFit
 from headway.cost.guidelines.model import layers_of
 from headway.cost.guidelines.windows import LayerTimes
@@ -72,9 +74,10 @@ class Job:
 
     @cached_property
     def overhead(self) -> float:
-        """T_O: the exchange over all devices and the update."""
-        degrees = self._degrees(self.devices)
-        return candidate_of(self.engine, degrees).planned((0, len(self.engine.row))).stages[0].tail
+        """T_O: the exchange over all devices, none of it hidden, and the update."""
+        candidate = candidate_of(self.engine, self._degrees(self.devices))
+        stage = candidate.planned((0, len(self.engine.row))).stages[0]
+        return float(candidate.pricing.summed(np.asarray(stage.params))) + stage.after
 
     def _degrees(self, data: int) -> Degrees:
         return Degrees(tensor=1, data=data, pipeline=1, microbatch=self.microbatch, microbatches=1)
@@ -145,12 +148,16 @@ def _times(setting: Setting, operator: Operator) -> LayerTimes:
     )
 
 
-def advice_of(job: Job, *, efficiency: float = 0.8) -> tuple[list[Advice], list[str]]:
+def advice_of(
+    job: Job, *, efficiency: float = 0.8, measured: Minibatch | None = None
+) -> tuple[list[Advice], list[str]]:
     """The answers, and what is not known.
 
     Args:
         job: The model on its devices.
         efficiency: Wanted share of linear speed-up.
+        measured: Minibatch and algorithms of a device for an epoch, in place of what the cost model
+            says of recomputation.
     """
     graph, nodes = job.engine.question.work.graph, job.devices // job.node
     rate = job.level.link.rate if nodes > 1 and math.isfinite(job.level.link.rate) else None
@@ -159,8 +166,8 @@ def advice_of(job: Job, *, efficiency: float = 0.8) -> tuple[list[Advice], list[
         overhead=job.overhead,
         efficiency=efficiency,
         workers=job.devices,
-        minibatch=job.minibatch,
-        period="a device's share of a step",
+        minibatch=measured or job.minibatch,
+        period="an epoch" if measured else "a device's share of a step",
     )
     each = Facts(
         compute=job.compute / job.devices,
@@ -174,15 +181,20 @@ def advice_of(job: Job, *, efficiency: float = 0.8) -> tuple[list[Advice], list[
         times=job.times,
         link=job.link,
     )
-    return [*guidelines(shared), *guidelines(each)], list(_unknown(job, each))
+    return [*guidelines(shared), *guidelines(each)], list(_unknown(job, each, measured))
 
 
-def _unknown(job: Job, facts: Facts) -> Iterator[str]:
+def _unknown(job: Job, facts: Facts, measured: Minibatch | None) -> Iterator[str]:
     graph = job.engine.question.work.graph
-    if job.minibatch is None:
+    if measured is not None:
+        pass
+    elif job.minibatch is None:
         yield "the minibatch: not even one sample fits on one device without a split of the model"
     else:
-        yield "algorithms of convolutions and their work spaces: they would have to be measured"
+        yield (
+            "algorithms of convolutions and attention, and their work spaces: --measure times them "
+            "on this machine"
+        )
     if job.devices == 1:
         yield "servers, exchange and groups: one device exchanges nothing"
     elif facts.link_rate is None:

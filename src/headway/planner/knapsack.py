@@ -10,7 +10,7 @@ the integer programme of its algorithms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,25 +19,14 @@ import numpy as np
 from headway.cost.device import Array
 from headway.cost.guidelines.zou import left_for_algorithms
 from headway.errors import PlanError
+from headway.graph.algorithms import Algorithm, Layers, Profile
 from headway.planner.frontier import ChoiceGraph, Solution, mini_time, solve
 from headway.units import format_bytes
 
 Mode = Literal["sum", "max"]
+__all__ = ["Algorithm", "Layers", "Profile", "choose", "choose_minibatch", "frontier_of"]
 OBJECTIVES = ("bytes", "seconds")
 _POOL = "(pool)"
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One way to compute a layer: T_kl seconds with M_kl bytes of work space."""
-
-    name: str
-    seconds: float
-    bytes: float
-
-
-Layers = Mapping[str, Sequence[Algorithm]]
-"""For each layer its algorithms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +108,6 @@ def _pooled(layers: Layers) -> ChoiceGraph:
 
 def _costs(rows: Iterable[tuple[float, float]]) -> Array:
     return np.array(list(rows), dtype=np.float64).reshape(-1, 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What was measured, or predicted, at one minibatch.
-
-    Attributes:
-        layers: Their algorithms.
-        rest: Seconds of an iteration beside those layers.
-        features: M_FM, bytes of feature maps.
-        parameters: M_MP, bytes of parameters, gradients and copies of the optimiser.
-        classifier: M_C, bytes of the fully connected layers.
-    """
-
-    layers: Layers
-    rest: float
-    features: float
-    parameters: float
-    classifier: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

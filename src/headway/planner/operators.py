@@ -22,6 +22,7 @@ from headway.errors import PlanError
 from headway.graph import ModelGraph, Operator, Rule, TensorSpec, rules
 from headway.graph.cut import constants
 from headway.graph.index import parse
+from headway.planner.kernel_times import Counts, seconds_of
 from headway.planner.relayout import Relayout
 
 PARTS = ("forward", "backward", "step", "params", "saved")
@@ -83,6 +84,22 @@ class Workload:
         return self._batch[1]
 
     @cached_property
+    def relayouts(self) -> dict[tuple[int, int], Relayout]:
+        """By network, which each of them holds, and size of the axis."""
+        return {}
+
+    @cached_property
+    def _rules(self) -> dict[tuple[str, int], tuple[Rule, ...]]:
+        return {}
+
+    def rules(self, operator: Operator, parts: int) -> tuple[Rule, ...]:
+        """As `graph.rules`, each looked for once."""
+        key = (operator.name, parts)
+        if key not in self._rules:
+            self._rules[key] = rules(operator, *self.graph.specs(operator), parts)
+        return self._rules[key]
+
+    @cached_property
     def _batch(self) -> tuple[dict[str, int], dict[str, str]]:
         dims = {
             name: 0
@@ -129,7 +146,15 @@ class Setting:
 
     @cached_property
     def relayout(self) -> Relayout:
-        return Relayout(self.machine.network, self.tensor)
+        """The same for all sizes of micro-batches."""
+        network = self.machine.network
+        key = (id(network), self.tensor)
+        return self.work.relayouts.setdefault(key, Relayout(network, self.tensor))
+
+    @cached_property
+    def passes(self) -> dict[tuple[str, int, int], tuple[float, float]]:
+        """What `_compute` has found, by operator, parts, and parts of the sum."""
+        return {}
 
     @property
     def scale(self) -> float:
@@ -155,12 +180,11 @@ class Setting:
 
 def legal(setting: Setting, operator: Operator) -> tuple[Rule, ...]:
     """The choices of an operator; what is forced counts where it is legal."""
-    inputs, outputs = setting.work.graph.specs(operator)
     loop = setting.work.batch_loops.get(operator.name)
     sizes = operator.axes.sizes()
     found = [
         rule
-        for rule in rules(operator, inputs, outputs, setting.tensor)
+        for rule in setting.work.rules(operator, setting.tensor)
         if not rule.axis
         or rule.axis != loop
         or round(sizes[rule.axis] * setting.scale) % setting.tensor == 0
@@ -168,7 +192,7 @@ def legal(setting: Setting, operator: Operator) -> tuple[Rule, ...]:
     if setting.tensor == 1:
         return tuple(found[:1])
     for pattern, how in setting.force:
-        if fnmatchcase(operator.module, pattern) and operator.parameters:
+        if how != "stage" and fnmatchcase(operator.module, pattern) and operator.parameters:
             found = [rule for rule in found if _obeys(operator, rule, how)] or found
     return tuple(found)
 
@@ -181,6 +205,8 @@ def check_force(setting: Setting) -> None:
     """
     problems = []
     for pattern, how in setting.force:
+        if how == "stage":
+            continue
         meant = [
             operator
             for operator in setting.work.graph.operators
@@ -223,16 +249,15 @@ def cost(setting: Setting, operator: Operator, rule: Rule, saves: tuple[str, ...
         saves: Names of the storages that are counted here; others are counted elsewhere.
     """
     forward, backward = _compute(setting, operator, rule)
-    network, t = setting.machine.network, setting.tensor
     scale = setting.scale if operator.name in setting.work.batch_loops else 1.0
     if rule.halo:
-        halo = float(network.send(rule.halo * scale)) * (rule.parts > 1)
+        halo = float(setting.machine.network.send(rule.halo * scale)) * (rule.parts > 1)
         forward, backward = forward + halo, backward + halo
     if rule.exchange:
-        summed = float(network.all_reduce(rule.exchange, t))
+        summed = setting.relayout.seconds("P", "R", rule.exchange)
         forward, backward = forward + summed, backward + summed
     held, pending = parameter_bytes(setting, operator, rule)
-    step = float(network.all_reduce(pending, t)) if pending else 0.0
+    step = sum(setting.relayout.seconds("P", "R", size) for size in pending)
     kept = sum(
         saved.bytes * scale / _divisor(setting, operator, rule, saved.name, saved.bytes)
         for saved in operator.saved
@@ -241,9 +266,11 @@ def cost(setting: Setting, operator: Operator, rule: Rule, saves: tuple[str, ...
     return np.array([forward, backward, step, held, kept])
 
 
-def parameter_bytes(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, float]:
-    """(of parameters on one device, of those whose gradients are summed over the axis)."""
-    held = pending = 0.0
+def parameter_bytes(
+    setting: Setting, operator: Operator, rule: Rule
+) -> tuple[float, tuple[float, ...]]:
+    """(of parameters on one device, of each whose gradient is summed over the axis)."""
+    held, pending = 0.0, []
     rows = zip(operator.inputs, rule.inputs, rule.gradients, strict=True)
     for tensor, placement, gradient in rows:
         if tensor not in operator.parameters:
@@ -251,12 +278,19 @@ def parameter_bytes(setting: Setting, operator: Operator, rule: Rule) -> tuple[f
         size = setting.work.graph.tensors[tensor].bytes
         held += size / (setting.tensor if placement.startswith("S") else 1)
         if gradient.startswith("P") and not placement.startswith("P"):
-            pending += size
-    return held, pending
+            pending.append(float(size))
+    return held, tuple(pending)
 
 
 def _compute(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, float]:
     """Seconds of both passes without collectives; host and device joined operator by operator."""
+    key = (operator.name, rule.parts, _parts_of_sum(rule))
+    if key not in setting.passes:
+        setting.passes[key] = _computed(setting, operator, rule)
+    return setting.passes[key]
+
+
+def _computed(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, float]:
     device = setting.machine.device
     passes = _passes(setting, operator, rule)
     number = kernels(operator)
@@ -266,6 +300,11 @@ def _compute(setting: Setting, operator: Operator, rule: Rule) -> tuple[float, f
         for s, n in zip(passes, launched, strict=True)
     )
     return one, two
+
+
+def _parts_of_sum(rule: Rule) -> int:
+    """Into how many parts the summed dimension of a product is cut."""
+    return rule.parts if any(placement == "P" for placement in rule.outputs) else 1
 
 
 def roofline(setting: Setting, operator: Operator) -> tuple[float, float]:
@@ -283,13 +322,28 @@ def _passes(
     scale = setting.scale if batched else 1.0
     inputs, outputs = setting.work.graph.specs(operator)
     flops, traffic = operator.flops, operator.traffic
-    summed = any(placement == "P" for placement in rule.outputs) and rule.parts > 1
     made = sum(spec.elements for spec in outputs) or 1
     weights = [s for t, s in zip(operator.inputs, inputs, strict=True) if t in operator.parameters]
     taken = sum(spec.elements for spec in inputs) - sum(spec.elements for spec in weights) or 1
     held = sum(spec.elements for spec in weights) or taken
-    rate = device.rate(dtype_of(setting, outputs))
+    dtype = dtype_of(setting, outputs)
     own = float(sum(spec.bytes for spec in weights))
+    cut = _parts_of_sum(rule)
+    if device.kinds:
+        counts = Counts(
+            made=made, taken=taken, held=sum(spec.elements for spec in weights), own=own
+        )
+        one, two = seconds_of(
+            device,
+            operator,
+            counts,
+            dtype=dtype,
+            scale=scale,
+            cut=cut,
+            moved_weights=moved_weights,
+        )
+        return one / rule.parts, two / rule.parts
+    rate = device.rate(dtype)
 
     def seconds(work: float, moved: float, results: float, cut: float) -> float:
         if not work and not moved:
@@ -300,7 +354,6 @@ def _passes(
         streamed = ((moved - fixed) * scale + fixed * moved_weights) / device.memory_rate
         return max(product, streamed) / rule.parts
 
-    cut = rule.parts if summed else 1
     forward = seconds(flops.forward, traffic.forward, made, cut)
     backward = seconds(flops.input_gradient, traffic.input_gradient, taken, 1)
     return forward, backward + seconds(flops.weight_gradient, traffic.weight_gradient, held, 1)

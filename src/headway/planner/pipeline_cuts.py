@@ -10,12 +10,15 @@ is the minimum over all cuts. Source: Zheng et al. 2022 (Alpa), equations 2 to 4
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from headway.planner.operators import Floats
+
+_CELLS = 4_000_000
+"""Stages times pairs of borders up to which all their times are laid out at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,26 +112,19 @@ def _best(programme: _Programme, bounds: Floats, microbatches: int, floor: float
 
 
 def _least_bound(programme: _Programme, bounds: Floats) -> int | None:
-    """The place of the least bound with which there is a cut: upwards by 5 %, by 10 %, by 20 %
-    and so on, then by halving."""
+    """The place of the least bound with which there is a cut: that of the least longest stage,
+    sought within the lowest bound first, then within one 5 % higher, 10 %, 20 % and so on."""
     if not len(bounds):
         return None
-    high = low = 0
+    high = len(bounds) - 1 if programme.small else 0
     step = 1.05
-    while programme.solve(float(bounds[high])) is None:
-        if high == len(bounds) - 1:
-            return None
-        low = high + 1
+    longest = programme.longest(float(bounds[high]))
+    while not np.isfinite(longest) and high < len(bounds) - 1:
         further = int(np.searchsorted(bounds, bounds[high] * step))
-        high = min(max(further, low), len(bounds) - 1)
+        high = min(max(further, high + 1), len(bounds) - 1)
+        longest = programme.longest(float(bounds[high]))
         step *= step
-    while low < high:
-        middle = (low + high) // 2
-        if programme.solve(float(bounds[middle])) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return int(np.searchsorted(bounds, longest)) if np.isfinite(longest) else None
 
 
 class _Programme:
@@ -142,35 +138,63 @@ class _Programme:
         inside = stops <= self.length
         stops = np.minimum(stops, self.length)
         self.classes = np.where(inside, of[starts, stops], times.shape[1])
-        least = self.times.min(axis=0)[self.classes]
-        self.least = least.min(axis=0)  # of each number of units
+        self.least = self.times.min(axis=0)[self.classes].min(axis=0)  # of each number of units
+        self.small = self.classes.size * len(times) <= _CELLS
+        self._cells = self.times[:, self.classes] if self.small else None
+        self._rows = np.arange(self.length)
+
+    def longest(self, bound: float) -> float:
+        """The least longest stage of all cuts; infinite if it is above the bound."""
+        left, done = np.inf, 0
+        for _, _, each, rest, put in self._stages(bound, -np.inf):
+            left, done = put(np.maximum(each, rest).min(axis=1)), done + 1
+        return left if done == len(self.times) and left <= bound else np.inf
 
     def solve(self, bound: float) -> Cuts | None:
         """The least sum of stage times of which none is above the bound."""
+        left, picks = np.inf, []
+        for low, high, each, rest, put in self._stages(bound, 0.0):
+            sums = each + rest
+            sums[each > bound] = np.inf
+            pick = sums.argmin(axis=1)
+            left = put(sums[self._rows[: high - low], pick])
+            picks.append((low, pick))
+        whole = len(picks) == len(self.times) and np.isfinite(left)
+        return self._unrolled(picks) if whole else None
+
+    def _stages(
+        self, bound: float, nothing: float
+    ) -> Iterator[tuple[int, int, Floats, Floats, Callable[[Floats], float]]]:
+        """From the last stage: where one can begin that has so many behind it (low, high), times
+        of those by number of units, values of what is left behind each, and where to put its own,
+        which tells that of the whole row; ends early where there is no cut."""
         fitting = np.flatnonzero(self.least <= bound)
         if not len(fitting):
-            return None
-        width = int(fitting[-1]) + 1
+            return
+        width = int(fitting[-1]) + 1  # no stage has more units
         left = np.full(self.length + width + 1, np.inf)
-        left[self.length] = 0.0
-        picks = []
-        stages = len(self.times)
-        for behind, times in enumerate(self.times):
-            # Where a stage can begin that has so many behind it, none longer than `width`.
+        left[self.length] = nothing
+        stages, step = len(self.times), left.itemsize
+        for behind in range(stages):
             low = max(0, self.length - (behind + 1) * width)
             high = min(self.length - 1 - behind, (stages - 1 - behind) * width) + 1
             if low >= high:
-                return None
-            each = times[self.classes[low:high, :width]]
-            rest = sliding_window_view(left[low + 1 : high + width], width)
-            each = np.where(each <= bound, each + rest, np.inf)
-            pick = each.argmin(axis=1)
-            left.fill(np.inf)
-            left[low:high] = each[np.arange(high - low), pick]
-            picks.append((low, pick))
-        if not np.isfinite(left[0]):
-            return None
-        return self._unrolled(picks)
+                return
+            each = (
+                self.times[behind][self.classes[low:high, :width]]
+                if self._cells is None
+                else self._cells[behind, low:high, :width]
+            )
+            rest: Floats = np.ndarray(
+                (high - low, width), left.dtype, left, (low + 1) * step, (step, step)
+            )
+
+            def put(values: Floats, low: int = low, high: int = high) -> float:
+                left.fill(np.inf)
+                left[low:high] = values
+                return float(left[0])
+
+            yield low, high, each, rest, put
 
     def _unrolled(self, picks: list[tuple[int, np.ndarray]]) -> Cuts:
         borders, each = [0], []

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 from headway.errors import PlanError
 from headway.plan import Plan
+from headway.planner.borders import start_of
 from headway.planner.candidate import Candidate, Point
 from headway.planner.degrees import Degrees
+from headway.planner.overlap import BUCKETS
 from headway.planner.row import Unit
+from headway.planner.schemes import PLAIN, SCHEMES, scheme_of
 from headway.planner.search import Search
 
-PRICED = ("1f1b", "gpipe")
+PRICED = tuple(dict.fromkeys(scheme.name for scheme in SCHEMES))
 """Schedules of which the search knows the price."""
 
 
@@ -30,6 +33,8 @@ def degrees_of(plan: Plan) -> Degrees:
         problems.append("pipeline.table: a table of one's own")
     elif several and pipeline.schedule not in PRICED:
         problems.append(f"pipeline.schedule: {pipeline.schedule}")
+    elif several and pipeline.schedule == "chimera" and pipeline.mode != "direct":
+        problems.append(f"pipeline.mode: {pipeline.mode}")
     if problems:
         raise PlanError(
             "the search has no price for this plan",
@@ -37,20 +42,24 @@ def degrees_of(plan: Plan) -> Degrees:
             fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
         )
     parts = plan.batch.microbatches(plan.batch.share(0, plan.data_degree))
+    scheme = scheme_of(pipeline.schedule, pipeline.virtual, pipeline.pipes) if several else PLAIN
+    inside = several and plan.data_degree > 1 and plan.mesh.names[-1] == plan.exchange.axis
     return Degrees(
         tensor=1,
         data=plan.data_degree,
         pipeline=plan.pipe_degree,
         microbatch=len(parts[0]),
         microbatches=len(parts),
-        schedule=pipeline.schedule if several else "1f1b",
+        schedule=scheme.name,
+        virtual=scheme.virtual,
+        pipes=scheme.pipes,
+        order="tdp" if inside else "tpd",
     )
 
 
 def candidate_of(search: Search, degrees: Degrees) -> Candidate:
     """A combination of degrees on the tables of a search."""
-    tables = search.tables_of(degrees.tensor, degrees.microbatch)
-    return Candidate(tables, degrees, search.question.itemsize)
+    return search.candidate(degrees)
 
 
 def point_of(plan: Plan, search: Search) -> Point:
@@ -65,9 +74,11 @@ def point_of(plan: Plan, search: Search) -> Point:
     """
     candidate = candidate_of(search, degrees_of(plan))
     borders = _borders(plan, search.row, candidate)
-    again = plan.pipeline.recompute_stages or tuple(range(plan.pipe_degree))
+    again = plan.pipeline.recompute_stages or tuple(range(len(borders) - 1))
     recompute = again if plan.pipe_degree > 1 and plan.pipeline.recompute else ()
-    return candidate.planned(borders, recompute)
+    bucket = plan.exchange.bucket_bytes
+    buckets = BUCKETS if bucket is None else (float(bucket),)
+    return candidate.planned(borders, recompute, buckets=buckets, overlap=plan.exchange.overlap)
 
 
 def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[int, ...]:
@@ -78,11 +89,14 @@ def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[i
         if free is None:
             raise PlanError(
                 "the model cannot be cut into so many stages",
-                problems=[f"{len(row)} units for {plan.pipe_degree} stages"],
-                fix="Take fewer stages.",
+                problems=[
+                    f"{len(row)} units for {candidate.degrees.stages} stages of "
+                    f"{plan.pipeline.schedule}"
+                ],
+                fix="Take fewer stages, or a number of micro-batches that the schedule can have.",
             )
         return 0, *(stage.stop for stage in free.stages)
-    starts = [_start(name, row) for name in plan.pipeline.cut]
+    starts = [start_of(name, row) for name in plan.pipeline.cut]
     problems = [
         f"pipeline.cut: no border in front of {name}"
         for name, start in zip(plan.pipeline.cut, starts, strict=True)
@@ -101,31 +115,21 @@ def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[i
     return found
 
 
-def _start(name: str, row: tuple[Unit, ...]) -> int | None:
-    """The unit that begins with a module; no pipeline begins a second stage with the first."""
-    numbers = range(1, len(row))
-    same = [n for n in numbers if row[n].module == name]
-    inside = [n for n in numbers if row[n].module.startswith(f"{name}.")]
-    return next(iter([*same, *inside]), None)
-
-
 def simplified(plan: Plan) -> Iterator[str]:
     """What of a plan the price does not count, one sentence each."""
     exchange = plan.exchange
     if plan.batch.samples % plan.data_degree or len({*_sizes(plan)}) > 1:
         yield "shares or micro-batches are not all alike: all count as the largest"
-    if plan.pipe_degree == 1 and plan.data_degree > 1:
-        if exchange.compress != "none" or exchange.parts or exchange.priority:
-            yield "the exchange counts as a plain sum: no compression, no priority"
-        if exchange.overlap:
-            yield "the exchange counts as if nothing of it overlapped with backward"
+    special = exchange.compress != "none" or exchange.parts or exchange.priority
+    if special and plan.exchange_degree > 1:
+        yield "the exchange counts as a plain sum: no compression, no priority"
     if plan.pipe_degree > 1:
         if not plan.pipeline.cut:
             yield "the plan names no cut: the fastest one counts"
         if plan.pipeline.recompute in (True, "stages"):
             yield "recomputation of whole stages counts as that of blocks, which holds less"
     if plan.memory.precision == "bfloat16":
-        yield "autocast to bfloat16 counts as 32 bits"
+        yield "autocast to bfloat16 counts for products; activations count in 32 bits"
 
 
 def _sizes(plan: Plan) -> Iterator[int]:

@@ -5,12 +5,27 @@ Invariant: a plan that is returned is legal, and splits the model as its point s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headway.errors import PlanError
-from headway.plan import Plan
+from headway.plan import Exchange, Plan
+from headway.plan.mesh import Mesh
 from headway.plan.pipeline import Pipeline
 from headway.plan.plan import pipelined
 from headway.planner.candidate import Point
+from headway.planner.overlap import BUCKETS
+from headway.planner.question import Question
+from headway.planner.schemes import SCHEMES
 from headway.planner.search import Outcome
+from headway.units import format_bytes
+
+RUNS = tuple(dict.fromkeys(scheme.name for scheme in SCHEMES))
+"""Schedules that the executor runs and the search can price."""
+
+
+def runnable(question: Question) -> Question:
+    """The same question about plans that today's executor can run."""
+    return replace(question, tensor=(1,), zero=(0,), recompute="pipeline")
 
 
 def missing(point: Point) -> str:
@@ -39,17 +54,28 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
         )
     degrees, row = point.degrees, outcome.search.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
+    default = Pipeline()
     pipeline = Pipeline(
         schedule=degrees.schedule,
         microbatches=degrees.microbatches,
+        virtual=degrees.virtual if degrees.virtual > 1 else default.virtual,
+        pipes=degrees.pipes if degrees.pipes > 1 else default.pipes,
         recompute="blocks" if again else None,
         recompute_stages=again,
         cut=tuple(row[stage.start].module for stage in point.stages[1:]),
     )
-    return pipelined(
+    bucket = point.bucket if point.bucket not in (0.0, BUCKETS[0]) else None
+    plan = pipelined(
         outcome.question.batch,
         processes=degrees.devices,
         stages=degrees.pipeline,
         pipeline=pipeline,
         microbatch=degrees.microbatch,
+        precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
+        exchange=Exchange(bucket=format_bytes(bucket)) if bucket else None,
     )
+    if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
+        # The last axis of a mesh varies fastest: data inside of pipe.
+        plan = replace(plan, mesh=Mesh(axes=tuple(reversed(plan.mesh.axes))))
+        plan.check()
+    return plan

@@ -11,75 +11,31 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.cost.transformer import Machine
-from headway.errors import PlanError
-from headway.planner.candidate import Candidate, Point, hull_bound
-from headway.planner.degrees import Degrees, combinations, state_per_byte
+from headway.errors import NothingFits, PlanError
+from headway.planner.bounds import Bounds
+from headway.planner.candidate import Candidate, Point
+from headway.planner.degrees import Degrees, combinations, describe
 from headway.planner.frontier.front import reduce
-from headway.planner.operators import Setting, Workload, check_force, kernels, roofline
-from headway.planner.row import Stretches, Unit, stretches, units
-from headway.planner.stages import Tables, tables
+from headway.planner.question import Objective, Question
+from headway.planner.schemes import schemes
 from headway.units import format_bytes
 
-Objective = Literal["fastest", "fewest-devices", "cheapest", "frontier"]
+__all__ = ["Objective", "Outcome", "Question", "Search", "describe", "search"]
+
 FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
 NEAR = 1.02
 """A band in which no plan can be faster than a known one by more than this factor is left."""
 ALIKE = 1.001
+TABLES = 64
+"""Combinations with another schedule than the first one of the question that are opened, those with
+the least bounds first: their tables take time. The gap counts what is left closed."""
 LEAST = 0.02
 """Of the allowed memory: plans that need less than this share count as needing it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked.
-
-    Attributes:
-        work: The model.
-        machine: Devices and links.
-        devices: Numbers of devices that may be used, ascending.
-        batch: Samples of a step.
-        memory: Bytes of a device that a plan may use; None: the device's.
-        objective: What the chosen plan must be best in.
-        price: Of one device and hour; None: not known.
-        tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
-        zero: Stages of ZeRO.
-        schedules: Of pipelines: "1f1b", "gpipe".
-        force: As in `Setting`.
-    """
-
-    work: Workload
-    machine: Machine
-    devices: tuple[int, ...]
-    batch: int
-    memory: float | None = None
-    objective: Objective = "frontier"
-    price: float | None = None
-    tensor: tuple[int, ...] | None = None
-    zero: tuple[int, ...] = (0, 1, 3)
-    schedules: tuple[str, ...] = ("1f1b",)
-    force: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def cap(self) -> float:
-        return self.memory or self.machine.device.memory
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of a parameter."""
-        specs = self.work.graph.parameters.values()
-        return max((spec.itemsize for spec in specs), default=4)
-
-    def cost(self, devices: int, seconds: float) -> float:
-        """Of a step; in seconds of devices where no price is known."""
-        return devices * seconds * (1.0 if self.price is None else self.price / 3600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +47,9 @@ class Outcome:
         points: The frontier over (seconds, bytes, devices), fastest first.
         chosen: The number of the point that meets the objective.
         bound: What the objective's value is at least; `gap` compares it with the chosen point.
+        floor: Seconds that no plan takes less than on as many devices as the chosen one, also none
+            that the search leaves out: work evenly spread, no bubble, no launch waits, and what of
+            the exchange is longer than the backward passes.
         considered: Combinations of degrees that there are.
         opened: Of those, how many were solved.
     """
@@ -99,6 +58,7 @@ class Outcome:
     points: tuple[Point, ...]
     chosen: int
     bound: float
+    floor: float
     considered: int
     opened: int
     search: Search = field(repr=False, compare=False)
@@ -113,42 +73,26 @@ class Outcome:
         value = _value(self.question, self.best)
         return max(0.0, value / self.bound - 1.0) if self.bound > 0 else 0.0
 
+    @property
+    def unexplored(self) -> float:
+        """By which share the chosen point's time is above `floor`."""
+        return max(0.0, self.best.seconds / self.floor - 1.0) if self.floor > 0 else 0.0
 
-class Search:
+
+class Search(Bounds):
     """Tables and combinations of one question; `run` answers it."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
-        self.row: tuple[Unit, ...] = units(question.work)
-        self.classes: Stretches = stretches(self.row)
-        self._tables: dict[tuple[int, int], Tables] = {}
-        self._least: dict[tuple[int, int], tuple[float, float]] = {}
+        super().__init__(question)
         self.points: list[Point] = []
         self.opened = 0
         self._known: np.ndarray = np.zeros((0, 3))
-
-    def tables_of(self, tensor: int, samples: int) -> Tables:
-        """Shared by all combinations with this tensor degree and micro-batch."""
-        key = (tensor, samples)
-        if key not in self._tables:
-            question = self.question
-            setting = Setting(
-                work=question.work,
-                machine=question.machine,
-                tensor=tensor,
-                samples=samples,
-                force=question.force,
-            )
-            if tensor > 1:
-                check_force(setting)
-            self._tables[key] = tables(setting, self.row, self.classes)
-        return self._tables[key]
 
     def run(self) -> Outcome:
         """Search.
 
         Raises:
-            PlanError: Nothing fits; says what would.
+            NothingFits: No plan is within the memory.
         """
         question = self.question
         waiting: list[tuple[float, Degrees, float, bool]] = []
@@ -157,7 +101,7 @@ class Search:
             waiting.append((seconds, degrees, held, False))
         considered = len(waiting)
         heapq.heapify(waiting)
-        bound = np.inf
+        bound, tables = np.inf, 0
         while waiting:
             seconds, degrees, held, tight = heapq.heappop(waiting)
             if held > question.cap or not np.isfinite(seconds):
@@ -165,12 +109,17 @@ class Search:
             if self._beaten(seconds, question.cap, degrees.devices, held):
                 bound = min(bound, _bound_value(question, degrees.devices, seconds))
                 continue
-            candidate = self._candidate(degrees)
+            candidate = self.candidate(degrees)
             if not tight:
                 better = candidate.bound(question.cap)
                 line = (max(seconds, better[0]), degrees, max(held, better[1]), True)
                 heapq.heappush(waiting, line)
                 continue
+            if degrees.pipeline > 1 and degrees.schedule != question.schedules[0]:
+                if tables == TABLES:
+                    bound = min(bound, _bound_value(question, degrees.devices, seconds))
+                    continue
+                tables += 1
             self.opened += 1
             self._open(candidate)
         if not self.points:
@@ -193,68 +142,20 @@ class Search:
                 units=len(self.row),
                 tensor=allowed,
                 zero=question.zero,
-                schedules=question.schedules,
+                schedules=schemes(question.schedules),
+                orders=question.orders,
+                one_level=int(min(inner, devices)),
             )
 
-    def _first_bound(self, degrees: Degrees) -> tuple[float, float]:
-        """Work alone, evenly spread; state, and what is kept without or with recomputation."""
-        question = self.question
-        m, p, b = degrees.microbatches, degrees.pipeline, degrees.microbatch
-        per_byte = state_per_byte(question.itemsize, degrees.zero, degrees.data)
-        state = self.held * per_byte
-        forward, backward = self._least_seconds(degrees.tensor, b)
-        seconds = np.array([forward + backward, 2 * forward + backward]) * (m + p - 1) / p
-        held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
-        return hull_bound(seconds, held, question.cap)
-
-    def _least_seconds(self, tensor: int, samples: int) -> tuple[float, float]:
-        """Of a micro-batch in both passes: every operator's work evenly spread, or its launch."""
-        key = (tensor, samples)
-        if key not in self._least:
-            device = self.question.machine.device
-            passes, launches = self.work
-            spread = passes * samples / tensor + device.seconds_of_kernels(launches)
-            slower = np.where(passes > 0, np.maximum(spread, device.seconds_of_host(launches)), 0.0)
-            forward, backward = slower.sum(axis=0)
-            self._least[key] = float(forward), float(backward)
-        return self._least[key]
-
-    @cached_property
-    def work(self) -> tuple[np.ndarray, np.ndarray]:
-        """(operators, 2): seconds of one sample on one device in both passes, and kernels."""
-        setting = self.tables_of(1, self.question.work.samples).setting
-        operators = self.question.work.graph.operators
-        batched = self.question.work.batch_loops
-        known: dict[int, list[tuple[float, float, int]]] = {}
-        for unit in self.row:
-            if unit.kind not in known:
-                known[unit.kind] = [
-                    (*(roofline(setting, o) if o.name in batched else (0.0, 0.0)), kernels(o))
-                    for o in operators[unit.start : unit.stop]
-                ]
-        each = np.array([line for unit in self.row for line in known[unit.kind]])
-        return each[:, :2] / self.question.work.samples, each[:, 2:]
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes of all parameters."""
-        return self.question.work.graph.parameter_bytes
-
-    @cached_property
-    def kept(self) -> float:
-        """Bytes that a sample's forward keeps."""
-        return self.question.work.graph.saved_bytes / self.question.work.samples
-
-    @cached_property
-    def crossing(self) -> float:
-        """Bytes of one sample that enter units."""
-        graph = self.question.work.graph
-        entered = sum(graph.tensors[unit.entry].bytes for unit in self.row if unit.entry)
-        return entered / self.question.work.samples
-
-    def _candidate(self, degrees: Degrees) -> Candidate:
+    def candidate(self, degrees: Degrees) -> Candidate:
+        """A combination of degrees on the search's tables."""
         shared = self.tables_of(degrees.tensor, degrees.microbatch)
-        return Candidate(shared, degrees, self.question.itemsize)
+        recompute = self.question.recompute == "any" or degrees.pipeline > 1
+        return Candidate(
+            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute
+        )
+
+    _candidate = candidate
 
     def _open(self, candidate: Candidate) -> None:
         """Adds the fastest plan of each band of memory that may hold one of use."""
@@ -263,14 +164,30 @@ class Search:
         devices = candidate.degrees.devices
         while cap >= least:
             if not self._beaten(candidate.bound(cap)[0], cap, devices, cap):
-                point = candidate.fastest(cap)
-                if point is None:
+                known = self._known_within(cap, devices)
+                point = candidate.fastest(cap, known, parts=False)
+                if point is not None:
+                    self._add(point)
+                    cap = min(cap, point.bytes)
+                elif not np.isfinite(known):
                     return
-                self._add(point)
-                cap = min(cap, point.bytes)
             if self.question.objective != "frontier":
                 return
             cap *= FINER
+
+    def _known_within(self, cap: float, devices: int) -> float:
+        """Seconds from which on no plan of this band is of use. Of the frontier: a slower one is
+        beaten, or needs less than the band and is sought again below it."""
+        found = [point.seconds for point in self.points]
+        if self.question.objective == "frontier":
+            found = [
+                point.seconds
+                for point in self.points
+                if point.bytes <= cap * FINER and point.devices <= devices
+            ]
+        elif self.question.objective != "fastest":
+            found = []
+        return min(found, default=np.inf)
 
     def _add(self, point: Point) -> None:
         self.points.append(point)
@@ -304,7 +221,8 @@ class Search:
 
     def _outcome(self, considered: int, bound: float) -> Outcome:
         question = self.question
-        points = _distinct(sorted(self.points, key=_vector))
+        found = _distinct(sorted(self.points, key=_vector))
+        points = tuple(self.candidate(point.degrees).detailed(point) for point in found)
         values = [(_value(question, point), point.seconds) for point in points]
         chosen = values.index(min(values))
         return Outcome(
@@ -312,37 +230,24 @@ class Search:
             points=points,
             chosen=chosen,
             bound=min(bound, values[chosen][0]),
+            floor=min(
+                self.floor(degrees)
+                for degrees in self.combinations()
+                if degrees.devices == points[chosen].devices
+            ),
             considered=considered,
             opened=self.opened,
             search=self,
         )
 
     def _impossible(self) -> PlanError:
-        """What is missing, and the cheapest changes that would do."""
-        free = Search(replace(self.question, memory=np.inf))
-        least = min(
-            (free._candidate(degrees).bound()[1], degrees) for degrees in free.combinations()
-        )
-        need = least[0]
-        problems = [
-            f"the least that any split needs is {format_bytes(need)} per device "
-            f"({describe(least[1])}); {format_bytes(self.question.cap)} are allowed"
-        ]
-        fixes = [f"allow {format_bytes(need - self.question.cap)} more per device"]
-        for factor in (2, 4, 8, 16):
-            wider = self.question.devices[-1] * factor
-            bigger = Search(replace(self.question, devices=(wider,)))
-            if bigger.fits():
-                fixes.append(f"take {wider} devices")
-                break
-        return PlanError("no plan fits", problems=problems, fix=", or ".join(fixes) + ".")
-
-    def fits(self) -> bool:
-        """Whether some combination has a plan within the memory."""
-        by_memory = sorted((self._first_bound(d)[1], d) for d in self.combinations())
-        return any(
-            held <= self.question.cap and self._candidate(d).fastest(self.question.cap) is not None
-            for held, d in by_memory[:64]
+        """Without looking for changes that would do: `refusal.refusal` does."""
+        question = self.question
+        counts = " or ".join(map(str, question.devices))
+        return NothingFits(
+            "no plan fits",
+            problems=[f"{counts} devices, {format_bytes(question.cap)} allowed on each"],
+            fix="headway.planner.refusal.refusal(question) says which changes would do.",
         )
 
 
@@ -350,26 +255,10 @@ def search(question: Question) -> Outcome:
     """The frontier of plans, and the one that meets the objective.
 
     Raises:
-        PlanError: Nothing fits, or what is forced cannot be.
+        NothingFits: No plan is within the memory; `refusal.refusal` says what would do.
+        PlanError: What is forced cannot be.
     """
     return Search(question).run()
-
-
-def describe(degrees: Degrees) -> str:
-    """ "tensor 8, data 4, pipe 2, 24 micro-batches of 4, ZeRO 1"."""
-    words = [
-        f"{name} {size}"
-        for name, size in (
-            ("tensor", degrees.tensor),
-            ("data", degrees.data),
-            ("pipe", degrees.pipeline),
-        )
-        if size > 1
-    ] or ["one device"]
-    words.append(f"{degrees.microbatches} micro-batches of {degrees.microbatch}")
-    if degrees.zero:
-        words.append(f"ZeRO {degrees.zero}")
-    return ", ".join(words)
 
 
 def _vector(point: Point) -> tuple[float, float, float]:

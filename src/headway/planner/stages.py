@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -21,11 +21,12 @@ from headway.graph import Operator, Rule
 from headway.planner.frontier.bounds import find_bounds
 from headway.planner.frontier.network import all_choices, make_network
 from headway.planner.frontier.problem import ChoiceGraph
-from headway.planner.frontier.rules import order_eliminations
+from headway.planner.frontier.rules import Order, order_eliminations
 from headway.planner.frontier.solve import BUDGET
 from headway.planner.operators import PARTS, Floats, Setting, cost, legal
 from headway.planner.relayout import wanted
 from headway.planner.row import Stretches, Unit
+from headway.planner.transients import Transients
 
 BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e4)
 """Of a whole device's memory, in seconds of a micro-batch of the whole model."""
@@ -135,6 +136,11 @@ class Tables:
         kinds = sorted({unit.kind for unit in self.row})
         return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
 
+    @cached_property
+    def transients(self) -> Transients:
+        """What stretches hold for a moment."""
+        return Transients(self.setting, self.row, self.classes)
+
     def cells(self, border: str, several: bool) -> tuple[Floats, np.ndarray]:
         """(classes, 2, K, 5) of all stretches with one placement at both ends, and the (K,) prices
         that give strategies of their own.
@@ -215,17 +221,13 @@ def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:
     """All pairs of placements at the ends, all prices at once."""
     made = _Graph(setting, unit)
     graph = made.graph
-    network = make_network(graph, all_choices(graph))
-    scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
-    sizes = {name: size for name, size in network.sizes.items() if name not in ENDS}
-    order = order_eliminations(scopes, sizes, BUDGET)
     prices = weights.reshape(-1, len(PARTS))
-    bounds = find_bounds(network, order, prices, whole=False, given=ENDS)
+    found = _choices(graph, prices) if setting.tensor > 1 else {}  # else there is no choice
     entries, exits = (
         setting.placements(tensor) if tensor else ("",) for tensor in (unit.entry, unit.exit)
     )
     whole = (len(entries), len(exits), len(prices))
-    chosen = bounds.choices | {
+    chosen = found | {
         ENDS[0]: np.arange(len(entries))[:, None, None],
         ENDS[1]: np.arange(len(exits))[:, None],
     }
@@ -240,6 +242,21 @@ def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:
         rows[1, ..., 4] = 0.0
     strategies = {name: np.broadcast_to(pick, whole) for name, pick in picks.items()}
     return Solved(rows, strategies, made.rules, graph)
+
+
+def _choices(graph: ChoiceGraph, prices: Floats) -> dict[str, np.ndarray]:
+    """Of every node for each pair of placements at the ends and each price."""
+    network = make_network(graph, all_choices(graph))
+    scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
+    sizes = {name: size for name, size in network.sizes.items() if name not in ENDS}
+    order = _order(tuple(scopes), tuple(sizes.items()))
+    return find_bounds(network, order, prices, whole=False, given=ENDS).choices
+
+
+@lru_cache(maxsize=512)
+def _order(scopes: tuple[tuple[str, ...], ...], sizes: tuple[tuple[str, int], ...]) -> Order:
+    """Structures, and sizes of micro-batches, often have the same one."""
+    return order_eliminations(scopes, dict(sizes), BUDGET)
 
 
 def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
@@ -298,7 +315,7 @@ class _Graph:
             for number, tensor in enumerate(operator.inputs):
                 self._enters(operator, number, tensor)
         for tensor, name in self.names.items():
-            if (maker := self.made.get(tensor)) is not None:
+            if self.setting.tensor > 1 and (maker := self.made.get(tensor)) is not None:
                 place = maker.outputs.index(tensor)
                 sources = [(r.outputs[place], wanted(r.outputs[place])) for r in self._of(maker)]
                 self._edge(maker.name, name, tensor, sources, list(self.states[tensor]))
@@ -307,7 +324,7 @@ class _Graph:
         return self.rules[operator.name]
 
     def _enters(self, operator: Operator, number: int, tensor: str) -> None:
-        if tensor in self.setting.work.fixed:
+        if tensor in self.setting.work.fixed or self.setting.tensor == 1:
             return
         targets = [(r.inputs[number], r.gradients[number]) for r in self._of(operator)]
         if tensor in self.names:
@@ -331,12 +348,15 @@ class _Graph:
         floating = self.setting.work.graph.tensors[tensor].floating
         price = self.setting.relayout.seconds
         costs = np.zeros((len(sources), len(targets), len(PARTS)))
+        known: dict[tuple[str, str], float] = {}
         for one, (lies, wants) in enumerate(sources):
             for two, (needs, gives) in enumerate(targets):
-                costs[one, two, 0] = price(lies, needs, size)
-                costs[one, two, 1] = price(gives, wants, size) if floating else 0.0
-        known = self.edges.get((source, target))
-        self.edges[source, target] = costs if known is None else known + costs
+                for part, pair in enumerate(((lies, needs), (gives, wants))[: 1 + floating]):
+                    if pair not in known:
+                        known[pair] = price(*pair, size)
+                    costs[one, two, part] = known[pair]
+        before = self.edges.get((source, target))
+        self.edges[source, target] = costs if before is None else before + costs
 
 
 def tables(setting: Setting, row: tuple[Unit, ...], classes: Stretches) -> Tables:

@@ -16,6 +16,7 @@ from headway.report import curves, facts, lanes
 from headway.report.canvas import style_sheet
 from headway.report.exchange import exchange_view
 from headway.report.pipeline import pipeline_view
+from headway.report.predicted import predicted_view
 from headway.report.records import RunHistory, WarningRecord
 from headway.units import format_bytes, format_seconds
 
@@ -61,6 +62,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         shares_picture=_picture(lanes.shares_picture(found)),
         exchange=exchange_view(history, step),
         pipeline=pipeline_view(history, step),
+        predicted=predicted_view(history, step),
         picture=Markup,
         exposed=_picture(curves.exposed_picture(history)),
         peaks=_peaks(history),

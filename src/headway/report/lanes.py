@@ -137,7 +137,7 @@ def timeline_picture(trace: Timeline) -> str | None:
         for number, span in enumerate(spans):
             _bar(axes, span, start, heights[places[number]], f"span-{number}")
         _label_rows(axes, heights)
-        _time_axis(axes, 9)
+        bar_of_time(axes, 9)
         _kinds_legend(axes, spans)
 
     height = 62 + 17 * len(heights) + 7 * len(ranks)
@@ -220,7 +220,8 @@ def _label_rows(axes: Axes, heights: Mapping[_Place, float]) -> None:
             axes.axhline(top - 0.75, color=colour("grid"), linewidth=0.8)
 
 
-def _time_axis(axes: Axes, bins: int) -> None:
+def bar_of_time(axes: Axes, bins: int) -> None:
+    """Seconds from 0 on the horizontal axis, with their units."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(left=0)
@@ -266,7 +267,7 @@ def shares_picture(found: Sequence[Shares]) -> str | None:
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         axes.set_yticks(range(len(drawn)), [f"rank {entry.rank}" for entry in drawn])
         axes.set_ylim(len(drawn) - 0.4, -0.6)
-        _time_axis(axes, 5)
+        bar_of_time(axes, 5)
         legend(axes, columns=2)
 
     height = 106 + 24 * len(drawn)

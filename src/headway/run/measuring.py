@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from headway.capture.kernels import cores_in_use, measure_kernels
-from headway.capture.links import measure_exchanges, measure_skew
+from headway.capture.links import measure_exchanges, measure_overlap, measure_skew
 from headway.cluster.readings import Exchanges, Readings
 from headway.run.place import Place
 from headway.run.world import World
@@ -42,7 +42,11 @@ def measure_in(world: World) -> list[Readings]:
     kernels = measure_kernels(world.device, len(mine))
     inside = between = None
     if world.ranks > 1:
-        kernels = replace(kernels, skew=measure_skew(_world_group(), world.device))
+        kernels = replace(
+            kernels,
+            skew=measure_skew(_world_group(), world.device),
+            overlap=measure_overlap(_world_group(), world.device),
+        )
         by_node = [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
         inside = _among(world, by_node)
         between = _among(world, [[ranks[0] for ranks in by_node]])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from headway.capture import capture
+from headway.capture.annotations import annotations_of, building
 from headway.graph import ModelGraph, fold
+from headway.graph.annotations import Annotations
 from headway.run.amounts import resolve_batch
 from headway.run.model_costs import example_of
 from headway.run.recipe_file import load_recipe
@@ -14,20 +18,35 @@ SAMPLES = 64
 """Of the micro-batch with which a model is captured, so that every small divisor can be tried."""
 
 
-def graph_of(reference: str) -> tuple[ModelGraph, int, int]:
+def graph_of(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGraph, int, int]:
     """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
 
     Args:
         reference: As for `headway train`.
+        overrides: KEY=VALUE, likewise.
 
     Raises:
         PlanError: The model cannot be captured.
         RecipeError: The recipe cannot be used.
     """
-    recipe = load_recipe(reference)
+    graph, samples, batch, _ = annotated_graph_of(reference, overrides)
+    return graph, samples, batch
+
+
+def annotated_graph_of(
+    reference: str, overrides: Sequence[str] = ()
+) -> tuple[ModelGraph, int, int, Annotations]:
+    """As `graph_of`, and what the recipe's model says of its parts.
+
+    Raises:
+        PlanError: The model cannot be captured, or its annotations make no sense.
+        RecipeError: The recipe cannot be used.
+    """
+    recipe = load_recipe(reference, overrides)
     batch = resolve_batch(recipe)
     samples = min(batch, SAMPLES)
-    with torch.device("meta"):
+    with torch.device("meta"), building():
         model = recipe.model()
+        said = annotations_of(model)
     graph = capture(model, example_of(recipe, samples), loss=recipe.loss)
-    return fold(graph), samples, batch
+    return fold(graph), samples, batch, said

@@ -61,6 +61,8 @@ class Recipe:
         stages: Ranks over which the model is cut as a pipeline, where no plan file says it; the
             rest of the ranks are copies of the pipeline.
         pipeline: Schedule and cut of that pipeline; None: the default.
+        shares: Of unequal devices: how much of each batch the ranks (or copies of a pipeline) take,
+            in proportion, where no plan file says it; empty: all as much.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -88,6 +90,7 @@ class Recipe:
     exchange: Exchange | None = None
     stages: int = 1
     pipeline: Pipeline | None = None
+    shares: tuple[float, ...] = ()
     showcase: Callable[[nn.Module], str] | None = None
 
 

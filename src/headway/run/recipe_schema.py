@@ -124,6 +124,7 @@ class Scalars:
     exchange: Exchange | None = None
     stages: Least1 | None = None
     pipeline: Pipeline | None = None
+    shares: tuple[Positive, ...] | None = None
 
 
 @document

@@ -62,6 +62,7 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
             exchange=recipe.exchange,
             stages=recipe.stages,
             pipeline=recipe.pipeline,
+            shares=recipe.shares,
         )
     plan = Plan.load(path)
     if plan.batch.samples != samples:

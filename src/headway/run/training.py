@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter, time
 
 import torch
@@ -217,6 +217,7 @@ class Training:
 
     def _announce(self, total: int) -> None:
         tokens = self._recipe.tokens_per_sample
+        expected = self._plan.prediction
         self._journal.event(
             "start",
             step=self._executor.steps_done,
@@ -226,6 +227,7 @@ class Training:
                 self._plan.data_degree, tokens, pipe=self._plan.pipe_degree
             ),
             plan=explain(self._plan, tokens),
+            predicted=None if expected is None else asdict(expected),
         )
 
     # -- the loop ----------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class Training:
         batch = BatchSplit(
             samples=min(samples, plan.batch.samples),
             microbatch=plan.batch.largest(plan.data_degree),
-        )
+        ).shared_as(plan.batch, plan.data_degree)
         with Loader(
             source,
             batch,

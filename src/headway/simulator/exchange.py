@@ -7,11 +7,12 @@ events; so each confirms the other. Invariant: no lane does two things at a time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from headway.collective.predict import Layer, Predicted
+from headway.simulator.engine import Played, Program, play
 from headway.timeline import Span, Timeline
 from headway.units import format_bytes
 
@@ -37,19 +38,6 @@ class Simulated:
         return tuple(b - a for a, b in pairwise(self.starts))
 
 
-@dataclass(slots=True)
-class _State:
-    """Clocks of the three, and what has landed."""
-
-    training: float = 0.0
-    thread: float = 0.0
-    wire: float = 0.0
-    landed: dict[int, float] = field(default_factory=dict)
-    arrivals: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    sent: float = 0.0
-
-
 def simulate_exchange(
     predicted: Predicted, layers: Sequence[Layer], *, steps: int = 3, overlap: bool = True
 ) -> Simulated:
@@ -64,82 +52,101 @@ def simulate_exchange(
         steps: How many; the last one is played until all its sums have landed.
         overlap: Whether loads leave while backward runs.
     """
-    state = _State()
-    starts = [0.0]
-    bucket_of = {i: number for number, bucket in enumerate(predicted.buckets) for i in bucket}
+    tasks = _Steps(predicted, layers, overlap)
     for step in range(steps):
-        _forward(state, predicted, layers, bucket_of, step)
-        ready = _backward(state, layers, bucket_of, step)
-        if not overlap:
-            ready = dict.fromkeys(ready, state.training)
-        _exchange(state, predicted, ready, step)
-        if not predicted.crossing or step == steps - 1:
-            _wait(state, max(state.landed.values(), default=0.0), "all sums", step)
-        starts.append(state.training)
-    return Simulated(Timeline.of(state.spans), tuple(starts), state.sent)
+        tasks.step(step, wait=not predicted.crossing or step == steps - 1)
+    played = play(tasks.program)
+    starts = (0.0, *(played.done[task] for task in tasks.borders))
+    sent = sum(load.num_bytes for load in predicted.loads) * steps
+    return Simulated(Timeline.of(tasks.spans(played)), starts, sent)
 
 
-def _forward(
-    state: _State,
-    predicted: Predicted,
-    layers: Sequence[Layer],
-    bucket_of: dict[int, int],
-    step: int,
-) -> None:
-    """Layer by layer; each waits for the sums of its own bucket, if any is still under way."""
-    for i, layer in enumerate(layers):
-        number = bucket_of.get(i)
-        landed = [
-            time
-            for load, time in state.landed.items()
-            if predicted.home[load] == number and time > state.training
-        ]
-        if landed:
-            _wait(state, max(landed), f"bucket {number}", step)
-        _compute(state, "forward", layer.name, layer.forward, step)
-    state.landed.clear()
+class _Steps:
+    """Steps as tasks on three streams: training, progress thread, link."""
 
+    def __init__(self, predicted: Predicted, layers: Sequence[Layer], overlap: bool) -> None:
+        self.predicted = predicted
+        self.layers = layers
+        self.overlap = overlap
+        self.bucket_of = {
+            i: number for number, bucket in enumerate(predicted.buckets) for i in bucket
+        }
+        self.program = Program()
+        self.training = self.program.stream(0, "compute")
+        self.thread = self.program.stream(0, "exchange")
+        self.wire = self.program.stream(0, "exchange")
+        self.last: tuple[int, ...] = ()
+        self.encoded: tuple[int, ...] = ()
+        self.sent: list[int] = []
+        self.landed: dict[int, int] = {}
+        self.borders: list[int] = []
+        self.shown: dict[int, tuple[str, int]] = {}
 
-def _backward(
-    state: _State, layers: Sequence[Layer], bucket_of: dict[int, int], step: int
-) -> dict[int, float]:
-    """Against the order; returns when the last gradient of each bucket was there."""
-    ready: dict[int, float] = {}
-    for i in reversed(range(len(layers))):
-        _compute(state, "backward", layers[i].name, layers[i].backward, step)
-        if i in bucket_of:
-            ready[bucket_of[i]] = state.training
-    return ready
+    def step(self, step: int, *, wait: bool) -> None:
+        """Forward, backward, exchange; at the end of those that wait, all sums."""
+        for i, layer in enumerate(self.layers):
+            number = self.bucket_of.get(i)
+            homes = self.predicted.home
+            own = [task for load, task in self.landed.items() if homes[load] == number]
+            self._train("forward", layer.name, layer.forward, step, own, f"bucket {number}")
+        self.landed.clear()
+        ready: dict[int, int] = {}
+        for i in reversed(range(len(self.layers))):
+            layer = self.layers[i]
+            self._train("backward", layer.name, layer.backward, step)
+            if i in self.bucket_of:
+                ready[self.bucket_of[i]] = self.last[0]
+        if not self.overlap:
+            ready = dict.fromkeys(ready, self.last[0])
+        for load in self.predicted.order:
+            self._send(load, ready[self.predicted.home[load]], step)
+        own = list(self.landed.values()) if wait else []
+        self._train("end", "", 0.0, step, own, "all sums")
+        self.borders.append(self.last[0])
 
+    def _train(
+        self,
+        kind: str,
+        name: str,
+        seconds: float,
+        step: int,
+        sums: Sequence[int] = (),
+        what: str = "",
+    ) -> None:
+        before = (*self.last, *sums)
+        task = self.program.add(kind, (self.training,), seconds, before, label=name)
+        self.last = (task,)
+        self.shown[task] = what, step
 
-def _exchange(state: _State, predicted: Predicted, ready: dict[int, float], step: int) -> None:
-    """The progress thread: in the fixed order, as credit allows."""
-    for i in predicted.order:
-        load, link = predicted.loads[i], predicted.link
-        place = len(state.arrivals) - predicted.credit
-        allowed = state.arrivals[place] if place >= 0 else 0.0
-        begin = max(ready[predicted.home[i]], state.thread, allowed)
-        state.thread = begin + load.encode
-        start = max(state.thread, state.wire)
-        state.wire = start + link.seconds_per_byte * load.num_bytes
-        state.arrivals.append(state.wire + link.latency)
-        state.landed[i] = state.arrivals[-1] + load.decode
-        state.sent += load.num_bytes
+    def _send(self, number: int, ready: int, step: int) -> None:
+        """In the fixed order, as credit allows."""
+        load, link = self.predicted.loads[number], self.predicted.link
+        place = len(self.sent) - self.predicted.credit
+        allowed = self.sent[place : place + 1] if place >= 0 else []
+        before = (ready, *self.encoded, *allowed)
+        encoded = self.program.add("encode", (self.thread,), load.encode, before)
+        seconds = link.seconds_per_byte * load.num_bytes
         label = f"bucket {load.name}: {format_bytes(load.num_bytes)}"
-        state.spans.append(_span("exchange", "exchange", label, start, state.wire, step))
+        sent = self.program.add(
+            "exchange", (self.wire,), seconds, (encoded,), delay=link.latency, label=label
+        )
+        self.encoded = (encoded,)
+        self.sent.append(sent)
+        self.shown[sent] = "", step
+        self.landed[number] = self.program.add("decode", (), load.decode, (sent,))
 
-
-def _compute(state: _State, kind: str, name: str, seconds: float, step: int) -> None:
-    start = state.training
-    state.training += seconds
-    if seconds:
-        state.spans.append(_span("compute", kind, name, start, state.training, step))
-
-
-def _wait(state: _State, until: float, what: str, step: int) -> None:
-    if until > state.training:
-        state.spans.append(_span("compute", "wait", what, state.training, until, step))
-        state.training = until
+    def spans(self, played: Played) -> Iterator[Span]:
+        """Of the training thread and the link; a bar of the link is the time a load takes of it."""
+        kinds, labels, now = self.program.kind, self.program.label, 0.0
+        for task, (what, step) in self.shown.items():
+            start, end = played.starts[task], played.ends[task]
+            lane = "exchange" if kinds[task] == "exchange" else "compute"
+            if lane == "compute":
+                if start > now:
+                    yield _span("compute", "wait", what, now, start, step)
+                now = end
+            if end > start or lane == "exchange":
+                yield _span(lane, kinds[task], labels[task], start, end, step)
 
 
 def _span(lane: str, kind: str, label: str, start: float, end: float, step: int) -> Span:

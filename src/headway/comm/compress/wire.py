@@ -9,11 +9,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.collective.payload import gathered_parts
 from headway.comm.method import Route
-
-LARGE = 2**17
-"""Bytes from which two ranks gather in parts."""
-PARTS = 4
 
 
 def all_gather(rows: Tensor, payload: Tensor, route: Route) -> list[dist.Work]:
@@ -28,9 +25,9 @@ def all_gather(rows: Tensor, payload: Tensor, route: Route) -> list[dist.Work]:
         payload: uint8[bytes].
         route: Row r is that of `route.ranks[r]`.
     """
-    if route.size == 2 and payload.is_cpu and payload.numel() >= LARGE:
-        size = -(-payload.numel() // (PARTS * 8)) * 8
-        parts = zip(payload.split(size), rows[0].split(size), rows[1].split(size), strict=True)
+    sizes = list(gathered_parts(payload.numel(), route.size)) if payload.is_cpu else []
+    if len(sizes) > 1:
+        parts = zip(payload.split(sizes), rows[0].split(sizes), rows[1].split(sizes), strict=True)
         return [
             dist.all_gather([first, second], own, group=route.group, async_op=True)
             for own, first, second in parts

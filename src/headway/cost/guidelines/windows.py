@@ -99,7 +99,7 @@ def windows(
     done = total + np.cumsum((weight + data)[::-1])[::-1]
     ready = done - data if weights_first else done
     seconds = np.where(moved > 0, link.latency + link.seconds_per_byte * moved, 0.0)
-    end = _ends(ready, seconds, moved > 0)
+    end = serial_ends(ready, seconds, moved > 0)
     compute = float(done[0]) if len(layers) else 0.0
     begins = compute + np.cumsum(forward) - forward
     needed = begins if need == "forward" else np.full(len(layers), compute)
@@ -112,7 +112,7 @@ def windows(
     )
 
 
-def _ends(
+def serial_ends(
     ready: Array,
     seconds: Array,
     sent: NDArray[np.bool_],

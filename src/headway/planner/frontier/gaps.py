@@ -93,7 +93,8 @@ def open_gaps(bounds: Bounds, corners: Floats, used: Ints | None = None) -> Gaps
     if used is not None:
         weights, least = weights[used], least[used]
     costs = (corners @ weights.T) * (1 + _ROUNDING)
-    slack = costs / np.where(least > 0, least, np.finfo(np.float64).tiny)
+    with np.errstate(over="ignore"):  # beside nothing, anything is infinitely much
+        slack = costs / np.where(least > 0, least, np.finfo(np.float64).tiny)
     tight = np.argsort(slack, axis=1, kind="stable")[:, :_TIGHT]
     return Gaps(corners, tight, np.take_along_axis(costs, tight, axis=1))
 

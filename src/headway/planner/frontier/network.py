@@ -68,8 +68,8 @@ def _add(
 ) -> None:
     scope = tuple(name for name in nodes if name in sizes)
     moved = np.moveaxis(np.asarray(costs, dtype=np.float64), -1, 0)
-    forbidden = np.isinf(moved).any(axis=0)
-    table = np.where(forbidden, np.inf, moved)
+    infinite = np.isinf(moved)
+    table = np.where(infinite.any(axis=0), np.inf, moved) if infinite.any() else moved
     scopes.append(scope)
     tables.append(table.reshape(len(moved), *(sizes[name] for name in scope), 1))
 

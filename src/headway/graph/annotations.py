@@ -56,6 +56,19 @@ def stage(module: str, devices: int = 1) -> Forced:
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """Annotations as the search takes them.
+
+    Attributes:
+        force: (module, what), as in `Question.force`.
+        tensor: Degrees of the tensor axis; None: any.
+    """
+
+    force: tuple[tuple[str, str], ...] = ()
+    tensor: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Annotations:
     """What was said of a model.
 
@@ -92,6 +105,30 @@ class Annotations:
             if one is not None:
                 found[path] = one
         return found
+
+    def forced_choices(self) -> Choices:
+        """What the search must take: what is split, and what is replicated beside it, share the
+        devices of the tensor axis; what is only replicated is data parallelism.
+
+        Raises:
+            PlanError: Parts ask for different numbers of devices.
+        """
+        said = [*self.forced, *([replace(self.default, module="*")] if self.default else [])]
+        wide = [one for one in said if one.strategy == "split" or one.devices > 1]
+        if not any(one.strategy in ("split", "stage") for one in wide):
+            wide = []  # each replica is a copy of the model
+        degrees = {one.devices for one in wide}
+        if len(degrees) > 1:
+            raise PlanError(
+                "annotations that do not go together",
+                problems=[str(one) for one in wide],
+                fix="Give all parts as many devices: they share those of one tensor axis.",
+            )
+        force = tuple((one.module or "*", one.strategy) for one in said)
+        if not force:
+            return Choices()
+        alone = any(one.strategy != "stage" for one in said)
+        return Choices(force, tuple(degrees) or ((1,) if alone else None))
 
     def exchanged(self, num_bytes: Mapping[str, float], *, replicas: int = 1) -> float:
         """Bytes of gradients that one device adds up with others.

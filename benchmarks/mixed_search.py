@@ -1,0 +1,53 @@
+"""How long the search takes on 64 GPUs of two types.
+
+    OMP_NUM_THREADS=1 python benchmarks/mixed_search.py [fastest] [frontier]
+
+GPT-39B (48 layers of 8192) on 32 A100 of 80 GB and 32 V100 of 16 GB, batch 1536; capture apart.
+Bar: 20 s (Metis 600 s and a profile of 19 minutes).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+from headway.cli.plan_mixed import describe
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.graph import fold
+from headway.planner.mixed import search_mixed
+from headway.planner.mixed_question import MixedQuestion
+from headway.planner.operators import Workload
+from headway.units import format_bytes, format_seconds
+from plan_search import GPT, SAMPLES, gpt
+
+COUNTS = {"a100": 32, "v100": 32}
+
+
+def main() -> None:
+    *shape, batch, _ = GPT["39b"]
+    work = Workload(graph=fold(gpt(*shape)), samples=SAMPLES)
+    new, old = (machine_of(of_preset(name, nodes=4)) for name in ("dgx-a100", "p3.16xlarge"))
+    machines = {"a100": new, "v100": replace(old, network=new.network)}
+    for objective in sys.argv[1:] or ("fastest", "frontier"):
+        question = MixedQuestion(
+            work=work, machines=machines, counts=COUNTS, batch=batch, objective=objective
+        )
+        begin, used = time.perf_counter(), time.process_time()
+        found = search_mixed(question)
+        print(
+            f"{objective}: {time.perf_counter() - begin:.1f} s, {time.process_time() - used:.1f} s "
+            f"of processor; {found.considered} combinations, {found.opened} opened, "
+            f"{len(found.points)} plans, gap {found.gap:.1%}"
+        )
+        for point in found.points[:5]:
+            kinds = " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts)
+            print(
+                f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}, {kinds}: "
+                f"{describe(point)}; units {[stage.stop - stage.start for stage in point.stages]}"
+            )
+
+
+if __name__ == "__main__":
+    main()

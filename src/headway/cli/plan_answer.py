@@ -1,0 +1,266 @@
+"""An answer of the search in words and as JSON: frontier, chosen plan, what it costs, its nearest
+alternatives, its collectives, and where the numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from headway.cli.plan_question import Amounts
+from headway.planner.alternatives import Alternative, figures, money, nearest
+from headway.planner.binding import holding, parts
+from headway.planner.candidate import Point
+from headway.planner.collectives import collectives_of, in_rows
+from headway.planner.decision import choices
+from headway.planner.degrees import describe
+from headway.planner.refusal import recomputed
+from headway.planner.runnable import missing
+from headway.planner.search import Outcome
+from headway.planner.sources import in_data, kinds, numbers
+from headway.units import format_bytes, format_seconds
+
+FORMAT = "headway plan search"
+VERSION = 1
+"""Of the JSON: higher when a key changes its meaning or goes."""
+THOUSAND = 1000
+ROWS = 12
+"""Of collectives that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found, and what it was asked for.
+
+    Attributes:
+        outcome: Of the search.
+        recipe: Its name.
+        cluster: Its name.
+        currency: Of the price; "" where none is known.
+        amounts: How long the recipe trains.
+    """
+
+    outcome: Outcome
+    recipe: str
+    cluster: str
+    currency: str
+    amounts: Amounts
+
+
+def format_money(value: float, currency: str) -> str:
+    """ "12,300 USD", "3.21 USD", "0.00412 USD"."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f} {currency}"
+    return f"{value:.2f} {currency}" if abs(value) >= 1 else f"{value:.3g} {currency}"
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def lines(answer: Answer) -> Iterator[str]:
+    """All for people; the chosen plan is marked."""
+    outcome = answer.outcome
+    question = outcome.question
+    yield from _table(answer)
+    yield ""
+    yield from _chosen(answer)
+    yield ""
+    yield from _alternatives(answer)
+    yield ""
+    yield from _collectives(outcome)
+    yield (
+        f"{outcome.considered} combinations of degrees, {outcome.opened} solved; "
+        f"for {question.objective} the chosen plan is within {outcome.gap:.1%} of the best, its "
+        f"time within {outcome.unexplored:.1%} of what nothing can beat"
+    )
+    own = tuple(numbers(question))
+    device = kinds([one for one in own if one.name.startswith("device.")])
+    links = kinds([one for one in own if one.name.startswith("links.")])
+    yield f"numbers of {question.machine.device.name}: {device}; of the links: {links}"
+    yield "(--json lists each number with its source, and each figure with its formula)"
+
+
+def _table(answer: Answer) -> Iterator[str]:
+    outcome = answer.outcome
+    head = [" ", "step", "memory", "devices", *_priced(answer), "plan", "runs today; else lacks"]
+    rows = [head]
+    for number, point in enumerate(outcome.points):
+        rows.append(
+            [
+                "*" if number == outcome.chosen else " ",
+                format_seconds(point.seconds),
+                format_bytes(point.bytes),
+                str(point.devices),
+                *_prices(answer, point),
+                describe(point.degrees) + recomputed(point),
+                missing(point) or "yes",
+            ]
+        )
+    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _priced(answer: Answer) -> list[str]:
+    """Heads of the columns of money."""
+    if answer.outcome.question.price is None:
+        return []
+    whole = ["whole run"] if answer.amounts.stop else []
+    return ["a step", "1,000 steps", *whole]
+
+
+def _prices(answer: Answer, point: Point) -> list[str]:
+    each = money(answer.outcome.question, point)
+    if each is None:
+        return []
+    counts = [1, THOUSAND, *([answer.amounts.stop] if answer.amounts.stop else [])]
+    return [format_money(count * each, answer.currency) for count in counts]
+
+
+def _chosen(answer: Answer) -> Iterator[str]:
+    """The chosen plan: its figures, its stages, and what its operators do."""
+    outcome = answer.outcome
+    point, row = outcome.best, outcome.search.row
+    known = figures(outcome.search, point)
+    yield (
+        f"chosen for {outcome.question.objective}: {describe(point.degrees)}{recomputed(point)}; "
+        f"the products reach {known.reached:.1%} of the peak (MFU), R_O {known.overhead:.3g}"
+    )
+    yield _money(answer, known.money)
+    for number, stage in enumerate(point.stages):
+        first = row[stage.start].module or "the inputs"
+        last = row[stage.stop - 1].module or first
+        again = f", computed again {format_bytes(stage.transient)}" if stage.recompute else ""
+        yield (
+            f"stage {number}: {first} to {last}, {format_seconds(stage.seconds)} per micro-batch; "
+            f"state {format_bytes(stage.state)}, activations {format_bytes(stage.kept)}{again}"
+        )
+    if point.degrees.tensor > 1:
+        ways: dict[str, list[str]] = {}
+        for choice in choices(outcome, point):
+            if choice.parameters:
+                ways.setdefault(choice.how, []).append(choice.module)
+        for how, modules in ways.items():
+            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+            yield f"{how}: {', '.join(modules[:3])}{more}"
+
+
+def _money(answer: Answer, each: float | None) -> str:
+    point, amounts = answer.outcome.best, answer.amounts
+    if each is None:
+        hours = point.devices * point.seconds * THOUSAND / 3600
+        device = answer.outcome.question.machine.device.name
+        return (
+            f"money: 1,000 steps take {hours:.3g} device-hours, whose price is not known: give it "
+            f'with --price "2.5 USD/h", or as price below [devices.{device}] of a cluster.toml'
+        )
+    text = f"money: 1,000 steps cost {format_money(THOUSAND * each, answer.currency)}"
+    if amounts.epoch:
+        cost = format_money(amounts.epoch * each, answer.currency)
+        text += f", an epoch of {amounts.epoch:,} steps {cost}"
+    if amounts.stop:
+        cost = format_money(amounts.stop * each, answer.currency)
+        text += f", the whole run of {amounts.stop:,} steps {cost}"
+    return text
+
+
+def _alternatives(answer: Answer) -> Iterator[str]:
+    found = nearest(answer.outcome)
+    if not found:
+        yield "no alternatives: no other plan is on the frontier or one step away"
+        return
+    yield "nearest alternatives, against the chosen plan:"
+    for one in found:
+        yield f"  {_against(one)}"
+
+
+def _against(one: Alternative) -> str:
+    devices = f"{one.devices:+d} devices" if one.devices else "as many devices"
+    lacks = missing(one.point)
+    step = f"{one.step}: " if one.step else ""
+    return (
+        f"time {one.seconds:+.1%}, memory {one.bytes:+.1%}, {devices}, money {one.money:+.1%}: "
+        f"{step}{describe(one.point.degrees)}{recomputed(one.point)}"
+        + (f"; to run it lacks {lacks}" if lacks else "")
+    )
+
+
+def _collectives(outcome: Outcome) -> Iterator[str]:
+    rows = list(in_rows(collectives_of(outcome.search, outcome.best)))
+    if not rows:
+        return
+    yield "collectives of a step, of one rank:"
+    yield from islice(rows, ROWS)
+    if len(rows) > ROWS:
+        yield f"  and {len(rows) - ROWS} more lines (--json)"
+    yield ""
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def facts(answer: Answer) -> dict[str, object]:
+    """All as plain data; the same question gives the same bytes."""
+    outcome = answer.outcome
+    question = outcome.question
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "question": {
+            "recipe": answer.recipe,
+            "cluster": answer.cluster,
+            "batch": question.batch,
+            "devices": list(question.devices),
+            "memory": question.cap,
+            "objective": question.objective,
+            "price": question.price,
+            "currency": answer.currency,
+            "tensor": question.tensor,
+            "zero": list(question.zero),
+            "schedules": list(question.schedules),
+            "force": [list(pair) for pair in question.force],
+            "steps": asdict(answer.amounts),
+        },
+        "chosen": outcome.chosen,
+        "bound": outcome.bound,
+        "gap": outcome.gap,
+        "floor": outcome.floor,
+        "unexplored": outcome.unexplored,
+        "considered": outcome.considered,
+        "opened": outcome.opened,
+        "points": [_point(answer, point) for point in outcome.points],
+        "choices": [asdict(choice) for choice in choices(outcome, outcome.best)],
+        "collectives": [
+            [asdict(call) for call in calls]
+            for calls in collectives_of(outcome.search, outcome.best)
+        ],
+        "alternatives": [asdict(one) for one in nearest(outcome)],
+        "sources": in_data(question),
+    }
+
+
+def _point(answer: Answer, point: Point) -> dict[str, object]:
+    outcome = answer.outcome
+    known = figures(outcome.search, point)
+    each, amounts = known.money, answer.amounts
+    return {
+        "seconds": point.seconds,
+        "bytes": point.bytes,
+        "devices": point.devices,
+        "mfu": known.reached,
+        "overhead": known.overhead,
+        "money": None
+        if each is None
+        else {
+            "step": each,
+            "thousand_steps": THOUSAND * each,
+            "epoch": amounts.epoch and amounts.epoch * each,
+            "run": amounts.stop and amounts.stop * each,
+        },
+        "border": point.border,
+        "lacks": missing(point),
+        "degrees": asdict(point.degrees),
+        "parts": [asdict(part) for part in parts(outcome.question, point)],
+        "holding": asdict(holding(outcome.question, point)),
+        "stages": [asdict(stage) for stage in point.stages],
+    }

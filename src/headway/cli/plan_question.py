@@ -1,0 +1,213 @@
+"""The words of `headway plan RECIPE` as a question; all that is wrong with them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.cli.console import note, warn
+from headway.cluster import Cluster
+from headway.cost.presets import machine_of
+from headway.documents import nearest
+from headway.errors import HeadwayError, PlanError, UsageError
+from headway.planner.degrees import divisors
+from headway.planner.forced import Forced, obeyable, on_modules, parse_force
+from headway.planner.operators import Workload
+from headway.planner.question import Objective, Question
+from headway.planner.runnable import RUNS
+from headway.planner.runnable import runnable as narrowed
+from headway.units import Price, format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line says, read.
+
+    Attributes:
+        counts: Numbers of devices, ascending; None: the cluster's.
+        memory: Bytes of a device; None: all of it.
+        price: Of a device and hour; None: the cluster file's, if any.
+        force: (pattern, what).
+        objective: As in `Question`.
+        runnable: Only what today's executor can run.
+        tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
+        schedules: Of pipelines.
+        tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
+    """
+
+    counts: tuple[int, ...] | None
+    memory: int | None
+    price: Price | None
+    force: Forced
+    objective: Objective
+    runnable: bool
+    schedules: tuple[str, ...]
+    tensor: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """How long a recipe trains.
+
+    Attributes:
+        stop: Steps of the whole run; None: not known.
+        epoch: Steps of one pass over the data; None: not known.
+    """
+
+    stop: int | None = None
+    epoch: int | None = None
+
+
+def read_words(
+    *,
+    devices: str | None,
+    memory: str | None,
+    price: str | None,
+    force: tuple[str, ...],
+    objective: Objective,
+    runnable: bool,
+    schedules: str,
+) -> Wanted:
+    """The options as values.
+
+    Raises:
+        UsageError: With every problem of all of them.
+    """
+    forced, problems = parse_force(force)
+    named = tuple(word.strip() for word in schedules.split(","))
+    problems += [
+        f"--schedules {schedules}: no price of {word!r}{nearest(word, [*RUNS, 'all'])}"
+        for word in named
+        if word not in (*RUNS, "all")
+    ]
+    counts, limit, money = None, None, None
+    if devices is not None:
+        try:
+            counts = counts_of(devices)
+        except ValueError as error:
+            problems.append(f"--devices {devices}: {error}")
+    if memory is not None:
+        try:
+            limit = parse_bytes(memory)
+        except ValueError as error:
+            problems.append(f"--memory {error}")
+        else:
+            problems += [] if limit > 0 else [f"--memory {memory}: it must be positive"]
+    if price is not None:
+        try:
+            money = Price.parse(price)
+        except ValueError as error:
+            problems.append(f"--price {error}")
+    if problems:
+        raise UsageError(
+            "the question cannot be read",
+            why="\n  ".join(problems),
+            fix="See headway plan search --help.",
+        )
+    return Wanted(
+        counts=counts,
+        memory=limit,
+        price=money,
+        force=forced,
+        objective=objective,
+        runnable=runnable,
+        schedules=named,
+    )
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """Numbers of devices, ascending, of "8", "6,12" or "1..64": powers of two, and both ends.
+
+    Raises:
+        ValueError: No such numbers.
+    """
+    low, dots, high = text.partition("..")
+    try:
+        ends = (int(low), int(high)) if dots else (1, 1)
+        found = {int(word) for word in text.split(",")} if not dots else {*ends}
+    except ValueError:
+        raise ValueError("it is no number of devices; write 8, 6,12 or 1..64") from None
+    if min(found) < 1:
+        raise ValueError("at least 1 device is needed")
+    if ends[0] > ends[1]:
+        raise ValueError(f"{ends[0]} is more than {ends[1]}; write the smaller one first")
+    if dots:
+        found |= {2**n for n in range(ends[1].bit_length()) if ends[0] <= 2**n <= ends[1]}
+    return tuple(sorted(found))
+
+
+def question_of(wanted: Wanted, work: Workload, batch: int, cluster: Cluster) -> Question:
+    """The question to the search.
+
+    Raises:
+        PlanError: With everything that cannot be on this cluster with this model.
+    """
+    machine = machine_of(cluster)
+    counts = wanted.counts or (cluster.ranks,)
+    problems = []
+    if counts[-1] > cluster.ranks:
+        problems.append(f"--devices: {counts[-1]}, and the cluster has {cluster.ranks}")
+    force, unknown = on_modules(work, wanted.force)
+    problems += unknown
+    question = Question(
+        work=work,
+        machine=machine,
+        devices=counts,
+        batch=batch,
+        memory=wanted.memory,
+        objective=wanted.objective,
+        schedules=wanted.schedules,
+        force=force,
+    )
+    if wanted.runnable:
+        question = narrowed(question)
+    if not problems:
+        inner = machine.network.levels[0].width
+        degrees = {t for n in counts for t in divisors(n) if t <= inner}
+        question, problems = obeyable(question, question.tensor or wanted.tensor or sorted(degrees))
+    if problems:
+        raise PlanError(
+            "there can be no such plan",
+            problems=problems,
+            fix=(
+                "Ask for fewer devices or describe a larger cluster (--nodes with a preset); force "
+                "only what the model has."
+            ),
+        )
+    if wanted.memory is not None and wanted.memory > machine.device.memory:
+        warn(
+            f"--memory {format_bytes(wanted.memory)} is more than the "
+            f"{format_bytes(machine.device.memory)} of {machine.device.name}"
+        )
+    return question
+
+
+def price_of(wanted: Wanted, cluster: Cluster) -> Price | None:
+    """Of a device and hour; None: nobody said."""
+    if wanted.price is not None:
+        return wanted.price
+    try:
+        return cluster.price_of([0])
+    except PlanError:
+        return None
+
+
+def precision_of(recipe: str) -> str:
+    """As `Question.precision` has it."""
+    from headway.run.recipe_file import load_recipe  # imports torch
+
+    return "bfloat16" if load_recipe(recipe).precision == "bfloat16" else ""
+
+
+def amounts_of(recipe: str) -> Amounts:
+    """How many steps a recipe trains, where it says and its data are there."""
+    from headway.data import as_source  # imports torch
+    from headway.run.amounts import steps_per_epoch, stop_steps
+    from headway.run.recipe_file import load_recipe
+
+    try:
+        found = load_recipe(recipe)
+        length = len(as_source(found.data()))
+        return Amounts(stop=stop_steps(found, length), epoch=steps_per_epoch(found, length))
+    except HeadwayError as error:
+        note(f"how long the recipe trains is not known: {error.what}")
+        return Amounts()

@@ -1,0 +1,51 @@
+"""What the planner expects of a plan on a cluster; it travels in the plan's file.
+
+It is no part of the decision: the plan's hash does not name it, and nothing that obeys a plan reads
+it. `report` and the progress lines show it beside what is measured.
+"""
+
+from __future__ import annotations
+
+from headway.documents import document
+
+WAITS = ("bubble", "messages", "exchange")
+"""Parts in which a rank does not compute."""
+
+
+@document
+class Prediction:
+    """Of one step.
+
+    Attributes:
+        seconds: The whole step.
+        parts: Of it: "compute", "bubble", "messages", "exchange", "update"; they add up to it.
+        stages: Of each stage of a pipeline the seconds of one micro-batch, both passes; one number
+            where the model is not cut.
+        message: Seconds by which each message of the filling and draining shows.
+        bytes: On the fullest device.
+        cluster: Hash of the cluster's text.
+        version: Of headway that made it.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    stages: tuple[float, ...] = ()
+    message: float = 0.0
+    bytes: float = 0.0
+    cluster: str = ""
+    version: str = ""
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of a step in which a rank does not compute."""
+        return sum(self.parts.get(name, 0.0) for name in WAITS)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of both passes."""
+        return self.parts.get("compute", 0.0)
+
+    @property
+    def update(self) -> float:
+        """Seconds of the optimiser."""
+        return self.parts.get("update", 0.0)

@@ -1,0 +1,239 @@
+"""What headway's executor sends for a plan, operation by operation, on one rank in one step.
+
+Buckets are those of `collective.fusion`, payloads those of `collective.payload`, messages and sums
+those of the lowered table: nothing is decided here. Invariant: count and bytes are those that are
+recorded when the executor runs (after the first step, which also agrees on layouts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from headway.collective.fusion import fill_buckets
+from headway.collective.payload import gathered_parts, payloads
+from headway.collective.predict import FIRST_BUCKET
+from headway.errors import PlanError
+from headway.graph import TensorSpec
+from headway.plan import Exchange, Plan, parse_compression
+from headway.plan.pipeline import AXIS
+from headway.planner.candidate import Point
+from headway.planner.collectives import Call, Calls, Kind, Phase, merged
+from headway.planner.search import Search
+from headway.schedule import Action
+from headway.schedule import Kind as Of
+from headway.schedule.lowering import lower
+
+Parameters = Mapping[str, TensorSpec]
+"""By logical name, in the order of registration."""
+TALLY = 3 * 8
+"""Bytes of the sum of loss, count and votes."""
+DEFAULT_BUCKET = 8 * 2**20
+"""Until measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One stage.
+
+    Attributes:
+        parameters: That it trains; one that several stages use stands in each of them.
+        sends: For each later stage that it gives values to, the bytes of each tensor of one
+            micro-batch, and whether its gradient comes back.
+    """
+
+    parameters: Parameters
+    sends: Mapping[int, Sequence[tuple[int, bool]]] = field(default_factory=dict)
+
+
+def collectives_of_plan(
+    plan: Plan, parts: Sequence[Part], *, rank: int = 0, clip: bool = False
+) -> Calls:
+    """What a rank does in one step of a full batch.
+
+    Args:
+        plan: A legal one.
+        parts: The stages; the whole model as one where there is no pipeline.
+        rank: Which.
+        clip: Whether the norm of the gradients is limited.
+
+    Raises:
+        PlanError: The exchange is one of which only the traffic is known (`collective.wire`).
+    """
+    found = [_sum("tally", "world", plan.ranks, TALLY)]
+    if plan.pipe_degree > 1:
+        found += _of_pipeline(plan, parts, rank)
+        if clip:
+            found.append(_sum("gradients", "world", plan.ranks, 8))
+    elif plan.data_degree > 1:
+        found += of_exchange(plan.exchange, parts[0].parameters, plan.data_degree)
+    return merged(found)
+
+
+def _sum(phase: Phase, axis: str, ranks: int, size: float, beside: float = 0.0) -> Call:
+    return Call(kind="all_reduce", axis=axis, ranks=ranks, bytes=size, phase=phase, beside=beside)
+
+
+# -- data parallelism -----------------------------------------------------------------------------
+
+
+def of_exchange(exchange: Exchange, parameters: Parameters, ranks: int) -> Iterator[Call]:
+    """Bucket by bucket; before anything is measured, where sizes are to be fitted.
+
+    Raises:
+        PlanError: See `collectives_of_plan`.
+    """
+    others = {
+        "reduce": exchange.reduce == "adasum",
+        "collective": exchange.collective != "all_reduce",
+        "priority": exchange.priority,
+        "parts": any(part.ranks for part in exchange.parts),
+        "compress": exchange.compression is None,
+    }
+    if any(others.values()):
+        raise PlanError(
+            "the operations of this exchange are not listed",
+            problems=[f"exchange.{name}" for name, other in others.items() if other],
+            fix="`headway exchange` has the bytes that it sends from rank to rank.",
+        )
+    for names, text in _buckets(exchange, parameters):
+        specs = [parameters[name] for name in names]
+        how = parse_compression(text)
+        handed = payloads(how.name, how.amount, [s.shape for s in specs], specs[0].itemsize, ranks)
+        flags = len(names) * (2 if how.name in ("fp16", "bf16") else specs[0].itemsize)
+        dense = how.name in ("none", "fp16", "bf16")
+        for payload in handed:
+            whole = payload.operation == "all_gather"
+            for size in gathered_parts(payload.num_bytes, ranks) if whole else [payload.num_bytes]:
+                yield Call(
+                    kind=payload.operation,
+                    axis=exchange.axis,
+                    ranks=ranks,
+                    bytes=size * (ranks if whole else 1),
+                    phase="gradients",
+                    beside=flags if dense else 0,
+                )
+
+
+def _buckets(exchange: Exchange, parameters: Parameters) -> Iterator[tuple[list[str], str]]:
+    """Names and compressor of each, as `comm.buckets.fuse` fills them."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name in reversed(list(parameters)):
+        part = exchange.part(name)
+        text = part.compress if part and part.compress else exchange.compress
+        alike.setdefault((text, parameters[name].dtype), []).append(name)
+    limit = exchange.bucket_bytes or DEFAULT_BUCKET
+    for (text, _), names in alike.items():
+        sizes = [parameters[name].bytes for name in names]
+        for bucket in fill_buckets(sizes, range(len(names)), limit, FIRST_BUCKET):
+            yield [names[number] for number in bucket], text
+
+
+# -- pipelines ------------------------------------------------------------------------------------
+
+
+def _of_pipeline(plan: Plan, parts: Sequence[Part], rank: int) -> list[Call]:
+    place = plan.mesh.coordinate(rank)[AXIS]
+    copies = plan.ranks // plan.pipe_degree
+    assert plan.batch.parts is not None
+    edges = {(a, b) for a, part in enumerate(parts) for b in part.sends}
+    skips = tuple(sorted((a, b) for a, b in edges if b != a + 1))
+    full = replace(plan.pipeline.make(plan.pipe_degree, plan.batch.parts), skips=skips)
+    if full.stages != len(parts):
+        raise PlanError(
+            "the model is cut into another number of stages",
+            problems=[f"{len(parts)} stages, the schedule has {full.stages}"],
+            fix="Give as many stages as the schedule has.",
+        )
+    table = lower(full, sync=plan.pipeline.sync)
+    found: list[Call] = []
+    row = table.order[place]
+    for action in row:
+        if action.kind in (Of.SEND, Of.RECV):
+            found += _message(parts, action)
+    order = [action.stage for action in row if action.kind == Of.SYNC]
+    own = sorted({stage for _, stage in table.hosted(place)})
+    for stage in order:
+        for where, together in _shared(parts).items():
+            here = [s for s in where if s in own]
+            last = max(here, key=lambda s: _last(order, s), default=None)
+            if last == stage:
+                holders = {holder for s in where for holder in table.holders(s)}
+                found += _summed(together, copies * len(holders))
+    return found
+
+
+def _last(order: Sequence[int], stage: int) -> int:
+    return max((n for n, other in enumerate(order) if other == stage), default=-1)
+
+
+def _message(parts: Sequence[Part], action: Action) -> Iterator[Call]:
+    """The tensors of one message; between s and t > s, s sends values and t their gradients."""
+    early, late = sorted((action.stage, action.other))
+    values = (action.stage < action.other) == (action.kind == Of.SEND)
+    kind: Kind = "send" if action.kind == Of.SEND else "receive"
+    for size, flows in parts[early].sends[late]:
+        if values or flows:
+            yield Call(
+                kind=kind,
+                axis=AXIS,
+                ranks=2,
+                bytes=size,
+                phase="forward" if values else "backward",
+            )
+
+
+def _shared(parts: Sequence[Part]) -> dict[tuple[int, ...], dict[str, TensorSpec]]:
+    """Parameters by the stages that use them."""
+    where: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        for name in part.parameters:
+            where.setdefault(name, []).append(number)
+    found: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
+    for name, numbers in where.items():
+        spec = parts[numbers[0]].parameters[name]
+        found.setdefault(tuple(numbers), {})[name] = spec
+    return found
+
+
+def _summed(parameters: Parameters, ranks: int) -> Iterator[Call]:
+    """One sum for each type, with a flag for each parameter."""
+    by_type: dict[str, list[TensorSpec]] = {}
+    for spec in parameters.values():
+        by_type.setdefault(spec.dtype, []).append(spec)
+    for specs in by_type.values():
+        flags = len(specs) * specs[0].itemsize
+        size = sum(spec.bytes for spec in specs) + flags
+        yield _sum("gradients", "data", ranks, size, flags)
+
+
+# -- from the graph -------------------------------------------------------------------------------
+
+
+def parts_of(search: Search, point: Point) -> tuple[Part, ...]:
+    """The stages of a point, as the captured model has them.
+
+    A parameter that nothing uses is in the last stage; one that is not trained in none.
+    """
+    graph, row = search.question.work.graph, search.row
+    setting = search.tables_of(point.degrees.tensor, point.degrees.microbatch).setting
+    trained = [name for name in graph.parameters if name not in graph.frozen]
+    used = [
+        {
+            name
+            for operator in graph.operators[row[s.start].start : row[s.stop - 1].stop]
+            for name in operator.parameters
+        }
+        for s in point.stages
+    ]
+    used[-1] |= set(trained) - set().union(*used)
+    found = []
+    for number, stage in enumerate(point.stages):
+        sends: dict[int, list[tuple[int, bool]]] = {}
+        if number + 1 < len(point.stages):
+            tensor = row[stage.stop - 1].exit
+            floating = graph.tensors[tensor].floating
+            sends[number + 1] = [(round(setting.bytes_of(tensor)), floating)]
+        held = {name: graph.parameters[name] for name in trained if name in used[number]}
+        found.append(Part(parameters=held, sends=sends))
+    return tuple(found)

@@ -1,0 +1,160 @@
+"""What torch's own wrappers send in one step: DistributedDataParallel, `fully_shard` (FSDP2).
+
+Invariant: count and bytes are those that are recorded when the wrapped module runs. Sources: the
+documentation and behaviour of torch 2.11 to 2.14; Rajbhandari et al. 2020 (ZeRO) for the stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headway.collective.fusion import capped_buckets
+from headway.graph import TensorSpec
+from headway.planner.collectives import Call, Calls, merged
+
+FIRST_CAP = 2**20
+"""Bytes at which DDP closes its first bucket by default."""
+CAP = 25 * 2**20
+"""Bytes at which it closes the others by default."""
+
+
+def ddp(
+    arriving: Mapping[str, TensorSpec],
+    ranks: int,
+    *,
+    cap: int | None = None,
+    buffers: Sequence[TensorSpec] = (),
+) -> Calls:
+    """From the second step on, when DDP has made its buckets anew in the order of arrival.
+
+    Args:
+        arriving: The trained parameters, in the order in which backward makes their gradients.
+        ranks: Of the group.
+        cap: `bucket_cap_mb`, in bytes; None: the default, with a smaller first bucket.
+        buffers: That rank 0 gives to all before each forward pass.
+    """
+    caps = (FIRST_CAP, CAP) if cap is None else (cap,)
+    found = [_broadcast(specs, ranks) for specs in _by_type(buffers)]
+    for specs in _by_type(list(arriving.values())):
+        sizes = [spec.bytes for spec in specs]
+        for bucket in capped_buckets(sizes, range(len(sizes)), caps):
+            size = sum(sizes[number] for number in bucket)
+            found.append(
+                Call(kind="all_reduce", axis="data", ranks=ranks, bytes=size, phase="gradients")
+            )
+    return merged(found)
+
+
+def _broadcast(specs: Sequence[TensorSpec], ranks: int) -> Call:
+    size = sum(spec.bytes for spec in specs)
+    return Call(kind="broadcast", axis="data", ranks=ranks, bytes=size, phase="forward")
+
+
+def _by_type(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    found: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        found.setdefault(spec.dtype, []).append(spec)
+    return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped:
+    """A module for which `fully_shard` was called.
+
+    Attributes:
+        parameters: Those that no wrapped module inside of it has, as they lie on this rank where a
+            tensor axis splits them.
+        reshard: `reshard_after_forward`.
+        frozen: Names that are not trained.
+    """
+
+    parameters: Mapping[str, TensorSpec]
+    reshard: bool = True
+    frozen: frozenset[str] = frozenset()
+
+
+def fully_sharded(
+    modules: Sequence[Wrapped],
+    ranks: int,
+    *,
+    zero: int = 3,
+    microbatches: int = 1,
+    copies: int = 1,
+) -> Calls:
+    """FSDP2, and how it does ZeRO.
+
+    ZeRO 3: parameters are gathered for each pass of each micro-batch. ZeRO 2: they stay until the
+    step has ended (`set_reshard_after_backward(False)` but for the last micro-batch, and no
+    `reshard_after_forward`). ZeRO 1: also gradients are summed once, with the last micro-batch
+    (`set_requires_gradient_sync`).
+
+    Args:
+        modules: In any order.
+        ranks: Over which parameters are sharded.
+        zero: 1, 2 or 3.
+        microbatches: Of a step.
+        copies: Of the shards, over which gradients are also summed (a mesh of two axes).
+    """
+    found: list[Call] = []
+    for module in modules:
+        gathered, filled = _bytes(module.parameters, ranks, frozenset())
+        common = Call(
+            kind="all_gather",
+            axis="data",
+            ranks=ranks,
+            bytes=gathered,
+            phase="forward",
+            beside=filled,
+        )
+        each = microbatches if zero == 3 else 1
+        found.append(replace(common, count=each))
+        if zero == 3 and module.reshard:
+            found.append(replace(common, count=each, phase="backward"))
+        summed, filled = _bytes(module.parameters, ranks, module.frozen)
+        sums = replace(
+            common,
+            kind="reduce_scatter",
+            bytes=summed,
+            beside=filled,
+            phase="gradients",
+            count=1 if zero == 1 else microbatches,
+        )
+        found.append(sums)
+        found.append(
+            replace(
+                sums, kind="all_reduce", axis="replicate", ranks=copies,
+                bytes=summed / ranks, beside=filled / ranks,
+            )
+        )  # fmt: skip
+    return merged(found)
+
+
+def _bytes(
+    parameters: Mapping[str, TensorSpec], ranks: int, without: frozenset[str]
+) -> tuple[float, float]:
+    """(of all shards, filled up to equal sizes; of what is filled up)."""
+    whole = filled = 0
+    for name, spec in parameters.items():
+        if name not in without:
+            full = _rows(spec, ranks) * math.prod(spec.shape[1:]) * spec.itemsize
+            whole += full
+            filled += full - spec.bytes
+    return float(whole), float(filled)
+
+
+def _rows(spec: TensorSpec, ranks: int) -> int:
+    """Of all shards along the first dimension."""
+    return -(-spec.shape[0] // ranks) * ranks
+
+
+def shards(
+    parameters: Mapping[str, TensorSpec], split: Mapping[str, int], parts: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    """What a rank of a tensor axis holds: the named dimension of some parameters in parts."""
+    for name, spec in parameters.items():
+        shape = list(spec.shape)
+        if name in split:
+            shape[split[name]] //= parts
+        yield name, replace(spec, shape=tuple(shape))

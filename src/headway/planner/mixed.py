@@ -1,0 +1,370 @@
+"""Level 5 of the search: from a model and devices of several types to the frontier of plans.
+
+The same tables, rows and cuts as `search`, one set for each type; what is new are the cells of
+the mesh (`mixed_mesh`), micro-batches of unequal sizes, and stages as slow as their slowest copy
+(`mixed_stage`). Combinations are opened in the order of a lower bound: every operator's work evenly
+spread, or its launches, on the devices that do it. Invariant: the same question gives the same
+points; with `proof` nothing is left closed but by that bound. Sources: Jia et al. 2022 (Whale),
+balancing inside and between task graphs; Zheng et al. 2022 (Alpa), the cuts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.errors import NothingFits, PlanError
+from headway.planner.borders import forced_starts
+from headway.planner.candidate import Candidate
+from headway.planner.degrees import Degrees, divisors, state_per_byte
+from headway.planner.frontier.front import reduce
+from headway.planner.mixed_bounds import Least
+from headway.planner.mixed_mesh import amounts_of, layouts
+from headway.planner.mixed_question import MixedQuestion
+from headway.planner.mixed_sizes import sizes
+from headway.planner.mixed_stage import Combination, MixedPoint, Sharing
+from headway.planner.operators import Floats
+from headway.planner.search import ALIKE, LEAST, NEAR, Search
+from headway.units import format_bytes
+
+BAND = 0.5
+"""Plans are sought in bands of memory, each this share of the one before."""
+KEPT = 24
+"""Candidates that are kept for the next combination."""
+MISSES = 2
+"""Shares that do not fit, after which a combination is left, without `proof`."""
+TRIES = 6
+"""Shares of a batch that are priced for one combination, without `proof`."""
+WORTH = 0.99
+"""Other shares are priced where they are estimated to take at most so much of the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedOutcome:
+    """What was found.
+
+    Attributes:
+        question: What was asked.
+        points: The frontier over (seconds, bytes, devices), fastest first.
+        chosen: The number of the point that meets the objective.
+        bound: What the objective's value is at least; `gap` compares it with the chosen point.
+        considered: Combinations that there are.
+        opened: Of those, how many were priced.
+    """
+
+    question: MixedQuestion
+    points: tuple[MixedPoint, ...]
+    chosen: int
+    bound: float
+    considered: int
+    opened: int
+    search: MixedSearch = field(repr=False, compare=False)
+
+    @property
+    def best(self) -> MixedPoint:
+        return self.points[self.chosen]
+
+    @property
+    def gap(self) -> float:
+        """By which share the chosen point may be above the best there is."""
+        value = self.search.value(self.best.combination, self.best.seconds)
+        return max(0.0, value / self.bound - 1.0) if self.bound > 0 else 0.0
+
+
+class MixedSearch:
+    """Tables of all types of one question; `run` answers it."""
+
+    def __init__(self, question: MixedQuestion) -> None:
+        self.question = question
+        self.engines = {kind: Search(question.of(kind)) for kind in question.machines}
+        self.engine = next(iter(self.engines.values()))
+        self.starts = forced_starts(question.force, self.engine.row)
+        self.points: list[MixedPoint] = []
+        self.opened = 0
+        self.closed = np.inf  # a bound of what was not priced of those that were opened
+        self._known: Floats = np.zeros((0, 3))
+        self._candidates: dict[tuple[str, Degrees], Candidate] = {}
+        self.bounds = Least(question, self.engines)
+
+    def run(self) -> MixedOutcome:
+        """Search.
+
+        Raises:
+            NothingFits: No plan is within the memory.
+        """
+        waiting = [
+            (self.bounds.seconds(combination), combination) for combination in self.combinations()
+        ]
+        considered = len(waiting)
+        heapq.heapify(waiting)
+        bound = np.inf
+        while waiting:
+            seconds, combination = heapq.heappop(waiting)
+            if not np.isfinite(seconds):
+                continue
+            if self._beaten(seconds, self.question.caps, combination):
+                bound = min(bound, self.value(combination, seconds))
+                continue
+            self.opened += 1
+            self._open(combination)
+        if not self.points:
+            raise self._impossible()
+        return self._outcome(considered, float(bound))
+
+    def combinations(self) -> Iterator[Combination]:
+        """All of them."""
+        question = self.question
+        kinds = list(question.machines)
+        if question.balance == "whale":
+            kinds.sort(key=lambda kind: -question.machines[kind].device.memory)
+        counts = {kind: question.counts[kind] for kind in kinds}
+        for amounts in amounts_of(counts, question.devices):
+            used = tuple((kind, number) for kind, number in amounts.items() if number)
+            for t in self._tensor(amounts):
+                cells = sum(amounts.values()) // t
+                for p in divisors(cells):
+                    d = cells // p
+                    if max(len(self.starts) + 1, p) > len(self.engine.row) or d > question.batch:
+                        continue
+                    for m in parts(question.batch // d):
+                        for zero in question.zero if d > 1 else (0,):
+                            for layout in layouts(
+                                amounts,
+                                tensor=t,
+                                data=d,
+                                pipeline=p,
+                                every=question.balance == "exact",
+                            ):
+                                yield Combination(
+                                    amounts=used,
+                                    tensor=t,
+                                    data=d,
+                                    pipeline=p,
+                                    microbatches=m,
+                                    zero=zero,
+                                    cells=layout,
+                                )
+
+    def _tensor(self, amounts: Mapping[str, int]) -> tuple[int, ...]:
+        question = self.question
+        inner = min(m.network.levels[0].width for m in question.machines.values())
+        split = any(how.startswith("split") for _, how in question.force)
+        return tuple(
+            t
+            for t in divisors(sum(amounts.values()))
+            if t <= inner
+            and (question.tensor is None or t in question.tensor)
+            and all(number % t == 0 for number in amounts.values())
+            and (t > 1 or not split)
+            and (t == 1 or not question.runnable)
+        )
+
+    def value(self, combination: Combination, seconds: float) -> float:
+        """What the objective counts."""
+        if self.question.objective == "fewest-devices":
+            return float(combination.devices)
+        if self.question.objective == "cheapest":
+            return self.question.cost(combination.amounts, seconds)
+        return seconds
+
+    def _beaten(self, seconds: float, caps: Mapping[str, float], combination: Combination) -> bool:
+        """Whether no plan of it within the memory can be of use, if none is faster than this."""
+        if not self.points:
+            return False
+        if self.question.objective == "frontier":
+            most, held = max(caps.values()), self.bounds.held(combination)
+            room = max(held, min(most, held / BAND), most * LEAST)
+            return self._known_is(seconds * NEAR, room, combination)
+        least = min(self.value(point.combination, point.seconds) for point in self.points)
+        value = self.value(combination, seconds)
+        return value >= least if self.question.objective != "fewest-devices" else value > least
+
+    def _known_is(self, seconds: float, held: float, combination: Combination) -> bool:
+        """Whether a known plan is as good as one with these figures."""
+        if not len(self._known):
+            return False
+        if self.question.objective == "fastest":
+            return bool(self._known[:, 0].min() <= seconds)
+        most = np.array([seconds, held, combination.devices])
+        return bool((self._known <= most).all(axis=1).any())
+
+    # -- opening -------------------------------------------------------------------------------
+
+    def _open(self, combination: Combination) -> None:
+        """Adds the fastest plan of each band of memory that may hold one of use."""
+        whole = max(self.question.caps.values())
+        cap, floor = whole, self.bounds.seconds(combination)
+        least = max(self.bounds.held(combination), whole * LEAST)
+        while cap >= least:
+            caps = {kind: min(cap, own) for kind, own in self.question.caps.items()}
+            if not self._known_is(floor * NEAR, cap, combination):
+                point, fits = self.fastest(combination, caps)
+                if not fits:
+                    return
+                if point is not None:
+                    self._add(point)
+                    cap, floor = min(cap, point.bytes), max(floor, point.seconds)
+            if self.question.objective != "frontier":
+                return
+            cap *= BAND
+
+    def fastest(
+        self, combination: Combination, caps: Mapping[str, float]
+    ) -> tuple[MixedPoint | None, bool]:
+        """The fastest plan of a combination within the memory that is of use; whether one fits.
+
+        Sizes of micro-batches are tried in the order of what they are estimated to take: their
+        bound times what the last ones took above theirs.
+        """
+        tuples = sizes(self.bounds, combination, caps)
+        tuples = tuples[self.bounds.may_fit(combination, tuples, caps)]
+        if not len(tuples):
+            return None, False
+        fits = False
+
+        def useful(seconds: float, held: float) -> bool:
+            nonlocal fits
+            fits = True
+            return self.question.proof or not self._known_is(seconds, held, combination)
+
+        classes = combination.cells.classes
+        bounds = np.stack(
+            [
+                self.bounds.costs(kinds, combination)[tuples[:, c] - 1]
+                for c, (kinds, _) in enumerate(classes)
+            ]
+        )
+        factors, misses = np.ones(len(classes)), 0
+        open_ = np.ones(len(tuples), dtype=bool)
+        skipped = np.zeros(len(tuples), dtype=bool)
+        best: MixedPoint | None = None
+        tries = 0
+        while open_.any():
+            if not self.question.proof and tries == TRIES:
+                break
+            estimates = np.where(open_, (bounds * factors[:, None]).max(axis=0), np.inf)
+            place = int(estimates.argmin())
+            known = np.inf if best is None else best.seconds
+            if not self.question.proof and estimates[place] >= known * WORTH:
+                break
+            open_[place] = False
+            tries += 1
+            sharing = self.sharing(combination, tuple(tuples[place].tolist()))
+            point = None
+            if useful(*sharing.least()):
+                fits = False
+                point = sharing.fastest(caps, useful)
+                skipped[place] = point is None and fits
+            if point is None:
+                misses += 1
+                if misses == MISSES and best is None and not self.question.proof:
+                    break
+                continue
+            factors = self._took(point) / bounds[:, place]
+            if best is None or point.seconds < best.seconds:
+                best = point
+            open_ &= bounds.max(axis=0) < best.seconds
+        least = bounds.max(axis=0)[open_ | skipped].min(initial=np.inf)
+        self.closed = min(self.closed, self.value(combination, float(least)))
+        return best, fits or best is not None
+
+    def sharing(self, combination: Combination, sizes: tuple[int, ...]) -> Sharing:
+        """A combination with sizes of micro-batches, on the tables of this search."""
+        return Sharing(
+            combination=combination,
+            sizes=sizes,
+            candidate=self._candidate,
+            starts=self.starts,
+        )
+
+    def _candidate(self, kind: str, degrees: Degrees) -> Candidate:
+        """The last ones are kept: other layouts have the same."""
+        key = (kind, degrees)
+        if key not in self._candidates:
+            while len(self._candidates) >= KEPT:
+                self._candidates.pop(next(iter(self._candidates)))
+            self._candidates[key] = self.engines[kind].candidate(degrees)
+        return self._candidates[key]
+
+    def _took(self, point: MixedPoint) -> Floats:
+        """(classes,): seconds of a step of each class of copies alone."""
+        m = point.combination.microbatches
+        found = []
+        for number, (kinds, _) in enumerate(point.combination.cells.classes):
+            each = []
+            for stage, kind in zip(point.stages, kinds, strict=True):
+                cells = sorted(point.combination.cells.types_of(point.stages.index(stage)))
+                each.append(stage.parts[cells.index((number, kind))].stage.seconds)
+            found.append((m - 1) * max(each) + sum(each))
+        return np.array(found)
+
+    def _add(self, point: MixedPoint) -> None:
+        self.points.append(point)
+        front = reduce(np.array([_vector(p) for p in self.points]))
+        self.points = [self.points[row] for row in front.origins[:, 0]]
+        self._known = front.costs
+
+    def _outcome(self, considered: int, bound: float) -> MixedOutcome:
+        points = _distinct(sorted(self.points, key=_vector))
+        values = [(self.value(p.combination, p.seconds), p.seconds) for p in points]
+        chosen = values.index(min(values))
+        return MixedOutcome(
+            question=self.question,
+            points=points,
+            chosen=chosen,
+            bound=min(bound, self.closed, values[chosen][0]),
+            considered=considered,
+            opened=self.opened,
+            search=self,
+        )
+
+    def _impossible(self) -> PlanError:
+        question = self.question
+        there = ", ".join(
+            f"{number} x {kind} with {format_bytes(question.caps[kind])}"
+            for kind, number in question.counts.items()
+        )
+        least = min(question.zero)
+        state = self.engine.held * state_per_byte(self.engine.question.itemsize, least, 1)
+        return NothingFits(
+            "no plan fits",
+            problems=[
+                f"there are {there}",
+                f"weights, gradients and optimiser take {format_bytes(state)} in all copies' stages"
+                " together, activations apart",
+            ],
+            fix="Allow more memory or devices, ZeRO, or a smaller batch.",
+        )
+
+
+def search_mixed(question: MixedQuestion) -> MixedOutcome:
+    """The frontier of plans on devices of several types, and the one that meets the objective.
+
+    Raises:
+        NothingFits: No plan is within the memory.
+        PlanError: What is forced cannot be.
+    """
+    return MixedSearch(question).run()
+
+
+def parts(share: int) -> tuple[int, ...]:
+    """Numbers of micro-batches that are tried: powers of two, and one for each sample."""
+    return tuple(sorted({share, *(2**n for n in range(share.bit_length()) if 2**n <= share)}))
+
+
+def _vector(point: MixedPoint) -> tuple[float, float, float]:
+    return point.seconds, point.bytes, float(point.devices)
+
+
+def _distinct(points: list[MixedPoint]) -> tuple[MixedPoint, ...]:
+    """Without points that another one equals to a thousandth with fewer devices."""
+    kept: list[MixedPoint] = []
+    for point in points:
+        near = (point.seconds * ALIKE, point.bytes * ALIKE, float(point.devices))
+        others = [other for other in points if other.devices < point.devices]
+        if not any(np.all(np.array(_vector(other)) <= near) for other in others):
+            kept.append(point)
+    return tuple(kept)

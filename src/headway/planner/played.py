@@ -1,0 +1,227 @@
+"""A plan, or a point of the search, as a step for the simulator.
+
+The seconds and bytes are those of the search's tables: of every unit both passes, what it keeps and
+its parameters. Invariant: a stage's seconds add up to those that the search prices it with, and
+what a rank holds at most is what the search says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from headway.errors import PlanError
+from headway.plan import Plan
+from headway.plan.mesh import Axis, Mesh
+from headway.plan.pipeline import AXIS
+from headway.planner.candidate import Point, Stage
+from headway.planner.collectives import collectives_of, seconds
+from headway.planner.overlap import BUCKETS
+from headway.planner.planned import candidate_of, point_of
+from headway.planner.runnable import missing
+from headway.planner.search import Search
+from headway.planner.stages import Tables
+from headway.schedule import PipelineSchedule
+from headway.schedule.named import make_schedule
+from headway.simulator.ranks import Grid
+from headway.simulator.work import Piece, StageWork, StepWork
+
+
+def table_of(plan: Plan) -> PipelineSchedule:
+    """Who does what in which order, in one pipeline of a plan: that with the largest share."""
+    ranks, copies = plan.pipe_degree, range(plan.data_degree)
+    share = max((plan.batch.share(copy, plan.data_degree) for copy in copies), key=len)
+    parts = len(plan.batch.microbatches(share))
+    if ranks == 1:
+        return make_schedule("1f1b", stages=1, microbatches=parts)
+    return plan.pipeline.make(ranks, parts)
+
+
+def plain(plan: Plan) -> Plan:
+    """The plan with a stage on each rank of its pipeline, so that the search has its price."""
+    table = table_of(plan)
+    axes = [a for a in plan.mesh.axes if a.name != AXIS]
+    pipeline = replace(
+        plan.pipeline,
+        schedule="1f1b",
+        table="",
+        recompute="blocks" if table.recompute else False,
+        recompute_stages=table.recompute,
+    )
+    if table.stages > 1:
+        axes.append(Axis(name=AXIS, size=table.stages))
+    return replace(plan, mesh=Mesh(axes=tuple(axes)), pipeline=pipeline)
+
+
+def step_of_plan(plan: Plan, search: Search) -> tuple[StepWork, Point | None]:
+    """A step as today's executor carries out the plan; and its price, where the search has one.
+
+    Args:
+        plan: A legal one; any schedule, or a table.
+        search: Of its model, batch and cluster.
+
+    Raises:
+        PlanError: The model has no such borders.
+    """
+    table = table_of(plan)
+    try:
+        point, priced = point_of(plan, search), True
+    except PlanError:  # a schedule without a price, or the same fault again
+        point, priced = point_of(plain(plan), search), False
+    grid = Grid(data=plan.data_degree, pipeline=plan.pipe_degree, strides=_strides(plan))
+    return _step(search, point, table, grid, plan), point if priced else None
+
+
+def step_of_point(point: Point, search: Search) -> StepWork:
+    """A step of a plan that was found. What today's executor cannot run sums the gradients of
+    every unit as they come."""
+    degrees = point.degrees
+    table = make_schedule(
+        degrees.schedule,
+        stages=degrees.pipeline,
+        microbatches=degrees.microbatches,
+        virtual=degrees.virtual,
+        pipes=degrees.pipes,
+    )
+    again = tuple(number for number, stage in enumerate(point.stages) if stage.recompute)
+    table = replace(table, recompute=again, blockwise=bool(again))
+    grid = Grid(
+        tensor=degrees.tensor,
+        data=degrees.data,
+        pipeline=degrees.pipeline,
+        strides=(degrees.stride("tensor"), degrees.stride("data"), degrees.stride("pipe")),
+    )
+    return _step(search, point, table, grid, None)
+
+
+def _step(
+    search: Search, point: Point, table: PipelineSchedule, grid: Grid, plan: Plan | None
+) -> StepWork:
+    inside = _collectives(search, point)
+    stages = tuple(_stage(search, point, number, inside[number]) for number in range(table.stages))
+    network, device = search.question.machine.network, search.question.machine.device
+    found = StepWork(
+        table=table,
+        stages=stages,
+        grid=grid,
+        network=network,
+        zero=point.degrees.zero,
+        overlap=getattr(device, "overlap", 1.0),
+    )
+    if grid.pipeline == 1:
+        overlap = plan is None or plan.exchange.overlap
+        return replace(found, bucket=0.0) if overlap else replace(found, sync="post")
+    if plan is not None:
+        return replace(found, sync=plan.pipeline.sync)
+    return replace(found, bucket=0.0) if missing(point) else found
+
+
+def _strides(plan: Plan) -> tuple[int, int, int]:
+    """Of the tensor axis, which no plan has yet, of data and of pipe: the last axis of a mesh
+    varies fastest."""
+    sizes = [axis.size for axis in reversed(plan.mesh.axes)]
+    names = [axis.name for axis in reversed(plan.mesh.axes)]
+    inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
+    return 1, inside[plan.exchange.axis], inside.get(AXIS, plan.ranks)
+
+
+def _stage(search: Search, point: Point, number: int, inside: tuple[float, float]) -> StageWork:
+    degrees, stage = point.degrees, point.stages[number]
+    tables = search.tables_of(degrees.tensor, degrees.microbatch)
+    units = list(_units(tables, point, stage))
+    held = _held([line[3] for line in units], stage.params)
+    pieces = tuple(
+        Piece(forward=line[0], backward=line[1], params=own)
+        for line, own in zip(units, held, strict=True)
+    )
+    forward = math.fsum(piece.forward for piece in pieces)
+    backward = math.fsum(piece.backward for piece in pieces)
+    weight = min(stage.weight, backward)
+    step = sum(line[2] for line in units)
+    alone = degrees.pipeline == 1 and degrees.zero < 2
+    return StageWork(
+        forward=forward,
+        input_grad=backward - weight,
+        weight_grad=weight,
+        pieces=pieces,
+        leaving=tuple(_leaving(search, point, [line[3] for line in units])) if alone else (),
+        collectives=inside,
+        message=_message(tables, point, number),
+        params=stage.params,
+        step=step,
+        update=max(0.0, stage.after - step - _gathered(search, point, stage)),
+        state=stage.state,
+        kept=sum(line[4] for line in units),
+        transient=stage.transient,
+    )
+
+
+def _gathered(search: Search, point: Point, stage: Stage) -> float:
+    """Seconds in which ZeRO 1 and 2 gather the new weights, which `Stage.after` has with the
+    update."""
+    degrees, network = point.degrees, search.question.machine.network
+    if degrees.zero not in (1, 2):
+        return 0.0
+    return float(network.all_gather(stage.params, degrees.data, degrees.stride("data")))
+
+
+def _held(params: list[float], whole: float) -> list[float]:
+    """Bytes of parameters of each unit; what is tied counts where it is used first."""
+    twice = sum(params) - whole
+    for number in reversed(range(len(params))):
+        less = min(params[number], max(twice, 0.0))
+        params[number] -= less
+        twice -= less
+    return params
+
+
+def _leaving(search: Search, point: Point, held: list[float]) -> Iterator[tuple[int, float]]:
+    """The buckets of a model that is not cut, as `comm` fills them."""
+    shared = candidate_of(search, point.degrees).shared
+    whole = np.maximum(shared.held, 1.0)
+    sizes, units = shared.gradients.messages(point.bucket or BUCKETS[0], np.array(held) / whole)
+    yield from zip(units.tolist(), sizes.tolist(), strict=True)
+
+
+def _collectives(search: Search, point: Point) -> tuple[tuple[float, float], ...]:
+    """Of each stage: seconds of the tensor axis in the passes of one micro-batch."""
+    degrees = point.degrees
+    if degrees.tensor == 1:
+        return ((0.0, 0.0),) * len(point.stages)
+    network, found = search.question.machine.network, []
+    for stage, calls in zip(point.stages, collectives_of(search, point), strict=True):
+        own = [call for call in calls if call.axis == "tensor"]
+        ahead, back = (
+            seconds([call for call in own if call.phase == phase], network, degrees)
+            for phase in ("forward", "backward")
+        )
+        m = degrees.microbatches
+        found.append((ahead / m / (2 if stage.recompute else 1), back / m))
+    return tuple(found)
+
+
+def _ends(tables: Tables, point: Point, stage: Stage) -> tuple[int, int]:
+    first, last = tables.row[stage.start].entry, tables.row[stage.stop - 1].exit
+    return tables.place(first, point.border), tables.place(last, point.border)
+
+
+def _units(tables: Tables, point: Point, stage: Stage) -> Iterator[tuple[float, ...]]:
+    """`operators.PARTS` of each unit of a stage."""
+    again = int(stage.recompute)
+    ends = _ends(tables, point, stage)
+    way = tables.path(stage.start, stage.stop, again, stage.price, ends)
+    for unit, (entry, exit_) in zip(tables.row[stage.start : stage.stop], way, strict=True):
+        yield tuple(tables.solved(unit.kind).rows[again, stage.price, entry, exit_].tolist())
+
+
+def _message(tables: Tables, point: Point, number: int) -> float:
+    """Bytes that a stage hands to the next one."""
+    if number + 1 == len(point.stages):
+        return 0.0
+    tensor = tables.row[point.stages[number + 1].start].entry
+    split = point.border.startswith("S") and point.border in tables.states(tensor)
+    return tables.setting.bytes_of(tensor) / (point.degrees.tensor if split else 1)

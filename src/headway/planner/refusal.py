@@ -1,0 +1,94 @@
+"""The words for a question to which nothing fits: what is missing where, and what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from headway.errors import NothingFits
+from headway.planner.binding import holding
+from headway.planner.candidate import Point, Stage
+from headway.planner.degrees import describe
+from headway.planner.question import Question
+from headway.planner.relaxations import Relaxation, Verdict, look
+from headway.planner.search import Search
+from headway.units import format_bytes, format_seconds
+
+
+def refusal(question: Question) -> NothingFits:
+    """The error for a question to which nothing fits: how much is missing where, and each change
+    that would do."""
+    engine = Search(question)
+    verdict = look(engine)
+    problems = list(_missing(engine, verdict))
+    lines = [f"  {sentence(one)}" for one in verdict.changes]
+    head = (
+        "Each of these would do (time of a sample against the fastest plan that memory does not "
+        "limit):"
+    )
+    fix = "\n  ".join([head, *lines]) if lines else "No single change of the question would do."
+    return NothingFits("no plan fits", problems=problems, fix=fix)
+
+
+def sentence(one: Relaxation) -> str:
+    """ "tensor 4: 21.3 ms a step, +6.0% a sample; data 2, tensor 4, ..." """
+    point = one.point
+    time = "time unknown: the cluster's links end before"
+    if one.slower is not None:
+        time = f"{format_seconds(point.seconds)} a step, {one.slower:+.1%} a sample"
+    return f"{one.change}: {time}; {describe(point.degrees)}{recomputed(point)}"
+
+
+def recomputed(point: Point) -> str:
+    """ ", recompute in 2 stages" where some do."""
+    number = sum(stage.recompute for stage in point.stages)
+    if not number:
+        return ""
+    return (
+        ", recompute"
+        if number == len(point.stages)
+        else f", recompute in {number} stage{'s' * (number > 1)}"
+    )
+
+
+def _missing(engine: Search, verdict: Verdict) -> Iterator[str]:
+    question, need = verdict.question, verdict.need
+    devices = f"{_or(question.devices)} device{'s' if question.devices != (1,) else ''}"
+    if need is None:
+        yield f"the model cannot be split over {devices} with a batch of {question.batch}"
+        return
+    point = need.point
+    less = "" if need.proven else "about "
+    yield (
+        f"{devices}: every plan needs {less}{format_bytes(need.bytes)} per device or more, "
+        f"{format_bytes(need.bytes - question.cap)} more than the {format_bytes(question.cap)} "
+        f"that are allowed; least with {describe(point.degrees)}{recomputed(point)}"
+    )
+    yield fullest(engine, point)
+
+
+def fullest(engine: Search, point: Point) -> str:
+    """Which ranks hold most, and what."""
+    held = holding(engine.question, point)
+    stage = point.stages[held.stage]
+    first, last = ends(engine, stage)
+    each = point.degrees.tensor * point.degrees.data
+    ranks = f"rank {held.stage}" if each == 1 else f"stage {held.stage}, {each} ranks,"
+    what = {
+        "weights": held.weights,
+        "gradients and optimiser": held.training,
+        "activations": held.activations,
+        "what is computed again": held.again,
+    }
+    filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in what.items() if size)
+    return f"there {ranks} ({first} to {last}) is the fullest: {filled}"
+
+
+def ends(engine: Search, stage: Stage) -> tuple[str, str]:
+    """The first and the last module of a stage that have a name."""
+    units = engine.row[stage.start : stage.stop]
+    modules = [unit.module for unit in units if unit.module] or ["the inputs"]
+    return modules[0], modules[-1]
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,293 @@
+"""Discrete events: tasks on streams, played in the order in which they become ready.
+
+A task starts when what it waits for is done and its streams are free; a stream does one thing at a
+time, first ready first served, of equals the one that was added first. A task of several streams
+(a collective) takes all of them at once. On a shared stream flows run side by side and divide its
+rate evenly. Invariant: the result depends on the tasks and their order alone, and costs
+O(E log E) for E tasks and edges. Sources: list scheduling in time order; fair sharing by virtual
+time (Parekh and Gallager 1993, generalised processor sharing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from headway.errors import PlanError
+
+NONE = -1
+_SHOWN = 5
+_LAST = 1 << 60
+"""Behind every number of a task, so that flows end before others begin at the same moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What does one thing at a time, or divides itself.
+
+    Attributes:
+        device: Number of the simulated device it belongs to.
+        lane: "compute" or "link".
+        name: For people: "compute", "to stage 3".
+        shared: Flows run side by side, each at an even share.
+    """
+
+    device: int
+    lane: str
+    name: str = ""
+    shared: bool = False
+
+
+@dataclass(slots=True)
+class Program:
+    """Tasks and streams; columns by number of the task.
+
+    Attributes:
+        streams: All.
+        on: Streams that a task occupies; none: it takes no part of anything.
+        seconds: For which it occupies them; on a shared stream: were it alone there.
+        delay: Seconds from there until others can go on (latency of a message).
+        before: Tasks that must be done first.
+        kind: As in `timeline.KINDS`, or a finer word; for accounts.
+        label: For people.
+    """
+
+    streams: list[Stream] = field(default_factory=list)
+    on: list[tuple[int, ...]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    delay: list[float] = field(default_factory=list)
+    before: list[tuple[int, ...]] = field(default_factory=list)
+    kind: list[str] = field(default_factory=list)
+    label: list[str] = field(default_factory=list)
+
+    def stream(self, device: int, lane: str, name: str = "", *, shared: bool = False) -> int:
+        """Add a stream; returns its number."""
+        self.streams.append(Stream(device, lane, name, shared))
+        return len(self.streams) - 1
+
+    def add(
+        self,
+        kind: str,
+        on: Sequence[int],
+        seconds: float,
+        before: Sequence[int] = (),
+        *,
+        delay: float = 0.0,
+        label: str = "",
+    ) -> int:
+        """Add a task; returns its number.
+
+        `before` may name tasks that are added later: see `Program.need`.
+
+        Raises:
+            ValueError: Time that runs backwards, or a shared stream among several.
+        """
+        if not (seconds >= 0 and delay >= 0):
+            raise ValueError(f"{label or kind}: {seconds} s, then {delay} s")
+        if len(on) > 1 and any(self.streams[stream].shared for stream in on):
+            raise ValueError(f"{label or kind}: a flow has one stream")
+        self.on.append(tuple(on))
+        self.seconds.append(seconds)
+        self.delay.append(delay)
+        self.before.append(tuple(before))
+        self.kind.append(kind)
+        self.label.append(label)
+        return len(self.seconds) - 1
+
+    def need(self, task: int, *before: int) -> None:
+        """Let a task wait for others, too."""
+        self.before[task] += before
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """When what happened; columns by number of the task, seconds from 0.
+
+    Attributes:
+        program: What was played.
+        ready: All that it waits for was done.
+        starts: It got its streams.
+        ends: It left them.
+        done: Others could go on.
+        awaited: Of what it waits for, the task that was done last; NONE: it waits for nothing.
+        cause: The task that decided when it started: `awaited`, or the one before it on a stream
+            that was not free then.
+        order: Tasks in the order in which they became ready.
+    """
+
+    program: Program
+    ready: tuple[float, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    done: tuple[float, ...]
+    awaited: tuple[int, ...]
+    cause: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When everything is done."""
+        return max(self.done, default=0.0)
+
+    def path(self) -> tuple[int, ...]:
+        """The tasks that decide the makespan, from first to last: each starts when the one before
+        it is done, or leaves the stream that both need."""
+        if not self.done:
+            return ()
+        task = max(range(len(self.done)), key=lambda n: (self.done[n], n))
+        found = []
+        while task != NONE:
+            found.append(task)
+            task = self.cause[task]
+        return tuple(reversed(found))
+
+
+def play(program: Program) -> Played:
+    """Play all tasks.
+
+    Raises:
+        PlanError: Tasks wait for each other; names some of them.
+    """
+    return _Play(program).run()
+
+
+@dataclass(slots=True)
+class _Share:
+    """Flows of a shared stream: each has received `virtual` seconds' worth since it joined 0."""
+
+    virtual: float = 0.0
+    now: float = 0.0
+    version: int = 0
+    flows: list[tuple[float, int]] = field(default_factory=list)
+
+    def until(self, time: float) -> None:
+        """Let time go by."""
+        if self.flows:
+            self.virtual += (time - self.now) / len(self.flows)
+        self.now = time
+
+    def next(self) -> float:
+        """When the next flow ends, if nothing changes."""
+        return self.now + max(0.0, self.flows[0][0] - self.virtual) * len(self.flows)
+
+
+class _Play:
+    """One run."""
+
+    def __init__(self, program: Program) -> None:
+        number = len(program.seconds)
+        self.program = program
+        self.ready = [0.0] * number
+        self.starts = [0.0] * number
+        self.ends = [0.0] * number
+        self.done = [-1.0] * number
+        self.awaited = [NONE] * number
+        self.cause = [NONE] * number
+        self.order: list[int] = []
+        self.free = [0.0] * len(program.streams)
+        self.last = [NONE] * len(program.streams)
+        self.shares = {n: _Share() for n, s in enumerate(program.streams) if s.shared}
+        self.missing = [len(before) for before in program.before]
+        self.after: list[list[int]] = [[] for _ in range(number)]
+        for task, before in enumerate(program.before):
+            for one in before:
+                self.after[one].append(task)
+        self.events = [(0.0, task, NONE) for task in range(number) if not self.missing[task]]
+        heapify(self.events)
+
+    def run(self) -> Played:
+        events = self.events
+        while events:
+            time, task, stream = heappop(events)
+            if stream != NONE:
+                self._flows(time, stream, task)
+                continue
+            self.order.append(task)
+            on = self.program.on[task]
+            if len(on) == 1 and on[0] in self.shares:
+                self._join(time, task, on[0])
+            else:
+                self._occupy(time, task, on)
+        if len(self.order) < len(self.starts):
+            raise self._stuck()
+        return Played(
+            self.program,
+            tuple(self.ready),
+            tuple(self.starts),
+            tuple(self.ends),
+            tuple(self.done),
+            tuple(self.awaited),
+            tuple(self.cause),
+            tuple(self.order),
+        )
+
+    def _occupy(self, time: float, task: int, on: tuple[int, ...]) -> None:
+        start = time
+        self.cause[task] = self.awaited[task]
+        for stream in on:
+            if self.free[stream] > start:
+                start = self.free[stream]
+                self.cause[task] = self.last[stream]
+        self.starts[task] = start
+        end = start + self.program.seconds[task]
+        for stream in on:
+            self.free[stream] = end
+            self.last[stream] = task
+        self._finish(task, end)
+
+    def _finish(self, task: int, end: float) -> None:
+        self.ends[task] = end
+        done = end + self.program.delay[task]
+        self.done[task] = done
+        for later in self.after[task]:
+            self.missing[later] -= 1
+            if done > self.ready[later] or self.awaited[later] == NONE:
+                self.ready[later] = done
+                self.awaited[later] = task
+            if not self.missing[later]:
+                heappush(self.events, (self.ready[later], later, NONE))
+
+    # -- shared streams ------------------------------------------------------------------------
+
+    def _join(self, time: float, task: int, stream: int) -> None:
+        share = self.shares[stream]
+        share.until(time)
+        self.starts[task] = time
+        self.cause[task] = self.awaited[task]
+        heappush(share.flows, (share.virtual + self.program.seconds[task], task))
+        self._expect(stream)
+
+    def _expect(self, stream: int) -> None:
+        """Note the next end of a flow; what was noted before counts no more."""
+        share = self.shares[stream]
+        share.version += 1
+        if share.flows:
+            heappush(self.events, (share.next(), share.version - _LAST, stream))
+
+    def _flows(self, time: float, stream: int, version: int) -> None:
+        """The first flow of a stream ends, unless something has changed since it was noted."""
+        share = self.shares[stream]
+        if version + _LAST != share.version:
+            return
+        share.until(time)
+        virtual, task = heappop(share.flows)
+        share.virtual = max(share.virtual, virtual)
+        self._expect(stream)
+        self._finish(task, time)
+
+    def _stuck(self) -> PlanError:
+        rest = [task for task, missing in enumerate(self.missing) if missing]
+        names = self.program.label
+        problems = [
+            f"{names[task] or self.program.kind[task]} waits for "
+            + ", ".join(names[one] or str(one) for one in self.program.before[task])
+            for task in rest[:_SHOWN]
+        ]
+        if len(rest) > _SHOWN:
+            problems.append(f"and {len(rest) - _SHOWN} more")
+        return PlanError(
+            "the step cannot go on",
+            problems=problems,
+            fix="Follow what waits: some of it waits for itself.",
+        )

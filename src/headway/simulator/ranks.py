@@ -1,0 +1,258 @@
+"""Which ranks there are, what joins them, and which of them behave alike.
+
+Ranks are numbered by axes with strides, node by node. A message is priced on the innermost level
+that joins its two ends, a collective by `cost.Network` for its whole group. Invariant: copies of a
+pipeline, and positions on the tensor axis, are one class exactly if all their ranks are equally
+fast and all their messages and collectives cost the same; so playing one of each class is playing
+all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from headway.cost.network import LinkLevel, Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The ranks of a step.
+
+    Attributes:
+        tensor: t.
+        data: d, copies of the pipeline.
+        pipeline: p, ranks of one pipeline.
+        strides: Of the three axes in this order; None: tensor innermost, then data, then pipeline.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+    strides: tuple[int, int, int] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    @property
+    def apart(self) -> tuple[int, int, int]:
+        """The strides."""
+        return self.strides or (1, self.tensor, self.tensor * self.data)
+
+    def rank(self, part: int, copy: int, place: int) -> int:
+        """Of a position on the tensor axis, a copy, and a place in the pipeline."""
+        one, two, three = self.apart
+        return part * one + copy * two + place * three
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(part, copy, place) of a rank."""
+        sizes = (self.tensor, self.data, self.pipeline)
+        one, two, three = (
+            rank // stride % size for stride, size in zip(self.apart, sizes, strict=True)
+        )
+        return one, two, three
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowPath:
+    """A link between two sets of ranks that carries less.
+
+    Attributes:
+        ends: The ranks on either side.
+        factor: Its rate is divided by it.
+    """
+
+    ends: tuple[frozenset[int], frozenset[int]]
+    factor: float
+
+    def joins(self, members: Set[int]) -> bool:
+        """Whether some of these ranks are on either side."""
+        return all(members & end for end in self.ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What is wrong with the machine.
+
+    Attributes:
+        slow: By rank: its computations take so many times as long.
+        paths: Slow links.
+    """
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    paths: tuple[SlowPath, ...] = ()
+
+
+NO_FAULTS = Faults()
+Edge = tuple[int, int]
+"""Places in a pipeline between which messages go."""
+Price = tuple[float, float, str]
+"""Of a message: seconds per byte, latency, level."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks on their network."""
+
+    grid: Grid
+    network: Network
+    faults: Faults = NO_FAULTS
+
+    def slowness(self, copy: int, place: int) -> float:
+        """Of a tensor group: it goes at the pace of its slowest rank."""
+        if not self.faults.slow:
+            return 1.0
+        parts = range(self.grid.tensor)
+        slow = self.faults.slow
+        return max(slow.get(self.grid.rank(part, copy, place), 1.0) for part in parts)
+
+    def message(self, source: int, target: int) -> Price:
+        """Between two ranks of a pipeline, while their neighbours send, too."""
+        inner = 1.0
+        found = self.network.levels[-1]
+        for level in self.network.levels:
+            found = level
+            if source // level.width == target // level.width:
+                break
+            inner = level.width
+        link = found.message or found.link
+        shared = min(float(self.grid.apart[2]), inner) / found.link.rate
+        per_byte = max(1.0 / link.rate, shared)
+        for path in self.faults.paths:
+            if path.joins({source, target}):
+                per_byte *= path.factor
+        return per_byte, link.latency, found.name
+
+    def group(self, part: int, places: Sequence[int]) -> Network:
+        """The network as the ranks see it that sum the gradients of a stage.
+
+        Args:
+            part: On the tensor axis.
+            places: In the pipeline that hold the stage.
+        """
+        if not self.faults.paths:
+            return self.network
+        copies = range(self.grid.data)
+        members = {self.grid.rank(part, c, place) for place in places for c in copies}
+        network = self.network
+        for path in self.faults.paths:
+            if path.joins(members):
+                network = _slower(network, path)
+        return network
+
+    def links_of_tensor(self, copy: int, place: int) -> float:
+        """By how much a slow link slows a tensor group's collectives, their latencies included."""
+        members = {self.grid.rank(part, copy, place) for part in range(self.grid.tensor)}
+        joined = [path.factor for path in self.faults.paths if path.joins(members)]
+        return math.prod(joined)
+
+    def shape(self, places: Sequence[int]) -> tuple[int, int]:
+        """(size, stride) of the ranks that sum the gradients of a stage, of which a pipeline holds
+        copies at these places."""
+        _, data, pipeline = self.grid.apart
+        size = self.grid.data * len(places)
+        if self.grid.data > 1 or len(places) == 1:
+            return size, data
+        return size, pipeline * (max(places) - min(places)) // (len(places) - 1)
+
+    def level_of(self, size: int, stride: int) -> LinkLevel:
+        """The innermost level that joins a group."""
+        far = (size - 1) * stride + 1
+        levels = self.network.levels
+        return next((level for level in levels if level.width >= far), levels[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Class:
+    """Some that behave alike.
+
+    Attributes:
+        first: The one that is played.
+        count: How many they are.
+    """
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who is played: of each class one, or everybody.
+
+    Attributes:
+        world: All ranks.
+        edges: Between which places messages go.
+        holders: Of each stage, the places that hold it.
+        everybody: Play every rank, whether others behave alike or not.
+    """
+
+    world: World
+    edges: tuple[Edge, ...]
+    holders: tuple[tuple[int, ...], ...]
+    everybody: bool = False
+
+    @cached_property
+    def parts(self) -> tuple[Class, ...]:
+        """On the tensor axis."""
+        copies = range(self.world.grid.data)
+
+        def look(part: int) -> object:
+            groups = tuple(_rates(self.world.group(part, places)) for places in self.holders)
+            return tuple(self._messages(part, copy) for copy in copies), groups
+
+        return self._classes(self.world.grid.tensor, look)
+
+    @cached_property
+    def copies(self) -> tuple[Class, ...]:
+        """Of the pipeline."""
+        world, places = self.world, range(self.world.grid.pipeline)
+
+        def look(copy: int) -> object:
+            slow = tuple(world.slowness(copy, place) for place in places)
+            links = tuple(world.links_of_tensor(copy, place) for place in places)
+            return slow, links, tuple(self._messages(part.first, copy) for part in self.parts)
+
+        return self._classes(world.grid.data, look)
+
+    def _messages(self, part: int, copy: int) -> tuple[Price, ...]:
+        rank = self.world.grid.rank
+        return tuple(
+            self.world.message(rank(part, copy, a), rank(part, copy, b)) for a, b in self.edges
+        )
+
+    def _classes(self, number: int, look: Callable[[int], object]) -> tuple[Class, ...]:
+        if self.everybody:
+            return tuple(Class(first=one, count=1) for one in range(number))
+        found: dict[object, list[int]] = {}
+        for one in range(number):
+            found.setdefault(look(one), []).append(one)
+        return tuple(Class(first=alike[0], count=len(alike)) for alike in found.values())
+
+    def __iter__(self) -> Iterator[tuple[Class, Class, int]]:
+        """(copy, part, place) of every rank that is played."""
+        for copy in self.copies:
+            for place in range(self.world.grid.pipeline):
+                for part in self.parts:
+                    yield copy, part, place
+
+
+def _rates(network: Network) -> tuple[float, ...]:
+    """What faults can change about a network."""
+    return tuple(level.link.rate for level in network.levels)
+
+
+def _slower(network: Network, path: SlowPath) -> Network:
+    """With the level slowed that joins both ends."""
+    first, second = (min(end) for end in path.ends)
+    levels = list(network.levels)
+    number = next(
+        (n for n, level in enumerate(levels) if first // level.width == second // level.width),
+        len(levels) - 1,
+    )
+    level = levels[number]
+    link = replace(level.link, rate=level.link.rate / path.factor)
+    levels[number] = replace(level, link=link)
+    return Network(tuple(levels))

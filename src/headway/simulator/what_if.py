@@ -1,0 +1,192 @@
+"""Other hardware and faults in words: "link node-node 100 Gbit/s", "rank 3 slow 2x".
+
+Invariant: a sentence changes exactly the numbers that it names; what is not understood is refused
+with the names that there are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from headway.cluster import Cluster
+from headway.cluster.faults import (
+    CutLink,
+    Fault,
+    KillRank,
+    SlowLink,
+    check_faults,
+    parse_fault,
+)
+from headway.cost.network import LinkLevel, Network
+from headway.cost.transformer import Machine
+from headway.documents import nearest
+from headway.errors import UsageError
+from headway.simulator.ranks import Faults, SlowPath
+from headway.units import parse_bytes, parse_rate, parse_seconds
+
+_TIMES = re.compile(r"([0-9]+(?:\.[0-9]+)?)x")
+LEGAL_CHANGES = (
+    '"link LEVEL 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us", "device peak 2x", '
+    '"memory 80 GiB", "memory 2x"'
+)
+LEGAL_FAULTS = '"rank 3 slow 2x" or "link a-b 10x slower"'
+NUMBERS = {
+    "peak": "peak",
+    "memory-rate": "memory_rate",
+    "dispatch": "dispatch",
+    "kernel": "kernel",
+    "update": "update",
+}
+"""Of a device, as a sentence calls them, and their names in `DeviceModel`; the last three are
+seconds, of which 2x is slower."""
+
+
+def changed(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Machine:
+    """A machine with other numbers.
+
+    Args:
+        machine: Of `cluster`.
+        cluster: Names its levels.
+        sentences: See `LEGAL_CHANGES`; one after the other.
+
+    Raises:
+        UsageError: A sentence says nothing that can be changed.
+    """
+    for sentence in sentences:
+        machine = _changed(machine, levels_of(machine.network, cluster), sentence)
+    return machine
+
+
+def levels_of(network: Network, cluster: Cluster) -> dict[str, int]:
+    """The numbers of a network's levels by name; "rank-rank" and "node-node" are the innermost
+    ones that join ranks, and nodes."""
+    names = {level.name: number for number, level in enumerate(network.levels)}
+    own = (node.processes for node in cluster.nodes)
+    widest = max(cluster.processes if number is None else number for number in own)
+    between = [n for n, level in enumerate(network.levels) if level.width > widest]
+    aliases = {"rank-rank": 0} | ({"node-node": between[0]} if between else {})
+    return aliases | names
+
+
+def _changed(machine: Machine, levels: Mapping[str, int], sentence: str) -> Machine:
+    words = sentence.split()
+    what, rest = (words[0], words[1:]) if words else ("", [])
+    if what in ("link", "latency") and len(rest) > 1:
+        number = _level(levels, rest[0], sentence)
+        level = machine.network.levels[number]
+        kind = _rate if what == "link" else _latency
+        other = kind(level, _value(" ".join(rest[1:]), _PARSE[what], sentence))
+        every = list(machine.network.levels)
+        every[number] = other
+        return replace(machine, network=Network(tuple(every)))
+    if what == "memory" and rest:
+        factor, size = _value(" ".join(rest), parse_bytes, sentence)
+        memory = machine.device.memory * factor if factor else float(size)
+        return replace(machine, device=replace(machine.device, memory=memory))
+    if what == "device" and len(rest) == 2:
+        return _device(machine, rest[0], rest[1], sentence)
+    raise UsageError(
+        f"{sentence!r} changes nothing", where="--change", fix=f"Write {LEGAL_CHANGES}."
+    )
+
+
+_PARSE: Mapping[str, Callable[[str], float]] = {"link": parse_rate, "latency": parse_seconds}
+
+
+def _level(levels: Mapping[str, int], name: str, sentence: str) -> int:
+    if name not in levels:
+        raise UsageError(
+            f"{sentence!r}: no level {name!r}{nearest(name, list(levels))}",
+            where="--change",
+            fix=f"The cluster has {', '.join(levels)}.",
+        )
+    return levels[name]
+
+
+def _value(text: str, parse: Callable[[str], float], sentence: str) -> tuple[float, float]:
+    """(factor, 0) of "2x", (0, value) of a text with its unit."""
+    found = _TIMES.fullmatch(text)
+    try:
+        factor, value = (float(found[1]), 0.0) if found else (0.0, float(parse(text)))
+    except ValueError as error:
+        raise UsageError(f"{sentence!r}: {error}", where="--change") from None
+    if not (factor or value) or not math.isfinite(factor + value):
+        raise UsageError(f"{sentence!r}: more than nothing is needed", where="--change")
+    return factor, value
+
+
+def _rate(level: LinkLevel, value: tuple[float, float]) -> LinkLevel:
+    """Of collectives; messages get faster or slower by as much."""
+    factor = value[0] or value[1] / level.link.rate
+    message = level.message and replace(level.message, rate=level.message.rate * factor)
+    rate = level.link.rate * factor if value[0] else value[1]
+    return replace(level, link=replace(level.link, rate=rate), message=message)
+
+
+def _latency(level: LinkLevel, value: tuple[float, float]) -> LinkLevel:
+    factor, seconds = value
+    latency = level.link.latency * factor if factor else seconds
+    message = level.message
+    if message:
+        own = message.latency * factor if factor else seconds
+        message = replace(message, latency=own)
+    return replace(level, link=replace(level.link, latency=latency), message=message)
+
+
+def _device(machine: Machine, name: str, text: str, sentence: str) -> Machine:
+    found = _TIMES.fullmatch(text)
+    if name not in NUMBERS or not found or not float(found[1]):
+        raise UsageError(
+            f"{sentence!r} changes nothing of a device",
+            where="--change",
+            fix=f'Write "device NUMBER 2x" with one of {", ".join(NUMBERS)}.',
+        )
+    device, factor = machine.device, float(found[1])
+    if name == "peak":
+        peak = {key: rate * factor for key, rate in device.peak.items()}
+        return replace(machine, device=replace(device, peak=peak))
+    own = {NUMBERS[name]: getattr(device, NUMBERS[name]) * factor}
+    return replace(machine, device=replace(device, **own))
+
+
+def faults_of(sentences: Sequence[str], ranks: int, cluster: Cluster) -> Faults:
+    """What is wrong in a step.
+
+    Args:
+        sentences: As `headway train --fault` takes them, without the step.
+        ranks: Of the plan.
+        cluster: Its nodes.
+
+    Raises:
+        UsageError: A sentence is none, names what is not there, or lets the step never end.
+    """
+    slow: dict[int, float] = {}
+    paths = []
+    for sentence in sentences:
+        fault = _parsed(sentence)
+        if isinstance(fault, CutLink | KillRank):
+            raise UsageError(
+                f"{sentence!r}: a step with this fault never ends",
+                where="--fault",
+                fix=f"Write {LEGAL_FAULTS}; `headway train --fault` shows how a job survives.",
+            )
+        check_faults([fault], ranks, cluster)
+        if isinstance(fault, SlowLink):
+            one, other = (frozenset(cluster.ranks_of(name)) for name in fault.ends)
+            paths.append(SlowPath(ends=(one, other), factor=fault.factor))
+        else:
+            slow[fault.rank] = slow.get(fault.rank, 1.0) * fault.factor
+    return Faults(slow=slow, paths=tuple(paths))
+
+
+def _parsed(sentence: str) -> Fault:
+    try:
+        return parse_fault(sentence)
+    except ValueError:
+        try:
+            return parse_fault(f"{sentence} from step 1")
+        except ValueError as error:
+            raise UsageError(str(error), where="--fault", fix=f"Write {LEGAL_FAULTS}.") from None

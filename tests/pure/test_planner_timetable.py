@@ -1,0 +1,154 @@
+"""pure: tables as the search plays them, against `schedule.timing`; bounds below every table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headway.errors import PlanError
+from headway.planner.bounds import least_step
+from headway.planner.degrees import Degrees
+from headway.planner.schemes import PLAIN, SCHEMES, Scheme, book, scheme_of, schemes
+from headway.planner.timetable import Wire, Work
+from headway.schedule.costs import StageCosts
+from headway.schedule.lowering import lower
+from headway.schedule.named import make_schedule
+from headway.schedule.stats import peak_activations
+from headway.schedule.timing import time_schedule
+
+SIZES = [(2, 2), (2, 5), (4, 3), (4, 4), (4, 8), (4, 12), (8, 16)]
+
+
+def table_of(scheme, ranks, microbatches):
+    return make_schedule(
+        scheme.name,
+        stages=ranks,
+        microbatches=microbatches,
+        virtual=scheme.virtual,
+        pipes=scheme.pipes,
+    )
+
+
+def costs_of(random, stages, *, sync=True):
+    forward, inputs, weights = random.uniform(0.5, 2.0, (3, stages))
+    return StageCosts(
+        forward=tuple(forward),
+        input_grad=tuple(inputs),
+        weight_grad=tuple(weights),
+        latency=0.05,
+        message=tuple(random.uniform(0.0, 1.5, stages)),
+        sync=tuple(random.uniform(0.0, 3.0, stages)) if sync else (),
+        activation=tuple(random.uniform(0.5, 2.0, stages)),
+        weight=(1.0,) * stages,
+    )
+
+
+def work_of(costs):
+    backward = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
+    return Work(costs.forward, backward, costs.weight_grad)
+
+
+def wire_of(costs):
+    borders = costs.stages - 1
+    return Wire([costs.latency] * borders, costs.message[:borders])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_equals_the_timed_table(scheme):
+    """Every size that a schedule can have: makespan with messages and sums, and what is held."""
+    random = np.random.default_rng(7)
+    played = 0
+    for ranks, microbatches in SIZES:
+        found = book(scheme, ranks, microbatches)
+        if found is None:
+            with pytest.raises(PlanError):
+                table_of(scheme, ranks, microbatches)
+            continue
+        table = table_of(scheme, ranks, microbatches)
+        costs = costs_of(random, table.stages)
+        lowered = lower(table, sync="eager-opt")
+        result = found.play(work_of(costs), wire_of(costs), costs.sync)
+        timing = time_schedule(lowered, costs)
+        assert result.finish == pytest.approx(timing.makespan, rel=1e-12)
+        assert result.ends == pytest.approx([timing.compute_end(r) for r in range(ranks)])
+        bare = found.play(work_of(costs)).finish
+        free = StageCosts(
+            forward=costs.forward, input_grad=costs.input_grad, weight_grad=costs.weight_grad
+        )
+        assert bare == pytest.approx(time_schedule(table, free).makespan, rel=1e-12)
+        held = [found.held(rank, costs.activation) for rank in range(ranks)]
+        assert held == pytest.approx(peak_activations(table, costs), abs=1e-8)
+        played += 1
+    assert played >= 2
+
+
+def test_micro_batches_under_way():
+    """1F1B: min(m, p - i); GPipe: m; Chimera's copies: (D/2 + 1 ... D) units of a rank."""
+    assert book(PLAIN, 4, 3).in_flight() == (3, 3, 2, 1)
+    assert book(Scheme("gpipe"), 4, 7).in_flight() == (7, 7, 7, 7)
+    chimera = book(Scheme("chimera", pipes=2), 4, 4)
+    assert [chimera.held(rank, [1.0] * 4) for rank in range(4)] == [3, 4, 4, 3]
+    assert chimera.table.holders[0] == (0, 3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_many_micro_batches_go_on_as_the_last_rounds(scheme):
+    """Of equal and of slightly unequal stages, a short table stands for a long one."""
+    random = np.random.default_rng(3)
+    ranks, microbatches = 4, 96
+    whole = book(scheme, ranks, microbatches)
+    short = book(scheme, ranks, microbatches, limit=1)
+    assert whole.before is None
+    assert short.table.cells < 0.7 * whole.table.cells
+    for width in (0.0, 0.2):
+        costs = costs_of(random, whole.table.stages, sync=False)
+        ones = np.ones(whole.table.stages)
+        work = Work(*((1 + width * random.random(len(ones))) * n for n in (1, 2, 1)))
+        sums = tuple(random.uniform(0, 3, len(ones)))
+        exact = whole.play(work, wire_of(costs), sums)
+        found = short.play(work, wire_of(costs), sums)
+        assert found.finish == pytest.approx(exact.finish, rel=5e-3)
+    assert short.peaks == whole.peaks
+    assert short.computed == whole.computed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_no_table_is_faster_than_its_bound(scheme):
+    """Any stages, also very unequal ones; for equal stages 1F1B and GPipe reach it."""
+    random = np.random.default_rng(11)
+    for ranks, microbatches in [*SIZES, (4, 5), (3, 4), (8, 9), (8, 3)]:
+        found = book(scheme, ranks, microbatches)
+        if found is None:
+            continue
+        degrees = Degrees(
+            tensor=1,
+            data=1,
+            pipeline=ranks,
+            microbatch=1,
+            microbatches=microbatches,
+            schedule=scheme.name,
+            virtual=scheme.virtual,
+            pipes=scheme.pipes,
+        )
+        stages = found.table.stages
+        for spread in (0.0, 1.0, 3.0):
+            for _ in range(12):
+                each = np.exp(spread * random.standard_normal((3, stages)))
+                work = Work(each[0], each[1] + each[2], each[2])
+                least = least_step(degrees, sum(work.forward), sum(work.backward))
+                assert found.play(work).finish >= least * (1 - 1e-12)
+        equal = Work([1.0] * stages, [2.0] * stages, [1.0] * stages)
+        if scheme.name in ("1f1b", "gpipe") and (scheme.name == "gpipe" or microbatches > ranks):
+            least = least_step(degrees, stages, 2.0 * stages)
+            assert found.play(equal).finish == pytest.approx(least)
+
+
+def test_names():
+    assert schemes(("1f1b",)) == (PLAIN,)
+    assert schemes(("all",)) == SCHEMES
+    assert [s.virtual for s in schemes(("interleaved",))] == [2, 4]
+    assert scheme_of("zbv", 1, 2) == Scheme("zbv", virtual=2)
+    assert scheme_of("chimera", 2, 4) == Scheme("chimera", pipes=4)
+    with pytest.raises(PlanError, match="no price for a schedule") as error:
+        schemes(("1f1b", "pipedream"))
+    assert error.value.problems == ("pipedream",) or "pipedream" in str(error.value)

@@ -1,0 +1,196 @@
+"""pure: predictions: in plan files, in progress lines, in the report; the paces they rest on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from headway.cli.expected import beside, read_expected
+from headway.cli.progress import Progress, describe
+from headway.cluster import Cluster, read_cluster, to_toml
+from headway.cluster.device import Device, Pace
+from headway.cluster.fingerprint import differences, fingerprint
+from headway.cluster.readings import Kernels, Timed
+from headway.cost.device import DeviceModel
+from headway.cost.measured import device_of_kernels
+from headway.cost.paces import paces_of
+from headway.graph import Operator
+from headway.graph.operator import Kernel, Work
+from headway.plan import Pipeline, Plan, data_parallel, pipelined
+from headway.plan.prediction import Prediction
+from headway.planner.kernel_times import Counts, seconds_of
+from headway.report.predicted import predicted_spans
+
+PARTS = {"compute": 0.06, "exchange": 0.03, "update": 0.01}
+EXPECTED = Prediction(seconds=0.1, parts=PARTS, stages=(0.06,), cluster="abc", version="1")
+
+
+def test_a_prediction_travels_with_the_plan_and_not_in_its_hash(tmp_path):
+    plain = data_parallel(64, processes=2)
+    told = dataclasses.replace(plain, prediction=EXPECTED)
+    assert told.hash == plain.hash
+    assert "prediction" not in plain.to_dict()
+    told.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == told
+
+
+def test_lines_show_predicted_beside_measured():
+    start = {"event": "start", "step": 0, "steps": 10, "predicted": dataclasses.asdict(EXPECTED)}
+    rank = {"event": "rank_step", "step": 1, "seconds": 0.125, "compute": 0.08, "exposed": 0.04,
+            "update": 0.005}  # fmt: skip
+    step = {"event": "step", "step": 1, "loss": 2.0, "samples": 64, "seconds": 0.125}
+    progress = Progress().after(start).after(rank).after(step)
+    text = describe(step, progress)
+    assert "step 125 ms (predicted 100 ms, -20%; " in text
+    assert "compute 80 ms/60 ms, wait 40 ms/30 ms, update 5 ms/10 ms)" in text
+    twice = {**start, "predicted": {**start["predicted"], "seconds": 0.2}}
+    assert "predicted 200 ms, +60%" in describe(step, Progress().after(twice).after(step))
+    assert "predicted" not in describe(step, Progress().after({**start, "predicted": None}))
+    assert beside(read_expected(None), 1.0, []) == ""
+
+
+def test_the_predicted_timeline_ends_with_the_predicted_step():
+    plan = dataclasses.replace(data_parallel(64, processes=2), prediction=EXPECTED)
+    spans = predicted_spans(plan)
+    assert {span.rank for span in spans} == {0, 1}
+    assert max(span.end for span in spans) == pytest.approx(EXPECTED.seconds)
+
+
+def test_the_predicted_timeline_of_a_pipeline_is_its_table():
+    plan = pipelined(8, processes=2, stages=2, pipeline=Pipeline(schedule="gpipe", microbatches=4))
+    slowest, whole, m = 0.02, 0.035, 4
+    seconds = whole + (m - 1) * slowest + 0.005
+    told = Prediction(
+        seconds=seconds, parts={"compute": m * slowest, "update": 0.005}, stages=(0.02, 0.015)
+    )
+    spans = predicted_spans(dataclasses.replace(plan, prediction=told))
+    assert max(span.end for span in spans) == pytest.approx(seconds)
+    done = [span for span in spans if span.rank == 1 and span.kind in ("forward", "backward")]
+    assert sum(span.seconds for span in done) == pytest.approx(4 * 0.015)
+
+
+def test_a_fingerprint_names_what_differs():
+    here = fingerprint(device="cpu", ranks=2, threads=1)
+    assert list(differences({**here, "date": "2020-01-01"}, here)) == []
+    other = {**here, "torch": "1.0", "ranks": "4"}
+    assert list(differences(other, here)) == [
+        f"torch: 1.0 there, {here['torch']} here",
+        "ranks: 4 there, 2 here",
+    ]
+    assert len(list(differences({}, here))) == len(here) - 1  # nothing said is not the same
+
+
+def test_what_was_measured_survives_the_file(tmp_path):
+    device = Device(
+        peak={"fp32": 1e11},
+        memory=2.0**30,
+        memory_rate=1e10,
+        narrow=23.5,
+        overlap=0.25,
+        kinds={"conv2d": Pace(forward=5e10, backward_stream=2e9), "relu": Pace()},
+        updates={"AdamW fused": 2e-9, "clip": 5e-10},
+    )
+    cluster = dataclasses.replace(
+        Cluster.of(1, 2), devices={"cpu": device}, measured={"torch": "2.13", "ranks": "2"}
+    )
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(cluster))
+    assert read_cluster(path) == cluster
+
+
+def test_known_paces_are_found_again():
+    draw = np.random.default_rng(3)
+    flops, moved = 10 ** draw.uniform(6, 9, 8), 10 ** draw.uniform(5, 8, 8)
+    floor = 5e-6
+    timed = [
+        Timed(
+            kind="conv2d",
+            forward=(f, b, f / 8e10 + b / 4e9 + floor),
+            backward=(2 * f, 2 * b, 2 * f / 5e10 + 2 * floor),
+        )
+        for f, b in zip(flops, moved, strict=True)
+    ]
+    timed.append(Timed(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)))
+    found, words = paces_of(timed, floor)
+    conv = found["conv2d"]
+    assert (conv.forward, conv.forward_stream) == pytest.approx((8e10, 4e9), rel=0.2)
+    assert conv.backward == pytest.approx(5e10, rel=0.2)
+    assert found["relu"].forward is None
+    assert found["relu"].forward_stream == pytest.approx(1e6 / 0.95e-4, rel=1e-3)
+    assert words.startswith("fit error ")
+
+
+DEVICE = DeviceModel(
+    name="one",
+    peak={"fp32": 1e11},
+    memory=2.0**34,
+    memory_rate=1e10,
+    efficiency=1.0,
+    depth=0.0,
+    narrow=16.0,
+    kinds={"gelu": Pace(forward_stream=2e9, backward_stream=1e9)},
+)
+
+
+def work(kind, forward, moved):
+    return Kernel(
+        kind=kind,
+        flops=Work(forward=forward, input_gradient=forward, weight_gradient=forward),
+        traffic=Work(forward=moved, input_gradient=moved, weight_gradient=moved if forward else 0),
+    )
+
+
+def test_a_folded_operator_costs_the_sum_of_its_kernels():
+    rows, width = 64, 256
+    flops, moved = 2 * rows * width * width, 4 * (2 * rows * width + width * width)
+    linear, gelu = work("linear", flops, moved), work("gelu", 0, 8 * rows * width)
+    operator = Operator(name="a", kind="linear", folded=(linear, gelu))
+    counts = Counts(
+        made=rows * width, taken=rows * width, held=width * width, own=4.0 * width * width
+    )
+    forward, backward = seconds_of(DEVICE, operator, counts, dtype="fp32", scale=1.0)
+    product = flops / 1e11 * (1 + 16.0 / rows)
+    assert forward == pytest.approx(product + 8 * rows * width / 2e9)
+    assert backward == pytest.approx(product + flops / 1e11 + 8 * rows * width / 1e9)
+    # A quarter of the samples: less than a quarter faster, as products become narrow.
+    less, _ = seconds_of(DEVICE, operator, counts, dtype="fp32", scale=0.25)
+    assert less > forward / 4
+    bound = [
+        seconds_of(DEVICE, operator, counts, dtype="fp32", scale=s, moved_weights=0.0)[0]
+        for s in (0.25, 1.0, 4.0)
+    ]
+    assert bound[0] * 4 == pytest.approx(bound[1])
+    assert bound[1] * 4 == pytest.approx(bound[2])
+    assert all(b <= f for b, f in zip(bound[:2], (less, forward), strict=True))
+
+
+def test_a_known_device_is_found_again():
+    def seconds(m, n, k, narrow=0.0):
+        return 2.0 * m * n * k / 1e11 * (1 + 20.0 / k + narrow / m)
+
+    depths, rows = (32, 128, 512), (8, 16, 64)
+    found = Kernels(
+        name="cpu",
+        adds=True,
+        products={"fp32": tuple((512, 512, k, seconds(512, 512, k)) for k in depths)},
+        narrow=tuple((m, 512, 512, seconds(m, 512, 512, 16.0)) for m in rows),
+        streams=((1e6, 1e-4), (1e7, 1e-3)),
+        dispatch=0.0,
+        kernel=0.0,
+        update=5e-9,
+        updates={"SGD": 1e-9, "clip": 5e-10},
+        overlap=0.123456,
+        skew=0.0,
+        memory=2.0**30,
+        spread=1.0,
+        kinds=(Timed(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)),),
+    )
+    device = device_of_kernels(found, "today")
+    assert device.depth == pytest.approx(20.0, rel=1e-3)
+    assert device.narrow == pytest.approx(16.0, rel=1e-3)
+    assert device.overlap == 0.12
+    assert device.updates == {"SGD": 1e-9, "clip": 5e-10}
+    assert device.kinds["relu"].backward_stream == pytest.approx(5e9)
+    assert device.source["kinds"].startswith("measured today: several shapes of each, fit error ")

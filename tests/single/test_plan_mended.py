@@ -1,0 +1,91 @@
+"""single: a plan that does not fit: what is missing, and changes of it that make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headway.cli.explain import look, sentences
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.plan.pipeline import Pipeline
+from headway.plan.plan import data_parallel, pipelined
+from headway.planner.mended import mends, too_much
+from headway.planner.operators import Workload
+from headway.planner.planned import point_of
+from headway.planner.question import Question
+from headway.planner.search import Search
+from headway.run.model_graph import graph_of
+
+BATCH = 32
+MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
+
+
+@pytest.fixture(scope="module")
+def question():
+    graph, samples, batch = graph_of("support.recipes:stack")[:3]
+    work = Workload(graph=graph, samples=samples)
+    return Question(work=work, machine=MACHINE, devices=(2,), batch=batch)
+
+
+PLAN = pipelined(
+    BATCH, processes=2, stages=2, pipeline=Pipeline(microbatches=4, cut=("3",)), microbatch=8
+)
+
+
+def tight(question, plan, share):
+    """The plan with so much of the memory that it needs, priced."""
+    point = point_of(plan, Search(question))
+    engine = Search(replace(question, memory=share * point.bytes))
+    return engine, point_of(plan, engine)
+
+
+@pytest.mark.parametrize("share", [0.99, 0.8])
+def test_every_change_makes_it_fit(question, share):
+    engine, point = tight(question, PLAN, share)
+    missing = too_much(engine, point)
+    assert point.bytes - missing <= engine.question.cap < point.bytes - missing + 1
+    found = mends(engine, point)
+    assert found
+    assert [mend.slower for mend in found] == sorted(mend.slower for mend in found)
+    for mend in found:
+        assert mend.point.bytes <= engine.question.cap
+        assert mend.point.devices == point.devices
+        assert mend.slower == mend.point.seconds / point.seconds - 1
+
+
+def test_only_the_stages_that_are_too_full_compute_again(question):
+    engine, point = tight(question, PLAN, 0.99)
+    over = [n for n, stage in enumerate(point.stages) if stage.bytes > engine.question.cap]
+    assert len(over) == 1
+    found = [mend for mend in mends(engine, point) if mend.change.startswith("recompute ")]
+    for mend in found:
+        again = [n for n, stage in enumerate(mend.point.stages) if stage.recompute]
+        assert again == over
+        assert [s.start for s in mend.point.stages] == [s.start for s in point.stages]
+        assert engine.row[point.stages[over[0]].start].module in mend.change
+
+
+def test_one_kind_of_thing_changes(question):
+    engine, point = tight(question, data_parallel(BATCH, processes=2), 0.8)
+    found = {mend.change.rpartition(" ")[0]: mend.point.degrees for mend in mends(engine, point)}
+    assert {"micro-batches of", "ZeRO"} & set(found)
+    if "ZeRO" in found:
+        assert replace(found["ZeRO"], zero=0) == point.degrees
+    if "micro-batches of" in found:
+        new = found["micro-batches of"]
+        assert new.microbatch < point.degrees.microbatch
+        assert (new.data, new.pipeline) == (point.degrees.data, point.degrees.pipeline)
+
+
+def test_explain_says_so(question):
+    engine, point = tight(question, PLAN, 0.8)
+    found = look(PLAN, engine, most=16)
+    words = "\n".join(sentences(engine.question, found))
+    assert "this does not fit" in words
+    assert "more per device; or, the fastest first:" in words
+    assert found.over == too_much(engine, point)
+    whole = look(PLAN, Search(question), most=16)
+    assert (whole.over, whole.mends) == (0, ())
+    assert "more per device; or" not in "\n".join(sentences(question, whole))

@@ -1,0 +1,175 @@
+"""single: where no plan fits: the least memory, changes that do, and smaller ones that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.errors import NothingFits
+from headway.graph import fold
+from headway.planner.least import fitting, least_memory, sibling
+from headway.planner.operators import Workload
+from headway.planner.question import Question
+from headway.planner.refusal import refusal, sentence
+from headway.planner.relaxations import look
+from headway.planner.search import Search, search
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from support.big_models import ids
+
+MACHINE = machine_of(of_preset("dgx-a100", nodes=2))
+TODAY = {"tensor": (1,), "zero": (0,)}
+"""What the executor runs."""
+
+
+@pytest.fixture(scope="module")
+def work():
+    config = TransformerConfig(vocabulary=1024, window=64, width=256, layers=2, heads=8)
+    with torch.device("meta"):
+        return Workload(graph=fold(capture(TransformerLM(config), ids(16, 64))), samples=16)
+
+
+@pytest.fixture(scope="module")
+def asked(work):
+    def ask(**changed):
+        return Question(
+            **{"work": work, "machine": MACHINE, "devices": (4,), "batch": 32} | changed
+        )
+
+    return ask
+
+
+KNOWN = {}
+
+
+def verdict_of(question):
+    """Of each question once."""
+    limits = replace(question, work=None, machine=None)
+    key = (limits, question.machine.device.memory, len(question.machine.network.levels))
+    if key not in KNOWN:
+        KNOWN[key] = look(Search(question))
+    return KNOWN[key]
+
+
+def every_least(question):
+    """The least memory by asking all combinations, none left out by a bound."""
+    engine = Search(question)
+    least = float("inf")
+    for degrees in engine.combinations():
+        candidate = engine.candidate(degrees)
+        while (point := candidate.fastest(least * (1 - 1e-9))) is not None:
+            least = point.bytes
+    return least
+
+
+@pytest.mark.parametrize("limits", [{}, TODAY, {"devices": (1, 2)}, {"batch": 8, "devices": (8,)}])
+def test_the_least_memory_is_that_of_all_combinations(asked, limits):
+    question = asked(**limits)
+    need = least_memory(Search(question))
+    assert need.proven
+    # `fastest` takes the fastest plan within a cap, so that stepping down ends just above the least
+    assert need.bytes == pytest.approx(every_least(question), abs=1, rel=1e-8)
+    assert search(replace(question, memory=need.bytes)).best.bytes <= need.bytes
+    with pytest.raises(NothingFits):
+        search(replace(question, memory=need.bytes - 1))
+
+
+CASES = {
+    "today": (0.95, {**TODAY, "devices": (8,)}),
+    "one device": (0.9, {"devices": (1,)}),
+    "replicated": (0.97, {"devices": (8,), "force": (("*", "replicate"),), "zero": (0,)}),
+    "gpipe": (0.97, {"schedules": ("gpipe",), **TODAY}),
+    "today, no pipeline": (0.9, {"recompute": "pipeline", "devices": (1,)}),
+}
+"""Of the least memory, and what else is asked."""
+
+
+@pytest.fixture(scope="module")
+def refused(asked):
+    """A question to which nothing fits, by the name of its case."""
+
+    def ask(case):
+        share, limits = CASES[case]
+        question = asked(**limits)
+        return replace(question, memory=share * least_memory(Search(question)).bytes)
+
+    return ask
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_change_does_and_a_smaller_one_does_not(refused, case):
+    question = refused(case)
+    with pytest.raises(NothingFits):
+        search(question)
+    verdict = verdict_of(question)
+    assert "memory" in [one.kind for one in verdict.changes]
+    for one in verdict.changes:
+        found = search(replace(one.question, objective="fastest")).best
+        assert (found.seconds, found.degrees) == (one.point.seconds, one.point.degrees), one.change
+        assert found.bytes <= one.question.cap
+        if one.shorter is not None:
+            with pytest.raises(NothingFits):
+                search(one.shorter)
+    ranks = [(one.hardware, one.cost) for one in verdict.changes]
+    assert ranks == sorted(ranks)
+
+
+def kinds(question):
+    return {one.kind: one for one in verdict_of(question).changes}
+
+
+def test_what_the_question_left_out_is_offered(refused):
+    found = kinds(refused("today"))
+    assert {"memory", "zero"} <= set(found)
+    assert found["zero"].question.zero[-1] == found["zero"].point.degrees.zero > 0
+    assert not found["zero"].hardware
+    assert not found["memory"].hardware  # of what a device has
+    assert "force" in kinds(refused("replicated"))
+    assert "schedule" in kinds(refused("gpipe"))
+
+
+def test_a_larger_device_is_the_least_one_that_does(asked):
+    device = replace(MACHINE.device, memory=6e6)
+    found = kinds(asked(devices=(2,), machine=replace(MACHINE, device=device)))
+    assert found["device"].question.machine.device.name == "p100"
+    assert found["memory"].hardware
+
+
+def test_more_devices_than_the_cluster_s_links_join_have_no_time(work):
+    one_node = machine_of(of_preset("dgx-a100"))
+    question = Question(work=work, machine=one_node, devices=(8,), batch=16)
+    need = least_memory(Search(question))
+    found = kinds(replace(question, memory=0.9 * need.bytes))
+    assert found["devices"].point.devices == 16  # the next node
+    assert found["devices"].hardware
+    assert found["devices"].slower is None
+    assert "time unknown" in sentence(found["devices"])
+    assert found["memory"].slower is not None
+
+
+def test_the_words(refused):
+    question = refused("one device")
+    error = refusal(question)
+    need = least_memory(Search(question))
+    assert error.exit_code == 2
+    assert "every plan needs" in error.problems[0]
+    assert "is the fullest: weights" in error.problems[1]
+    assert error.fix.count("\n") == len(verdict_of(question).changes)
+    assert " more per device (" in error.fix
+    assert need.bytes > question.cap
+
+
+def test_a_sibling_shares_tables_and_nothing_else(asked):
+    engine = Search(asked())
+    outcome = engine.run()
+    other = sibling(engine, asked(memory=1e9, objective="fastest"))
+    assert other._tables is engine._tables
+    assert not other.points
+    fresh = search(asked(memory=1e9, objective="fastest"))
+    assert other.run().best == fresh.best
+    assert engine.points == outcome.search.points
+    assert fitting(sibling(engine, asked(memory=1.0))) is None

@@ -1,0 +1,303 @@
+"""single: the search on devices of several types, against everything there is; its plans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import assumed, machine_of
+from headway.errors import NothingFits, PlanError
+from headway.graph import fold
+from headway.plan import explain
+from headway.planner.mixed import MixedSearch, search_mixed
+from headway.planner.mixed_mesh import amounts_of, layouts
+from headway.planner.mixed_plan import missing, ranks_of, shares_of, to_plan
+from headway.planner.mixed_question import MixedQuestion
+from headway.planner.mixed_sizes import sizes
+from headway.planner.operators import Workload
+from headway.planner.pricing import Rows
+from headway.planner.whale.balance import Share, water_filling
+from headway.planner.whale.filling import whole_filling
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from support.big_models import ids
+
+NETWORK = machine_of(of_preset("p3.16xlarge", nodes=1)).network
+MACHINES = {  # without launches, in which they would be alike
+    kind: replace(
+        machine, network=NETWORK, dtype="fp32", device=replace(machine.device, dispatch=0, kernel=0)
+    )
+    for kind, machine in (("v100", assumed("v100-32gb")), ("p100", assumed("p100")))
+}
+MIB = 2.0**20
+
+
+def gpt(layers, width=256, window=64):
+    config = TransformerConfig(
+        vocabulary=512, window=window, width=width, layers=layers, heads=4, tied=False
+    )
+    with torch.device("meta"):
+        return Workload(graph=fold(capture(TransformerLM(config), ids(16, window))), samples=16)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return gpt(1)
+
+
+@pytest.fixture(scope="module")
+def work():
+    return gpt(6, width=1024, window=256)
+
+
+def asked(work, **changed):
+    usual = {"work": work, "machines": MACHINES, "counts": {"v100": 2, "p100": 2}, "batch": 12}
+    return MixedQuestion(**(usual | changed))
+
+
+# ---- cells and shares ---------------------------------------------------------------------------
+
+
+def rows(amounts, **degrees):
+    found = layouts(amounts, **degrees)
+    return {(tuple("".join(copy) for copy in one.copies), one.order) for one in found}
+
+
+def test_devices_are_laid_out_by_stage_and_by_copy():
+    """K = 8, two stages, nested data parallelism 4, types of 4 and 4."""
+    found = rows({"a": 4, "b": 4}, tensor=1, data=4, pipeline=2)
+    assert found == {
+        (("ab",) * 4, "tdp"),
+        (("aa", "aa", "bb", "bb"), "tpd"),
+        (("ba",) * 4, "tdp"),
+    }
+    uneven = rows({"a": 3, "b": 1}, tensor=1, data=2, pipeline=2)
+    assert (("aa", "ab"), "tdp") in uneven
+    assert (("ab", "aa"), "tdp") not in uneven  # the same copies in another order
+    assert not list(layouts({"a": 3, "b": 1}, tensor=2, data=2, pipeline=1))
+    assert rows({"a": 2, "b": 0}, tensor=2, data=1, pipeline=1) == {(("a",), "tdp")}
+
+
+def test_amounts_are_whole_types_or_powers_of_two():
+    counts = {"a": 6, "b": 2}
+    whole = [tuple(one.values()) for one in amounts_of(counts, None)]
+    assert whole == [(0, 2), (6, 0), (6, 2)]
+    some = [tuple(one.values()) for one in amounts_of(counts, (4,))]
+    assert some == [(2, 2), (4, 0)]
+
+
+def test_whole_filling_is_the_best_of_all_whole_shares():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        copies = random.integers(1, 4, random.integers(1, 4)).tolist()
+        samples = int(random.integers(sum(copies), 12 + sum(copies)))
+        costs = [np.cumsum(random.integers(0, 5, samples) + 0.5) for _ in copies]
+        found, longest = whole_filling(costs, copies, samples)
+        assert sum(n * size for n, size in zip(copies, found, strict=True)) >= samples
+        assert longest == max(c[size - 1] for c, size in zip(costs, found, strict=True))
+        best = min(
+            max(c[size - 1] for c, size in zip(costs, some, strict=True))
+            for some in itertools.product(range(1, samples + 1), repeat=len(copies))
+            if sum(n * size for n, size in zip(copies, some, strict=True)) >= samples
+        )
+        assert longest == best
+    with pytest.raises(PlanError, match="take 3"):
+        whole_filling([np.array([1.0, 2.0, 3.0, np.inf])], [1], 4)
+
+
+def test_whole_filling_comes_to_water_filling():
+    shares = [Share(rate=15.7, memory=1, scaled=1), Share(rate=9.3, memory=0.25, scaled=1)]
+    samples = 10_000
+    costs = [
+        np.where(
+            np.arange(1, samples + 1) <= share.cap * samples,
+            np.arange(1, samples + 1) / share.rate,
+            np.inf,
+        )
+        for share in shares
+    ]
+    found, _ = whole_filling(costs, [1, 1], samples)
+    assert np.array(found) / samples == pytest.approx(water_filling(shares).loads, abs=1e-3)
+
+
+# ---- against everything there is ----------------------------------------------------------------
+
+
+def every_cut(sharing, caps, at=None):
+    """The least Alpa's sum over all cuts, all recomputations and strategies; one by one."""
+    one = sharing.combination
+    p, m = one.pipeline, one.microbatches
+    row = sharing.of(next(iter(one.cells.types_of(0)))).tables.row
+    of = sharing.of(next(iter(one.cells.types_of(0)))).tables.classes.of
+    borders = {
+        b for s in range(p) for c in one.cells.types_of(s) for b in sharing.of(c).tables.borders
+    }
+    best = np.inf
+    for border in ({at} if at else borders) if p > 1 else {"R"}:
+        for middle in itertools.combinations(range(1, len(row)), p - 1):
+            edges = (0, *middle, len(row))
+            times = []
+            for s, (a, b) in enumerate(itertools.pairwise(edges)):
+                number = int(of[a, b]) if p > 1 else 0
+                times.append(
+                    min(slowest(sharing, s, border, number, again, caps) for again in (0, 1))
+                )
+            best = min(best, sum(times) + (m - 1) * max(times))
+    return best
+
+
+def slowest(sharing, stage, border, number, again, caps):
+    """Of the copies of a stage; strategies of different cells may differ without a tensor axis."""
+    one = sharing.combination
+    ways = []
+    for cell in sorted(one.cells.types_of(stage)):
+        candidate = sharing.of(cell)
+        under_way = candidate._in_flight[stage]
+        lines = candidate._prepared(border)[0][number, again]
+        ways.append(
+            [
+                (line[Rows.SECONDS] + line[Rows.TAIL] / one.microbatches, line[Rows.STATE])
+                for line in lines
+                if line[Rows.STATE] + under_way * line[Rows.KEPT] + line[Rows.MORE] <= caps[cell[1]]
+            ]
+        )
+    found = [
+        max(value for value, _ in some)
+        for some in itertools.product(*ways)
+        if one.tensor == 1 or max(s for _, s in some) <= min(s for _, s in some) * (1 + 2e-6)
+    ]
+    return min(found, default=np.inf)
+
+
+def alpas_sum(point):
+    m = point.combination.microbatches
+    times = [
+        max(part.stage.seconds + part.stage.tail / m for part in stage.parts)
+        for stage in point.stages
+    ]
+    return sum(times) + (m - 1) * max(times)
+
+
+@pytest.mark.parametrize("memory", [None, 40 * MIB, 24 * MIB])
+def test_every_cut_is_the_best_of_all(small, memory):
+    search = MixedSearch(asked(small, memory=memory, zero=(0,), batch=6))
+    assert len(search.engine.row) == 7
+    seen = 0
+    for combination in search.combinations():
+        for some in sizes(search.bounds, combination, search.question.caps).tolist():
+            sharing = search.sharing(combination, tuple(some))
+            point = sharing.fastest(search.question.caps)
+            best = every_cut(sharing, search.question.caps)
+            assert (point is None) == np.isinf(best)
+            if point is not None:
+                best = every_cut(sharing, search.question.caps, point.border)
+                assert alpas_sum(point) == pytest.approx(best, rel=1e-12)
+                assert all(point.bytes_on(k) <= cap for k, cap in search.question.caps.items())
+                seen += 1
+    assert seen > 20
+
+
+def everything(question):
+    """Of all combinations and all sizes, also wasteful ones."""
+    search = MixedSearch(question)
+    for combination in search.combinations():
+        need = -(-question.batch // combination.microbatches)
+        copies = [number for _, number in combination.cells.classes]
+        for some in itertools.product(range(1, need + 1), repeat=len(copies)):
+            if sum(n * size for n, size in zip(copies, some, strict=True)) >= need:
+                point = search.sharing(combination, some).fastest(question.caps)
+                if point is not None:
+                    yield point
+
+
+@pytest.mark.parametrize("counts", [{"v100": 2, "p100": 2}, {"v100": 1, "p100": 3}])
+@pytest.mark.parametrize("memory", [None, 24 * MIB])
+def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
+    question = asked(small, counts=counts, batch=9, memory=memory, objective="fastest", proof=True)
+    found = search_mixed(question)
+    best = min(everything(question), key=lambda point: point.seconds)
+    assert found.best.seconds == pytest.approx(best.seconds, rel=1e-12)
+    assert found.bound <= found.best.seconds
+    quick = search_mixed(replace(question, proof=False))
+    assert quick.best.seconds <= best.seconds * 1.01
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+def test_both_types_together_are_faster_than_either_and_the_slow_one_takes_less(work):
+    found = search_mixed(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,)))
+    best = found.best
+    assert dict(best.combination.amounts) == {"v100": 2, "p100": 2}
+    alone = [search_mixed(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,),
+                                counts={kind: 2}, machines={kind: MACHINES[kind]}))
+             for kind in MACHINES]  # fmt: skip
+    assert best.seconds < 0.85 * min(one.best.seconds for one in alone)
+    shares = dict(zip(best.combination.cells.copies, shares_of(found, best), strict=True))
+    if best.combination.data > 1 and len(shares) > 1:
+        assert shares[("v100",)] > shares[("p100",)]
+
+
+def test_the_frontier_is_one_and_answers_are_the_same(work):
+    question = asked(work, batch=32, tensor=(1,))
+    found, again = search_mixed(question), search_mixed(question)
+    assert found.points == again.points
+    vectors = [(p.seconds, p.bytes, p.devices) for p in found.points]
+    assert len(vectors) > 2
+    for one, other in itertools.permutations(vectors, 2):
+        assert not all(a <= b for a, b in zip(one, other, strict=True))
+    assert vectors == sorted(vectors)
+
+
+def test_whales_balance_takes_devices_by_memory_and_is_never_faster(work):
+    question = asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,), proof=True)
+    exact, whale = (search_mixed(replace(question, balance=b)) for b in ("exact", "whale"))
+    assert exact.best.seconds <= whale.best.seconds * (1 + 1e-12)
+    assert whale.best.seconds < exact.best.seconds * 1.2
+    order = next(iter(MixedSearch(replace(question, balance="whale")).combinations()))
+    assert [kind for kind, _ in order.amounts] in (["v100"], ["p100"], ["v100", "p100"])
+
+
+def test_a_runnable_point_is_a_plan_with_its_shares(work):
+    found = search_mixed(asked(work, batch=96, objective="fastest", runnable=True, zero=(0,)))
+    for point in found.points:
+        assert missing(point) == ""
+        plan = to_plan(found, point)
+        assert plan.ranks == len(ranks_of(point)) == point.devices
+        copies = plan.data_degree
+        assert [len(plan.batch.share(c, copies)) for c in range(copies)] == list(
+            shares_of(found, point)
+        )
+        assert "96 samples" in explain(plan)
+        for rank, kind in enumerate(ranks_of(point)):
+            where = plan.mesh.coordinate(rank)
+            copy = point.combination.cells.copies[where.get("data", 0)]
+            assert copy[where.get("pipe", 0)] == kind
+
+
+def test_what_the_executor_lacks_is_said(work):
+    found = search_mixed(asked(work, batch=8, zero=(3,), tensor=(2,), objective="fastest"))
+    with pytest.raises(PlanError, match="cannot run this point") as caught:
+        to_plan(found, found.best)
+    assert list(caught.value.problems) == [f"no mechanism yet: {missing(found.best)}"]
+    assert "tensor axis" in missing(found.best)
+
+
+def test_nothing_fits_says_what_there_is(small):
+    with pytest.raises(NothingFits) as caught:
+        search_mixed(asked(small, memory=MIB))
+    assert caught.value.problems[0] == "there are 2 x v100 with 1 MiB, 2 x p100 with 1 MiB"
+
+
+def test_stages_begin_where_they_are_forced_to(work):
+    question = asked(work, batch=8, objective="fastest", tensor=(1,))
+    found = search_mixed(replace(question, force=(("blocks.4", "stage"),)))
+    starts = [found.search.engine.row[stage.start].module for stage in found.best.stages]
+    assert any(name.startswith("blocks.4") for name in starts)
+    with pytest.raises(PlanError, match="what is forced is not legal"):
+        search_mixed(asked(work, force=(("nowhere", "stage"),)))

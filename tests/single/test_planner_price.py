@@ -1,0 +1,297 @@
+"""single: what the search prices: order of axes, tied weights, precision, overlap, schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headway.capture import capture
+from headway.cluster.link import Link
+from headway.cost.network import LinkLevel, Network
+from headway.cost.presets import fitted
+from headway.graph import fold
+from headway.plan.exchange import Exchange
+from headway.plan.plan import data_parallel
+from headway.planner.binding import parts
+from headway.planner.degrees import Degrees
+from headway.planner.operators import Workload
+from headway.planner.overlap import BUCKETS
+from headway.planner.planned import degrees_of, point_of
+from headway.planner.runnable import RUNS, missing, runnable, to_plan
+from headway.planner.search import Question, Search, search
+from support.big_models import ids
+
+SLOW = Link(rate=1e9, latency=20e-6)
+FAST = Link(rate=200e9, latency=2e-6)
+NETWORK = Network(
+    (
+        LinkLevel(name="node", width=4.0, link=FAST),
+        LinkLevel(name="cluster", width=np.inf, link=SLOW),
+    )
+)
+MACHINE = replace(fitted("a100"), network=NETWORK)
+
+
+class Tower(nn.Module):
+    """Equal layers; wide ones have heavy weights, long batches heavy messages."""
+
+    def __init__(self, width, layers):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, as in GPT-2."""
+
+    def __init__(self, words=512, width=64):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.layers(self.embedding(x)))
+
+
+def captured(make, data, samples=16):
+    with torch.device("meta"):
+        return Workload(graph=fold(capture(make(), data)), samples=samples)
+
+
+@pytest.fixture(scope="module")
+def tower():
+    return captured(lambda: Tower(256, 8), torch.empty(16, 256, device="meta"))
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return captured(Tied, ids(16, 8))
+
+
+def asked(work, **changed):
+    given = {"work": work, "machine": MACHINE, "devices": (8,), "batch": 64, "memory": 1e12}
+    return Question(**given | changed)
+
+
+def degrees(**changed):
+    given = {"tensor": 1, "data": 1, "pipeline": 1, "microbatch": 4, "microbatches": 4}
+    return Degrees(**given | changed)
+
+
+# -- order of axes --------------------------------------------------------------------------------
+
+
+def two_orders(work, microbatch, number=4):
+    """Two copies of four stages on two nodes of four devices, in both orders."""
+    engine = Search(asked(work, batch=2 * number * microbatch))
+    return [
+        engine.candidate(
+            degrees(data=2, pipeline=4, microbatch=microbatch, microbatches=number, order=order)
+        ).fastest(1e12)
+        for order in ("tpd", "tdp")
+    ]
+
+
+def test_which_axis_goes_over_the_slow_links():
+    """Wide layers and small batches: sums within nodes; narrow layers and large batches: messages
+    within nodes. Both by hand."""
+    heavy = captured(lambda: Tower(512, 8), torch.empty(16, 512, device="meta"))
+    light = captured(lambda: Tower(64, 8), torch.empty(16, 64, device="meta"))
+    sums, messages = two_orders(heavy, 1), two_orders(light, 4096)
+    assert sums[0].seconds > sums[1].seconds  # data inside pipe
+    assert messages[0].seconds < messages[1].seconds  # pipe inside data
+    # A stage has 2 layers; 4 copies of a pipeline's stages share a node's link in "tpd".
+    size = 4 * 2 * (512 * 512 + 512)
+    apart = 2 * SLOW.latency + 2 * (1 / 2) * size * 4 / SLOW.rate
+    beside = 2 * FAST.latency + size / FAST.rate
+    assert sums[0].exchange == pytest.approx(apart, rel=1e-9)
+    assert sums[1].exchange == pytest.approx(beside, rel=1e-9)
+    # One micro-batch passes every border twice; in "tdp" the one in the middle lies between nodes,
+    # whose link the two copies share.
+    size = 4 * 64 * 4096
+    far = SLOW.latency + size * 2 / SLOW.rate
+    near = FAST.latency + size / FAST.rate
+    inside, across = two_orders(light, 4096, number=1)
+    assert inside.messages == pytest.approx(6 * near, rel=1e-9)
+    assert across.messages == pytest.approx(4 * near + 2 * far, rel=1e-9)
+
+
+def test_the_search_takes_the_better_order(tower):
+    engine = asked(tower, tensor=(1,), zero=(0,), objective="fastest")
+    both = search(engine).best.seconds
+    each = [search(replace(engine, orders=(order,))).best.seconds for order in ("tpd", "tdp")]
+    assert both == min(each)
+
+
+def test_a_mesh_with_data_inside_goes_to_a_plan_and_back(tower):
+    question = asked(tower, tensor=(1,), zero=(0,), batch=32)
+    outcome = search(question)
+    point = two_orders(tower, 4)[1]
+    plan = to_plan(outcome, point)
+    assert plan.mesh.names == ("pipe", "data")
+    assert degrees_of(plan) == point.degrees
+    assert point_of(plan, Search(question)).seconds == point.seconds
+
+
+# -- tied weights, precision ----------------------------------------------------------------------
+
+
+def test_tied_weights_count_once_on_a_device(tied):
+    """Without a pipeline once; at both ends of a pipeline on both, and summed between them."""
+    engine = Search(asked(tied, devices=(1,)))
+    whole = engine.candidate(degrees()).fastest(1e12)
+    assert whole.stages[0].params == tied.graph.parameter_bytes
+    assert whole.stages[0].state == 4 * tied.graph.parameter_bytes
+    cut = engine.candidate(degrees(pipeline=2)).fastest(1e12)
+    shared = 4 * 512 * 64
+    assert sum(stage.params for stage in cut.stages) == tied.graph.parameter_bytes + shared
+    sum_of_two = 2 * FAST.latency + shared / FAST.rate
+    assert cut.exchange == pytest.approx(sum_of_two, rel=1e-9)
+    alone = Search(asked(captured(lambda: Tower(64, 4), torch.empty(16, 64, device="meta"))))
+    assert alone.candidate(degrees(pipeline=2)).fastest(1e12).exchange == 0
+
+
+def test_gradients_of_tied_weights_leave_with_the_first_use(tied):
+    gradients = Search(asked(tied)).shared.gradients
+    assert sum(gradients.sizes) == tied.graph.parameter_bytes
+    assert (gradients.sizes[-1], gradients.units[-1]) == (4 * 512 * 64, 0)
+
+
+def test_autocast_computes_products_in_sixteen_bits():
+    """A100: 19.5 TFLOP/s in 32 bits, 312 in 16; large products take 1/16 of the time."""
+    work = captured(lambda: Tower(8192, 2), torch.empty(16, 8192, device="meta"))
+    plain, half = (
+        Search(asked(work, precision=precision))
+        .candidate(degrees(microbatch=4096, microbatches=1))
+        .fastest(1e12)
+        for precision in ("", "bfloat16")
+    )
+    assert plain.busy / half.busy == pytest.approx(16, rel=0.05)
+    assert half.stages[0].state == plain.stages[0].state  # parameters stay in 32 bits
+    question = asked(work, precision="bfloat16", batch=4096)
+    outcome = search(replace(runnable(question), devices=(1,), objective="fastest"))
+    assert to_plan(outcome, outcome.best).memory.precision == "bfloat16"
+
+
+# -- overlap --------------------------------------------------------------------------------------
+
+
+def test_what_is_hidden_and_what_shows(tower):
+    """By hand: one bucket per layer; the last one to leave is the first layer's."""
+    engine = Search(asked(tower, batch=64))
+    plan = data_parallel(64, processes=8, microbatch=4, exchange=Exchange(bucket="256 KiB"))
+    point = point_of(plan, engine)
+    price = [float(NETWORK.all_reduce(n, 8)) for n in (4 * 256, 4 * 256 * 256)]
+    assert point.exchange + point.hidden == pytest.approx(8 * sum(price), rel=1e-9)
+    assert 0 < point.exchange < point.exchange + point.hidden
+    late = point_of(
+        data_parallel(
+            64, processes=8, microbatch=4, exchange=Exchange(bucket="256 KiB", overlap=False)
+        ),
+        engine,
+    )
+    assert late.hidden == 0
+    assert late.seconds - point.seconds == pytest.approx(point.hidden, rel=1e-9)
+    found = {part.name: part for part in parts(engine.question, point)}
+    assert found["exchange"].hidden == point.hidden
+    assert sum(part.seconds for part in found.values()) == pytest.approx(point.seconds)
+
+
+def test_a_machine_on_which_nothing_overlaps(tower):
+    """`DeviceModel.overlap` 0: the exchange costs what it takes."""
+    slow = replace(MACHINE, device=replace(MACHINE.device, overlap=0.0))
+    for zero in (0, 1, 2, 3):
+        point, serial = (
+            Search(asked(tower, machine=machine))
+            .candidate(degrees(data=8, microbatch=4, microbatches=2, zero=zero))
+            .fastest(1e12)
+            for machine in (MACHINE, slow)
+        )
+        assert serial.hidden == pytest.approx(0, abs=1e-12)
+        assert serial.seconds >= point.seconds
+        assert point.hidden > 0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("data", "pipeline"), [(8, 1), (2, 4), (4, 2)])
+def test_no_plan_is_below_its_bound(tower, zero, data, pipeline):
+    engine = Search(asked(tower))
+    for schedule, virtual, pipes in [("1f1b", 1, 1), ("interleaved", 2, 1), ("chimera", 1, 2)]:
+        if pipeline == 1 or pipeline * virtual > 8:
+            continue
+        candidate = engine.candidate(
+            degrees(
+                data=data,
+                pipeline=pipeline,
+                microbatches=4,
+                zero=zero,
+                schedule=schedule,
+                virtual=virtual,
+                pipes=pipes,
+            )
+        )
+        point = candidate.fastest(1e12)
+        assert point.seconds >= candidate.bound()[0]
+        assert point.bytes >= candidate.bound()[1]
+    if pipeline == 1:
+        candidate = engine.candidate(degrees(data=data, microbatches=2, zero=zero))
+        assert candidate.fastest(1e12).seconds >= candidate.bound()[0]
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+def test_all_schedules_that_run(tower):
+    """The best of them equals that of opening everything, under a memory that binds; the plan of
+    each point is legal and has its price."""
+    question = runnable(asked(tower, schedules=RUNS, batch=32, objective="fastest"))
+    free = search(question)
+    for cap in (1e12, free.best.bytes * 0.8):
+        asked_ = replace(question, memory=cap)
+        outcome = search(asked_)
+        every = [outcome.search.candidate(d).fastest(cap) for d in outcome.search.combinations()]
+        assert outcome.best.seconds == min(p.seconds for p in every if p)
+        assert all(p.bytes <= cap for p in every if p)
+        seen = set()
+        for point in every:
+            if point is None or missing(point) or point.degrees.schedule in seen:
+                continue
+            seen.add(point.degrees.schedule)
+            again = point_of(to_plan(outcome, point), Search(asked_))
+            assert again.degrees == point.degrees
+            assert again.seconds == pytest.approx(point.seconds, rel=1e-12)
+            assert again.bytes == pytest.approx(point.bytes, rel=1e-12)
+        assert seen == set(RUNS)
+
+
+def test_copies_hold_parameters_twice(tower):
+    """Chimera: two copies of every stage, summed between their ranks."""
+    engine = Search(asked(tower))
+    one, two = (
+        engine.candidate(degrees(pipeline=4, schedule=schedule, pipes=pipes)).planned(
+            (0, 2, 4, 6, len(engine.row))
+        )
+        for schedule, pipes in (("1f1b", 1), ("chimera", 2))
+    )
+    assert one.exchange == 0
+    assert two.exchange > 0
+    states = [stage.state for stage in two.stages]
+    more = max(two.stages[0].transient, two.stages[3].transient)
+    kept = two.ranks[0] - states[0] - states[3] - more
+    assert kept == pytest.approx(3 * one.stages[3].kept, rel=0.35)  # D/2 + 1 micro-batches
+
+
+def test_floor_and_gap(tower):
+    outcome = search(asked(tower, objective="fastest"))
+    assert outcome.gap == 0
+    assert 0 < outcome.floor <= outcome.best.seconds
+    assert outcome.unexplored == pytest.approx(outcome.best.seconds / outcome.floor - 1)
+    assert BUCKETS[0] == Exchange().bucket_bytes

@@ -1,0 +1,158 @@
+"""What torch's MemTracker counts; the only file that touches `torch.distributed._tools`.
+
+Private in torch: `test_memory_peaks.py` says what is used of it, and notices a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from headway.capture.fake import Pretence
+from headway.parallel.stage_run import _Cut, _Enter
+from headway.parallel.stages import Stages
+
+CPU = torch.device("cpu")
+NAMES = {
+    "Parameter": "parameters", "Buffer": "buffers", "Gradient": "gradients",
+    "Optstate": "optimiser", "Activation": "activations", "Temp": "temporaries", "Other": "batch",
+}  # fmt: skip
+"""Categories of the tracker, and of headway."""
+
+
+def tracker_of(*known: object) -> MemTracker:
+    """A tracker that counts these modules, optimisers and tensors."""
+    tracker = MemTracker()
+    tracker.track_external(*known)
+    return tracker
+
+
+def found(tracker: MemTracker, when: str = "peak") -> tuple[int, dict[str, int]]:
+    """Bytes in all, and by category."""
+    snapshot = tracker.get_tracker_snapshot(when)[CPU]
+    by_category = {NAMES[kind.value]: n for kind, n in snapshot.items() if kind != "Total" and n}
+    return snapshot["Total"], by_category
+
+
+def peak_of_steps(
+    make: Callable[[], nn.Module],
+    example: list[torch.Tensor],
+    loss: Callable[[nn.Module, object], torch.Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    microbatches: int = 1,
+    real: bool = False,
+) -> tuple[int, dict[str, int]]:
+    """The peak of two steps from gradients that are None, without memory for numbers.
+
+    Args:
+        make: The model.
+        example: Data on the meta device.
+        loss: `loss(model, data)`.
+        optimizer: `optimizer(parameters)`.
+        microbatches: Equal ones, one after another, whose gradients add up.
+        real: With memory and numbers.
+    """
+    if real:
+        model, mode = make(), nullcontext()
+    else:
+        pretence = Pretence()
+        with torch.device("meta"):
+            made = make()
+        model, mode = pretence.model(made), pretence.mode  # made in the mode, copies are not seen
+    with mode:
+        data = [torch.zeros(t.shape, dtype=t.dtype) for t in example]
+        rule = optimizer(model.parameters())
+        tracker = tracker_of(model, rule, *data)
+
+        def step() -> None:
+            rule.zero_grad()
+            for _ in range(microbatches):
+                loss(model, data).backward()
+                tracker.reset_mod_stats()
+            rule.step()
+
+        with tracker:
+            step()
+            step()
+        return found(tracker)
+
+
+def peak_of_stage(
+    stages: Stages,
+    number: int,
+    example: list[torch.Tensor],
+    loss: Callable[[object, object], torch.Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    actions: Sequence[tuple[str, int]],
+) -> tuple[int, dict[str, int]]:
+    """The peak of two steps of one stage, alone, with memory and numbers.
+
+    What would come from its neighbours is made here; of its results only their places in autograd's
+    graph are kept, as in `parallel.stage_run`.
+
+    Args:
+        stages: Of a cut model.
+        number: Of the stage.
+        example: One micro-batch, on the meta device.
+        loss: Of the recipe.
+        optimizer: `optimizer(parameters)`.
+        actions: ("F", 0): forward of micro-batch 0; ("B", 0): its backward.
+    """
+    stage, count = stages[number], len({n for _, n in actions})
+    batches = [[torch.zeros(t.shape, dtype=t.dtype) for t in example] for _ in range(count)]
+    entering = _entering(stages, number, batches[0])
+    rule = optimizer(stage.parameters.values())
+    tracker = tracker_of(stage.module, rule, *batches)
+    waiting: dict[int, tuple[object, torch.Size, _Cut]] = {}
+    anchor = torch.empty(0, requires_grad=True)
+
+    def forward(microbatch: int) -> None:
+        cut = _Cut(tuple(torch.empty_like(t) for t in entering if t.is_floating_point()))
+        entered = iter(_Enter.apply(anchor, cut) if cut.tensors and number else ())
+        cut.tensors = ()
+        values = [
+            batches[microbatch][entry.leaf] if entry.source < 0 else next(entered)
+            for entry in stage.takes
+        ]
+        if number == len(stages) - 1:
+            result = loss(lambda *_: stage.module(*values), batches[microbatch])
+        else:
+            (result,) = stage.module(*values)
+        waiting[microbatch] = get_gradient_edge(result), result.shape, cut
+
+    def backward(microbatch: int) -> None:
+        edge, shape, _ = waiting.pop(microbatch)
+        torch.autograd.backward([edge], [torch.ones(shape)])
+
+    def step() -> None:
+        rule.zero_grad()
+        for kind, microbatch in actions:
+            (forward if kind == "F" else backward)(microbatch)
+        rule.step()
+
+    with tracker:
+        # Its hooks by module allow one forward at a time only, and keep what enters a stage.
+        tracker._mod_tracker.__exit__(None, None, None)
+        step()
+        step()
+    return found(tracker)
+
+
+def _entering(stages: Stages, number: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What enters a stage, from the stages before it."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    with torch.no_grad():
+        for stage in stages:
+            values = [
+                batch[e.leaf] if e.source < 0 else given[e.source][e.leaf] for e in stage.takes
+            ]
+            if stage.number == number:
+                return values
+            given.append(stage.module(*values))
+    return []
