@@ -66,7 +66,7 @@ def simulated_picture() -> str:
     """The plan of docs/simulate.md: one pipeline of it as planned, and with a slow rank."""
     machine = machine_of(of_preset("p3.16xlarge", nodes=2))
     graph, samples, batch = graph_of("headway.workloads.transformer.recipe:recipe")
-    plan = pipelined(batch, processes=16, stages=4, pipeline=Pipeline(microbatches=8))
+    plan = pipelined(batch, processes=16, stages=4, pipeline=Pipeline(microbatches=4))
     work = Workload(graph=graph, samples=samples)
     question = Question(work=work, machine=machine, devices=(16,), batch=batch)
     step, _ = step_of_plan(plan, Search(question))

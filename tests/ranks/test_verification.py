@@ -90,6 +90,27 @@ def test_rounding_is_excused_where_the_gradient_is_rounding_alone():
     assert not compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1.0, 1 + 1e-9])).equal
 
 
+def test_a_step_as_large_as_its_neighbours_from_a_small_gradient_carries_its_rounding():
+    """Adam's: element 1 has a gradient of 1e-3, of which 1e-12 of the largest is 1e-9."""
+
+    def recording(first, second):
+        tensors = {}
+        for step, values in enumerate((first, second), start=1):
+            tensors[f"{step}/gradient/w"] = torch.tensor([1.0, 1e-3], dtype=torch.float64)
+            tensors[f"{step}/parameter/w"] = torch.tensor(values, dtype=torch.float64)
+        return Recording(tensors, tuple(tensors))
+
+    serial = recording([1.0, 1.0], [0.9, 0.9])
+    assert compare(serial, recording([1.0, 1 + 1e-10], [0.9, 0.9 + 3e-10])).equal
+    for wrong in (
+        recording([1 + 2e-12, 1.0], [0.9, 0.9]),
+        recording([1.0, 1 + 3e-10], [0.9, 0.9]),
+        recording([1.0, 1.0], [0.9 + 2e-12, 0.9]),
+        recording([1.0, 1.0], [0.9, 0.9 + 5e-10]),
+    ):
+        assert not compare(serial, wrong).equal
+
+
 def test_a_ragged_batch_and_the_next_epoch_are_among_the_steps():
     """40 samples in batches of 12: the third step has 4 samples, the fourth begins an epoch."""
     job = job_of("mlp")

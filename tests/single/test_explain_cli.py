@@ -13,6 +13,7 @@ from headway.cluster.presets import of_preset
 from headway.cost.guidelines.model import layers_of
 from headway.cost.network import Network
 from headway.cost.presets import machine_of
+from headway.cost.step_memory import OPTIMISERS
 from headway.errors import PlanError
 from headway.plan.pipeline import Pipeline
 from headway.plan.plan import data_parallel, pipelined
@@ -111,12 +112,19 @@ def test_the_parts_of_a_pipeline(question):
 
 
 def test_the_fullest_stage_by_category(question):
-    """32-bit Adam: 4 bytes of weights, 12 of gradients and moments per parameter."""
-    point = point_of(data_parallel(BATCH, processes=1), engine(question, 1))
-    held = holding(question, point)
-    assert (held.weights, held.training) == (PARAMETERS, 3 * PARAMETERS)
+    """4 bytes of weights, with momentum 8 of gradients and moments per parameter, with Adam 12: and
+    4 more while it divides by its square roots, when no activations are held."""
+    plan = data_parallel(BATCH, processes=1)
+    momentum = replace(question, work=replace(question.work, optimiser=OPTIMISERS["momentum"]))
+    held = holding(momentum, point_of(plan, engine(momentum, 1)))
+    assert (held.weights, held.training) == (PARAMETERS, 2 * PARAMETERS)
     assert held.activations == pytest.approx(question.work.graph.saved_bytes)
+    assert held.update == 0
     assert held.share == held.bytes / MACHINE.device.memory
+    adam = holding(question, point_of(plan, engine(question, 1)))
+    assert (adam.weights, adam.training) == (PARAMETERS, 3 * PARAMETERS)
+    assert (adam.activations, adam.again, adam.update) == (0, 0, PARAMETERS)
+    assert adam.bytes == 5 * PARAMETERS
 
 
 # -- neighbours and hardware ----------------------------------------------------------------------

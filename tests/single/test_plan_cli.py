@@ -275,10 +275,16 @@ def test_nothing_fits(run):
     assert not shown
     assert err.startswith("HW-2002 no plan fits")
     assert "Each of these would do" in err
-    least = re.search(r"--memory (\d+)", err)
-    code, _, err = run("--devices", "1", "--memory", least.group(1))
+    least = re.search(r'--memory "(\d+) B"', err)
+    code, _, err = run("--devices", "1", "--memory", f"{least.group(1)} B")
     assert code == 0, err
-    assert run("--devices", "1", "--memory", str(int(least.group(1)) - 1))[0] == 2
+    assert run("--devices", "1", "--memory", f"{int(least.group(1)) - 1} B")[0] == 2
+
+
+def test_memory_without_a_unit_is_refused(run):
+    code, _, err = run("--devices", "1", "--memory", "80")
+    assert code == 1
+    assert '"80 GiB"' in err
 
 
 def test_more_memory_than_a_device_has_is_warned_of(run):

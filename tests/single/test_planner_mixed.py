@@ -34,6 +34,7 @@ MACHINES = {  # without launches, in which they would be alike
     )
     for kind, machine in (("v100", assumed("v100-32gb")), ("p100", assumed("p100")))
 }
+COUNTS = {"v100": 2, "p100": 2}
 MIB = 2.0**20
 
 
@@ -56,7 +57,7 @@ def work():
 
 
 def asked(work, **changed):
-    usual = {"work": work, "machines": MACHINES, "counts": {"v100": 2, "p100": 2}, "batch": 12}
+    usual = {"work": work, "machines": MACHINES, "counts": COUNTS, "batch": 12}
     return MixedQuestion(**(usual | changed))
 
 
@@ -202,6 +203,58 @@ def test_every_cut_is_the_best_of_all(small, memory):
     assert seen > 20
 
 
+@pytest.mark.parametrize(("counts", "tensor"), [({"v100": 1, "p100": 1}, 1), (COUNTS, 2)])
+def test_a_stage_of_unlike_copies_is_as_slow_as_the_slowest(small, counts, tensor):
+    """Of all stretches of units, with what fits the smaller device only just."""
+    caps = {"v100": 40 * MIB, "p100": 24 * MIB}
+    search = MixedSearch(asked(small, counts=counts, zero=(0,), tensor=(tensor,)))
+    seen = 0
+    for combination in search.combinations():
+        if combination.data == 1 or len(combination.amounts) == 1:
+            continue
+        sharing = search.sharing(combination, (2, 2))
+        cells = sorted(combination.cells.types_of(0))
+        for border in sharing.of(cells[0]).tables.borders if combination.pipeline > 1 else "R":
+            times, picks = sharing._picked(0, border, caps)
+            for number, (time, (again, *ways)) in enumerate(zip(times, picks, strict=True)):
+                best = min(slowest(sharing, 0, border, number, n, caps) for n in (0, 1))
+                assert time == pytest.approx(best, rel=1e-12)
+                if np.isfinite(best):
+                    took = [
+                        sharing.of(cell)._prepared(border)[0][number, again, way]
+                        for cell, way in zip(cells, ways, strict=True)
+                    ]
+                    m = combination.microbatches
+                    each = [row[Rows.SECONDS] + row[Rows.TAIL] / m for row in took]
+                    assert max(each) == pytest.approx(best, rel=1e-12)
+                    seen += min(each) < 0.9 * best
+    assert seen > 0
+
+
+def test_no_plan_is_below_its_bound_where_types_are_fast_at_different_operators(small):
+    """One type waits for memory, the other for products."""
+    v100 = MACHINES["v100"]
+    odd = replace(v100, device=replace(v100.device, memory_rate=v100.device.memory_rate / 50))
+    slow = {name: peak / 50 for name, peak in v100.device.peak.items()}
+    machines = {"wide": replace(v100, device=replace(v100.device, peak=slow)), "narrow": odd}
+    question = asked(small, machines=machines, counts={"wide": 1, "narrow": 1}, zero=(0,), batch=4)
+    search = MixedSearch(question)
+    for combination in search.combinations():
+        for some in sizes(search.bounds, combination, question.caps).tolist():
+            sharing = search.sharing(combination, tuple(some))
+            point = sharing.fastest(question.caps)
+            if point is not None:
+                assert search.bounds.seconds(combination) <= point.seconds
+                assert sharing.least(question.caps)[0] <= point.seconds * (1 + 1e-12)
+
+
+def test_types_with_different_networks_are_refused(small):
+    other = replace(MACHINES["p100"], network=machine_of(of_preset("dgx-a100", nodes=1)).network)
+    with pytest.raises(PlanError, match="different networks") as caught:
+        asked(small, machines=MACHINES | {"p100": other})
+    assert list(caught.value.problems) == ["machines.p100: not that of v100"]
+
+
 def everything(question):
     """Of all combinations and all sizes, also wasteful ones."""
     search = MixedSearch(question)
@@ -215,7 +268,7 @@ def everything(question):
                     yield point
 
 
-@pytest.mark.parametrize("counts", [{"v100": 2, "p100": 2}, {"v100": 1, "p100": 3}])
+@pytest.mark.parametrize("counts", [COUNTS, {"v100": 1, "p100": 3}])
 @pytest.mark.parametrize("memory", [None, 24 * MIB])
 def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
     question = asked(small, counts=counts, batch=9, memory=memory, objective="fastest", proof=True)

@@ -13,14 +13,16 @@ from headway.capture import capture
 from headway.cluster.link import Link
 from headway.cost.network import LinkLevel, Network
 from headway.cost.presets import fitted
+from headway.cost.step_memory import OPTIMISERS
 from headway.graph import fold
 from headway.plan.exchange import Exchange
 from headway.plan.plan import data_parallel
 from headway.planner.binding import parts
+from headway.planner.collectives import collectives_of
 from headway.planner.degrees import Degrees
 from headway.planner.operators import Workload
 from headway.planner.overlap import BUCKETS
-from headway.planner.planned import degrees_of, point_of
+from headway.planner.planned import degrees_of, point_of, simplified
 from headway.planner.runnable import RUNS, missing, runnable, to_plan
 from headway.planner.search import Question, Search, search
 from support.big_models import ids
@@ -33,6 +35,7 @@ NETWORK = Network(
         LinkLevel(name="cluster", width=np.inf, link=SLOW),
     )
 )
+DEVICE = fitted("a100").device
 MACHINE = replace(fitted("a100"), network=NETWORK)
 
 
@@ -139,6 +142,14 @@ def test_a_mesh_with_data_inside_goes_to_a_plan_and_back(tower):
     assert plan.mesh.names == ("pipe", "data")
     assert degrees_of(plan) == point.degrees
     assert point_of(plan, Search(question)).seconds == point.seconds
+
+
+def test_uneven_shares_count_as_the_largest():
+    plan = data_parallel(64, processes=4, microbatch=8)
+    plan = replace(plan, batch=replace(plan.batch, shares=(8, 8, 8, 40)))
+    found = degrees_of(plan)
+    assert (found.microbatch, found.microbatches) == (8, 5)
+    assert "all count as the largest" in " ".join(simplified(plan))
 
 
 # -- tied weights, precision ----------------------------------------------------------------------
@@ -274,7 +285,7 @@ def test_all_schedules_that_run(tower):
 
 def test_copies_hold_parameters_twice(tower):
     """Chimera: two copies of every stage, summed between their ranks."""
-    engine = Search(asked(tower))
+    engine = Search(asked(replace(tower, optimiser=OPTIMISERS["momentum"])))
     one, two = (
         engine.candidate(degrees(pipeline=4, schedule=schedule, pipes=pipes)).planned(
             (0, 2, 4, 6, len(engine.row))
@@ -287,6 +298,61 @@ def test_copies_hold_parameters_twice(tower):
     more = max(two.stages[0].transient, two.stages[3].transient)
     kept = two.ranks[0] - states[0] - states[3] - more
     assert kept == pytest.approx(3 * one.stages[3].kept, rel=0.35)  # D/2 + 1 micro-batches
+
+
+def test_copies_are_summed_in_one_group(tower):
+    """Four copies of each of two ranks' stages: one sum over eight, by hand; its calls say so."""
+    engine = Search(asked(tower, machine=replace(MACHINE, device=replace(DEVICE, overlap=0.0))))
+    point = engine.candidate(
+        degrees(data=4, pipeline=2, schedule="chimera", pipes=2, order="tdp")
+    ).planned((0, 4, len(engine.row)))
+    sizes = [stage.params for stage in point.stages]
+    sums = [float(NETWORK.all_reduce(size, 8, 1)) for size in sizes]
+    assert max(sums) <= point.exchange + point.hidden <= sum(sums) * (1 + 1e-9)
+    for calls, size in zip(collectives_of(engine, point), sizes, strict=True):
+        found = [(c.ranks, c.bytes, c.count) for c in calls if c.kind == "all_reduce"]
+        assert found == [(8, size, 1)]
+
+
+# -- optimisers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "state"), [("sgd", 2), ("momentum", 3), ("adamw", 4)])
+def test_state_is_that_of_the_optimiser(tower, name, state):
+    """Weights, gradients, and what the optimiser keeps, in parameters' sizes."""
+    engine = Search(asked(replace(tower, optimiser=OPTIMISERS[name])))
+    point = engine.candidate(degrees()).fastest(1e12)
+    held = tower.graph.parameter_bytes
+    assert point.stages[0].state == state * held
+    # Adam's square roots of all moments at once are above what 4 samples keep.
+    assert point.bytes >= (state + OPTIMISERS[name].together) * held
+    sharded = engine.candidate(degrees(data=4, zero=1)).fastest(1e12).stages[0]
+    assert sharded.state == (2 + (state - 2) / 4) * held
+    assert sharded.passing == OPTIMISERS[name].together * held / 4
+
+
+def test_an_update_that_does_not_fit_is_not_planned(tower):
+    engine = Search(asked(tower))
+    for pipeline, virtual, schedule in [(1, 1, "1f1b"), (4, 1, "1f1b"), (4, 2, "interleaved")]:
+        candidate = engine.candidate(degrees(pipeline=pipeline, virtual=virtual, schedule=schedule))
+        point = candidate.fastest(1e12)
+        updates = [sum(s.state + s.passing for s in point.stages[n::pipeline]) for n in range(4)]
+        assert point.bytes == max(updates)
+        assert candidate.fastest(point.bytes) is not None
+        tight = candidate.fastest(point.bytes - 1)
+        assert tight is None or tight.bytes < point.bytes
+
+
+def test_a_rank_updates_all_its_stages(tower):
+    """Two stages of one layer each against one of two layers."""
+    engine = Search(asked(tower))
+    one, two = (
+        engine.candidate(
+            degrees(pipeline=4, virtual=virtual, schedule=schedule, microbatches=8)
+        ).planned(tuple(range(0, len(engine.row) + 1, 2 // virtual)))
+        for schedule, virtual in (("1f1b", 1), ("interleaved", 2))
+    )
+    assert two.update == pytest.approx(one.update, rel=1e-9)
 
 
 def test_floor_and_gap(tower):

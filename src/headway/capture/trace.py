@@ -6,10 +6,11 @@ arguments; which argument is which is told beside it.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +67,12 @@ def trace(module: nn.Module, example: tuple[Any, ...], pretence: Pretence) -> Tr
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings and logs about the way of tracing; errors are told by exceptions."""
+    """Without what torch warns, logs and prints while tracing; errors are told by exceptions."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -105,7 +105,7 @@ class Automatic:
         return run.plan_file
 
     def _decide(self, run: RunDirectory, ranks: int, emulated: Emulated | Paced | None) -> Plan:
-        from headway.cli.optimizer_cost import with_optimizer
+        from headway.cli.optimizer_cost import optimiser_of, with_optimizer
         from headway.cost.presets import machine_of
         from headway.planner.automatic import decide
         from headway.planner.operators import Workload
@@ -118,7 +118,7 @@ class Automatic:
         graph, samples, batch, said = annotated_graph_of(self.recipe, self.overrides)
         cluster = self._cluster(run, ranks, emulated)
         question = Question(
-            work=Workload(graph=graph, samples=samples),
+            work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(recipe)),
             machine=with_optimizer(machine_of(cluster), cluster, recipe),
             devices=(ranks,),
             batch=batch,

@@ -10,9 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
-from headway.cluster import find_cluster
+from headway.cluster import Cluster, find_cluster
 from headway.cost.presets import machine_of
-from headway.cost.transformer import Machine
 from headway.errors import PlanError, UsageError
 from headway.plan import Plan
 from headway.plan import explain as in_words
@@ -129,7 +128,7 @@ def explain(
             problems=[f"{loaded.ranks - found.ranks} ranks have no device"],
             fix="Take a larger cluster (--nodes with a preset), or another plan.",
         )
-    engine = Search(_question(loaded, recipe, machine_of(found), memory))
+    engine = Search(_question(loaded, recipe, found, memory))
     for sentence in simplified(loaded):
         note(f"note: {sentence}")
     if guidelines:
@@ -155,8 +154,10 @@ def _measured(recipe: str, memory: float, most: int) -> Minibatch:
     return choose_algorithms(recipe, memory=memory, most=most).minibatch
 
 
-def _question(plan: Plan, recipe: str, machine: Machine, memory: str | None) -> Question:
-    from headway.run.model_graph import graph_of  # imports torch
+def _question(plan: Plan, recipe: str, cluster: Cluster, memory: str | None) -> Question:
+    from headway.cli.optimizer_cost import optimiser_of, with_optimizer  # imports torch
+    from headway.run.model_graph import graph_of
+    from headway.run.recipe_file import load_recipe
 
     graph, samples, batch = graph_of(recipe)
     if batch != plan.batch.samples:
@@ -167,9 +168,10 @@ def _question(plan: Plan, recipe: str, machine: Machine, memory: str | None) -> 
         )
     if graph.unknown:
         note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
+    found = load_recipe(recipe)
     return Question(
-        work=Workload(graph=graph, samples=samples),
-        machine=machine,
+        work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(found)),
+        machine=with_optimizer(machine_of(cluster), cluster, found),
         devices=(plan.ranks,),
         batch=batch,
         memory=None if memory is None else parse_bytes(memory),
@@ -296,7 +298,8 @@ def _of_memory(question: Question, held: Holding) -> Iterator[str]:
         ("weights", held.weights),
         ("gradients and optimiser", held.training),
         ("activations", held.activations),
-        ("what is computed again", held.again),
+        ("what a micro-batch needs for a moment", held.again),
+        ("temporaries of the update", held.update),
     )
     for name, size in categories:
         if size:

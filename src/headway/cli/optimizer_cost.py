@@ -1,4 +1,4 @@
-"""The recipe's own optimiser in the price of a step: which of the measured ones it is."""
+"""The recipe's own optimiser: what its update costs, and what it keeps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from headway.capture.kernels import optimizer_name
 from headway.cluster import Cluster
+from headway.cost.step_memory import OPTIMISERS, Optimiser
 from headway.cost.transformer import Machine
 from headway.run.recipe import Recipe
 
@@ -25,11 +26,31 @@ def with_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) -> Machin
     device = machine.device
     described = cluster.devices.get(device.name)
     known = {} if described is None else described.updates
-    with torch.device("meta"):
-        optimizer = recipe.optimizer(recipe.model())
-    name = optimizer_name(optimizer)
+    name = optimizer_name(_made(recipe))
     if name not in known:
         return machine
     seconds = known[name] + (known.get(CLIP, 0.0) if recipe.clip is not None else 0.0)
     source = {**device.source, "update": f"{device.source.get('updates', 'cluster')} ({name})"}
     return replace(machine, device=replace(device, update=seconds, source=source))
+
+
+def optimiser_of(recipe: Recipe) -> Optimiser:
+    """What a recipe's optimiser keeps and needs; one that is not known counts as AdamW.
+
+    Args:
+        recipe: Its model is built on the meta device.
+    """
+    optimizer = _made(recipe)
+    options = optimizer.defaults
+    names = {"SGD": "momentum" if options.get("momentum") else "sgd", "Adam": "adam"}
+    name = names.get(type(optimizer).__name__, "adamw")
+    if name != "adamw" and options.get("weight_decay"):
+        name += ", weight decay"
+    found = OPTIMISERS[name]
+    together = 0 if options.get("fused") else found.together
+    return replace(found, state=found.state + bool(options.get("amsgrad")), together=together)
+
+
+def _made(recipe: Recipe) -> torch.optim.Optimizer:
+    with torch.device("meta"):
+        return recipe.optimizer(recipe.model())

@@ -3,7 +3,7 @@ alternatives, its collectives, and where the numbers come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -14,7 +14,7 @@ from headway.planner.candidate import Point
 from headway.planner.collectives import collectives_of, in_rows
 from headway.planner.decision import choices
 from headway.planner.degrees import describe
-from headway.planner.refusal import recomputed
+from headway.planner.refusal import ends, recomputed
 from headway.planner.runnable import missing
 from headway.planner.search import Outcome
 from headway.planner.sources import in_data, kinds, numbers
@@ -26,6 +26,8 @@ VERSION = 1
 THOUSAND = 1000
 ROWS = 12
 """Of collectives that are shown."""
+WORTH = 0.01
+"""Of the memory: a plan that is slower and saves less has no row; --json has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,12 @@ def lines(answer: Answer) -> Iterator[str]:
     yield from _alternatives(answer)
     yield ""
     yield from _collectives(outcome)
+    bound = ""
+    if outcome.unexplored < 1.0:
+        bound = f", its time within {outcome.unexplored:.1%} of what nothing can beat"
     yield (
         f"{outcome.considered} combinations of degrees, {outcome.opened} solved; "
-        f"for {question.objective} the chosen plan is within {outcome.gap:.1%} of the best, its "
-        f"time within {outcome.unexplored:.1%} of what nothing can beat"
+        f"for {question.objective} the chosen plan is within {outcome.gap:.1%} of the best{bound}"
     )
     own = tuple(numbers(question))
     device = kinds([one for one in own if one.name.startswith("device.")])
@@ -84,7 +88,10 @@ def _table(answer: Answer) -> Iterator[str]:
     outcome = answer.outcome
     head = [" ", "step", "memory", "devices", *_priced(answer), "plan", "runs today; else lacks"]
     rows = [head]
+    shown = _worth_showing(outcome.points)
     for number, point in enumerate(outcome.points):
+        if number != outcome.chosen and number not in shown:
+            continue
         rows.append(
             [
                 "*" if number == outcome.chosen else " ",
@@ -99,6 +106,16 @@ def _table(answer: Answer) -> Iterator[str]:
     widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _worth_showing(points: Sequence[Point]) -> set[int]:
+    """Numbers of those, fastest first, that save `WORTH` of the memory of each shown before."""
+    shown: list[int] = []
+    for number, point in enumerate(points):
+        others = [points[n] for n in shown if points[n].devices <= point.devices]
+        if all(point.bytes < other.bytes * (1 - WORTH) for other in others):
+            shown.append(number)
+    return set(shown)
 
 
 def _priced(answer: Answer) -> list[str]:
@@ -120,7 +137,7 @@ def _prices(answer: Answer, point: Point) -> list[str]:
 def _chosen(answer: Answer) -> Iterator[str]:
     """The chosen plan: its figures, its stages, and what its operators do."""
     outcome = answer.outcome
-    point, row = outcome.best, outcome.search.row
+    point = outcome.best
     known = figures(outcome.search, point)
     yield (
         f"chosen for {outcome.question.objective}: {describe(point.degrees)}{recomputed(point)}; "
@@ -128,8 +145,7 @@ def _chosen(answer: Answer) -> Iterator[str]:
     )
     yield _money(answer, known.money)
     for number, stage in enumerate(point.stages):
-        first = row[stage.start].module or "the inputs"
-        last = row[stage.stop - 1].module or first
+        first, last = ends(outcome.search, stage)
         again = f", computed again {format_bytes(stage.transient)}" if stage.recompute else ""
         yield (
             f"stage {number}: {first} to {last}, {format_seconds(stage.seconds)} per micro-batch; "
@@ -140,6 +156,11 @@ def _chosen(answer: Answer) -> Iterator[str]:
         for choice in choices(outcome, point):
             if choice.parameters:
                 ways.setdefault(choice.how, []).append(choice.module)
+        if not any(how.startswith("split") for how in ways):
+            yield (
+                f"the tensor axis splits no parameters: each group of {point.degrees.tensor} "
+                "devices does little more than one would; ask for fewer with --devices"
+            )
         for how, modules in ways.items():
             more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
             yield f"{how}: {', '.join(modules[:3])}{more}"

@@ -17,9 +17,10 @@ from headway.errors import PlanError
 from headway.planner.forced import on_modules
 from headway.planner.mixed import MixedOutcome, search_mixed
 from headway.planner.mixed_plan import missing, ranks_of, shares_of, to_plan
+from headway.planner.mixed_point import MixedPoint
 from headway.planner.mixed_question import MixedQuestion
-from headway.planner.mixed_stage import MixedPoint
 from headway.planner.operators import Workload
+from headway.planner.runnable import RUNS
 from headway.units import format_bytes, format_seconds
 
 
@@ -42,7 +43,7 @@ def mixed_question(
         problems.append("some nodes do not say which device they have")
     if wanted.counts and wanted.counts[-1] > cluster.ranks:
         problems.append(f"--devices: {wanted.counts[-1]}, and the cluster has {cluster.ranks}")
-    if set(wanted.schedules) != {"1f1b"}:
+    if set(wanted.schedules) not in ({"1f1b"}, set(RUNS)):  # the defaults
         problems.append("--schedules: devices of several types are searched with 1f1b only")
     if problems:
         raise PlanError(

@@ -91,7 +91,10 @@ def read_words(
         except ValueError as error:
             problems.append(f"--memory {error}")
         else:
-            problems += [] if limit > 0 else [f"--memory {memory}: it must be positive"]
+            if memory.strip().replace(".", "", 1).isdigit():
+                problems.append(f'--memory {memory}: no unit; write "{memory} GiB" or "{memory} B"')
+            elif limit <= 0:
+                problems.append(f"--memory {memory}: it must be positive")
     if price is not None:
         try:
             money = Price.parse(price)

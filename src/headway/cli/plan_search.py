@@ -26,7 +26,7 @@ from headway.planner.operators import Workload
 from headway.planner.predicted import with_prediction
 from headway.planner.question import Objective, Question
 from headway.planner.refusal import refusal
-from headway.planner.runnable import to_plan
+from headway.planner.runnable import RUNS, to_plan
 from headway.planner.search import Outcome, search
 from headway.units import format_bytes, format_seconds
 
@@ -42,7 +42,7 @@ def search_plans(
     devices: str | None = None,
     price: str | None = None,
     force: tuple[str, ...] = (),
-    schedules: str = "1f1b",
+    schedules: str | None = None,
     runnable: Annotated[bool, Parameter(negative="")] = False,
     svg: Path | None = None,
     png: Path | None = None,
@@ -62,13 +62,15 @@ def search_plans(
         price: Of a device, as in "2.5 USD/h"; by default the cluster file's.
         force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis
             of the operator), "blocks.8=stage" (a stage begins there).
-        schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer.
+        schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer. By default 1f1b; with
+            --runnable --objective fastest all that the executor runs.
         runnable: Look only for plans that today's executor can run: data and pipeline axes.
         svg: Draw the frontier into this file.
         png: The same as PNG.
         out: Write the chosen plan there, as `headway train --plan` takes it.
         json: Print everything as JSON.
     """
+    every = runnable and objective == "fastest"
     wanted = read_words(
         devices=devices,
         memory=memory,
@@ -76,23 +78,28 @@ def search_plans(
         force=force,
         objective=objective,
         runnable=runnable,
-        schedules=schedules,
+        schedules=schedules or (",".join(RUNS) if every else "1f1b"),
     )
     found = find_cluster(cluster, nodes=nodes)
-    from headway.run.model_graph import annotated_graph_of  # imports torch
+    from headway.cli.optimizer_cost import optimiser_of, with_optimizer  # imports torch
+    from headway.run.model_graph import annotated_graph_of
+    from headway.run.recipe_file import load_recipe
 
     begin = time.perf_counter()
     graph, samples, batch, said = annotated_graph_of(recipe)
     captured = time.perf_counter()
     if graph.unknown:
         note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
-    work = Workload(graph=graph, samples=samples)
+    loaded = load_recipe(recipe)
+    work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(loaded))
     annotated = said.forced_choices()
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
     if len(kinds_of(found)) > 1:
         plan_mixed(mixed_question(wanted, work, batch, found, precision_of(recipe)), out, json=json)
         return
-    question = replace(question_of(wanted, work, batch, found), precision=precision_of(recipe))
+    question = question_of(wanted, work, batch, found)
+    machine = with_optimizer(question.machine, found, loaded)
+    question = replace(question, machine=machine, precision=precision_of(recipe))
     money = price_of(wanted, found)
     if money is not None:
         question = replace(question, price=money.per_hour)

@@ -149,7 +149,9 @@ def _ranks(plan: Plan | None, devices: int | None, cluster: Cluster) -> int:
 def _question(
     plan: Plan | None, recipe: str, machine: Machine, ranks: int, memory: str | None
 ) -> Question:
-    from headway.run.model_graph import graph_of  # imports torch
+    from headway.cli.optimizer_cost import optimiser_of  # imports torch
+    from headway.run.model_graph import graph_of
+    from headway.run.recipe_file import load_recipe
 
     graph, samples, batch, *_ = graph_of(recipe)
     if plan is not None and batch != plan.batch.samples:
@@ -159,7 +161,7 @@ def _question(
             fix="Take the recipe that the plan was made for.",
         )
     return Question(
-        work=Workload(graph=graph, samples=samples),
+        work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(load_recipe(recipe))),
         machine=machine,
         devices=(ranks,),
         batch=batch,

@@ -164,6 +164,9 @@ def device_problems(
         yield f"devices: prices in {' and '.join(sorted(currencies))}; write all in one currency"
     for key, said in users.items():
         if said is not None and said not in devices:
-            yield f"{key}: no device {said!r}{nearest(said, list(devices))}"
+            hint = nearest(said, list(devices))
+            if is_sheet(said):
+                hint = f'; to use the preset, add [devices.{said}] with preset = "{said}"'
+            yield f"{key}: no device {said!r}{hint}"
         elif said is None and key != "device" and len(devices) > 1 and users["device"] is None:
             yield f"{key}: missing; one of {', '.join(devices)}"

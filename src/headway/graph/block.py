@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from headway.graph.model import ModelGraph
@@ -59,7 +59,8 @@ def blocks(graph: ModelGraph, smallest: int = 3) -> Blocks:
         graph: The model.
         smallest: Operators that a block has at least; less is left between the blocks.
     """
-    runs = list(_runs(graph, 0, len(graph.operators), 0))
+    structures = Structures(graph)
+    runs = list(_runs(structures, 0, len(graph.operators), 0))
     counts = Counter(run.structure for run in runs)
     chosen: list[Segment] = []
     place = 0
@@ -68,12 +69,13 @@ def blocks(graph: ModelGraph, smallest: int = 3) -> Blocks:
         if repeated and run.start >= place:
             chosen.append(run)
             place = run.stop
-    segments = tuple(_filled(graph, chosen))
+    segments = tuple(_filled(structures, chosen))
     return Blocks(segments=segments, uses=dict(Counter(s.structure for s in segments)))
 
 
-def _runs(graph: ModelGraph, start: int, stop: int, depth: int) -> Iterator[Segment]:
+def _runs(structures: Structures, start: int, stop: int, depth: int) -> Iterator[Segment]:
     """Every module's runs, outer ones first."""
+    graph = structures.graph
 
     def path(place: int) -> tuple[str, ...]:
         return tuple(graph.operators[place].module.split("."))[: depth + 1]
@@ -87,39 +89,57 @@ def _runs(graph: ModelGraph, start: int, stop: int, depth: int) -> Iterator[Segm
             start=begin,
             stop=end,
             module=".".join(module),
-            structure=structure(graph, graph.operators[begin:end]),
+            structure=structures.of(begin, end),
         )
-        yield from _runs(graph, begin, end, depth + 1)
+        yield from _runs(structures, begin, end, depth + 1)
 
 
-def _filled(graph: ModelGraph, chosen: list[Segment]) -> Iterator[Segment]:
-    place = 0
+def _filled(structures: Structures, chosen: list[Segment]) -> Iterator[Segment]:
+    place, stop = 0, len(structures.graph.operators)
     for segment in chosen:
         if segment.start > place:
-            yield _between(graph, place, segment.start)
+            yield _between(structures, place, segment.start)
         yield segment
         place = segment.stop
-    if place < len(graph.operators):
-        yield _between(graph, place, len(graph.operators))
+    if place < stop:
+        yield _between(structures, place, stop)
 
 
-def _between(graph: ModelGraph, start: int, stop: int) -> Segment:
-    found = structure(graph, graph.operators[start:stop])
-    return Segment(start=start, stop=stop, module="", structure=found)
+def _between(structures: Structures, start: int, stop: int) -> Segment:
+    return Segment(start=start, stop=stop, module="", structure=structures.of(start, stop))
 
 
-def structure(graph: ModelGraph, operators: tuple[Operator, ...]) -> str:
-    """A hash of what some operators are, whatever they and their tensors are called."""
-    numbers: dict[str, int] = {}
-    tensors = graph.tensors
-    lines = []
-    for operator in operators:
-        wires = [
-            (numbers.setdefault(tensor, len(numbers)), tensors[tensor].shape, tensors[tensor].dtype)
-            for tensor in (*operator.inputs, *operator.outputs)
-        ]
-        trained = [tensor in operator.parameters for tensor in operator.inputs]
-        kept = sorted(saved.bytes for saved in operator.saved)
-        lines.append(f"{wires} {len(operator.inputs)} {trained} {kept}")
-        lines.append(graph.descriptions[operator.name])
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+@dataclass(frozen=True)
+class Structures:
+    """Hashes of what neighbouring operators are, whatever they and their tensors are called."""
+
+    graph: ModelGraph
+    _specs: dict[str, str] = field(default_factory=dict)
+    _facts: dict[str, str] = field(default_factory=dict)
+
+    def of(self, start: int, stop: int) -> str:
+        """Of the operators from `start` to before `stop`."""
+        numbers: dict[str, int] = {}
+        lines = []
+        for operator in self.graph.operators[start:stop]:
+            wires = [
+                f"({numbers.setdefault(tensor, len(numbers))}, {self._spec(tensor)})"
+                for tensor in (*operator.inputs, *operator.outputs)
+            ]
+            lines.append(f"[{', '.join(wires)}] {self._fact(operator)}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def _spec(self, tensor: str) -> str:
+        if tensor not in self._specs:
+            spec = self.graph.tensors[tensor]
+            self._specs[tensor] = f"{spec.shape}, {spec.dtype!r}"
+        return self._specs[tensor]
+
+    def _fact(self, operator: Operator) -> str:
+        """What does not depend on the operators before it."""
+        if operator.name not in self._facts:
+            trained = [tensor in operator.parameters for tensor in operator.inputs]
+            kept = sorted(saved.bytes for saved in operator.saved)
+            facts = f"{len(operator.inputs)} {trained} {kept}"
+            self._facts[operator.name] = f"{facts}\n{self.graph.descriptions[operator.name]}"
+        return self._facts[operator.name]

@@ -113,8 +113,12 @@ class ModelGraph:
 
     def saved_by(self, operators: tuple[Operator, ...]) -> dict[str, int]:
         """Bytes that some operators keep, by the name of the storage."""
-        held = self.parameters.keys() | self.buffers.keys() | self.inputs.keys()
-        return {s.name: s.bytes for o in operators for s in o.saved if s.name not in held}
+        return {s.name: s.bytes for o in operators for s in o.saved if s.name not in self.held}
+
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """Names of what is there before the first operator: parameters, buffers, inputs."""
+        return frozenset([*self.parameters, *self.buffers, *self.inputs])
 
     @property
     def unknown(self) -> tuple[str, ...]:

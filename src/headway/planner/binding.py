@@ -58,7 +58,9 @@ class Holding:
         weights: Bytes of its parameters.
         training: Bytes of gradients and optimiser.
         activations: Bytes kept for backward, of all micro-batches under way.
-        again: Bytes of what is being computed again.
+        again: Bytes for a moment, while a micro-batch passes.
+        update: Bytes for a moment while the update runs, when nothing else but weights and training
+            is held; 0 where that is not the fullest moment.
     """
 
     stage: int
@@ -68,6 +70,7 @@ class Holding:
     training: float
     activations: float
     again: float
+    update: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +148,16 @@ def holding(question: Question, point: Point) -> Holding:
     number = max(range(len(point.stages)), key=lambda n: point.stages[n].bytes)
     stage = point.stages[number]
     weights = stage.params / (point.degrees.data if point.degrees.zero >= 3 else 1)
+    updates = stage.passing > stage.kept + stage.transient
     return Holding(
         stage=number,
         bytes=stage.bytes,
         share=point.bytes / question.cap,
         weights=weights,
         training=stage.state - weights,
-        activations=stage.kept,
-        again=stage.transient,
+        activations=0.0 if updates else stage.kept,
+        again=0.0 if updates else stage.transient,
+        update=stage.passing if updates else 0.0,
     )
 
 

@@ -109,7 +109,9 @@ class Bounds:
         """Work alone, evenly spread; state, and what is kept without or with recomputation."""
         question = self.question
         p, b = degrees.pipeline, degrees.microbatch
-        per_byte = state_per_byte(question.itemsize, degrees.zero, degrees.data)
+        per_byte = state_per_byte(
+            question.itemsize, degrees.zero, degrees.data, question.work.optimiser.state
+        )
         state = self.held * per_byte * degrees.pipes
         forward, backward = self._least_seconds(degrees.tensor, b)
         passes = np.array([backward, forward + backward])

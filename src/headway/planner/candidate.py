@@ -17,7 +17,7 @@ import numpy as np
 from headway.errors import PlanError
 from headway.planner.borders import forced_starts, without_crossing
 from headway.planner.bounds import crowded, hull_bound, least_step
-from headway.planner.degrees import Degrees, state_per_byte
+from headway.planner.degrees import Degrees
 from headway.planner.operators import Floats
 from headway.planner.overlap import BUCKETS
 from headway.planner.pipeline_cuts import cut
@@ -58,7 +58,6 @@ class Candidate:
         self.itemsize = itemsize
         self.shared = shared or Shared(tables.setting.work, tables.row, tables.classes)
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
-        self.per_byte = state_per_byte(itemsize, degrees.zero, degrees.data)
         self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[str, tuple[Floats, np.ndarray]] = {}
         whole = int(tables.classes.of[0, -1])
@@ -131,7 +130,7 @@ class Candidate:
         own = rows[0, list(self._passes)]
         value = self.degrees.microbatches * own[..., Rows.SECONDS] + own[..., Rows.TAIL]
         held = own[..., Rows.STATE] + own[..., Rows.KEPT]
-        held = held + own[..., Rows.MORE]
+        held = np.maximum(held + own[..., Rows.MORE], self.pricing.updated(own))
         value = np.where(held <= cap, value, np.inf).ravel()
         best: Point | None = None
         for place in np.argsort(value, kind="stable").tolist():
@@ -202,7 +201,7 @@ class Candidate:
         degrees, of = self.degrees, self.tables.classes.of
         m, chunks = degrees.microbatches, degrees.virtual
         rows, _ = self._prepared(border)
-        times, picks = self._picked(rows, cap)
+        times, picks = self._picked(self.pricing.updatable(rows, cap), cap)
         least = self.least_rows[list(self._passes)]
         floor = float((least[..., Rows.SECONDS] + least[..., Rows.TAIL] / m).min())
         # m chunks t_max + (sum - chunks t_max) / chunks, times chunks
@@ -232,7 +231,7 @@ class Candidate:
         m = self.degrees.microbatches
         counts = np.array(self._in_flight[::-1])
         flights, place = np.unique(counts, return_inverse=True)
-        rows = rows[:, list(self._passes)]
+        rows = rows[:, : len(self._passes)]
         flat = (len(rows), -1)
         value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(flat)
         state, kept = rows[..., Rows.STATE].reshape(flat), rows[..., Rows.KEPT].reshape(flat)
@@ -240,16 +239,17 @@ class Candidate:
         times = np.full((len(flights), len(rows)), np.inf)
         picks = np.zeros((len(flights), len(rows)), dtype=np.int64)
 
-        def pick(number: int, some: np.ndarray) -> None:
-            held = state[some] + flights[number] * kept[some] + extra[some]
+        def pick(number: int, some: np.ndarray | slice) -> None:
+            held = state[some] + flights[number] * kept[some]
+            held += extra[some]
             allowed = np.where(held <= cap, value[some], np.inf)
             picks[number, some] = best = allowed.argmin(axis=1)
-            times[number, some] = allowed[np.arange(len(some)), best]
+            times[number, some] = allowed[np.arange(len(allowed)), best]
 
-        every, last = np.arange(len(rows)), len(flights) - 1
+        last = len(flights) - 1
         for number in {0, last}:
-            pick(number, every)
-        waiting = [(0, last, every)]
+            pick(number, slice(None))
+        waiting = [(0, last, np.arange(len(rows)))]
         while waiting:
             low, high, some = waiting.pop()
             same = (picks[low, some] == picks[high, some]) & (times[low, some] == times[high, some])
@@ -322,6 +322,7 @@ class Candidate:
                     state=float(one[Rows.STATE]),
                     kept=float(one[Rows.KEPT]) * self._in_flight[place],
                     transient=float(one[Rows.MORE]),
+                    passing=float(one[Rows.STATE]) * self.pricing.passing,
                     params=float(one[Rows.PARAMS]),
                     forward=forward,
                     weight=share * max(backward, 0.0),
@@ -385,7 +386,9 @@ class Candidate:
         kept = [stage.kept / n for stage, n in zip(stages, self._in_flight, strict=True)]
         return tuple(
             sum(stages[number].state for number in hosted)
-            + self.book.held(rank, kept)
-            + max(stages[number].transient for number in hosted)
+            + max(
+                self.book.held(rank, kept) + max(stages[number].transient for number in hosted),
+                sum(stages[number].passing for number in hosted),
+            )
             for rank, hosted in enumerate(self.book.table.hosted)
         )

@@ -144,7 +144,7 @@ def collectives_of(search: Search, point: Point) -> tuple[Calls, ...]:
                 *_of_messages(candidate.tables, point, number),
                 *_of_tensors(candidate.tables, point, stage),
                 *of_gradients(point.degrees, _messages(candidate, point, stage), stage.params),
-                *_of_copies(candidate, point, number),
+                *_of_ties(candidate, point, number),
             ]
         )
         for number, stage in enumerate(point.stages)
@@ -152,9 +152,9 @@ def collectives_of(search: Search, point: Point) -> tuple[Calls, ...]:
 
 
 def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Iterator[Call]:
-    """Over the data axis: each message one sum; with ZeRO 1 a reduce-scatter, and an all-gather of
-    all; the first for each micro-batch with ZeRO 2, and with ZeRO 3 also two all-gathers of each
-    message for each (Rajbhandari et al. 2020, section 7).
+    """Over the data axis, and all copies of a stage: each message one sum; with ZeRO 1 a
+    reduce-scatter, and an all-gather of all; the first for each micro-batch with ZeRO 2, and with
+    ZeRO 3 also two all-gathers of each message for each (Rajbhandari et al. 2020, section 7).
 
     Args:
         degrees: With their data axis and ZeRO.
@@ -162,10 +162,10 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
         held: Bytes of all parameters of a device.
     """
     m, zero = _passes(degrees), degrees.zero
+    axis = "data" if degrees.data > 1 else "pipe"
+    ranks = degrees.data * (degrees.pipes if zero < 2 else 1)
     for size in sizes:
-        one = Call(
-            kind="all_reduce", axis="data", ranks=degrees.data, bytes=size, phase="gradients"
-        )
+        one = Call(kind="all_reduce", axis=axis, ranks=ranks, bytes=size, phase="gradients")
         if zero == 0:
             yield one
             continue
@@ -200,19 +200,19 @@ def _messages(candidate: Candidate, point: Point, stage: Stage) -> list[float]:
     return [float(size) for size in sizes]
 
 
-def _of_copies(candidate: Candidate, point: Point, number: int) -> Iterator[Call]:
-    """Sums of the copies of a stage in a pipeline of several pipes, and of what stages share."""
-    degrees, stage = point.degrees, point.stages[number]
-    one = Call(
-        kind="all_reduce", axis="pipe", ranks=degrees.pipes, bytes=stage.params, phase="gradients"
-    )
-    if degrees.zero < 2:
-        yield one
+def _of_ties(candidate: Candidate, point: Point, number: int) -> Iterator[Call]:
+    """Sums of what several stages use."""
     starts = [other.start for other in point.stages]
     for tie in candidate.shared.ties:
         stages = {bisect_right(starts, unit) - 1 for unit in tie.units}
         if number in stages:
-            yield replace(one, ranks=len(stages), bytes=tie.bytes / degrees.tensor)
+            yield Call(
+                kind="all_reduce",
+                axis="pipe",
+                ranks=len(stages),
+                bytes=tie.bytes / point.degrees.tensor,
+                phase="gradients",
+            )
 
 
 def _of_messages(tables: Tables, point: Point, number: int) -> Iterator[Call]:

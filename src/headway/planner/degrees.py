@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.cost.memory import GRADIENTS, STATE, WEIGHTS
+from headway.cost.memory import GRADIENTS, WEIGHTS
 from headway.cost.transformer import HALF
 from headway.planner.schemes import PLAIN, Scheme
 
-FULL = (4.0, 4.0, 8.0)
-"""Bytes per parameter in 32 bits: weights, gradients, Adam's two moments."""
+FULL = 4.0
+"""Bytes of a number in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -154,14 +154,17 @@ def combinations(
                             )
 
 
-def state_per_byte(itemsize: int, zero: int, data: int) -> float:
+def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> float:
     """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
 
-    16 bits: 2 + 4 + 12 bytes per parameter; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the
-    last two (2) or all (3) by the data degree (Rajbhandari et al. 2020).
+    With Adam's two `copies` of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
+    weights in 32 bits; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the last two (2) or all (3)
+    by the data degree (Rajbhandari et al. 2020).
     """
     weights, gradients, state = (
-        (WEIGHTS, GRADIENTS, STATE) if itemsize == HALF else tuple(f * itemsize / 4 for f in FULL)
+        (WEIGHTS, GRADIENTS, FULL + copies * FULL)
+        if itemsize == HALF
+        else (itemsize, itemsize, copies * itemsize)
     )
     total = weights / (data if zero >= 3 else 1)
     total += gradients / (data if zero >= 2 else 1)

@@ -108,7 +108,12 @@ def _by_memory(engine: Search, cap: float) -> Iterator[tuple[float, Candidate]]:
 
 def _first(engine: Search, degrees: Degrees) -> float:
     """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
-    per_byte = state_per_byte(engine.question.itemsize, degrees.zero, degrees.data)
+    per_byte = state_per_byte(
+        engine.question.itemsize,
+        degrees.zero,
+        degrees.data,
+        engine.question.work.optimiser.state,
+    )
     kept = degrees.microbatch * min(engine.kept, engine.crossing)
     state = engine.held * per_byte * degrees.pipes
     return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,14 +21,15 @@ from headway.errors import NothingFits, PlanError
 from headway.planner.borders import forced_starts
 from headway.planner.candidate import Candidate
 from headway.planner.degrees import Degrees, divisors, state_per_byte
-from headway.planner.frontier.front import reduce
+from headway.planner.found import Answer, distinct, left
 from headway.planner.mixed_bounds import Least
 from headway.planner.mixed_mesh import amounts_of, layouts
+from headway.planner.mixed_point import Combination, MixedPoint
 from headway.planner.mixed_question import MixedQuestion
 from headway.planner.mixed_sizes import sizes
-from headway.planner.mixed_stage import Combination, MixedPoint, Sharing
+from headway.planner.mixed_stage import Picks, Sharing
 from headway.planner.operators import Floats
-from headway.planner.search import ALIKE, LEAST, NEAR, Search
+from headway.planner.search import LEAST, NEAR, Search
 from headway.units import format_bytes
 
 BAND = 0.5
@@ -43,35 +45,20 @@ WORTH = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedOutcome:
+class MixedOutcome(Answer[MixedPoint]):
     """What was found.
 
     Attributes:
         question: What was asked.
-        points: The frontier over (seconds, bytes, devices), fastest first.
-        chosen: The number of the point that meets the objective.
-        bound: What the objective's value is at least; `gap` compares it with the chosen point.
-        considered: Combinations that there are.
-        opened: Of those, how many were priced.
+        search: What found it.
     """
 
     question: MixedQuestion
-    points: tuple[MixedPoint, ...]
-    chosen: int
-    bound: float
-    considered: int
-    opened: int
     search: MixedSearch = field(repr=False, compare=False)
 
     @property
-    def best(self) -> MixedPoint:
-        return self.points[self.chosen]
-
-    @property
-    def gap(self) -> float:
-        """By which share the chosen point may be above the best there is."""
-        value = self.search.value(self.best.combination, self.best.seconds)
-        return max(0.0, value / self.bound - 1.0) if self.bound > 0 else 0.0
+    def value(self) -> float:
+        return self.search.value(self.best.combination, self.best.seconds)
 
 
 class MixedSearch:
@@ -87,6 +74,7 @@ class MixedSearch:
         self.closed = np.inf  # a bound of what was not priced of those that were opened
         self._known: Floats = np.zeros((0, 3))
         self._candidates: dict[tuple[str, Degrees], Candidate] = {}
+        self._picks: Picks = WeakKeyDictionary()
         self.bounds = Least(question, self.engines)
 
     def run(self) -> MixedOutcome:
@@ -200,24 +188,47 @@ class MixedSearch:
         least = max(self.bounds.held(combination), whole * LEAST)
         while cap >= least:
             caps = {kind: min(cap, own) for kind, own in self.question.caps.items()}
-            if not self._known_is(floor * NEAR, cap, combination):
-                point, fits = self.fastest(combination, caps)
+            known = self._known_within(cap, combination)
+            if floor < known:
+                point, fits = self.fastest(combination, caps, known)
                 if not fits:
                     return
                 if point is not None:
                     self._add(point)
-                    cap, floor = min(cap, point.bytes), max(floor, point.seconds)
+                    floor = max(floor, point.seconds)
+                    while cap * BAND > point.bytes:
+                        cap *= BAND
             if self.question.objective != "frontier":
                 return
             cap *= BAND
 
+    def _known_within(self, cap: float, combination: Combination) -> float:
+        """Seconds from which on no plan of this band is of use. Of the frontier: a slower one is
+        beaten, or needs less than the band and is sought again below it."""
+        if not self.points:
+            return np.inf
+        if self.question.objective == "fastest":
+            return float(self._known[:, 0].min())
+        if self.question.objective == "cheapest":
+            least = min(self.value(point.combination, point.seconds) for point in self.points)
+            return least / self.value(combination, 1.0)
+        frontier = self.question.objective == "frontier"
+        most = [np.inf, cap * BAND if frontier else np.inf, combination.devices]
+        near = self._known[(self._known <= most).all(axis=1), 0]
+        return float(near.min(initial=np.inf)) / (NEAR if frontier else 1.0)
+
     def fastest(
-        self, combination: Combination, caps: Mapping[str, float]
+        self, combination: Combination, caps: Mapping[str, float], limit: float = np.inf
     ) -> tuple[MixedPoint | None, bool]:
-        """The fastest plan of a combination within the memory that is of use; whether one fits.
+        """The fastest plan of a combination within the memory that is of use; whether one may fit.
 
         Sizes of micro-batches are tried in the order of what they are estimated to take: their
         bound times what the last ones took above theirs.
+
+        Args:
+            combination: Of degrees and cells.
+            caps: Bytes, by type.
+            limit: Seconds from which on no plan is of use.
         """
         tuples = sizes(self.bounds, combination, caps)
         tuples = tuples[self.bounds.may_fit(combination, tuples, caps)]
@@ -238,8 +249,10 @@ class MixedSearch:
             ]
         )
         factors, misses = np.ones(len(classes)), 0
-        open_ = np.ones(len(tuples), dtype=bool)
-        skipped = np.zeros(len(tuples), dtype=bool)
+        least = bounds.max(axis=0)
+        open_ = least < limit
+        skipped = ~open_
+        fits = bool(skipped.any())
         best: MixedPoint | None = None
         tries = 0
         while open_.any():
@@ -253,10 +266,16 @@ class MixedSearch:
             open_[place] = False
             tries += 1
             sharing = self.sharing(combination, tuple(tuples[place].tolist()))
-            point = None
-            if useful(*sharing.least()):
-                fits = False
-                point = sharing.fastest(caps, useful)
+            point, own = None, sharing.least(caps)
+            least[place] = max(least[place], own[0])
+            skipped[place] = least[place] >= limit
+            if skipped[place]:
+                fits = fits or bool(np.isfinite(own[0]))
+            elif useful(*own):
+                fits, most = False, min(known, limit)
+                point = sharing.fastest(caps, useful, most)
+                if point is None and not fits:  # there is none, or none as fast
+                    least[place], fits = max(least[place], most), most < np.inf
                 skipped[place] = point is None and fits
             if point is None:
                 misses += 1
@@ -266,9 +285,9 @@ class MixedSearch:
             factors = self._took(point) / bounds[:, place]
             if best is None or point.seconds < best.seconds:
                 best = point
-            open_ &= bounds.max(axis=0) < best.seconds
-        least = bounds.max(axis=0)[open_ | skipped].min(initial=np.inf)
-        self.closed = min(self.closed, self.value(combination, float(least)))
+            open_ &= least < best.seconds
+        least = least[open_ | skipped]
+        self.closed = min(self.closed, self.value(combination, float(least.min(initial=np.inf))))
         return best, fits or best is not None
 
     def sharing(self, combination: Combination, sizes: tuple[int, ...]) -> Sharing:
@@ -278,6 +297,7 @@ class MixedSearch:
             sizes=sizes,
             candidate=self._candidate,
             starts=self.starts,
+            picks=self._picks,
         )
 
     def _candidate(self, kind: str, degrees: Degrees) -> Candidate:
@@ -303,12 +323,10 @@ class MixedSearch:
 
     def _add(self, point: MixedPoint) -> None:
         self.points.append(point)
-        front = reduce(np.array([_vector(p) for p in self.points]))
-        self.points = [self.points[row] for row in front.origins[:, 0]]
-        self._known = front.costs
+        self.points, self._known = left(self.points)
 
     def _outcome(self, considered: int, bound: float) -> MixedOutcome:
-        points = _distinct(sorted(self.points, key=_vector))
+        points = distinct(self.points)
         values = [(self.value(p.combination, p.seconds), p.seconds) for p in points]
         chosen = values.index(min(values))
         return MixedOutcome(
@@ -328,7 +346,9 @@ class MixedSearch:
             for kind, number in question.counts.items()
         )
         least = min(question.zero)
-        state = self.engine.held * state_per_byte(self.engine.question.itemsize, least, 1)
+        state = self.engine.held * state_per_byte(
+            self.engine.question.itemsize, least, 1, self.engine.question.work.optimiser.state
+        )
         return NothingFits(
             "no plan fits",
             problems=[
@@ -353,18 +373,3 @@ def search_mixed(question: MixedQuestion) -> MixedOutcome:
 def parts(share: int) -> tuple[int, ...]:
     """Numbers of micro-batches that are tried: powers of two, and one for each sample."""
     return tuple(sorted({share, *(2**n for n in range(share.bit_length()) if 2**n <= share)}))
-
-
-def _vector(point: MixedPoint) -> tuple[float, float, float]:
-    return point.seconds, point.bytes, float(point.devices)
-
-
-def _distinct(points: list[MixedPoint]) -> tuple[MixedPoint, ...]:
-    """Without points that another one equals to a thousandth with fewer devices."""
-    kept: list[MixedPoint] = []
-    for point in points:
-        near = (point.seconds * ALIKE, point.bytes * ALIKE, float(point.devices))
-        others = [other for other in points if other.devices < point.devices]
-        if not any(np.all(np.array(_vector(other)) <= near) for other in others):
-            kept.append(point)
-    return tuple(kept)

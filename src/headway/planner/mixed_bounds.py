@@ -5,16 +5,18 @@ Invariant: no plan of a combination is faster than `least`, or needs less than `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 
 from headway.planner.degrees import state_per_byte
+from headway.planner.mixed_point import Combination
 from headway.planner.mixed_question import MixedQuestion
-from headway.planner.mixed_stage import Combination
 from headway.planner.operators import Floats
 from headway.planner.search import Search
-from headway.planner.whale.filling import whole_filling
+from headway.planner.whale.filling import slowest_stage, whole_filling
 
 DENSE = 1024
 """Up to so many samples of a micro-batch each has a bound of its own, beyond only some."""
@@ -33,6 +35,7 @@ class Least:
         self.engines = engines
         self.engine = next(iter(engines.values()))
         self._bounds: dict[tuple[str, int], Floats] = {}
+        self._copies: dict[tuple[tuple[tuple[str, int], ...], int], tuple[Floats, Floats]] = {}
 
     def seconds(self, combination: Combination) -> float:
         """Seconds that no plan of it is below; infinite where the parameters alone do not fit."""
@@ -49,14 +52,30 @@ class Least:
         """Least seconds of a copy's step with micro-batches of 1, 2, ... samples."""
         m = combination.microbatches
         need = -(-self.question.batch // m)
-        each = [self._spread(kind, combination.tensor)[:need] for kind in kinds]
-        together = 1.0 / sum(1.0 / one for one in each)  # stages that take equally long
-        found: Floats = (m - 1) * together + np.min(each, axis=0)
-        return found
+        slowest, through = self._copy(tuple(sorted(Counter(kinds).items())), combination.tensor)
+        return (m - 1) * slowest[:need] + through[:need]
+
+    def _copy(self, stages: tuple[tuple[str, int], ...], tensor: int) -> tuple[Floats, Floats]:
+        """Least seconds of a copy's slowest stage, and of all its stages one after the other, with
+        micro-batches of 1, 2, ... samples.
+        """
+        key = (stages, tensor)
+        if key not in self._copies:
+            counts = np.array(list(self._kinds.values()))
+            each = np.stack([self._spread(kind, tensor) for kind, _ in stages])
+            numbers = np.array([number for _, number in stages])
+            slowest, through = slowest_stage(each, counts, numbers)
+            self._copies[key] = np.maximum.accumulate(slowest), np.maximum.accumulate(through)
+        return self._copies[key]
+
+    @cached_property
+    def _kinds(self) -> Mapping[int, int]:
+        """How many units there are of each kind."""
+        return Counter(unit.kind for unit in self.engine.row)
 
     def _spread(self, kind: str, tensor: int) -> Floats:
-        """Seconds of a micro-batch of 1, 2, ... samples on t devices of a type: every operator's
-        work evenly spread, or its launch."""
+        """(kinds of units, batch): seconds of a micro-batch of 1, 2, ... samples on t devices of a
+        type: every operator's work evenly spread, or its launch."""
         key = (kind, tensor)
         if key not in self._bounds:
             passes, launches = self.engines[kind].work
@@ -64,13 +83,18 @@ class Least:
             batch = self.question.batch
             sparse = np.floor(np.geomspace(min(batch, DENSE), batch, 512))
             grid = np.unique([*range(1, min(batch, DENSE) + 1), *sparse, batch])
-            host, own = device.seconds_of_host(launches), device.seconds_of_kernels(launches)
-            found = np.empty(len(grid))
-            for place, samples in enumerate(grid):
-                slower = np.maximum(passes * samples / tensor + own, host)
-                found[place] = np.where(passes > 0, slower, 0.0).sum()
+            stops = np.cumsum([0, *(unit.stop - unit.start for unit in self.engine.row)]).tolist()
+            spans = {unit.kind: stops[n : n + 2] for n, unit in enumerate(self.engine.row)}
+            found = []
+            for number in self._kinds:
+                some, calls = (
+                    part[slice(*spans[number])][..., None] for part in (passes, launches)
+                )
+                work = some * grid / tensor + device.seconds_of_kernels(calls)
+                slower = np.maximum(work, device.seconds_of_host(calls))
+                found.append(np.where(some > 0, slower, 0.0).sum(axis=(0, 1)))
             at = np.searchsorted(grid, np.arange(1, batch + 1), side="right") - 1
-            self._bounds[key] = np.maximum.accumulate(found[at])
+            self._bounds[key] = np.maximum.accumulate(np.stack(found)[:, at], axis=1)
         return self._bounds[key]
 
     def held(self, combination: Combination) -> float:
@@ -92,6 +116,8 @@ class Least:
 
     def state(self, combination: Combination) -> float:
         """Bytes of weights, gradients and optimiser of a copy on the devices of one tensor rank."""
-        itemsize = self.engine.question.itemsize
-        per_byte = state_per_byte(itemsize, combination.zero, combination.data)
+        itemsize, work = self.engine.question.itemsize, self.engine.question.work
+        per_byte = state_per_byte(
+            itemsize, combination.zero, combination.data, work.optimiser.state
+        )
         return self.engine.held * per_byte / combination.tensor

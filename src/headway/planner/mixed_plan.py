@@ -5,12 +5,12 @@ Invariant: a plan that is returned is legal; rank r of it stands on a device of 
 
 from __future__ import annotations
 
-from headway.errors import PlanError
 from headway.plan import Axis, BatchSplit, Mesh, Pipeline, Plan
 from headway.plan.batch import apportion
 from headway.plan.plan import MemoryPolicy
 from headway.planner.mixed import MixedOutcome
-from headway.planner.mixed_stage import MixedPoint
+from headway.planner.mixed_point import MixedPoint
+from headway.planner.runnable import lacking, refuse
 
 
 def shares_of(outcome: MixedOutcome, point: MixedPoint) -> tuple[int, ...]:
@@ -32,14 +32,8 @@ def ranks_of(point: MixedPoint) -> tuple[str, ...]:
 
 def missing(point: MixedPoint) -> str:
     """What the executor lacks for a point; "" where it can run it."""
-    found = []
-    if point.combination.tensor > 1:
-        found.append("tensor axis")
-    if point.combination.zero:
-        found.append(f"ZeRO {point.combination.zero}")
-    if point.combination.pipeline == 1 and point.stages[0].recompute:
-        found.append("recomputation without a pipeline")
-    return ", ".join(found)
+    again = any(stage.recompute for stage in point.stages)
+    return lacking(point.combination.degrees(1), again)
 
 
 def to_plan(outcome: MixedOutcome, point: MixedPoint) -> Plan:
@@ -48,12 +42,7 @@ def to_plan(outcome: MixedOutcome, point: MixedPoint) -> Plan:
     Raises:
         PlanError: Today's executor cannot run it.
     """
-    if lacks := missing(point):
-        raise PlanError(
-            "today's executor cannot run this point of the frontier",
-            problems=[f"no mechanism yet: {lacks}"],
-            fix="Take a point that is marked as runnable, or search with --runnable.",
-        )
+    refuse(missing(point))
     combination, row = point.combination, outcome.search.engine.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
     axes = [Axis(name="data", size=combination.data)]

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from headway.cost.transformer import Machine
+from headway.errors import PlanError
 from headway.planner.operators import Workload
 from headway.planner.question import Objective, Question
 
@@ -36,6 +37,9 @@ class MixedQuestion:
         runnable: Only what today's executor can run.
         proof: Price all shares that the bound leaves, not `mixed.TRIES` of them.
         precision: As in `Question`.
+
+    Raises:
+        PlanError: The types have different networks: which one joins two types, nobody says.
     """
 
     work: Workload
@@ -53,6 +57,17 @@ class MixedQuestion:
     runnable: bool = False
     proof: bool = False
     precision: str = ""
+
+    def __post_init__(self) -> None:
+        first, *others = self.machines
+        network = self.machines[first].network
+        differ = [kind for kind in others if self.machines[kind].network != network]
+        if differ:
+            raise PlanError(
+                "types of devices have different networks",
+                problems=[f"machines.{kind}: not that of {first}" for kind in differ],
+                fix="Give all the one network that joins them, of the slowest nodes' levels.",
+            )
 
     @cached_property
     def caps(self) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 from headway.cost.transformer import Machine
 from headway.errors import PlanError
 from headway.planner.mixed_bounds import Least
-from headway.planner.mixed_stage import Combination
+from headway.planner.mixed_point import Combination
 from headway.planner.whale.balance import Share, algorithm_1
 
 

@@ -8,148 +8,28 @@ parameters. Invariant: what a point says is what `Candidate`'s rows of its types
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from headway.planner.borders import without_crossing
 from headway.planner.candidate import Candidate, Stage
 from headway.planner.degrees import Degrees
-from headway.planner.mixed_mesh import Cells
+from headway.planner.mixed_point import Combination, MixedPoint, MixedStage, Part
 from headway.planner.operators import Floats
 from headway.planner.pipeline_cuts import cut
 from headway.planner.pricing import Rows
+from headway.planner.whale.filling import slowest_stage
 
 Cell = tuple[int, str]
 """Number of a class of copies, and a type of devices."""
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Combination:
-    """What the outer loop opens.
-
-    Attributes:
-        amounts: Devices of each type in use.
-        tensor: t.
-        data: d, copies of the model.
-        pipeline: p, stages.
-        microbatches: m, of a step and every copy.
-        zero: Stage of ZeRO over the copies.
-        cells: Where the devices stand.
-    """
-
-    amounts: tuple[tuple[str, int], ...]
-    tensor: int
-    data: int
-    pipeline: int
-    microbatches: int
-    zero: int
-    cells: Cells
-
-    @property
-    def devices(self) -> int:
-        return sum(number for _, number in self.amounts)
-
-    def degrees(self, microbatch: int) -> Degrees:
-        """As if all copies were of one class."""
-        return Degrees(
-            tensor=self.tensor,
-            data=self.data,
-            pipeline=self.pipeline,
-            microbatch=microbatch,
-            microbatches=self.microbatches,
-            zero=self.zero,
-            order=self.cells.order,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A stage on the devices of one type in one class of copies.
-
-    Attributes:
-        kind: The type.
-        copies: So many.
-        microbatch: Samples of the largest micro-batch.
-        stage: As if all copies were like these.
-    """
-
-    kind: str
-    copies: int
-    microbatch: int
-    stage: Stage
-
-    @property
-    def bytes(self) -> float:
-        return self.stage.bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedStage:
-    """One stage.
-
-    Attributes:
-        start: Its first unit.
-        stop: The unit behind its last.
-        recompute: Whether its units keep only what enters them.
-        parts: On every type of devices, class by class.
-    """
-
-    start: int
-    stop: int
-    recompute: bool
-    parts: tuple[Part, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of a micro-batch where it is slowest."""
-        return max(part.stage.seconds for part in self.parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedPoint:
-    """One plan.
-
-    Attributes:
-        combination: Degrees and cells.
-        sizes: The largest micro-batch of each class of copies.
-        border: Placement of what crosses from stage to stage.
-        stages: From the first.
-        seconds: Of a step.
-        messages: Of those, between stages.
-    """
-
-    combination: Combination
-    sizes: tuple[int, ...]
-    border: str
-    stages: tuple[MixedStage, ...]
-    seconds: float
-    messages: float
-
-    @property
-    def bytes(self) -> float:
-        """On the fullest device."""
-        return max(part.bytes for stage in self.stages for part in stage.parts)
-
-    @property
-    def devices(self) -> int:
-        return self.combination.devices
-
-    def bytes_on(self, kind: str) -> float:
-        """On the fullest device of a type."""
-        parts = [part for stage in self.stages for part in stage.parts]
-        return max((part.bytes for part in parts if part.kind == kind), default=0.0)
-
-    def idle(self, kind: str) -> float:
-        """Which share of the step devices of a type do not compute, on the average."""
-        m = self.combination.microbatches
-        parts = [part for stage in self.stages for part in stage.parts if part.kind == kind]
-        copies = sum(part.copies for part in parts)
-        busy = sum(m * part.stage.seconds * part.copies for part in parts) / copies
-        return 1.0 - busy / self.seconds
+Picks = MutableMapping[Candidate, dict[tuple[str, float], tuple[Floats, np.ndarray]]]
+"""By border and bytes allowed: (stages, classes) times, and recomputation with strategy."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +41,18 @@ class Sharing:
         sizes: Samples of a micro-batch, class by class.
         candidate: Gives the tables of a type with these degrees.
         starts: First units that must begin a stage.
+        picks: What stages of one type have picked, also for other layouts.
     """
 
     combination: Combination
     sizes: tuple[int, ...]
     candidate: Callable[[str, Degrees], Candidate]
     starts: tuple[int, ...] = ()
+    picks: Picks = field(default_factory=WeakKeyDictionary)
     _candidates: dict[Cell, Candidate] = field(default_factory=dict)
-    _single: dict[tuple[Cell, str, float], tuple[Floats, np.ndarray]] = field(default_factory=dict)
+    _mixed: dict[
+        tuple[tuple[Cell, ...], str, tuple[float, ...]], dict[int, tuple[Floats, np.ndarray]]
+    ] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> Candidate:
         if cell not in self._candidates:
@@ -177,29 +61,49 @@ class Sharing:
             self._candidates[cell] = self.candidate(kind, degrees)
         return self._candidates[cell]
 
-    def least(self) -> tuple[float, float]:
-        """(seconds, bytes) that no plan of it is below.
-
-        Stages that take equally long are those of the fastest copy: 1 / sum of 1 / whole model.
-        """
+    def least(self, caps: Mapping[str, float] | None = None) -> tuple[float, float]:
+        """(seconds, bytes) that no plan of it within `caps` is below: of copies on one type their
+        own bound, of those on several by their units."""
         combination = self.combination
         p, m = combination.pipeline, combination.microbatches
         seconds, held = 0.0, np.inf
         for number, (kinds, _) in enumerate(combination.cells.classes):
-            own, passes = {}, {}
-            for kind in dict.fromkeys(kinds):
-                candidate = self.of((number, kind))
-                rows = candidate.least_rows[list(candidate._passes)]
-                passes[kind] = float(rows[..., Rows.SECONDS].min())
-                own[kind] = float((m * rows[..., Rows.SECONDS] + rows[..., Rows.TAIL]).min())
-                held = min(held, float((rows[..., Rows.STATE] + rows[..., Rows.KEPT]).min()) / p)
-            busy = 1.0 / sum(1.0 / own[kind] for kind in kinds)
-            alike = 1.0 / sum(1.0 / passes[kind] for kind in kinds)
-            seconds = max(seconds, busy, (m - 1) * alike + min(passes.values()))
+            stages = Counter(kinds)
+            rows = [self._whole(self.of((number, kind))) for kind in stages]
+            held = min(
+                held, *(float((r[..., Rows.STATE] + r[..., Rows.KEPT]).min()) / p for r in rows)
+            )
+            if len(stages) == 1:
+                cap = np.inf if caps is None else caps[kinds[0]]
+                seconds = max(seconds, self.of((number, kinds[0])).bound(cap)[0])
+            else:
+                units = [self._units(self.of((number, kind))) for kind in stages]
+                tails = [[[row[..., Rows.TAIL].min() / m]] for row in rows]
+                counts, each = units[0][0], np.stack([one for _, one in units])
+                on = np.array(list(stages.values()))
+                found = slowest_stage(each, counts, on)
+                alike, through = float(found[0][0]), float(found[1][0])
+                with_sums = np.concatenate([each, tails], axis=1)
+                busy = m * float(slowest_stage(with_sums, np.append(counts, 1), on)[0][0])
+                seconds = max(seconds, busy, (m - 1) * alike + through)
         return seconds, held
 
+    def _whole(self, candidate: Candidate) -> Floats:
+        found: Floats = candidate.least_rows[list(candidate._passes)]
+        return found
+
+    def _units(self, candidate: Candidate) -> tuple[np.ndarray, Floats]:
+        """Numbers of units of each kind, and (kinds, 1) their least seconds."""
+        tables = candidate.tables
+        counts = Counter(unit.kind for unit in tables.row)
+        least = [float(tables.solved(k).rows[0, ..., :2].sum(axis=-1).min()) for k in counts]
+        return np.array(list(counts.values())), np.array(least)[:, None]
+
     def fastest(
-        self, caps: Mapping[str, float], useful: Callable[[float, float], bool] | None = None
+        self,
+        caps: Mapping[str, float],
+        useful: Callable[[float, float], bool] | None = None,
+        known: float = np.inf,
     ) -> MixedPoint | None:
         """The fastest plan of which no device needs more than its type's `caps`.
 
@@ -207,15 +111,16 @@ class Sharing:
             caps: Bytes, by type.
             useful: Whether a plan may be of use that takes about so many seconds (Alpa's sum of its
                 stages) and so many bytes of a device; None: every one.
+            known: Seconds from which on no plan is of use.
         """
         several = self.combination.pipeline > 1
         cells = sorted({cell for s in self._stages for cell in self.combination.cells.types_of(s)})
         borders = {b for cell in cells for b in self.of(cell).tables.borders} if several else {"R"}
         best: MixedPoint | None = None
         for border in sorted(borders):
-            point = self._within(border, caps, useful)
-            if point is not None and (best is None or point.seconds < best.seconds):
-                best = point
+            point = self._within(border, caps, useful, known)
+            if point is not None and point.seconds < known:
+                best, known = point, point.seconds
         return best
 
     @property
@@ -227,6 +132,7 @@ class Sharing:
         border: str,
         caps: Mapping[str, float],
         useful: Callable[[float, float], bool] | None,
+        known: float,
     ) -> MixedPoint | None:
         combination = self.combination
         p, m = combination.pipeline, combination.microbatches
@@ -236,6 +142,7 @@ class Sharing:
         picked = [self._picked(stage, border, caps) for stage in reversed(self._stages)]
         times = np.stack([best for best, _ in picked])
         numbers, times = without_crossing(numbers, times, self.starts)
+        times = np.where(times < known / m, times, np.inf)  # all ranks have m, and their sums
         cuts = cut(numbers, times, m)
         if cuts is None:
             return None
@@ -263,40 +170,73 @@ class Sharing:
     ) -> tuple[Floats, np.ndarray]:
         """(classes of stretches,): the least time of a stage, infinite where it does not fit; and
         (classes, 1 + cells): whether it recomputes, and the strategy in each cell."""
-        cells = sorted(self.combination.cells.types_of(stage))
+        cells = tuple(sorted(self.combination.cells.types_of(stage)))
         if len(cells) == 1:
             return self._alone(cells[0], stage, border, caps[cells[0][1]])
-        found = []
-        for again in self.of(cells[0])._passes:
-            values, held = zip(
-                *(self._values(cell, border, stage, again, caps[cell[1]]) for cell in cells),
-                strict=True,
-            )
-            best, picks = self._together(values, held)
-            found.append((best, np.column_stack([np.full(len(best), again), picks])))
-        better = found[0][0] <= found[-1][0]
-        best = np.where(better, found[0][0], found[-1][0])
-        return best, np.where(better[:, None], found[0][1], found[-1][1])
+        key = (cells, border, tuple(caps[kind] for _, kind in cells))
+        if key not in self._mixed:
+            self._mixed[key] = self._unlike(cells, border, caps)
+        return self._mixed[key][stage]
+
+    def _unlike(
+        self, cells: tuple[Cell, ...], border: str, caps: Mapping[str, float]
+    ) -> dict[int, tuple[Floats, np.ndarray]]:
+        """`_picked` of all stages with these cells. What takes as long both with few and with many
+        micro-batches under way takes as long between them."""
+        stages = [s for s in self._stages if sorted(self.combination.cells.types_of(s)) == [*cells]]
+        every = np.arange(len(self.of(cells[0])._prepared(border)[0]))
+        times = np.full((len(stages), len(every)), np.inf)
+        picks = np.zeros((*times.shape, 1 + len(cells)), dtype=np.int64)
+
+        def pick(place: int, some: np.ndarray) -> None:
+            for again in self.of(cells[0])._passes:
+                values, held = zip(
+                    *(
+                        self._values(c, border, stages[place], again, caps[c[1]], some)
+                        for c in cells
+                    ),
+                    strict=True,
+                )
+                best, ways = self._together(values, held)
+                better = best < times[place, some]
+                times[place, some[better]] = best[better]
+                picks[place, some[better], 0] = again
+                picks[place, some[better], 1:] = ways[better]
+
+        last = len(stages) - 1
+        for place in {0, last}:
+            pick(place, every)
+        waiting = [(0, last, every)]
+        while waiting:
+            low, high, some = waiting.pop()
+            same = times[low, some] == times[high, some]
+            times[low:high, some[same]] = times[low, some[same]]
+            picks[low : high + 1, some[same]] = picks[low, some[same]]  # fits the fullest: fits all
+            some, middle = some[~same], (low + high) // 2
+            if len(some) and middle > low:
+                pick(middle, some)
+                waiting += [(low, middle, some), (middle, high, some)]
+        return {stage: (times[n], picks[n]) for n, stage in enumerate(stages)}
 
     def _alone(self, cell: Cell, stage: int, border: str, cap: float) -> tuple[Floats, np.ndarray]:
         """As `_picked`, where all copies of a stage are alike."""
-        key = (cell, border, cap)
-        if key not in self._single:
-            candidate = self.of(cell)
+        candidate = self.of(cell)
+        known, key = self.picks.setdefault(candidate, {}), (border, cap)
+        if key not in known:
             rows, _ = candidate._prepared(border)
-            times, picks = candidate._picked(rows, cap)
-            self._single[key] = times, np.stack(np.divmod(picks, rows.shape[2]), axis=-1)
-        times, picks = self._single[key]
+            times, picks = candidate._picked(candidate.pricing.updatable(rows, cap), cap)
+            known[key] = times, np.stack(np.divmod(picks, rows.shape[2]), axis=-1)
+        times, picks = known[key]
         behind = self.combination.pipeline - 1 - stage
         return times[behind], picks[behind]
 
     def _values(
-        self, cell: Cell, border: str, stage: int, again: int, cap: float
+        self, cell: Cell, border: str, stage: int, again: int, cap: float, some: np.ndarray
     ) -> tuple[Floats, Floats]:
-        """(classes, K): seconds of a stage's strategies in a cell, and bytes of their state."""
+        """(some classes, K): seconds of a stage in a cell by strategy, and bytes of its state."""
         candidate = self.of(cell)
         rows, _ = candidate._prepared(border)
-        rows = rows[:, again]
+        rows = rows[some, again]
         value = rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / self.combination.microbatches
         held = _held(candidate, rows, stage)
         return np.where(held <= cap, value, np.inf), rows[..., Rows.STATE]
@@ -380,7 +320,7 @@ class Sharing:
 def _held(candidate: Candidate, rows: Floats, stage: int) -> Floats:
     """(...) bytes of a stage's strategies, (..., columns) as `Rows` says."""
     found: Floats = rows[..., Rows.STATE] + candidate._in_flight[stage] * rows[..., Rows.KEPT]
-    return found + rows[..., Rows.MORE]
+    return np.maximum(found + rows[..., Rows.MORE], candidate.pricing.updated(rows))
 
 
 def _slowest(stage: MixedStage) -> Stage:

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cost.step_memory import OPTIMISERS, Optimiser
 from headway.cost.transformer import Machine
 from headway.errors import PlanError
 from headway.graph import ModelGraph, Operator, Rule, TensorSpec, rules
@@ -63,10 +64,12 @@ class Workload:
     Attributes:
         graph: Folded.
         samples: In the micro-batch with which it was captured.
+        optimiser: What it keeps and needs.
     """
 
     graph: ModelGraph
     samples: int
+    optimiser: Optimiser = OPTIMISERS["adamw"]
 
     @cached_property
     def fixed(self) -> frozenset[str]:

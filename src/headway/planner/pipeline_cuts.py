@@ -133,11 +133,7 @@ class _Programme:
     def __init__(self, of: np.ndarray, times: Floats) -> None:
         self.length = len(of)
         self.times = np.concatenate([times, np.full((len(times), 1), np.inf)], axis=1)
-        starts = np.arange(self.length)[:, None]
-        stops = starts + np.arange(1, self.length + 1)[None, :]
-        inside = stops <= self.length
-        stops = np.minimum(stops, self.length)
-        self.classes = np.where(inside, of[starts, stops], times.shape[1])
+        self.classes = _by_number(of)
         self.least = self.times.min(axis=0)[self.classes].min(axis=0)  # of each number of units
         self.small = self.classes.size * len(times) <= _CELLS
         self._cells = self.times[:, self.classes] if self.small else None
@@ -205,3 +201,11 @@ class _Programme:
             each.append(float(self.times[stage, self.classes[start, number]]))
             borders.append(start + number + 1)
         return Cuts(borders=tuple(borders), total=float(sum(each)), slowest=max(each))
+
+
+def _by_number(of: np.ndarray) -> np.ndarray:
+    """(L, L): the class of the k + 1 units from i on; -1 where there are no more so many."""
+    length, step = len(of), of.itemsize
+    lines = np.concatenate([of.ravel(), np.full(length, -1, of.dtype)])
+    # behind the end of a line are the first columns of the next one, up to its diagonal: -1
+    return np.ndarray((length, length), of.dtype, lines, step, ((length + 2) * step, step))

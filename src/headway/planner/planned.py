@@ -41,7 +41,7 @@ def degrees_of(plan: Plan) -> Degrees:
             problems=problems,
             fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
         )
-    parts = plan.batch.microbatches(plan.batch.share(0, plan.data_degree))
+    parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = scheme_of(pipeline.schedule, pipeline.virtual, pipeline.pipes) if several else PLAIN
     inside = several and plan.data_degree > 1 and plan.mesh.names[-1] == plan.exchange.axis
     return Degrees(
@@ -118,7 +118,8 @@ def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[i
 def simplified(plan: Plan) -> Iterator[str]:
     """What of a plan the price does not count, one sentence each."""
     exchange = plan.exchange
-    if plan.batch.samples % plan.data_degree or len({*_sizes(plan)}) > 1:
+    sizes = (len(part) for share in _shares(plan) for part in plan.batch.microbatches(share))
+    if len({*map(len, _shares(plan))}) > 1 or len({*sizes}) > 1:
         yield "shares or micro-batches are not all alike: all count as the largest"
     special = exchange.compress != "none" or exchange.parts or exchange.priority
     if special and plan.exchange_degree > 1:
@@ -132,5 +133,7 @@ def simplified(plan: Plan) -> Iterator[str]:
         yield "autocast to bfloat16 counts for products; activations count in 32 bits"
 
 
-def _sizes(plan: Plan) -> Iterator[int]:
-    yield from map(len, plan.batch.microbatches(plan.batch.share(0, plan.data_degree)))
+def _shares(plan: Plan) -> tuple[range, ...]:
+    """The samples of each data rank."""
+    ranks = plan.data_degree
+    return tuple(plan.batch.share(rank, ranks) for rank in range(ranks))

@@ -157,6 +157,7 @@ def _stage(search: Search, point: Point, number: int, inside: tuple[float, float
         state=stage.state,
         kept=sum(line[4] for line in units),
         transient=stage.transient,
+        passing=stage.passing,
     )
 
 

@@ -23,7 +23,8 @@ class Stage:
         tail: Seconds of a step for gradients and update.
         state: Bytes of weights, gradients and optimiser.
         kept: Bytes kept for backward, of all micro-batches under way.
-        transient: Bytes of the unit that is being computed again.
+        transient: Bytes for a moment above these, while a micro-batch passes.
+        passing: Bytes above `state` while the update runs, when nothing is kept.
         params: Bytes of parameters that it holds.
         forward: Of `seconds`, those of the forward pass.
         weight: Of `seconds`, those of the gradients of weights.
@@ -43,10 +44,11 @@ class Stage:
     forward: float = 0.0
     weight: float = 0.0
     after: float = 0.0
+    passing: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.state + self.kept + self.transient
+        return self.state + max(self.kept + self.transient, self.passing)
 
 
 @dataclass(frozen=True, kw_only=True)

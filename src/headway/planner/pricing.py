@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from headway.cost.device import Number
-from headway.planner.degrees import Degrees, state_per_byte
+from headway.planner.degrees import FULL, Degrees, state_per_byte
 from headway.planner.operators import Floats
 from headway.planner.overlap import BUCKETS, bucketed, hidden_at_most, passes, played
 from headway.planner.schemes import Book
@@ -54,7 +54,11 @@ class Price:
 
 
 class Pricing:
-    """Of one combination on its tables."""
+    """Of one combination on its tables.
+
+    Attributes:
+        passing: Bytes that the update needs for a moment, per byte of state.
+    """
 
     def __init__(self, tables: Tables, degrees: Degrees, itemsize: int, shared: Shared) -> None:
         self.tables = tables
@@ -64,7 +68,11 @@ class Pricing:
         self.machine = tables.setting.machine
         self.overlap = self.machine.device.overlap
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
-        self.per_byte = state_per_byte(itemsize, degrees.zero, degrees.data)
+        optimiser = tables.setting.work.optimiser
+        zero, data = degrees.zero, degrees.data
+        self.per_byte = state_per_byte(itemsize, zero, data, optimiser.state)
+        updated = max(FULL, itemsize) / itemsize / (data if zero else 1)
+        self.passing = optimiser.together * updated / self.per_byte
 
     # -- stretches -------------------------------------------------------------------------------
 
@@ -92,6 +100,20 @@ class Pricing:
     def backward(rows: Floats) -> Floats:
         """Seconds of the backward pass of a micro-batch."""
         found: Floats = rows[..., Rows.SECONDS] - rows[..., Rows.FORWARD]
+        return found
+
+    def updated(self, rows: Floats) -> Floats:
+        """Bytes while the update runs, when nothing is kept."""
+        found: Floats = rows[..., Rows.STATE] * (1.0 + self.passing)
+        return found
+
+    def updatable(self, rows: Floats, cap: float) -> Floats:
+        """The strategies, of which those do not fit that cannot be updated within `cap`."""
+        over = self.updated(rows) > cap
+        if not over.any():
+            return rows
+        found = rows.copy()
+        found[over, Rows.MORE] = np.inf
         return found
 
     def _in_passes(self, params: Floats) -> tuple[Floats, Floats]:

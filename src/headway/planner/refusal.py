@@ -77,7 +77,8 @@ def fullest(engine: Search, point: Point) -> str:
         "weights": held.weights,
         "gradients and optimiser": held.training,
         "activations": held.activations,
-        "what is computed again": held.again,
+        "what a micro-batch needs for a moment": held.again,
+        "temporaries of the update": held.update,
     }
     filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in what.items() if size)
     return f"there {ranks} ({first} to {last}) is the fullest: {filled}"
@@ -85,8 +86,9 @@ def fullest(engine: Search, point: Point) -> str:
 
 def ends(engine: Search, stage: Stage) -> tuple[str, str]:
     """The first and the last module of a stage that have a name."""
-    units = engine.row[stage.start : stage.stop]
-    modules = [unit.module for unit in units if unit.module] or ["the inputs"]
+    operators = engine.question.work.graph.operators
+    start, stop = engine.row[stage.start].start, engine.row[stage.stop - 1].stop
+    modules = [one.module for one in operators[start:stop] if one.module] or ["the inputs"]
     return modules[0], modules[-1]
 
 

@@ -101,7 +101,7 @@ def _memory(engine: Search, base: float, need: Need) -> Iterator[Relaxation]:
     question = engine.question
     more = need.bytes - question.cap
     own = need.bytes <= question.machine.device.memory
-    how = f", --memory {need.bytes}" if own else ""
+    how = f', --memory "{need.bytes} B"' if own else ""
     words = f"{format_bytes(more)} more per device ({format_bytes(need.bytes)}{how})"
     yield from _relaxed(
         engine,
@@ -119,7 +119,7 @@ def _devices(engine: Search, base: float) -> Iterator[Relaxation]:
     how large a node is, doubled."""
     question = engine.question
     most = question.devices[-1]
-    whole = engine.held * state_per_byte(question.itemsize, 0, 1)
+    whole = engine.held * state_per_byte(question.itemsize, 0, 1, question.work.optimiser.state)
     least = max(most + 1, int(np.ceil(whole / question.cap)))
     width = question.machine.network.levels[0].width
     if np.isfinite(width):

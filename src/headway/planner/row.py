@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from headway.graph import blocks, cuts
-from headway.graph.block import structure
+from headway.graph.block import Structures
 from headway.planner.operators import Workload
 
 
@@ -55,11 +55,12 @@ def units(work: Workload) -> tuple[Unit, ...]:
             borders.append((cut.place, cut.tensors[0]))
     borders.append((len(graph.operators), ""))
     kinds: dict[object, int] = {}
+    structures = Structures(graph)
     found = []
     for (start, entry), (stop, exit_) in pairwise(borders):
         operators = graph.operators[start:stop]
         shapes = tuple(graph.tensors[t].shape if t else () for t in (entry, exit_))
-        key = (structure(graph, operators), shapes)
+        key = (structures.of(start, stop), shapes)
         module = next((o.module for o in operators if o.module), "")
         kind = kinds.setdefault(key, len(kinds))
         found.append(

@@ -13,6 +13,7 @@ from headway.plan.mesh import Mesh
 from headway.plan.pipeline import Pipeline
 from headway.plan.plan import pipelined
 from headway.planner.candidate import Point
+from headway.planner.degrees import Degrees
 from headway.planner.overlap import BUCKETS
 from headway.planner.question import Question
 from headway.planner.schemes import SCHEMES
@@ -30,14 +31,33 @@ def runnable(question: Question) -> Question:
 
 def missing(point: Point) -> str:
     """What the executor lacks for a point; "" where it can run it."""
+    return lacking(point.degrees, any(stage.recompute for stage in point.stages))
+
+
+def lacking(degrees: Degrees, recompute: bool) -> str:
+    """The same of degrees, and whether some stage recomputes."""
     found = []
-    if point.degrees.tensor > 1:
+    if degrees.tensor > 1:
         found.append("tensor axis")
-    if point.degrees.zero:
-        found.append(f"ZeRO {point.degrees.zero}")
-    if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
+    if degrees.zero:
+        found.append(f"ZeRO {degrees.zero}")
+    if degrees.pipeline == 1 and recompute:
         found.append("recomputation without a pipeline")
     return ", ".join(found)
+
+
+def refuse(lacks: str) -> None:
+    """Nothing where nothing is lacking.
+
+    Raises:
+        PlanError: Today's executor cannot run it.
+    """
+    if lacks:
+        raise PlanError(
+            "today's executor cannot run this point of the frontier",
+            problems=[f"no mechanism yet: {lacks}"],
+            fix="Take a point that is marked as runnable, or search with --runnable.",
+        )
 
 
 def to_plan(outcome: Outcome, point: Point) -> Plan:
@@ -46,12 +66,7 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
     Raises:
         PlanError: Today's executor cannot run it.
     """
-    if lacks := missing(point):
-        raise PlanError(
-            "today's executor cannot run this point of the frontier",
-            problems=[f"no mechanism yet: {lacks}"],
-            fix="Take a point that is marked as runnable, or search with --runnable.",
-        )
+    refuse(missing(point))
     degrees, row = point.degrees, outcome.search.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
     default = Pipeline()

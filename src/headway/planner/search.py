@@ -19,7 +19,7 @@ from headway.errors import NothingFits, PlanError
 from headway.planner.bounds import Bounds
 from headway.planner.candidate import Candidate, Point
 from headway.planner.degrees import Degrees, combinations, describe
-from headway.planner.frontier.front import reduce
+from headway.planner.found import Answer, distinct, left
 from headway.planner.question import Objective, Question
 from headway.planner.schemes import schemes
 from headway.units import format_bytes
@@ -30,7 +30,6 @@ FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
 NEAR = 1.02
 """A band in which no plan can be faster than a known one by more than this factor is left."""
-ALIKE = 1.001
 TABLES = 64
 """Combinations with another schedule than the first one of the question that are opened, those with
 the least bounds first: their tables take time. The gap counts what is left closed."""
@@ -39,39 +38,24 @@ LEAST = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(Answer[Point]):
     """What was found.
 
     Attributes:
         question: What was asked.
-        points: The frontier over (seconds, bytes, devices), fastest first.
-        chosen: The number of the point that meets the objective.
-        bound: What the objective's value is at least; `gap` compares it with the chosen point.
         floor: Seconds that no plan takes less than on as many devices as the chosen one, also none
             that the search leaves out: work evenly spread, no bubble, no launch waits, and what of
             the exchange is longer than the backward passes.
-        considered: Combinations of degrees that there are.
-        opened: Of those, how many were solved.
+        search: What found it.
     """
 
     question: Question
-    points: tuple[Point, ...]
-    chosen: int
-    bound: float
     floor: float
-    considered: int
-    opened: int
     search: Search = field(repr=False, compare=False)
 
     @property
-    def best(self) -> Point:
-        return self.points[self.chosen]
-
-    @property
-    def gap(self) -> float:
-        """By which share the chosen point may be above the best there is."""
-        value = _value(self.question, self.best)
-        return max(0.0, value / self.bound - 1.0) if self.bound > 0 else 0.0
+    def value(self) -> float:
+        return _value(self.question, self.best)
 
     @property
     def unexplored(self) -> float:
@@ -191,9 +175,7 @@ class Search(Bounds):
 
     def _add(self, point: Point) -> None:
         self.points.append(point)
-        front = reduce(np.array([_vector(p) for p in self.points]))
-        self.points = [self.points[row] for row in front.origins[:, 0]]
-        self._known = front.costs
+        self.points, self._known = left(self.points)
 
     def _beaten(self, seconds: float, cap: float, devices: int, held: float) -> bool:
         """Whether nothing of use can be found.
@@ -221,7 +203,7 @@ class Search(Bounds):
 
     def _outcome(self, considered: int, bound: float) -> Outcome:
         question = self.question
-        found = _distinct(sorted(self.points, key=_vector))
+        found = distinct(self.points)
         points = tuple(self.candidate(point.degrees).detailed(point) for point in found)
         values = [(_value(question, point), point.seconds) for point in points]
         chosen = values.index(min(values))
@@ -259,21 +241,6 @@ def search(question: Question) -> Outcome:
         PlanError: What is forced cannot be.
     """
     return Search(question).run()
-
-
-def _vector(point: Point) -> tuple[float, float, float]:
-    return point.seconds, point.bytes, float(point.devices)
-
-
-def _distinct(points: list[Point]) -> tuple[Point, ...]:
-    """Without points that another one equals to a thousandth with as few or fewer devices."""
-    kept: list[Point] = []
-    for point in points:
-        near = (point.seconds * ALIKE, point.bytes * ALIKE, float(point.devices))
-        others = [other for other in points if other.devices < point.devices]
-        if not any(np.all(np.array(_vector(other)) <= near) for other in others):
-            kept.append(point)
-    return tuple(kept)
 
 
 def _value(question: Question, point: Point) -> float:

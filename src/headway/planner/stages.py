@@ -10,6 +10,7 @@ a stretch costs is the sum of the strategies of its units, which can be named. S
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -28,7 +29,7 @@ from headway.planner.relayout import wanted
 from headway.planner.row import Stretches, Unit
 from headway.planner.transients import Transients
 
-BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e4)
+BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e7)
 """Of a whole device's memory, in seconds of a micro-batch of the whole model."""
 SAVED_WEIGHTS = (1.0, 8.0)
 """Kept activations against parameters: micro-batches under way per 16 bytes of state."""
@@ -68,6 +69,7 @@ class Tables:
     _solved: dict[int, Solved] = field(default_factory=dict)
     _cells: dict[str, tuple[Floats, np.ndarray]] = field(default_factory=dict)
     _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _paths: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @cached_property
     def weights(self) -> Floats:
@@ -185,18 +187,28 @@ class Tables:
 
     def path(
         self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
-    ) -> list[tuple[int, int]]:
+    ) -> tuple[tuple[int, int], ...]:
         """Of every unit of a stretch the placements at its entry and exit, as numbers."""
+        key = (int(self.classes.of[start, stop]), again, price, *ends)
+        if key not in self._paths:
+            self._paths[key] = self._path(start, stop, again, price, ends)
+        return self._paths[key]
+
+    def _path(
+        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
+    ) -> tuple[tuple[int, int], ...]:
         states = []
-        exit_ = ends[1]
+        way = (slice(again, again + 1), slice(price, price + 1))
+        entry, exit_ = slice(ends[0], ends[0] + 1), ends[1]
         for place in range(stop - 1, start, -1):
             left = self.stretch(int(self.classes.of[start, place]))
             right = self.solved(self.row[place].kind).rows
-            _, picks = _joined(left, right, self.weights)
-            between = int(picks[again, price, ends[0], exit_])
+            right = right[*way, :, exit_ : exit_ + 1]
+            _, picks = _joined(left[*way, entry], right, self.weights[way])
+            between = int(picks[0, 0, 0, 0])
             states.append((between, exit_))
             exit_ = between
-        return [(ends[0], exit_), *reversed(states)]
+        return ((ends[0], exit_), *reversed(states))
 
 
 def _joined(left: Floats, right: Floats, weights: Floats) -> tuple[Floats, np.ndarray]:
@@ -209,12 +221,25 @@ def _joined(left: Floats, right: Floats, weights: Floats) -> tuple[Floats, np.nd
         return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
     priced = np.einsum("...rjabp,rjp->...rjab", left, weights)
     other = np.einsum("rjabp,rjp->rjab", right, weights)
-    picks = (priced[..., None] + other[..., None, :, :]).argmin(axis=-2)
-    *front, r, j, a, c = (
-        np.arange(size).reshape(-1, *[1] * (picks.ndim - 1 - axis))
-        for axis, size in enumerate(picks.shape)
-    )
-    return left[(*front, r, j, a, picks)] + right[r, j, picks, c], picks
+    best = priced[..., :, 0, None] + other[..., None, 0, :]
+    picks = np.zeros(best.shape, dtype=np.int64)
+    for between in range(1, left.shape[-2]):
+        sums = priced[..., :, between, None] + other[..., None, between, :]
+        picks[sums < best] = between
+        np.minimum(best, sums, out=best)
+    return _rows_of(left, _lines(picks.shape[:-1])[..., None] * left.shape[-2] + picks) + _rows_of(
+        right,
+        (_lines(right.shape[:2])[:, :, None, None] * right.shape[2] + picks) * right.shape[3]
+        + np.arange(right.shape[3]),
+    ), picks
+
+
+def _lines(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def _rows_of(table: Floats, lines: np.ndarray) -> Floats:
+    return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
 
 
 def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:

@@ -43,16 +43,21 @@ class Transients:
 
     def _unit(self, unit: Unit) -> tuple[float, float, float]:
         graph, work = self.setting.work.graph, self.setting.work
-        known = {*graph.parameters, *graph.buffers, *graph.inputs}
+        known = set[str]()
         kept = most = 0.0
         for operator in graph.operators[unit.start : unit.stop]:
             scale = self.setting.scale if operator.name in work.batch_loops else 1.0
-            own = {s.name: s.bytes for s in operator.saved if s.name not in known}
+            own = {
+                s.name: s.bytes
+                for s in operator.saved
+                if s.name not in known and s.name not in graph.held
+            }
             known.update(own)
             kept += sum(own.values()) * scale
             footprint = operator.footprint
             most = max(most, kept + footprint.passing * self.setting.scale + footprint.weights)
-        entry = self.setting.bytes_of(unit.entry) if unit.entry in known else 0.0
+        there = unit.entry in known or unit.entry in graph.held
+        entry = self.setting.bytes_of(unit.entry) if there else 0.0
         return kept, most - kept, most - entry
 
     @cached_property

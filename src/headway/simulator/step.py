@@ -150,7 +150,7 @@ class _Builder:
             kind, label = KIND_OF.get(action.kind, ""), str(action)
             alike = (action.kind, action.stage)
             if alike not in known:
-                known[alike] = (*self._seconds(copy, place, cell), *self._memory(action))
+                known[alike] = (*self._seconds(copy, place, cell), *self._memory(place, action))
             whole, inside, took, freed = known[alike]
             chain = []
             for chunk in self.cells.chunks(cell):
@@ -188,8 +188,8 @@ class _Builder:
         }.get(action.kind, 0.0)
         return found / 2 if self.table.halves else found
 
-    def _memory(self, action: Action) -> tuple[float, float]:
-        """What a cell takes at its start, and frees at its end."""
+    def _memory(self, place: int, action: Action) -> tuple[float, float]:
+        """What a cell takes at its start, and frees at its end; one update is of all stages."""
         part = 0.5 if self.table.halves else 1.0
         stage, kind = self.work.stages[action.stage], action.kind
         again = stage.again if action.stage in self.table.recompute else 0.0
@@ -199,6 +199,10 @@ class _Builder:
         elif kind in BACKWARD:
             took = stage.transient + (again if kind != Kind.WEIGHT_GRAD else 0.0)
             freed = stage.transient + (stage.kept + again if kind in WHOLE else 0.0)
+        elif kind == Kind.STEP:
+            hosted = {stage for _, stage in self.table.hosted(place)}
+            both = sum(self.work.stages[stage].passing for stage in hosted)
+            return both, both
         return took * part, freed * part
 
     # -- messages ------------------------------------------------------------------------------

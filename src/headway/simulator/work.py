@@ -52,6 +52,7 @@ class StageWork:
         kept: Bytes of one micro-batch from its forward to its backward.
         again: Bytes that come with its backward and stay until its weight gradients are there.
         transient: Bytes while a backward runs.
+        passing: Bytes while the optimiser runs.
     """
 
     forward: float
@@ -68,6 +69,7 @@ class StageWork:
     kept: float = 0.0
     again: float = 0.0
     transient: float = 0.0
+    passing: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

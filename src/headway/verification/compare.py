@@ -5,9 +5,10 @@ magnitude, but at least 2^-10 of the largest magnitude of its kind in the same s
 that is zero in exact arithmetic (the key bias of attention, say) is pure rounding of terms as
 large as its neighbours', and has no scale of its own. float64 must agree to 1e-12.
 
-Optimisers that divide by the gradient's own size (Adam) turn such rounding into steps of up to the
-learning rate. Elements of a parameter whose gradient was ever rounding alone need therefore agree
-to 1e-6 only; that their gradient is zero says that the loss does not depend on them.
+Optimisers that divide by the gradient's own size (Adam) make as large a step where the gradient is
+small. What is allowed to a gradient as a whole is there a larger share, and becomes that share
+of the step. An element of a parameter may therefore be further apart by that much, summed over the
+steps so far, and by 1e-6 at most; where the gradient is rounding alone it is the whole step.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from headway.verification.record import KINDS, Recording
 
 TOLERANCE = 1e-12
 FLOOR = 2.0**-10
-ROUNDING = 2.0**-40
-"""A gradient below this part of the step's largest one, and not zero, is rounding."""
 LOOSE = 1e-6
+MEMORY = 2.0
+"""Adam's numerator and denominator both move with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,11 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
         tolerance: Largest error that counts as equal.
     """
     scales = _scales(serial)
-    rounded = _rounded(serial, scales)
+    slack = _slack(serial, scales)
     extra = [key for key in split.order if key not in serial.tensors]
     order = sorted([*serial.order, *extra], key=_rank_of)
     return Comparison(
-        tuple(_one(key, serial, split, scales, rounded.get(key)) for key in order), tolerance
+        tuple(_one(key, serial, split, scales, slack.get(key)) for key in order), tolerance
     )
 
 
@@ -102,7 +103,7 @@ def _one(
     serial: Recording,
     split: Recording,
     scales: dict[tuple[str, str], float],
-    rounded: Tensor | None,
+    slack: Tensor | None,
 ) -> Difference:
     step, kind, name = key.split("/", 2)
     a, b = serial.tensors.get(key), split.tensors.get(key)
@@ -112,19 +113,19 @@ def _one(
     if a.shape != b.shape:
         note = f"shape {list(a.shape)} in the serial run, {list(b.shape)} in the split run"
         return Difference(int(step), kind, name, float("inf"), note)
-    return Difference(int(step), kind, name, _error(a, b, FLOOR * scales[step, kind], rounded))
+    return Difference(int(step), kind, name, _error(a, b, FLOOR * scales[step, kind], slack))
 
 
-def _error(a: Tensor, b: Tensor, least: float, rounded: Tensor | None) -> float:
+def _error(a: Tensor, b: Tensor, least: float, slack: Tensor | None) -> float:
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
     apart = (a - b).abs()
-    if rounded is not None:
-        excused = rounded & (apart <= LOOSE * max(float(a.abs().max()), least))
+    scale = max(float(a.abs().max()), least)
+    if slack is not None:
+        excused = apart <= slack.clamp(max=LOOSE * scale)
         apart = apart.masked_fill(excused, 0.0)
     distance = float(apart.max())
-    scale = max(float(a.abs().max()), least)
     return distance / scale if scale else distance
 
 
@@ -138,16 +139,45 @@ def _scales(recording: Recording) -> dict[tuple[str, str], float]:
     return found
 
 
-def _rounded(serial: Recording, scales: dict[tuple[str, str], float]) -> dict[str, Tensor]:
-    """Key of a parameter -> its elements whose gradient was rounding in this or an earlier step."""
+def _slack(serial: Recording, scales: dict[tuple[str, str], float]) -> dict[str, Tensor]:
+    """Key of a parameter -> how far its elements may be apart for the sake of their gradients.
+
+    The first step starts from values that are not recorded: it counts as the largest element of the
+    second one, and where there is none as `LOOSE` of the largest value.
+    """
     found: dict[str, Tensor] = {}
-    before: dict[str, Tensor] = {}
+    steps = _steps(serial)
+    sums: dict[str, Tensor] = {}
     for key in sorted(serial.order, key=_rank_of):
         step, kind, name = key.split("/", 2)
-        if kind == "gradient":
-            size = serial.tensors[key].double().abs()
-            tiny = (size > 0) & (size < ROUNDING * scales[step, kind])
-            before[name] = tiny | before[name] if name in before else tiny
-        elif kind == "parameter" and name in before and bool(before[name].any()):
-            found[key] = before[name]
+        if kind != "parameter" or key not in steps:
+            continue
+        gradient = serial.tensors.get(f"{step}/gradient/{name}")
+        if gradient is not None and gradient.numel():
+            size = gradient.double().abs()
+            allowed = TOLERANCE * max(float(size.max()), FLOOR * scales[step, "gradient"])
+            share = (allowed / size).clamp(max=1.0).masked_fill(size == 0, 0.0)
+            sums[name] = sums.get(name, 0.0) + MEMORY * share * steps[key]
+        if name in sums:
+            found[key] = sums[name]
+    return found
+
+
+def _steps(serial: Recording) -> dict[str, Tensor]:
+    """Key of a parameter -> magnitude of its elements' step to this value."""
+    found: dict[str, Tensor] = {}
+    last: dict[str, tuple[str, Tensor]] = {}
+    for key in sorted(serial.order, key=_rank_of):
+        _, kind, name = key.split("/", 2)
+        if kind != "parameter":
+            continue
+        now = serial.tensors[key].double()
+        if name in last and now.numel():
+            before, then = last[name]
+            found[key] = (now - then).abs()
+            found.setdefault(before, found[key].max().expand_as(now))
+        last[name] = key, now
+    for key, now in last.values():
+        if now.numel():
+            found.setdefault(key, (LOOSE * now.abs().max()).expand_as(now))
     return found

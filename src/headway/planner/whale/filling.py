@@ -59,3 +59,34 @@ def _taken(costs: Sequence[Array], copies: Sequence[int], level: float) -> int:
     """Samples that all take together within a time."""
     sizes = [int(np.searchsorted(cost, level, side="right")) for cost in costs]
     return sum(n * size for n, size in zip(copies, sizes, strict=True))
+
+
+def slowest_stage(each: Array, counts: Array, numbers: Array) -> tuple[Array, Array]:
+    """(n,): what the slowest stage of any cut takes at least, and all stages together.
+
+    The mean over the stages, each weighted with 1 / time of the whole model on its type, units
+    where they weigh least: evenly spread work if types differ by the same factor in all units. Of
+    units that are alike each stage has a whole number.
+
+    Args:
+        each: (types, kinds of units, n): their times, in n cases.
+        counts: (kinds of units,): how many there are.
+        numbers: (types,): stages.
+    """
+    weights = 1.0 / np.tensordot(each, counts, (1, 0))[:, None]
+    slowest = counts @ (each * weights).min(axis=0) / (numbers @ weights[:, 0])
+    for unit, count in enumerate(counts.tolist()):
+        if count > 1:
+            slowest = np.maximum(slowest, _crowded(each[:, unit], numbers, count))
+    return slowest, counts @ each.min(axis=0)
+
+
+def _crowded(each: Array, numbers: Array, count: int) -> Array:
+    """(n,): the least longest time of stages that take whole units; units, as `slowest_stage`."""
+    least = np.full(each.shape[1], np.inf)
+    safe = np.maximum(each, 1e-30)
+    for own, number in zip(each, numbers.tolist(), strict=True):
+        for taken in range(1, -(-count // number) + 1):
+            room = numbers @ np.floor(taken * own / safe * (1 + 1e-9))
+            least = np.minimum(least, np.where(room >= count, taken * own, np.inf))
+    return np.where(np.isfinite(least), least, 0.0)

@@ -1,0 +1,85 @@
+"""The answer of a search, on devices of one type or several, and what is left of its points.
+
+Invariant: of points of which one is better in seconds, bytes and devices, only that one is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from headway.planner.frontier.front import reduce
+from headway.planner.operators import Floats
+
+ALIKE = 1.001
+
+
+class Priced(Protocol):
+    """A plan with its price."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> float: ...
+    @property
+    def devices(self) -> int: ...
+
+
+P = TypeVar("P", bound=Priced)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Generic[P]):
+    """What was found.
+
+    Attributes:
+        points: The frontier over (seconds, bytes, devices), fastest first.
+        chosen: The number of the point that meets the objective.
+        bound: What the objective's value is at least; `gap` compares it with the chosen point.
+        considered: Combinations that there are.
+        opened: Of those, how many were priced.
+    """
+
+    points: tuple[P, ...]
+    chosen: int
+    bound: float
+    considered: int
+    opened: int
+
+    @property
+    def best(self) -> P:
+        return self.points[self.chosen]
+
+    @property
+    def value(self) -> float:
+        """The objective's, of the chosen point."""
+        raise NotImplementedError
+
+    @property
+    def gap(self) -> float:
+        """By which share the chosen point may be above the best there is."""
+        return max(0.0, self.value / self.bound - 1.0) if self.bound > 0 else 0.0
+
+
+def left(points: list[P]) -> tuple[list[P], Floats]:
+    """Those that no other one beats; and (n, 3) their figures."""
+    front = reduce(np.array([_figures(point) for point in points]))
+    return [points[row] for row in front.origins[:, 0]], front.costs
+
+
+def distinct(points: Iterable[P]) -> tuple[P, ...]:
+    """Fastest first, without points that another one equals to a thousandth with fewer devices."""
+    found, kept = sorted(points, key=_figures), []
+    for point in found:
+        near = (point.seconds * ALIKE, point.bytes * ALIKE, float(point.devices))
+        others = [other for other in found if other.devices < point.devices]
+        if not any(np.all(np.array(_figures(other)) <= near) for other in others):
+            kept.append(point)
+    return tuple(kept)
+
+
+def _figures(point: Priced) -> tuple[float, float, float]:
+    return point.seconds, point.bytes, float(point.devices)
