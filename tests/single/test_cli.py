@@ -150,7 +150,7 @@ def test_every_command_exists_and_has_a_page(capsys):
         (
             ["zzz"],
             "commands: checkpoint, cluster, demo, exchange, explain, plan, report, schedule, "
-            "train, verify",
+            "simulate, train, verify",
         ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
@@ -238,7 +238,12 @@ def test_plan_show(plans, capsys):
     assert "64 samples = 2 ranks x 4 micro-batches x 8 samples" in capsys.readouterr().out
     assert cli.main(["plan", "show", "old.json", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["batch"] == {"samples": 64, "microbatch": 8, "parts": None}
+    assert facts["plan"]["batch"] == {
+        "samples": 64,
+        "microbatch": 8,
+        "parts": None,
+        "shares": [],
+    }
     assert cli.main(["plan", "show", "broken.json"]) == 2
     assert "HW-2001" in capsys.readouterr().err
 

@@ -81,6 +81,12 @@ def search_plans(
         schedules=schedules or (",".join(RUNS) if every else "1f1b"),
     )
     found = find_cluster(cluster, nodes=nodes)
+    mixed = len(kinds_of(found)) > 1
+    if mixed and (svg or png):
+        raise UsageError(
+            "--svg, --png: a frontier over devices of several types is not drawn",
+            fix="Ask without them; --json has the whole frontier.",
+        )
     from headway.cli.optimizer_cost import optimiser_of, with_optimizer  # imports torch
     from headway.run.model_graph import annotated_graph_of
     from headway.run.recipe_file import load_recipe
@@ -94,7 +100,7 @@ def search_plans(
     work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(loaded))
     annotated = said.forced_choices()
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
-    if len(kinds_of(found)) > 1:
+    if mixed:
         plan_mixed(mixed_question(wanted, work, batch, found, precision_of(recipe)), out, json=json)
         return
     question = question_of(wanted, work, batch, found)
