@@ -123,7 +123,7 @@ def _error(a: Tensor, b: Tensor, least: float, slack: Tensor | None) -> float:
     apart = (a - b).abs()
     scale = max(float(a.abs().max()), least)
     if slack is not None:
-        excused = apart <= slack.clamp(max=LOOSE * scale)
+        excused = (apart > TOLERANCE * scale) & (apart <= slack.clamp(max=LOOSE * scale))
         apart = apart.masked_fill(excused, 0.0)
     distance = float(apart.max())
     return distance / scale if scale else distance
