@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.console import note, warn
+from headway.cli.plan_question import precision_in
 from headway.cluster import Cluster, find_cluster
 from headway.cluster.fingerprint import differences, fingerprint
 from headway.errors import PlanError, UsageError
@@ -123,7 +124,7 @@ class Automatic:
             devices=(ranks,),
             batch=batch,
             force=said.forced_choices().force,
-            precision="bfloat16" if recipe.precision == "bfloat16" else "",
+            precision=precision_in(recipe.precision),
         )
         decision = decide(question, limits, cluster)
         for sentence in sentences(decision):

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
+from headway.cli.plan_question import work_of
 from headway.cluster import Cluster, find_cluster
 from headway.cost.presets import machine_of
 from headway.errors import PlanError, UsageError
@@ -34,7 +35,6 @@ from headway.planner.collectives_plan import collectives_of_plan, parts_of
 from headway.planner.facts import Job, advice_of
 from headway.planner.knapsack import Minibatch
 from headway.planner.mended import Mend, mends, too_much
-from headway.planner.operators import Workload
 from headway.planner.planned import degrees_of, point_of, simplified
 from headway.planner.runnable import missing
 from headway.planner.search import Question, Search, describe, search
@@ -155,22 +155,13 @@ def _measured(recipe: str, memory: float, most: int) -> Minibatch:
 
 
 def _question(plan: Plan, recipe: str, cluster: Cluster, memory: str | None) -> Question:
-    from headway.cli.optimizer_cost import optimiser_of, with_optimizer  # imports torch
-    from headway.run.model_graph import graph_of
-    from headway.run.recipe_file import load_recipe
+    from headway.cli.optimizer_cost import with_optimizer  # imports torch
 
-    graph, samples, batch = graph_of(recipe)
-    if batch != plan.batch.samples:
-        raise PlanError(
-            "the plan is of another batch than the recipe",
-            problems=[f"plan {plan.batch.samples} samples, recipe {batch}"],
-            fix="Take the recipe that the plan was made for.",
-        )
-    if graph.unknown:
-        note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
-    found = load_recipe(recipe)
+    work, batch, found = work_of(recipe, plan)
+    if work.graph.unknown:
+        note(f"only replicated, as no rule is known: {', '.join(work.graph.unknown)}")
     return Question(
-        work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(found)),
+        work=work,
         machine=with_optimizer(machine_of(cluster), cluster, found),
         devices=(plan.ranks,),
         batch=batch,

@@ -26,6 +26,8 @@ def with_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) -> Machin
     device = machine.device
     described = cluster.devices.get(device.name)
     known = {} if described is None else described.updates
+    if not known:
+        return machine
     name = optimizer_name(_made(recipe))
     if name not in known:
         return machine

@@ -14,6 +14,7 @@ from headway.cluster import Cluster
 from headway.cost.network import network_of
 from headway.cost.presets import machine_of
 from headway.errors import PlanError
+from headway.planner.degrees import sizes
 from headway.planner.forced import on_modules
 from headway.planner.mixed import MixedOutcome, search_mixed
 from headway.planner.mixed_plan import missing, ranks_of, shares_of, to_plan
@@ -146,20 +147,8 @@ def _chosen(outcome: MixedOutcome) -> Iterator[str]:
 def describe(point: MixedPoint) -> str:
     """ "data 2, pipe 4, 16 micro-batches of 3 and 2, stage by stage"."""
     combination = point.combination
-    sizes = " and ".join(map(str, dict.fromkeys(point.sizes)))
     degrees = combination.degrees(1)
-    words = [
-        f"{name} {size}"
-        for name, size in (
-            ("tensor", degrees.tensor),
-            ("data", degrees.data),
-            ("pipe", degrees.pipeline),
-        )
-        if size > 1
-    ] or ["one device"]
-    plural = "micro-batch" if combination.microbatches == 1 else "micro-batches"
-    words.append(f"{combination.microbatches} {plural} of {sizes}")
-    words += [f"ZeRO {combination.zero}"] * bool(combination.zero)
+    words = sizes(degrees, " and ".join(map(str, dict.fromkeys(point.sizes))))
     if degrees.data > 1 and degrees.pipeline > 1:
         words.append("copy by copy" if combination.cells.order == "tpd" else "stage by stage")
     again = sum(stage.recompute for stage in point.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headway.cli.console import note, warn
 from headway.cluster import Cluster
@@ -16,6 +17,10 @@ from headway.planner.question import Objective, Question
 from headway.planner.runnable import RUNS
 from headway.planner.runnable import runnable as narrowed
 from headway.units import Price, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from headway.plan import Plan
+    from headway.run.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,23 +199,45 @@ def price_of(wanted: Wanted, cluster: Cluster) -> Price | None:
         return None
 
 
-def precision_of(recipe: str) -> str:
-    """As `Question.precision` has it."""
-    from headway.run.recipe_file import load_recipe  # imports torch
+def work_of(recipe: str, plan: Plan | None) -> tuple[Workload, int, Recipe]:
+    """A recipe's model and optimiser, its batch, and the recipe.
 
-    return "bfloat16" if load_recipe(recipe).precision == "bfloat16" else ""
+    Args:
+        recipe: Its name.
+        plan: That is to be priced for it.
+
+    Raises:
+        PlanError: The plan is of another batch, or the model cannot be captured.
+    """
+    from headway.cli.optimizer_cost import optimiser_of  # imports torch
+    from headway.run.model_graph import graph_of
+    from headway.run.recipe_file import load_recipe
+
+    graph, samples, batch = graph_of(recipe)
+    if plan is not None and batch != plan.batch.samples:
+        raise PlanError(
+            "the plan is of another batch than the recipe",
+            problems=[f"plan {plan.batch.samples} samples, recipe {batch}"],
+            fix="Take the recipe that the plan was made for.",
+        )
+    found = load_recipe(recipe)
+    work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(found))
+    return work, batch, found
 
 
-def amounts_of(recipe: str) -> Amounts:
+def precision_in(said: str) -> str:
+    """As `Question.precision` has what a recipe or a plan says."""
+    return "bfloat16" if said == "bfloat16" else ""
+
+
+def amounts_of(recipe: Recipe) -> Amounts:
     """How many steps a recipe trains, where it says and its data are there."""
     from headway.data import as_source  # imports torch
     from headway.run.amounts import steps_per_epoch, stop_steps
-    from headway.run.recipe_file import load_recipe
 
     try:
-        found = load_recipe(recipe)
-        length = len(as_source(found.data()))
-        return Amounts(stop=stop_steps(found, length), epoch=steps_per_epoch(found, length))
+        length = len(as_source(recipe.data()))
+        return Amounts(stop=stop_steps(recipe, length), epoch=steps_per_epoch(recipe, length))
     except HeadwayError as error:
         note(f"how long the recipe trains is not known: {error.what}")
         return Amounts()

@@ -15,7 +15,7 @@ from headway.cli.plan_mixed import kinds_of, mixed_question, plan_mixed
 from headway.cli.plan_question import (
     Amounts,
     amounts_of,
-    precision_of,
+    precision_in,
     price_of,
     question_of,
     read_words,
@@ -97,15 +97,16 @@ def search_plans(
     if graph.unknown:
         note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
     loaded = load_recipe(recipe)
+    precision = precision_in(loaded.precision)
     work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(loaded))
     annotated = said.forced_choices()
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
     if mixed:
-        plan_mixed(mixed_question(wanted, work, batch, found, precision_of(recipe)), out, json=json)
+        plan_mixed(mixed_question(wanted, work, batch, found, precision), out, json=json)
         return
     question = question_of(wanted, work, batch, found)
     machine = with_optimizer(question.machine, found, loaded)
-    question = replace(question, machine=machine, precision=precision_of(recipe))
+    question = replace(question, machine=machine, precision=precision)
     money = price_of(wanted, found)
     if money is not None:
         question = replace(question, price=money.per_hour)
@@ -114,7 +115,7 @@ def search_plans(
         recipe=recipe,
         cluster=cluster if nodes is None else f"{nodes} x {cluster}",
         currency="" if money is None else money.currency,
-        amounts=Amounts() if money is None else amounts_of(recipe),
+        amounts=Amounts() if money is None else amounts_of(loaded),
     )
     done = time.perf_counter()
     if json:

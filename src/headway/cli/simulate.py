@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
-from headway.cli.plan_question import precision_of
+from headway.cli.plan_question import precision_in, work_of
 from headway.cli.schedule import write
 from headway.cluster import Cluster, find_cluster
 from headway.cost.presets import machine_of
@@ -19,7 +19,6 @@ from headway.errors import PlanError, UsageError
 from headway.plan import Plan
 from headway.plan import explain as in_words
 from headway.planner.degrees import describe
-from headway.planner.operators import Workload
 from headway.planner.planned import candidate_of, simplified
 from headway.planner.played import step_of_plan, step_of_point
 from headway.planner.point import Point
@@ -149,33 +148,16 @@ def _ranks(plan: Plan | None, devices: int | None, cluster: Cluster) -> int:
 def _question(
     plan: Plan | None, recipe: str, machine: Machine, ranks: int, memory: str | None
 ) -> Question:
-    from headway.cli.optimizer_cost import optimiser_of  # imports torch
-    from headway.run.model_graph import graph_of
-    from headway.run.recipe_file import load_recipe
-
-    graph, samples, batch, *_ = graph_of(recipe)
-    if plan is not None and batch != plan.batch.samples:
-        raise PlanError(
-            "the plan is of another batch than the recipe",
-            problems=[f"plan {plan.batch.samples} samples, recipe {batch}"],
-            fix="Take the recipe that the plan was made for.",
-        )
+    work, batch, found = work_of(recipe, plan)
     return Question(
-        work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(load_recipe(recipe))),
+        work=work,
         machine=machine,
         devices=(ranks,),
         batch=batch,
         memory=None if memory is None else parse_bytes(memory),
         objective="fastest",
-        precision=_precision(plan, recipe),
+        precision=precision_in(found.precision if plan is None else plan.memory.precision),
     )
-
-
-def _precision(plan: Plan | None, recipe: str) -> str:
-    """As `Question.precision` has it."""
-    if plan is None:
-        return precision_of(recipe)
-    return "bfloat16" if plan.memory.precision == "bfloat16" else ""
 
 
 class _Job:

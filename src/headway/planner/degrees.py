@@ -70,8 +70,8 @@ class Degrees:
         return min(self.microbatches, behind + 1)
 
 
-def describe(degrees: Degrees) -> str:
-    """ "tensor 8, data 4, pipe 2, 24 micro-batches of 4, ZeRO 1"."""
+def sizes(degrees: Degrees, microbatch: str) -> list[str]:
+    """["tensor 8", "data 4", "24 micro-batches of 4", "ZeRO 1"], the size of one as it is said."""
     words = [
         f"{name} {size}"
         for name, size in (
@@ -82,9 +82,15 @@ def describe(degrees: Degrees) -> str:
         if size > 1
     ] or ["one device"]
     several = "es" if degrees.microbatches > 1 else ""
-    words.append(f"{degrees.microbatches} micro-batch{several} of {degrees.microbatch}")
+    words.append(f"{degrees.microbatches} micro-batch{several} of {microbatch}")
     if degrees.zero:
         words.append(f"ZeRO {degrees.zero}")
+    return words
+
+
+def describe(degrees: Degrees) -> str:
+    """ "tensor 8, data 4, pipe 2, 24 micro-batches of 4, ZeRO 1"."""
+    words = sizes(degrees, str(degrees.microbatch))
     if degrees.pipeline > 1 and degrees.schedule != PLAIN.name:
         words.append(str(Scheme(degrees.schedule, degrees.virtual, degrees.pipes)))
     if degrees.data > 1 and degrees.pipeline > 1 and degrees.order == "tdp":

@@ -15,7 +15,6 @@ from headway.planner.question import Question
 from headway.units import format_bytes, format_flops, format_rate, format_seconds
 
 DEVICE = ("efficiency", "depth", "memory_rate", "kernel", "dispatch", "sharpness")
-LINKS = ("rate", "latency")
 
 
 @dataclass(frozen=True, kw_only=True)
