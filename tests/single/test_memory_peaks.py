@@ -167,7 +167,8 @@ def test_a_plan_that_fits_does_fit(graphs, name):
     borders = (0, *(start_of(module, search.row) for module in modules), len(search.row))
     for number, stage in enumerate(candidate.planned(borders).stages):
         actions = order_of(number, count, microbatches)
-        total, _ = peak_of_stage(stages, number, case.data, case.loss, RULES["adamw"], actions)
+        rule = partial(RULES["adamw"], foreach=True)  # torch's way on GPUs, which the plan is for
+        total, _ = peak_of_stage(stages, number, case.data, case.loss, rule, actions)
         assert 0.97 <= stage.bytes / total <= 1.08
 
 
