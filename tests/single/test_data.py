@@ -201,7 +201,9 @@ class TestLaw:
 
     def test_a_rank_of_a_ragged_batch_may_have_nothing(self):
         last = drain(Numbers(9), 8, rank=3, ranks=4, epochs=1)[-1]
-        assert last == RankBatch(micros=(), samples=1, start=Cursor(5, 0, 8), after=Cursor(5, 1, 0))
+        assert last == RankBatch(
+            micros=(), samples=1, start=Cursor(5, 0, 8), after=Cursor(5, 1, 0), passes=1
+        )
 
     def test_order_follows_seed_and_epoch_and_shuffle(self):
         epochs = by_place(drain(Numbers(40), 8, epochs=2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -20,21 +20,46 @@ WHOLE_BELOW = 2**20
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins, and how far it goes, one number per dimension."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Spec:
-    """Element type (a key of `DTYPES`) and shape of a tensor."""
+    """Element type (a key of `DTYPES`) and shape of a tensor, and the part that a rank has of it.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Of the whole tensor.
+        box: The part; None: all of it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    box: Box | None = None
+
+    @property
+    def part(self) -> Box:
+        """What there is here."""
+        return self.box or Box((0,) * len(self.shape), self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * DTYPES[self.dtype][1]
+        """Bytes of the part."""
+        return math.prod(self.part.shape) * DTYPES[self.dtype][1]
+
+    @property
+    def whole(self) -> Spec:
+        """Of the whole tensor."""
+        return replace(self, box=None)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `stop` of a tensor (its dimension 0), or all of it.
+    """Rows `first` to `stop` of a tensor (its dimension 0) or of a rank's part of it.
 
     A whole tensor has `first == 0` and `stop == shape[0]`, or (0, 1) for a tensor of no dimension.
     """
@@ -47,14 +72,20 @@ class Piece:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
-        shape = self.spec.shape
+        shape = self.spec.part.shape
         return (self.stop - self.first, *shape[1:]) if shape else ()
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where the piece begins in the tensor, one index per dimension."""
-        shape = self.spec.shape
-        return (self.first, *(0 for _ in shape[1:])) if shape else ()
+        offsets = self.spec.part.offsets
+        return (self.first, *offsets[1:]) if offsets else ()
+
+    @property
+    def rows(self) -> slice:
+        """Of the memory that the rank has."""
+        start = self.spec.part.offsets[0] if self.spec.shape else 0
+        return slice(self.first - start, self.stop - start)
 
     @property
     def bytes(self) -> int:
@@ -67,17 +98,17 @@ class Holdings:
     """What all ranks together hold.
 
     Attributes:
-        specs: Logical name -> spec.
-        holders: Logical name -> the ranks that have the tensor, ascending.
+        specs: Logical name -> spec of the whole tensor.
+        holders: (logical name, part) -> the ranks that have it, ascending.
     """
 
     specs: Mapping[str, Spec]
-    holders: Mapping[str, tuple[int, ...]]
+    holders: Mapping[tuple[str, Box | None], tuple[int, ...]]
 
     @staticmethod
     def everywhere(specs: Mapping[str, Spec], ranks: int) -> Holdings:
-        """Every rank has every tensor."""
-        return Holdings(specs, dict.fromkeys(specs, tuple(range(ranks))))
+        """Every rank has every tensor, whole."""
+        return Holdings(specs, {(name, None): tuple(range(ranks)) for name in specs})
 
     @staticmethod
     def of(found: Sequence[Mapping[str, Spec]]) -> Holdings:
@@ -87,17 +118,20 @@ class Holdings:
             CheckpointError: Two ranks have different tensors under one name.
         """
         specs: dict[str, Spec] = {}
-        holders: dict[str, tuple[int, ...]] = {}
+        owners: dict[str, int] = {}
+        holders: dict[tuple[str, Box | None], tuple[int, ...]] = {}
         for rank, own in enumerate(found):
             for name, spec in own.items():
-                if specs.setdefault(name, spec) != spec:
+                if specs.setdefault(name, spec.whole) != spec.whole:
                     raise CheckpointError(
                         "cannot be stored in a checkpoint",
                         where=f"tensor {name}",
-                        why=f"it is {specs[name]} on rank {holders[name][0]}, {spec} on {rank}",
+                        why=f"it is {specs[name]} on rank {owners[name]}, {spec} on {rank}",
                         fix="give the same tensor on all ranks that have it",
                     )
-                holders[name] = (*holders.get(name, ()), rank)
+                owners.setdefault(name, rank)
+                if spec.bytes or spec.box is None:  # a rank may have no row of a short tensor
+                    holders[name, spec.box] = (*holders.get((name, spec.box), ()), rank)
         return Holdings(specs, holders)
 
     @property
@@ -122,16 +156,16 @@ def cut(holdings: Holdings, ranks: int) -> tuple[tuple[Piece, ...], ...]:
         One tuple of pieces per rank. A rank has at most one piece of a tensor. Elements of large
         size come first, so that pieces packed one after the other stay aligned.
     """
-    lines: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(holdings.specs):
-        lines.setdefault(holdings.holders[name], []).append(name)
+    lines: dict[tuple[int, ...], list[tuple[str, Spec]]] = {}
+    for (name, box), who in sorted(holdings.holders.items(), key=_by_name):
+        lines.setdefault(who, []).append((name, replace(holdings.specs[name], box=box)))
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
     for holders in sorted(lines, key=lambda who: (len(who), who)):
-        specs = {name: holdings.specs[name] for name in lines[holders]}
+        specs = lines[holders]
         loads = [sum(piece.bytes for piece in shares[rank]) for rank in holders]
-        edges = _edges(sum(spec.bytes for spec in specs.values()), loads)
+        edges = _edges(sum(spec.bytes for _, spec in specs), loads)
         position = 0
-        for name, spec in specs.items():
+        for name, spec in specs:
             for place, piece in _cut_one(name, spec, position, edges):
                 shares[holders[place]].append(piece)
             position += spec.bytes
@@ -155,10 +189,10 @@ def _cut_one(
     name: str, spec: Spec, position: int, edges: Sequence[Fraction]
 ) -> list[tuple[int, Piece]]:
     """The pieces of one tensor that begins at byte `position` of the line, with their places."""
-    rows = spec.shape[0] if spec.shape else 1
+    start, rows = (spec.part.offsets[0], spec.part.shape[0]) if spec.shape else (0, 1)
     if spec.bytes < WHOLE_BELOW or rows < 2:
         middle = position + spec.bytes // 2
-        return [(sum(edge <= middle for edge in edges), Piece(name, spec, 0, rows))]
+        return [(sum(edge <= middle for edge in edges), Piece(name, spec, start, start + rows))]
     row_bytes = spec.bytes // rows
     borders = [0]
     for edge in edges:
@@ -167,10 +201,15 @@ def _cut_one(
         borders.append(min(rows, max(0, nearest)))
     borders.append(rows)
     return [
-        (place, Piece(name, spec, first, stop))
+        (place, Piece(name, spec, start + first, start + stop))
         for place, (first, stop) in enumerate(pairwise(borders))
         if first < stop
     ]
+
+
+def _by_name(entry: tuple[tuple[str, Box | None], tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    name, box = entry[0]
+    return name, box.offsets if box else ()
 
 
 def _file_order(piece: Piece) -> tuple[int, str]:

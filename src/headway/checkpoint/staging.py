@@ -11,29 +11,56 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.manifest import DTYPES
-from headway.checkpoint.shares import Piece, Spec
+from headway.checkpoint.shares import Box, Piece, Spec
 from headway.errors import CheckpointError
 
 _PAGE = 4096
 
 
 def spec_of(name: str, tensor: Tensor) -> Spec:
-    """Element type and shape of a tensor.
+    """Element type and shape of a tensor, and the part that this rank has of it.
 
     Raises:
-        CheckpointError: A sparse, quantised or distributed tensor, or an unknown element type.
+        CheckpointError: A sparse or quantised tensor, one whose sum is still to be taken or whose
+            part is no box, or an unknown element type.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or dtype not in DTYPES or hasattr(tensor, "device_mesh"):
+    box = box_of(tensor)
+    known = tensor.layout == torch.strided and dtype in DTYPES
+    if not known or (box is not None and box.shape != tuple(local(tensor).shape)):
         raise CheckpointError(
             "cannot be stored in a checkpoint",
             where=f"tensor {name}",
             why=f"it is a {type(tensor).__name__} of {dtype} with layout {tensor.layout}",
-            fix="give a dense tensor, the same on all ranks, of one of: " + ", ".join(DTYPES),
+            fix="give a dense tensor, the same on all ranks, or a DTensor split into boxes, of one "
+            "of: " + ", ".join(DTYPES),
         )
-    return Spec(dtype, tuple(tensor.shape))
+    return Spec(dtype, tuple(tensor.shape), box)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory that this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: Tensor) -> Box | None:
+    """The part of a tensor that this rank has; None: all of it.
+
+    A sum that is still to be taken has no part: its box is one of no element.
+    """
+    if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
+        return None
+    none = Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    if any(p.is_partial() for p in tensor.placements):
+        return none
+    # The protocol by which torch.distributed.checkpoint asks a tensor for its parts.
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        return none
+    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
@@ -77,8 +104,8 @@ class Staging:
         staged: dict[str, Tensor] = {}
         start = 0
         for piece in pieces:
-            source = tensors[piece.name].detach()
-            part = source[piece.first : piece.stop] if source.dim() else source
+            source = local(tensors[piece.name].detach())
+            part = source[piece.rows] if source.dim() else source
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)
             place.copy_(part, non_blocking=True)
             staged[piece.name] = place

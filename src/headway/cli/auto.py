@@ -186,11 +186,13 @@ def limits_of(recipe: Recipe) -> Limits:
     """
     from headway.planner.automatic import Limits
 
-    own = [
-        name for name, said in (("stages", recipe.stages > 1), ("shares", recipe.shares)) if said
-    ]
-    if recipe.pipeline is not None:
-        own.append("pipeline")
+    said = {
+        "stages": recipe.stages > 1,
+        "shares": recipe.shares,
+        "zero": recipe.zero,
+        "pipeline": recipe.pipeline is not None,
+    }
+    own = [name for name, value in said.items() if value]
     if own:
         raise UsageError(
             f"--plan auto contradicts the recipe's {', '.join(own)}",

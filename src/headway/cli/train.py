@@ -194,6 +194,8 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
             stages=document.stages or 1,
             pipeline=document.pipeline,
             shares=document.shares or (),
+            zero=document.zero or 0,
+            shards=document.shards,
         )
     elif checked.document.stages:  # all else is known when the function has been called
         check_copies(ranks, checked.document.stages)

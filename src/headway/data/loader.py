@@ -41,12 +41,14 @@ class RankBatch:
         samples: Samples of the global batch, over all ranks.
         start: Where the global batch begins.
         after: Where the next one begins: the cursor to save once this batch is used.
+        passes: The most micro-batches that any rank has of it.
     """
 
     micros: tuple[MicroBatch, ...]
     samples: int
     start: Cursor
     after: Cursor
+    passes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class _Step:
     samples: int
     start: Cursor
     after: Cursor
+    passes: int
 
 
 class Loader:
@@ -115,6 +118,7 @@ class Loader:
                     samples=step.samples,
                     start=step.start,
                     after=step.after,
+                    passes=step.passes,
                 )
         finally:
             fetched.close()
@@ -151,7 +155,8 @@ class Loader:
                     range(first + part.start, first + part.stop)
                     for part in self._split.microbatches(share)
                 )
-                yield _Step(parts=parts, samples=count, start=cursor, after=after)
+                passes = self._split.passes(self._ranks, count)
+                yield _Step(parts=parts, samples=count, start=cursor, after=after, passes=passes)
             cursor = after
 
 

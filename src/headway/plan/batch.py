@@ -65,6 +65,16 @@ class BatchSplit:
             share[part.start : part.stop] for part in (cuts.share(i, parts) for i in range(parts))
         )
 
+    def passes(self, ranks: int, samples: int | None = None) -> int:
+        """The most micro-batches that any rank has of a batch.
+
+        Args:
+            ranks: Size of the data axis.
+            samples: As for `share`.
+        """
+        shares = {len(self.share(rank, ranks, samples)) for rank in range(ranks)}
+        return len(self.microbatches(range(max(shares))))
+
     def largest(self, ranks: int) -> int | None:
         """Most samples of a micro-batch; None: not limited."""
         if self.parts is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.plan.plan import Plan
+from headway.plan.sharding import SHARD
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:
@@ -23,6 +24,8 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
     ]
     if plan.pipe_degree > 1:
         lines.append(f"pipeline: {explain_pipeline(plan)}")
+    if plan.memory.zero:
+        lines.append(f"state: {explain_sharding(plan)}")
     lines.append(f"exchange: {explain_exchange(plan)}")
     return "\n".join(lines)
 
@@ -46,6 +49,16 @@ def explain_pipeline(plan: Plan) -> str:
     )
 
 
+def explain_sharding(plan: Plan) -> str:
+    """One sentence."""
+    what = ["the optimiser's state", "gradients", "parameters"][: plan.memory.zero]
+    parts = plan.mesh.degree(SHARD) if SHARD in plan.mesh.names else plan.data_degree
+    listed = what[0] if len(what) == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
+    copies = plan.data_degree // parts
+    more = f", in {copies} copies" if copies > 1 else ""
+    return f"each rank keeps 1/{parts} of {listed} (ZeRO {plan.memory.zero}){more}"
+
+
 def explain_exchange(plan: Plan) -> str:
     """One sentence."""
     exchange = plan.exchange
@@ -55,6 +68,8 @@ def explain_exchange(plan: Plan) -> str:
     if plan.data_degree == 1:
         return "none; one rank holds the whole batch"
     how = _HOW[exchange.reduce].replace("gradients", exchange.values)
+    if plan.memory.zero:
+        return "gradients are summed during the backward pass, where they are kept; exact"
     where = f"{how} over {exchange.axis} by {exchange.collective}"
     if exchange.compress != "none":
         where += f", compressed by {exchange.compress}"

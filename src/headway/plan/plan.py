@@ -23,6 +23,7 @@ from headway.plan.exchange import Exchange
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import AXIS, Pipeline
 from headway.plan.prediction import Prediction
+from headway.plan.sharding import SHARD, Zero, sharding_problems
 
 FORMAT = 1
 
@@ -49,9 +50,17 @@ class Synchrony:
 
 @document
 class MemoryPolicy:
-    """What is kept where: the arithmetic type of the forward pass."""
+    """What is kept where.
+
+    Attributes:
+        precision: The arithmetic type of the forward pass.
+        zero: What the ranks of the data axis (of the axis "shard", where the mesh has one) keep a
+            part of instead of all: 0 nothing, 1 the optimiser's state, 2 gradients as well, 3
+            parameters, too. Source: Rajbhandari et al. 2020 (ZeRO), section 5.
+    """
 
     precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    zero: Zero = 0
 
 
 @document
@@ -87,7 +96,7 @@ class Plan:
     @property
     def data_degree(self) -> int:
         """The number of shares into which the global batch is cut."""
-        return self.mesh.degree(self.exchange.axis)
+        return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD)
 
     @property
     def pipe_degree(self) -> int:
@@ -96,8 +105,9 @@ class Plan:
 
     @property
     def exchange_degree(self) -> int:
-        """Ranks over which the exchange sums; 1 with a pipeline, whose schedule has the sums."""
-        return self.data_degree if self.pipe_degree == 1 else 1
+        """Ranks over which the exchange sums; 1 where a pipeline's schedule or the sharding of the
+        state has the sums."""
+        return self.data_degree if self.pipe_degree == 1 and not self.memory.zero else 1
 
     @cached_property
     def flushes(self) -> bool:
@@ -113,12 +123,16 @@ class Plan:
 
     def data_rank(self, rank: int) -> int:
         """Which share of the global batch a rank works on."""
-        return self.mesh.coordinate(rank).get(self.exchange.axis, 0)
+        place = self.mesh.coordinate(rank)
+        outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD, 0)
+        return outer * self.mesh.degree(SHARD) + inner
 
     def to_dict(self) -> dict[str, object]:
         found = dataclasses.asdict(self)
         if self.prediction is None:
             del found["prediction"]
+        if not self.memory.zero:  # plans of before the entry existed keep their hash
+            del found["memory"]["zero"]
         return found
 
     def to_json(self) -> str:
@@ -155,8 +169,10 @@ def data_parallel(
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
     exchange: Exchange | None = None,
     shares: Sequence[float] = (),
+    zero: Zero = 0,
+    shards: int | None = None,
 ) -> Plan:
-    """The plan in which every rank holds the whole model and a share of each global batch.
+    """The plan in which every rank works through the whole model with its share of each batch.
 
     Args:
         batch: Samples of the global batch.
@@ -166,20 +182,44 @@ def data_parallel(
         exchange: How gradients are summed; the default fits most links.
         shares: Of unequal devices: how much of each batch every rank takes, in proportion; in
             samples where they add up to the batch. Empty: all as much.
+        zero: As `MemoryPolicy.zero`.
+        shards: Ranks that lie next to each other and keep the state together (hybrid sharding); the
+            rest are copies of them. None: all.
 
     Raises:
         PlanError: Such a plan cannot exist.
     """
     plan = Plan(
-        mesh=Mesh(axes=(Axis(name="data", size=processes),)),
+        mesh=Mesh(axes=data_axes(processes, shards)),
         batch=BatchSplit(
             samples=batch, microbatch=microbatch, shares=whole_shares(batch, shares, processes)
         ),
         exchange=exchange or Exchange(),
-        memory=MemoryPolicy(precision=precision),
+        memory=MemoryPolicy(precision=precision, zero=zero),
     )
     plan.check()
     return plan
+
+
+def data_axes(ranks: int, shards: int | None) -> tuple[Axis, ...]:
+    """The axes over which a batch is shared: one, or copies of groups that keep state together.
+
+    Raises:
+        PlanError: The groups are no whole number.
+    """
+    if shards is None or shards == ranks:
+        return (Axis(name="data", size=ranks),)
+    if shards < 1 or ranks % shards:
+        raise PlanError(
+            "this plan cannot exist",
+            problems=[f"{ranks} ranks are no whole number of groups of {shards}"],
+            fix=f"Let shards be one of {', '.join(map(str, _divisors(ranks)))}.",
+        )
+    return (Axis(name="data", size=ranks // shards), Axis(name=SHARD, size=shards))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def pipelined(
@@ -192,6 +232,8 @@ def pipelined(
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
     exchange: Exchange | None = None,
     shares: Sequence[float] = (),
+    zero: Zero = 0,
+    shards: int | None = None,
 ) -> Plan:
     """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
 
@@ -206,6 +248,8 @@ def pipelined(
         precision: Arithmetic type of the forward pass.
         exchange: Of the copies; with more than one stage the default is the only one yet.
         shares: Of the batch, in proportion, one for each copy; empty: all as much.
+        zero: As `MemoryPolicy.zero`.
+        shards: As for `data_parallel`.
 
     Raises:
         PlanError: Such a plan cannot exist.
@@ -218,6 +262,8 @@ def pipelined(
             precision=precision,
             exchange=exchange,
             shares=shares,
+            zero=zero,
+            shards=shards,
         )
     check_copies(processes, stages)
     copies = processes // stages
@@ -235,7 +281,7 @@ def pipelined(
         ),
         pipeline=pipe,
         exchange=exchange or Exchange(),
-        memory=MemoryPolicy(precision=precision),
+        memory=MemoryPolicy(precision=precision, zero=zero),
     )
     plan.check()
     return plan
@@ -283,9 +329,10 @@ def _illegal_values(plan: Plan) -> list[str]:
         f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1})
     )
     found.extend(
-        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data and pipe"
+        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data, "
+        f"{SHARD} and pipe"
         for a in plan.mesh.axes
-        if a.name not in (plan.exchange.axis, AXIS) and a.size > 1
+        if a.name not in (plan.exchange.axis, SHARD, AXIS) and a.size > 1
     )
     if plan.exchange.axis not in names:
         found.append(
@@ -304,6 +351,9 @@ def _illegal_values(plan: Plan) -> list[str]:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
     found.extend(plan.exchange.problems(plan.ranks))
     found.extend(_layout_problems(plan))
+    found.extend(
+        sharding_problems(plan.memory.zero, plan.mesh, plan.exchange, piped=plan.pipe_degree > 1)
+    )
     if not found and plan.pipe_degree > 1:
         found.extend(_pipeline_problems(plan))
     return found

@@ -65,6 +65,12 @@ def collectives_of_plan(
         found += _of_pipeline(plan, parts, rank)
         if clip:
             found.append(_sum("gradients", "world", plan.ranks, 8))
+    elif plan.memory.zero and plan.data_degree > 1:
+        raise PlanError(
+            "the operations of a plan with sharded state are not listed",
+            problems=[f"memory.zero: {plan.memory.zero}"],
+            fix="`headway plan RECIPE` lists those of the points that it finds.",
+        )
     elif plan.data_degree > 1:
         found += of_exchange(plan.exchange, parts[0].parameters, plan.data_degree)
     return merged(found)

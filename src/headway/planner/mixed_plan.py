@@ -10,7 +10,7 @@ from headway.plan.batch import apportion
 from headway.plan.plan import MemoryPolicy
 from headway.planner.mixed import MixedOutcome
 from headway.planner.mixed_point import MixedPoint
-from headway.planner.runnable import lacking, refuse
+from headway.planner.runnable import lacking, refuse, zero_of
 
 
 def shares_of(outcome: MixedOutcome, point: MixedPoint) -> tuple[int, ...]:
@@ -65,7 +65,8 @@ def to_plan(outcome: MixedOutcome, point: MixedPoint) -> Plan:
             cut=tuple(row[stage.start].module for stage in point.stages[1:]),
         ),
         memory=MemoryPolicy(
-            precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32"
+            precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
+            zero=zero_of(combination.degrees(1)),
         ),
     )
     plan.check()

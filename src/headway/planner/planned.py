@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from headway.errors import PlanError
 from headway.plan import Plan
+from headway.plan.sharding import SHARD
 from headway.planner.borders import start_of
 from headway.planner.candidate import Candidate, Point
 from headway.planner.degrees import Degrees
@@ -53,6 +54,7 @@ def degrees_of(plan: Plan) -> Degrees:
         schedule=scheme.name,
         virtual=scheme.virtual,
         pipes=scheme.pipes,
+        zero=plan.memory.zero if plan.data_degree > 1 else 0,
         order="tdp" if inside else "tpd",
     )
 
@@ -124,6 +126,8 @@ def simplified(plan: Plan) -> Iterator[str]:
     special = exchange.compress != "none" or exchange.parts or exchange.priority
     if special and plan.exchange_degree > 1:
         yield "the exchange counts as a plain sum: no compression, no priority"
+    if plan.memory.zero and plan.mesh.degree(SHARD) > 1:
+        yield "hybrid sharding counts as sharding over all ranks that share the batch"
     if plan.pipe_degree > 1:
         if not plan.pipeline.cut:
             yield "the plan names no cut: the fastest one counts"

@@ -18,6 +18,7 @@ from headway.errors import PlanError
 from headway.plan import Plan
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import AXIS
+from headway.plan.sharding import SHARD
 from headway.planner.candidate import Point, Stage
 from headway.planner.collectives import collectives_of, seconds
 from headway.planner.overlap import BUCKETS
@@ -126,7 +127,7 @@ def _strides(plan: Plan) -> tuple[int, int, int]:
     sizes = [axis.size for axis in reversed(plan.mesh.axes)]
     names = [axis.name for axis in reversed(plan.mesh.axes)]
     inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
-    return 1, inside[plan.exchange.axis], inside.get(AXIS, plan.ranks)
+    return 1, inside.get(SHARD, inside[plan.exchange.axis]), inside.get(AXIS, plan.ranks)
 
 
 def _stage(search: Search, point: Point, number: int, inside: tuple[float, float]) -> StageWork:

@@ -6,12 +6,14 @@ Invariant: a plan that is returned is legal, and splits the model as its point s
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from headway.errors import PlanError
 from headway.plan import Exchange, Plan
 from headway.plan.mesh import Mesh
 from headway.plan.pipeline import Pipeline
 from headway.plan.plan import pipelined
+from headway.plan.sharding import Zero
 from headway.planner.candidate import Point
 from headway.planner.degrees import Degrees
 from headway.planner.overlap import BUCKETS
@@ -39,8 +41,8 @@ def lacking(degrees: Degrees, recompute: bool) -> str:
     found = []
     if degrees.tensor > 1:
         found.append("tensor axis")
-    if degrees.zero:
-        found.append(f"ZeRO {degrees.zero}")
+    if degrees.zero and degrees.pipeline > 1:
+        found.append(f"ZeRO {degrees.zero} with a pipeline")
     if degrees.pipeline == 1 and recompute:
         found.append("recomputation without a pipeline")
     return ", ".join(found)
@@ -58,6 +60,11 @@ def refuse(lacks: str) -> None:
             problems=[f"no mechanism yet: {lacks}"],
             fix="Take a point that is marked as runnable, or search with --runnable.",
         )
+
+
+def zero_of(degrees: Degrees) -> Zero:
+    """As a plan has it."""
+    return cast(Zero, degrees.zero)
 
 
 def to_plan(outcome: Outcome, point: Point) -> Plan:
@@ -88,6 +95,7 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
         microbatch=degrees.microbatch,
         precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
         exchange=Exchange(bucket=format_bytes(bucket)) if bucket else None,
+        zero=zero_of(degrees),
     )
     if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
         # The last axis of a mesh varies fastest: data inside of pipe.

@@ -7,12 +7,13 @@ of every tensor is compared once, and what differs is taken from rank 0 and repo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headway.checkpoint.staging import box_of, local
 from headway.errors import RunError
 from headway.run.world import World
 
@@ -69,6 +70,22 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
                 why=f"They differ in: {'; '.join(sorted(lines)[:4])}.",
                 fix="Build the same model on every rank.",
             )
+
+
+def checksums(model: nn.Module, away: Collection[Tensor]) -> dict[str, int]:
+    """Of what this rank has of each parameter: "name" or, of a part, "name at (0, 4)".
+
+    Args:
+        model: Whole, cut or sharded.
+        away: Parameters that other ranks hold.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter not in away:
+            box = box_of(parameter)
+            key = name if box is None else f"{name} at {box.offsets}"
+            found[key] = checksum(local(parameter.detach()))
+    return found
 
 
 def checksum(tensor: Tensor) -> int:

@@ -16,7 +16,6 @@ from time import perf_counter, time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,14 +23,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
 from headway.plan import Plan
 from headway.run import alike, parts
-from headway.run.gradients import Gradients
 from headway.run.group_means import check_last_batch
-from headway.run.late_gradients import LateGradients, refuse_clip
+from headway.run.hands import hands_for
+from headway.run.late_gradients import refuse_clip
 from headway.run.pipeline import Means, PipelineSteps
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord
+from headway.run.spare import Spare
 from headway.run.stage_gradients import StageGradients
 from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
@@ -103,9 +103,8 @@ class Executor:
             alike.start_alike(self.model, self.world)
         self._pipeline: PipelineSteps | None = None
         refuse_clip(self.plan, clip)
-        hands = StageGradients if self.plan.pipe_degree > 1 else Gradients
-        hands = hands if self.plan.flushes else LateGradients
-        self.gradients = hands(
+        self._spare = Spare(self.plan)
+        self.gradients = hands_for(self.plan)(
             self.model,
             optimizer,
             scheduler,
@@ -119,7 +118,7 @@ class Executor:
             self._pipeline = PipelineSteps(self._means(self.gradients))
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
-            "tally": self._tally, "backward": self._backward,
+            "idle": self._idle, "tally": self._tally, "backward": self._backward,
             **{kind: partial(_carry_out, getattr(self.gradients, kind)) for kind in _PLAIN},
         }  # fmt: skip
 
@@ -182,7 +181,10 @@ class Executor:
         """
         self._batch = batch
         self.record = StepRecord(samples=batch.samples)
-        program = compile_step(self.plan, len(batch.micros), clip=self._clip is not None)
+        self._spare.note(batch)
+        program = compile_step(
+            self.plan, len(batch.micros), clip=self._clip is not None, passes=batch.passes
+        )
         if not self.model.training:  # else modules that the user has put into eval mode stay there
             self.model.train()
         self._carry_out(program)
@@ -203,10 +205,11 @@ class Executor:
         sums = self._sums if self._pipeline is None else self._pipeline.evaluate
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
+            self._spare.note(batch)
             self.cut(batch)
             with parts.evaluating(self.model), torch.no_grad():
                 totals += sums(batch)
-        self.all_reduce(totals, "validation")
+        self.world.sum(totals, f"validation of step {self.steps_done + 1}")
         return float(totals[0] / totals[1]), int(totals[2])
 
     def cut(self, batch: RankBatch | None) -> None:
@@ -229,7 +232,7 @@ class Executor:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """The model, inside whole on rank 0 although it trains as a pipeline; collective.
+        """The model, inside whole on rank 0 although no rank has all of it; collective.
 
         with run.whole() as model:
             if run.world.rank == 0:
@@ -237,7 +240,7 @@ class Executor:
         """
         self.gradients.make_whole()
         try:
-            yield self.model
+            yield self.gradients.whole
         finally:
             self.gradients.let_go()
 
@@ -266,15 +269,6 @@ class Executor:
         else:  # the others may never answer
             self._leave()
 
-    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
-        """Sum a small float64 tensor over all ranks, in place."""
-        if self.world.ranks > 1:
-            with self.world.explained(f"{doing} of step {self.steps_done + 1}"):
-                shared = tensor.to(self.world.device)
-                dist.all_reduce(shared)
-                tensor.copy_(shared)
-        return tensor
-
     # -- the interpreter ---------------------------------------------------------------------
 
     def _carry_out(self, program: StepProgram) -> None:
@@ -300,6 +294,11 @@ class Executor:
         self._loss_of[instruction.microbatch or 0] = share
         self._shares.append(share.detach())
         self._counts.append(count)
+
+    def _idle(self, instruction: Instruction) -> None:
+        with self.gradients.exchanging(), self._randomness(self._micro(instruction), drawing=True):
+            total, _ = self._sum_and_count(self._micro(instruction))
+        self._loss_of[instruction.microbatch or 0] = total * 0.0
 
     def _tally(self, _: Instruction) -> None:
         self.gradients.tally(self._shares, self._counts, vote=self.wants_stop)
@@ -339,21 +338,21 @@ class Executor:
 
     def _micro(self, instruction: Instruction) -> MicroBatch:
         assert self._batch is not None
-        return self._batch.micros[instruction.microbatch or 0]
+        number = instruction.microbatch or 0
+        own = self._batch.micros
+        return own[number] if number < len(own) else self._spare.micro
 
     def _sums(self, batch: RankBatch) -> Tensor:
         """Of a batch: loss, what it is a sum over, samples."""
-        totals = torch.zeros(3, dtype=torch.float64)
-        for micro in batch.micros:
-            total, count = self._sum_and_count(micro)
-            found = float(total), float(count), len(micro.positions)
-            totals += torch.tensor(found, dtype=torch.float64)
-        return totals
+        found = [(*map(float, self._sum_and_count(m)), len(m.positions)) for m in batch.micros]
+        for _ in range(self._spare.lacking(batch)):
+            self._sum_and_count(self._spare.micro)
+        return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch as a sum and what it is a sum over."""
         data = to_device(micro.data, self.world.device, self._dtype)
-        with self._arithmetic():
+        with self._arithmetic(), self.gradients.calling():
             value = self._loss(self.model, data)
         return parts.sum_and_count(value, len(micro.positions))
 
@@ -368,7 +367,7 @@ class Executor:
         assert self._batch is not None
         start = self._batch.start
         if self._sites is None:
-            self._sites = self._find_sites(micro)
+            self._sites = self._probe(to_device(micro.data, self.world.device, self._dtype))
         if not drawing:
             yield
             return
@@ -379,12 +378,9 @@ class Executor:
         with self._mode if self._sites.forward else contextlib.nullcontext():
             yield
 
-    def _find_sites(self, micro: MicroBatch) -> Sites:
-        """Look once how random draws depend on the batch; without doubt, or with a warning."""
-        return self._probe(to_device(micro.data, self.world.device, self._dtype))
-
     def _probe(self, data: Any) -> Sites:
-        with self._arithmetic():
+        """Look once how random draws depend on the batch; without doubt, or with a warning."""
+        with self._arithmetic(), self.gradients.calling():
             sites = probe(self.model, self._loss, data, resize)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)

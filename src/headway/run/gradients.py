@@ -128,6 +128,15 @@ class Gradients:
                 self._exchange.flush()
 
     @property
+    def whole(self) -> nn.Module:
+        """The model; after `make_whole` it is whole on rank 0."""
+        return self._model
+
+    def calling(self) -> contextlib.AbstractContextManager[None]:
+        """Around every call of the loss."""
+        return contextlib.nullcontext()
+
+    @property
     def away(self) -> frozenset[Tensor]:
         """Parameters and buffers that other ranks hold, and this one does not."""
         return frozenset()

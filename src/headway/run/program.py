@@ -16,6 +16,7 @@ Kind = Literal[
     "clear",
     "pipeline",
     "forward",
+    "idle",
     "tally",
     "arm",
     "backward",
@@ -40,6 +41,8 @@ class Instruction:
         pipeline: forward and backward of all micro-batches through the stages of a pipeline, and
             the sums of the gradients of each stage's copies.
         forward: the loss of micro-batch `microbatch`.
+        idle: a forward pass that counts nothing, in place of a micro-batch that this rank lacks
+            and another one has: where state is sharded, all ranks gather it together.
         tally: start to sum loss, count and votes over all ranks.
         arm: gradients may leave as soon as the next backward pass has made them.
         backward: the gradients of micro-batch `microbatch`, added to those before.
@@ -71,32 +74,36 @@ class StepProgram:
         return "; ".join(map(str, self.instructions))
 
 
-def compile_step(plan: Plan, num_microbatches: int, *, clip: bool) -> StepProgram:
+def compile_step(
+    plan: Plan, num_microbatches: int, *, clip: bool, passes: int | None = None
+) -> StepProgram:
     """The program of a rank.
 
     Args:
         plan: A legal plan.
         num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
         clip: Whether the recipe limits the norm of the gradients.
+        passes: The most micro-batches that any rank has in this step; None: as this one.
     """
     if plan.pipe_degree > 1:
         limit: list[Kind] = ["clip"] if clip else []
         ending: list[Kind] = ["scale", *limit, "update"] if plan.flushes else ["settle"]
         kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
         return StepProgram(tuple(map(Instruction, kinds)))
-    passes = [_microbatch(number) for number in range(num_microbatches)]
+    most = max(passes or 0, num_microbatches) if plan.memory.zero else num_microbatches
+    own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
     exchange = plan.exchange
     together = plan.data_degree > 1
     updates = exchange.values == "updates"
-    if passes:
+    if own:
         arm = [Instruction("arm")] if together and not updates else []
-        passes[-1][1:1] = [Instruction("tally"), *arm]
+        own[-1][1:1] = [Instruction("tally"), *arm]
     else:
-        passes.append([Instruction("tally")])
+        own.append([Instruction("tally")])
     return StepProgram(
         (
             Instruction("clear"),
-            *(instruction for one in passes for instruction in one),
+            *(instruction for one in own for instruction in one),
             *map(Instruction, _ending(together, updates, exchange.priority, clip)),
         )
     )
@@ -113,5 +120,5 @@ def _ending(together: bool, updates: bool, priority: bool, clip: bool) -> list[K
     return [*arrive, "scale", *limit, "update"]
 
 
-def _microbatch(number: int) -> list[Instruction]:
-    return [Instruction("forward", number), Instruction("backward", number)]
+def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
+    return [Instruction("idle" if idle else "forward", number), Instruction("backward", number)]

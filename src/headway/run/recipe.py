@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from headway.data.source import Source
 from headway.plan import Exchange, Pipeline
+from headway.plan.sharding import Zero
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -63,6 +64,9 @@ class Recipe:
         pipeline: Schedule and cut of that pipeline; None: the default.
         shares: Of unequal devices: how much of each batch the ranks (or copies of a pipeline) take,
             in proportion, where no plan file says it; empty: all as much.
+        zero: What the ranks keep a part of instead of all, where no plan file says it: 1 the
+            optimiser's state, 2 gradients as well, 3 parameters, too.
+        shards: Ranks that keep that together; the rest are copies. None: all.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -91,6 +95,8 @@ class Recipe:
     stages: int = 1
     pipeline: Pipeline | None = None
     shares: tuple[float, ...] = ()
+    zero: Zero = 0
+    shards: int | None = None
     showcase: Callable[[nn.Module], str] | None = None
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from headway.documents import document, find_line, to_type
 from headway.errors import DocumentError, RecipeError
 from headway.plan import Exchange, Pipeline
+from headway.plan.sharding import Zero
 from headway.run.recipe_values import (
     Batch,
     Flag,
@@ -125,6 +126,8 @@ class Scalars:
     stages: Least1 | None = None
     pipeline: Pipeline | None = None
     shares: tuple[Positive, ...] | None = None
+    zero: Zero | None = None
+    shards: Least1 | None = None
 
 
 @document

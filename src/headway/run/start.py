@@ -63,6 +63,8 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
             stages=recipe.stages,
             pipeline=recipe.pipeline,
             shares=recipe.shares,
+            zero=recipe.zero,
+            shards=recipe.shards,
         )
     plan = Plan.load(path)
     if plan.batch.samples != samples:

@@ -162,6 +162,8 @@ class Training:
     def _cut(self) -> None:
         """Each rank of a pipeline keeps its stages, before a checkpoint is read."""
         self._inventory: Inventory | None = None
+        if self._plan.memory.zero and self._plan.data_degree > 1:
+            self._inventory = Inventory(self._world)
         if self._plan.pipe_degree == 1:
             return
         self._world.doing("cuts the model into stages")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -108,6 +109,8 @@ class Trained:
             owner = places[_owner(name, places)]
             if owner in self.away:
                 device = torch.device("meta")
+            elif isinstance(owner, DTensor) and tuple(entry.shape) == tuple(owner.shape):
+                return torch.empty_like(owner, dtype=getattr(torch, entry.dtype))
             elif entry.shape:
                 device = owner.device
         dtype: torch.dtype = getattr(torch, entry.dtype)

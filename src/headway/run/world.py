@@ -207,6 +207,14 @@ class World:
         """What each rank has been doing for how long, as far as it stands still."""
         return self._lifeline.states()
 
+    def sum(self, tensor: torch.Tensor, doing: str) -> None:
+        """Sum a small tensor of the host over all ranks, in place; collective."""
+        if self.ranks > 1:
+            with self.explained(doing):
+                shared = tensor.to(self.device)
+                dist.all_reduce(shared)
+                tensor.copy_(shared)
+
     def barrier(self, doing: str) -> None:
         """Wait for all ranks; collective.
 

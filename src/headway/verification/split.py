@@ -94,11 +94,7 @@ def _same_everywhere(trained: Trained, world: World, step: int) -> None:
     """Ranks that hold a parameter hold the same numbers."""
     if world.ranks == 1:
         return
-    own = {
-        name: alike.checksum(parameter)
-        for name, parameter in trained.model.named_parameters()
-        if parameter not in trained.away
-    }
+    own = alike.checksums(trained.model, trained.away)
     everywhere: list[dict[str, int]] = [{}] * world.ranks
     dist.all_gather_object(everywhere, own)
     first: dict[str, tuple[int, int]] = {}

@@ -1,0 +1,123 @@
+"""A step with sharded state (ZeRO) beside a plain `fully_shard` loop, two ranks, step by step.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/sharded_state.py [--steps 40] [--zero 3]
+
+Both models live in the same processes and take turns, so that what disturbs the machine disturbs
+both. The peer is FSDP2 as its tutorial has it: `fully_shard` on each block and on the model, blocks
+resharded after forward (ZeRO 3) or not (ZeRO 1, 2). Bar: at most 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import headway
+from headway.plan import data_parallel
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+
+BATCH, WINDOW, VOCABULARY = 16, 64, 256
+CONFIG = TransformerConfig(vocabulary=VOCABULARY, window=WINDOW, width=256, layers=6, heads=4)
+WARM = 4
+
+
+class Words(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        made = torch.Generator().manual_seed(index)
+        words = torch.randint(VOCABULARY, (WINDOW + 1,), generator=made)
+        return words[:-1], words[1:]
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    words, following = batch
+    return nn.functional.cross_entropy(model(words).flatten(0, 1), following.flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def peer_of(zero: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = TransformerLM(CONFIG)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=zero == 3)
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = adamw(model)
+    share = BATCH // dist.get_world_size()
+    batches = iter(
+        torch.utils.data.DataLoader(
+            Words(), share, sampler=torch.utils.data.DistributedSampler(Words())
+        )
+    )
+
+    def step() -> None:
+        value = loss(model, next(batches))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value.item()
+
+    return step
+
+
+def product_of(zero: Any) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = TransformerLM(CONFIG)
+    plan = data_parallel(BATCH, processes=dist.get_world_size(), zero=zero)
+    run = headway.Executor(model, adamw(model), loss=loss, plan=plan)
+    batches = run.batches(Words(), epochs=None)
+
+    def step() -> None:
+        run.step(next(batches))
+
+    return step
+
+
+def timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--zero", type=int, choices=[1, 2, 3], default=3)
+    chosen = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    product, peer = product_of(chosen.zero), peer_of(chosen.zero)
+    for _ in range(WARM):
+        timed(product), timed(peer)
+    pairs = []
+    for number in range(chosen.steps):
+        order = (product, peer) if number % 2 else (peer, product)
+        times = {step: timed(step) for step in order}
+        pairs.append((times[product], times[peer]))
+    if dist.get_rank() == 0:
+        ratios = sorted(a / b for a, b in pairs)
+        best = [min(column) * 1e3 for column in zip(*pairs, strict=True)]
+        print(
+            f"ZeRO {chosen.zero}, {dist.get_world_size()} ranks: headway / fully_shard: median "
+            f"{statistics.median(ratios):.3f}, quartiles {ratios[len(ratios) // 4]:.3f} to "
+            f"{ratios[3 * len(ratios) // 4]:.3f}; best {best[0]:.1f} / {best[1]:.1f} ms "
+            f"({time.strftime('%Y-%m-%d')})"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""ranks: state that is kept in parts (ZeRO 1 to 3, hybrid) trains what one process trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.checkpoint.staging import local
+from headway.errors import PlanError
+from headway.plan import Exchange, data_parallel
+from headway.run.executor import Executor
+from headway.run.world import World
+from support.commands import headway, newest_tensors
+from support.ranks import run_ranks
+from support.serial import flat, largest_error, train_serially
+from support.tiny_models import (
+    Mlp,
+    Points,
+    Sentences,
+    Tied,
+    WithDropout,
+    cross_entropy,
+    ignoring_a_word,
+)
+
+SEED, STEPS = 3, 5
+
+
+class Scaled(nn.Module):
+    """A parameter of no dimension, one with fewer rows than ranks, blocks in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.enter = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.leave = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.enter(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "mean": (Mlp, Points, cross_entropy),
+    "sum and count, tied": (Tied, Sentences, ignoring_a_word),
+    "dropout": (WithDropout, Points, cross_entropy),
+    "scaled": (Scaled, Points, cross_entropy),
+}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def split(world, case, batch, microbatch, length, zero, shards, clip):
+    build, data, loss = CASES[case]
+    torch.manual_seed(SEED)
+    model = build().double()
+    made = adamw(model)
+    plan = data_parallel(
+        batch, processes=world.size, microbatch=microbatch, precision="float64",
+        zero=zero, shards=shards,
+    )  # fmt: skip
+    run = Executor(model, made, loss=loss, plan=plan, seed=SEED, clip=clip, world=World.adopt())
+    history = []
+    for _, part in zip(range(STEPS), run.batches(data(length), epochs=None), strict=False):
+        found = run.step(part)
+        history.append(flat(run.gradients.numbers(), found))
+    with run.whole() as whole:
+        held = flat({"parameter": dict(whole.named_parameters())}, found) if not world.rank else {}
+    return history, [(tuple(p.shape), tuple(local(p).shape)) for p in model.parameters()], held
+
+
+def compare(case, ranks, *, batch=12, microbatch=None, length=40, zero=3, shards=None, clip=None):
+    build, data, loss = CASES[case]
+    arguments = (case, batch, microbatch, length, zero, shards, clip)
+    found = run_ranks(ranks, split, *arguments)
+    serial = train_serially(
+        build, data(length), loss, adamw, batch=batch, steps=STEPS, seed=SEED, clip=clip
+    )
+    for rank, (history, sizes, _) in enumerate(found):
+        for step, (a, b) in enumerate(zip(serial, history, strict=True), start=1):
+            error, name = largest_error(a, b)
+            assert error < 1e-12, f"rank {rank}, step {step}: {name} differs by {error:.1e}"
+        parts = shards or ranks
+        assert all(kept[0] <= -(-whole[0] // parts) for whole, kept in sizes if whole)
+    for name, tensor in found[0][2].items():
+        assert torch.equal(tensor, found[0][0][-1][name]), name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_serial_run(case, zero):
+    """40 samples: the fourth batch has 4, so that with micro-batches of 2 some ranks idle."""
+    compare(case, 3, zero=zero, microbatch=2, clip=0.5 if case == "mean" else None)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_hybrid_copies_of_parts(zero):
+    compare("scaled", 4, zero=zero, shards=2, clip=0.3, microbatch=2)
+
+
+def test_a_batch_of_fewer_samples_than_ranks():
+    compare("scaled", 3, batch=13, length=40)  # the fourth batch has one sample
+
+
+def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
+    """Copies of parts, then parts, then one process, as one process throughout."""
+    double = "precision='float64'"
+    for steps, processes, kept in (
+        (3, 4, ("zero=3", "shards=2")),
+        (6, 3, ("zero=1",)),
+        (8, 1, ()),
+    ):
+        values = [w for v in (double, f"stop={steps}", *kept) for w in ("--set", v)]
+        resume = ["--resume"] if steps > 3 else []
+        done = headway(
+            "train", "support.recipes:mlp", "-n", str(processes), "-d", "parts",
+            *values, *resume, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    whole = ("train", "support.recipes:mlp", "-n", "1", "-d", "whole", "--set", double)
+    assert headway(*whole, cwd=tmp_path).code == 0
+    found = newest_tensors(tmp_path / "parts")
+    for name, tensor in newest_tensors(tmp_path / "whole").items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_command_proves_it(tmp_path):
+    for recipe, *values in (("dropout", "zero=3"), ("tied", "zero=2", "shards=1")):
+        words = [w for v in values for w in ("--set", v)]
+        done = headway("verify", f"support.recipes:{recipe}", "-n", "2", *words, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert "EQUAL to the serial run" in done.out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"zero": 3, "exchange": Exchange(compress="fp16")}, "exchange.compress"),
+        ({"zero": 1, "exchange": Exchange(priority=True)}, "exchange.priority"),
+        ({"shards": 2}, "memory.zero is 0"),
+        ({"zero": 2, "shards": 3}, "no whole number of groups of 3"),
+    ],
+)
+def test_what_cannot_be_together_is_refused_by_name(wrong, words):
+    with pytest.raises(PlanError, match=words):
+        data_parallel(12, processes=4, **wrong)
+
+
+class Indirect(Mlp):
+    """Its loss calls a part of it."""
+
+    def forward(self, x):
+        raise AssertionError
+
+
+def outside(world):
+    model = Indirect()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    run = Executor(
+        model, adamw(model), loss=lambda m, b: layers[0](b[0]).square().mean(),
+        plan=data_parallel(4, processes=world.size, zero=3), world=World.adopt(),
+    )  # fmt: skip
+    with pytest.raises(PlanError, match="outside of the module that gathers it"):
+        run.step(next(iter(run.batches(Points(8)))))
+
+
+def test_a_parameter_that_nobody_gathers_is_named():
+    run_ranks(2, outside)
