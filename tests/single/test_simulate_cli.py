@@ -250,3 +250,11 @@ def test_faults_of_the_same_rank_add_up():
     assert found.paths[0].ends == (frozenset(range(8)), frozenset(range(8, 16)))
     with pytest.raises(UsageError):
         faults_of(["cut link a-b at step 2"], 16, CLUSTER)
+
+
+def test_all_mistakes_are_told_at_once(run):
+    words = ("--change", "blah", "--change", "link foo 2x", "--fault", "rank 99 slow 2x")
+    code, _, err = run(staged(8), *words)
+    assert code == 1
+    for said in ("'blah' changes nothing", "no level 'foo'", "no rank 99"):
+        assert said in err

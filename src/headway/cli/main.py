@@ -100,7 +100,8 @@ GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
     "cluster": "Machines: presets, a look at them, and their measurement.",
     "exchange": "Ways of exchanging gradients.",
-    "plan": "Look at plans, check and compare them.",
+    "plan": "Find plans: `headway plan RECIPE --cluster C` (options: `headway plan search "
+    "--help`). Look at plans, check and compare them.",
     "schedule": "Pipeline schedules: draw, compare, check, search and choose them.",
 }
 

@@ -147,10 +147,18 @@ def _at(event: Event, progress: Progress) -> str:
 
 def _started(event: Event, cause: str) -> str | None:
     if not cause:
-        return f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
+        said = f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
+        return "\n".join([said, *_predicted(event)])
     if event["step"]:
         return None  # its "resume" event has said it
     return f"{cause}; there is no checkpoint yet: again from step 0, attempt {event['attempt']}"
+
+
+def _predicted(event: Event) -> Iterator[str]:
+    known = read_expected(event.get("predicted"))
+    if known is not None:
+        where = f" on {known.device}" if known.device else ""
+        yield f"predicted: {format_seconds(known.seconds)} a step{where}"
 
 
 def _resumed(event: Event, cause: str) -> str:

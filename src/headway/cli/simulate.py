@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from headway.planner.played import step_of_plan, step_of_point
 from headway.planner.point import Point
 from headway.planner.search import Question, Search, search
 from headway.report.chrome import chrome_json
-from headway.simulator.ranks import NO_FAULTS
+from headway.simulator.ranks import NO_FAULTS, Faults
 from headway.simulator.simulated import INSIDE, Simulated
 from headway.simulator.simulated import simulate as play
 from headway.simulator.what_if import changed, faults_of
@@ -100,8 +101,7 @@ def simulate(
     loaded = None if plan is None else Plan.load(plan)
     ranks = _ranks(loaded, devices, found)
     machine = machine_of(found)
-    other = changed(machine, found, change)
-    faults = faults_of(fault, ranks, found)
+    other, faults = _scenario(machine, found, change, fault, ranks)
     question = _question(loaded, recipe, machine, ranks, memory)
     job = _Job(loaded, question, share_links)
     work, price = job.step(machine)
@@ -128,6 +128,29 @@ def simulate(
         say_json({"plan": job.name, "change": change, "fault": fault} | facts(scenarios))
         return
     say("\n".join([job.words, "", *table(scenarios), "", *sentences(scenarios, change, fault)]))
+
+
+def _scenario(
+    machine: Machine, cluster: Cluster, change: Sequence[str], fault: Sequence[str], ranks: int
+) -> tuple[Machine, Faults]:
+    """Other hardware and what is wrong in a step; what is wrong in both is told together."""
+    checks: list[Callable[[], object]] = [
+        *(partial(changed, machine, cluster, [sentence]) for sentence in change),
+        *(partial(faults_of, [sentence], ranks, cluster) for sentence in fault),
+    ]
+    errors = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise UsageError(
+            f"{len(errors)} of the sentences mean nothing here",
+            why="\n  ".join(f"{error.where}: {error.what}" for error in errors),
+            fix="\n  ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
+        )
+    return changed(machine, cluster, change), faults_of(fault, ranks, cluster)
 
 
 def _ranks(plan: Plan | None, devices: int | None, cluster: Cluster) -> int:

@@ -24,6 +24,7 @@ class Prediction:
         message: Seconds by which each message of the filling and draining shows.
         bytes: On the fullest device.
         cluster: Hash of the cluster's text.
+        device: Kind of device that it is for.
         version: Of headway that made it.
     """
 
@@ -33,6 +34,7 @@ class Prediction:
     message: float = 0.0
     bytes: float = 0.0
     cluster: str = ""
+    device: str = ""
     version: str = ""
 
     @property

@@ -30,6 +30,7 @@ def prediction_of(question: Question, point: Point, cluster: Cluster) -> Predict
         message=point.messages / edges if edges else 0.0,
         bytes=point.bytes,
         cluster=hash_of(cluster),
+        device=question.machine.device.name,
         version=_version(),
     )
 
