@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from headway.run.recipe import Recipe, criterion
 from headway.workloads.transformer.recipe import recipe as transformer_recipe
 
-STEPS = 24
+STEPS = 40
 
 
 class Made(Dataset[Any]):

@@ -57,7 +57,7 @@ def kernels(device=DEVICE, name="cpu"):
         streams=tuple((size, 3e-6 + size / device.memory_rate) for size in (1e6, 1e7, 1e8)),
         dispatch=device.dispatch,
         kernel=device.kernel,
-        update=device.update,
+        updates={"AdamW": (9e-9, 6e-9, 3e-9), "clip": (3e-9, 2e-9, 1e-9)},
         skew=device.skew,
         memory=device.memory,
         spread=1.02,

@@ -10,7 +10,7 @@ import pytest
 from headway.cli.expected import beside, read_expected
 from headway.cli.progress import Progress, describe
 from headway.cluster import Cluster, read_cluster, to_toml
-from headway.cluster.device import Device, Pace
+from headway.cluster.device import UPDATED, Device, Pace, Update
 from headway.cluster.fingerprint import differences, fingerprint
 from headway.cluster.readings import Kernels, Timed
 from headway.cost.device import DeviceModel
@@ -20,7 +20,7 @@ from headway.graph import Operator
 from headway.graph.operator import Kernel, Work
 from headway.plan import Pipeline, Plan, data_parallel, pipelined
 from headway.plan.prediction import Prediction
-from headway.planner.kernel_times import Counts, seconds_of
+from headway.planner.kernel_times import seconds_of
 from headway.report.predicted import predicted_spans
 
 PARTS = {"compute": 0.06, "exchange": 0.03, "update": 0.01}
@@ -87,10 +87,9 @@ def test_what_was_measured_survives_the_file(tmp_path):
         peak={"fp32": 1e11},
         memory=2.0**30,
         memory_rate=1e10,
-        narrow=23.5,
         overlap=0.25,
         kinds={"conv2d": Pace(forward=5e10, backward_stream=2e9), "relu": Pace()},
-        updates={"AdamW fused": 2e-9, "clip": 5e-10},
+        updates={"AdamW fused": Update(small=8e-9, middle=2e-9, large=5e-10)},
     )
     cluster = dataclasses.replace(
         Cluster.of(1, 2), devices={"cpu": device}, measured={"torch": "2.13", "ranks": "2"}
@@ -129,8 +128,10 @@ DEVICE = DeviceModel(
     memory_rate=1e10,
     efficiency=1.0,
     depth=0.0,
-    narrow=16.0,
-    kinds={"gelu": Pace(forward_stream=2e9, backward_stream=1e9)},
+    kinds={
+        "linear": Pace(forward=1e11, forward_stream=5e9, backward=8e10, backward_stream=4e9),
+        "gelu": Pace(forward_stream=2e9, backward_stream=1e9),
+    },
 )
 
 
@@ -147,18 +148,19 @@ def test_a_folded_operator_costs_the_sum_of_its_kernels():
     flops, moved = 2 * rows * width * width, 4 * (2 * rows * width + width * width)
     linear, gelu = work("linear", flops, moved), work("gelu", 0, 8 * rows * width)
     operator = Operator(name="a", kind="linear", folded=(linear, gelu))
-    counts = Counts(
-        made=rows * width, taken=rows * width, held=width * width, own=4.0 * width * width
-    )
-    forward, backward = seconds_of(DEVICE, operator, counts, dtype="fp32", scale=1.0)
-    product = flops / 1e11 * (1 + 16.0 / rows)
-    assert forward == pytest.approx(product + 8 * rows * width / 2e9)
-    assert backward == pytest.approx(product + flops / 1e11 + 8 * rows * width / 1e9)
-    # A quarter of the samples: less than a quarter faster, as products become narrow.
-    less, _ = seconds_of(DEVICE, operator, counts, dtype="fp32", scale=0.25)
+    own = 4.0 * width * width
+    forward, backward = seconds_of(DEVICE, operator, own, dtype="fp32", scale=1.0)
+    assert forward == pytest.approx(flops / 1e11 + moved / 5e9 + 8 * rows * width / 2e9)
+    assert backward == pytest.approx(2 * flops / 8e10 + 2 * moved / 4e9 + 8 * rows * width / 1e9)
+    # In a format with half the peak products compute twice as long and move as much.
+    device = dataclasses.replace(DEVICE, peak={"fp32": 1e11, "fp64": 5e10})
+    slower, _ = seconds_of(device, operator, own, dtype="fp64", scale=1.0)
+    assert slower == pytest.approx(forward + flops / 1e11)
+    # A quarter of the samples: more than a quarter of the time, as weights are read all the same.
+    less, _ = seconds_of(DEVICE, operator, own, dtype="fp32", scale=0.25)
     assert less > forward / 4
     bound = [
-        seconds_of(DEVICE, operator, counts, dtype="fp32", scale=s, moved_weights=0.0)[0]
+        seconds_of(DEVICE, operator, own, dtype="fp32", scale=s, moved_weights=0.0)[0]
         for s in (0.25, 1.0, 4.0)
     ]
     assert bound[0] * 4 == pytest.approx(bound[1])
@@ -166,21 +168,30 @@ def test_a_folded_operator_costs_the_sum_of_its_kernels():
     assert all(b <= f for b, f in zip(bound[:2], (less, forward), strict=True))
 
 
-def test_a_known_device_is_found_again():
-    def seconds(m, n, k, narrow=0.0):
-        return 2.0 * m * n * k / 1e11 * (1 + 20.0 / k + narrow / m)
+def test_updates_follow_the_sizes_of_tensors():
+    small, middle, large = UPDATED
+    update = Update(small=30e-9, middle=8e-9, large=6e-9)
+    assert update.seconds(small) == pytest.approx(small * 30e-9)
+    assert update.seconds(10) == update.seconds(small)  # nothing but launches
+    assert update.seconds(middle) == pytest.approx(middle * 8e-9)
+    assert update.seconds(16 * large) == pytest.approx(16 * large * 6e-9)
+    between = round((middle * large) ** 0.5)
+    assert update.seconds(between) == pytest.approx(between * 7e-9, rel=1e-3)
 
-    depths, rows = (32, 128, 512), (8, 16, 64)
+
+def test_a_known_device_is_found_again():
+    def seconds(m, n, k):
+        return 2.0 * m * n * k / 1e11 * (1 + 20.0 / k)
+
+    depths = (32, 128, 512)
     found = Kernels(
         name="cpu",
         adds=True,
         products={"fp32": tuple((512, 512, k, seconds(512, 512, k)) for k in depths)},
-        narrow=tuple((m, 512, 512, seconds(m, 512, 512, 16.0)) for m in rows),
         streams=((1e6, 1e-4), (1e7, 1e-3)),
         dispatch=0.0,
         kernel=0.0,
-        update=5e-9,
-        updates={"SGD": 1e-9, "clip": 5e-10},
+        updates={"AdamW": (9e-9, 6e-9, 5e-9), "clip": (3e-9, 2e-9, 1e-9)},
         overlap=0.123456,
         skew=0.0,
         memory=2.0**30,
@@ -189,8 +200,10 @@ def test_a_known_device_is_found_again():
     )
     device = device_of_kernels(found, "today")
     assert device.depth == pytest.approx(20.0, rel=1e-3)
-    assert device.narrow == pytest.approx(16.0, rel=1e-3)
     assert device.overlap == 0.12
-    assert device.updates == {"SGD": 1e-9, "clip": 5e-10}
+    assert device.update == pytest.approx(6e-9)
+    assert device.updates["clip"] == Update(small=3e-9, middle=2e-9, large=1e-9)
     assert device.kinds["relu"].backward_stream == pytest.approx(5e9)
-    assert device.source["kinds"].startswith("measured today: several shapes of each, fit error ")
+    assert device.source["kinds"].startswith(
+        "measured today: several shapes of each in small steps, fit error "
+    )

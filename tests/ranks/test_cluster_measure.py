@@ -25,7 +25,7 @@ SHARE = 0.25
 def misses(world, folder):
     """What a file, measured, written and read, predicts wrongly of a fresh measurement; the same
     on all ranks, as they share their times."""
-    readings = measure_in(World.adopt())
+    readings = measure_in(World.adopt(), seconds=1.0)
     path = folder / f"cluster-{world.rank}.toml"
     path.write_text(to_toml(cluster_of_readings(readings, "today")))
     machine = machine_of(read_cluster(path))
@@ -54,16 +54,24 @@ def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
 
 
 def test_torchrun_and_headway_measure_alike(tmp_path):
-    words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--out", "one.toml")
+    words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--seconds", "1")
     done = command(
-        *TORCHRUN, "--standalone", "--nproc-per-node", "2", *words, cwd=tmp_path, timeout=150
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *words,
+        "-o",
+        "one.toml",
+        cwd=tmp_path,
+        timeout=150,
     )
     assert done.code == 0, done.err
     assert done.out.count("written  one.toml") == 1
     one = read_cluster(tmp_path / "one.toml")
     assert one.ranks == 2
     assert one.level_of([0, 1]).name == "node"
-    measure = ("cluster", "measure", "--device", "cpu", "-n", "2", "-o", "one.toml")
+    measure = (*words[2:], "-n", "2", "-o", "one.toml")
     again = command(*HEADWAY, *measure, cwd=tmp_path, timeout=150)
     assert again.code == 0, again.err
     two = read_cluster(tmp_path / "one.toml")

@@ -1,7 +1,8 @@
 """What this rank's device does in a second: products, streams, launches, updates.
 
 All ranks of a machine measure at the same time, as they work at the same time: they share memory
-and caches. What is timed is what a training step does, with outputs in new memory and gradients.
+and caches. Products at their best say what the device could do. All else is what a training step
+does, with operands that are not in the caches, outputs in new memory and gradients, in rounds.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headway.capture.clock import Clock
-from headway.capture.kinds import measure_kinds
+from headway.capture.kinds import cases, timed_of, visit
+from headway.capture.rounds import SECONDS, Slowest, Visit, alone, in_rounds
+from headway.cluster.device import UPDATED
 from headway.cluster.readings import Kernels
 
 _SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}
@@ -25,20 +29,23 @@ _FORMATS = {
     "cpu": {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16},
     "cuda": {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
 }
-_STREAMED = {"cpu": (2**18, 2**20, 2**22), "cuda": (2**22, 2**24, 2**26)}
-"""Numbers of 4 bytes in each of three tensors."""
 _SLOW_SECONDS = 0.1
 """A format in which one middling product takes longer is not measured: nobody trains in it."""
 _CHAIN = 50
-_PARAMETERS = 2**20
+_TENSORS = (32, 16, 4)
+"""Parameters of each of `UPDATED` numbers that an optimiser steps over, most in no cache."""
 
 
-def measure_kernels(device: torch.device, local_ranks: int) -> Kernels:
-    """Measure, in about three seconds.
+def measure_kernels(
+    device: torch.device, local_ranks: int, slowest: Slowest = alone, seconds: float = SECONDS
+) -> Kernels:
+    """Measure; collective among the ranks of the machine.
 
     Args:
         device: Of this rank.
         local_ranks: Ranks that share the memory of the machine.
+        slowest: Of these ranks.
+        seconds: For rounds, after some seconds for peaks.
     """
     clock, kind = Clock(device), device.type
     products = {
@@ -47,20 +54,25 @@ def measure_kernels(device: torch.device, local_ranks: int) -> Kernels:
         if not _too_slow(dtype, clock)
     }
     one = torch.randn(512, 512, device=device)
+    spread = clock.spread(lambda: one @ one)
+    every, updates = cases(), dict(_updates(clock))
+    visits: list[Visit] = [partial(visit, case, clock) for case in every]
+    visits += [lambda: (_dispatch(clock),), *updates.values()]
+    times = in_rounds(visits, slowest, seconds)
+    timed = timed_of(list(zip(every, times, strict=False)))
+    dispatch, *steps = times[len(every) :]
     return Kernels(
         name=_name(device),
         adds=clock.on_host,
         products=products,
-        streams=tuple(_streams(clock, kind)),
-        dispatch=_dispatch(clock),
+        streams=tuple(one.forward[1:] for one in timed if one.kind == "add"),
+        dispatch=dispatch[0],
         kernel=0.0 if clock.on_host else _kernel(device, clock),
-        update=_update(clock),
         skew=0.0,
         memory=_memory(device, local_ranks),
-        spread=clock.spread(lambda: one @ one),
-        narrow=tuple(_narrow(clock, kind)),
-        kinds=measure_kinds(clock),
-        updates=_updates(clock),
+        spread=spread,
+        kinds=timed,
+        updates={name: (a, b, c) for name, (a, b, c) in zip(updates, steps, strict=True)},
     )
 
 
@@ -113,23 +125,6 @@ def _products(dtype: torch.dtype, clock: Clock, kind: str) -> Iterator[tuple[int
             yield side, side, depth, clock.best(lambda a=a, b=b: a @ b, count)  # type: ignore[misc]
 
 
-def _narrow(clock: Clock, kind: str) -> Iterator[tuple[int, int, int, float]]:
-    """Products as a linear layer makes them of few samples: (m, k) @ (n, k) transposed."""
-    count = 1 if clock.on_host else 10
-    for side in _SIDES[kind]:
-        weight = torch.randn(side, side, device=clock.device)
-        for rows in (8, 16, 32, 64):
-            x = torch.randn(rows, side, device=clock.device)
-            yield rows, side, side, clock.best(lambda x=x, w=weight: x @ w.t(), count)  # type: ignore[misc]
-
-
-def _streams(clock: Clock, kind: str) -> Iterator[tuple[float, float]]:
-    count = 1 if clock.on_host else 10
-    for numbers in _STREAMED[kind]:
-        a, b = torch.ones(2, numbers, device=clock.device)
-        yield 12.0 * numbers, clock.best(lambda a=a, b=b: a + b, count)  # type: ignore[misc]
-
-
 def _dispatch(clock: Clock) -> float:
     """Of a chain of products of four numbers: one kernel forward and two backward for each."""
     weights = [torch.ones(4, device=clock.device, requires_grad=True) for _ in range(_CHAIN)]
@@ -141,7 +136,7 @@ def _dispatch(clock: Clock) -> float:
             value = value * weight
         value.sum().backward()
 
-    return clock.best(step) / (3 * _CHAIN)
+    return clock.once(step) / (3 * _CHAIN)
 
 
 def _kernel(device: torch.device, clock: Clock) -> float:
@@ -154,17 +149,6 @@ def _kernel(device: torch.device, clock: Clock) -> float:
     return clock.best(graph.replay) / (4 * _CHAIN)
 
 
-def _update(clock: Clock) -> float:
-    parameters = _parameters(clock)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-    return clock.best(step) / _PARAMETERS
-
-
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """What decides the kernels of its step: "AdamW", "AdamW fused", "SGD momentum"."""
     words = [type(optimizer).__name__]
@@ -172,30 +156,36 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return " ".join(words)
 
 
-def _updates(clock: Clock) -> dict[str, float]:
-    """Seconds per parameter of each optimiser's step, and of the norm of the gradients."""
-    parameters = _parameters(clock)
-    makers = (
-        lambda: torch.optim.AdamW(parameters),
-        lambda: torch.optim.AdamW(parameters, fused=True),
-        lambda: torch.optim.Adam(parameters),
-        lambda: torch.optim.SGD(parameters, lr=1e-3),
-        lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        lambda: torch.optim.RMSprop(parameters),
-        lambda: torch.optim.Adagrad(parameters),
+def _updates(clock: Clock) -> Iterator[tuple[str, Visit]]:
+    """Seconds per parameter of each optimiser's step, and of the norm of the gradients, by the
+    numbers of a tensor."""
+    sets = [_parameters(clock, *pair) for pair in zip(_TENSORS, UPDATED, strict=True)]
+    makers: tuple[Callable[[list[Tensor]], torch.optim.Optimizer], ...] = (
+        torch.optim.AdamW,
+        partial(torch.optim.AdamW, fused=True),
+        torch.optim.Adam,
+        partial(torch.optim.SGD, lr=1e-3),
+        partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
     )
-    found = {}
     for make in makers:
-        optimizer = make()
-        found[optimizer_name(optimizer)] = clock.best(optimizer.step) / _PARAMETERS
-    norm = clock.best(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
-    return {**found, "clip": norm / _PARAMETERS}
+        optimizers = [make(parameters) for parameters in sets]
+        steps = [optimizer.step for optimizer in optimizers]
+        yield optimizer_name(optimizers[0]), partial(_per_parameter, clock, steps)
+    norms = [partial(torch.nn.utils.clip_grad_norm_, parameters, 1.0) for parameters in sets]
+    yield "clip", partial(_per_parameter, clock, norms)
 
 
-def _parameters(clock: Clock) -> list[Tensor]:
-    """Sixteen with gradients."""
+def _per_parameter(clock: Clock, steps: Sequence[Callable[[], object]]) -> tuple[float, ...]:
+    each = zip(steps, _TENSORS, UPDATED, strict=True)
+    return tuple(clock.once(step) / (count * size) for step, count, size in each)
+
+
+def _parameters(clock: Clock, count: int, size: int) -> list[Tensor]:
+    """So many with gradients."""
     found: list[Tensor] = [
-        torch.nn.Parameter(torch.ones(_PARAMETERS // 16, device=clock.device)) for _ in range(16)
+        torch.nn.Parameter(torch.ones(size, device=clock.device)) for _ in range(count)
     ]
     for parameter in found:
         parameter.grad = torch.ones_like(parameter)

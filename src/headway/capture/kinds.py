@@ -1,13 +1,15 @@
-"""How long kinds of kernels take that are no matrix products: convolutions, norms, pools, tables.
+"""How long kinds of kernels take in a training step: linear layers, convolutions, norms, tables.
 
-A few shapes of each kind, forward and backward, as a training step runs them. The shapes are
-round numbers of middling size and those of no model. What a kernel computes and moves is counted
-by the formulas with which captured graphs count it, so that a fit to these times predicts those.
+A few shapes of each kind, forward and backward. Each is timed in small steps of several calls whose
+operands are as warm as those of a real step (`_pass`); repeating one call on the same operands in
+the cache shows twice the rate that a step reaches. The shapes are round numbers of middling size
+and those of no model. What a kernel computes and moves is counted by the formulas with which
+captured graphs count it, so that a fit to these times predicts those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +23,15 @@ from headway.graph.axes import Call
 from headway.graph.operator import TensorSpec
 from headway.graph.work import flops_of, traffic_of
 
-_FLAT = (512, 768)
-_IMAGES = (8, 24, 40, 40)
+_FLAT = ((192, 384), (1280, 1152))
+_IMAGES = ((4, 24, 20, 20), (8, 24, 80, 80))
+_SPAN, _FEWEST, _MOST = 2**25, 3, 24
+"""Bytes of operands and results in a small step, and the bounds on its calls."""
+EMPTY = "empty"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Case:
+class Case:
     """One call.
 
     Attributes:
@@ -48,13 +53,28 @@ class _Case:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def _convolutions() -> Iterator[_Case]:
+def _linears() -> Iterator[Case]:
     shapes = (
-        (4, 12, 12, 56, 3, 1), (4, 24, 24, 40, 3, 1), (4, 40, 40, 28, 3, 1), (4, 80, 80, 12, 3, 1),
-        (4, 40, 80, 24, 3, 2), (4, 48, 96, 20, 1, 1), (4, 3, 20, 48, 5, 1),
+        (48, 640, 640), (48, 320, 1280), (192, 320, 320), (192, 1280, 640), (192, 640, 1280),
+        (640, 192, 192), (640, 768, 320), (640, 320, 1280), (1536, 320, 320), (1536, 192, 768),
+    )  # fmt: skip
+    for rows, inner, outer in shapes:
+        yield Case(
+            kind="linear",
+            call=F.linear,
+            roles=("input", "weight", "bias"),
+            inputs=((rows, inner), (outer, inner), (outer,)),
+            trained=("weight", "bias"),
+        )
+
+
+def _convolutions() -> Iterator[Case]:
+    shapes = (
+        (6, 16, 16, 48, 3, 1), (6, 24, 24, 56, 3, 1), (6, 48, 48, 40, 3, 1), (6, 96, 96, 20, 3, 1),
+        (6, 160, 160, 10, 3, 1), (6, 48, 96, 40, 3, 2), (6, 96, 48, 40, 1, 1), (6, 3, 48, 56, 5, 1),
     )  # fmt: skip
     for samples, inner, outer, side, kernel, stride in shapes:
-        yield _Case(
+        yield Case(
             kind="conv2d",
             call=lambda x, w, s=stride, k=kernel: F.conv2d(x, w, None, s, k // 2),
             roles=("input", "weight"),
@@ -62,7 +82,7 @@ def _convolutions() -> Iterator[_Case]:
             trained=("weight",),
         )
     for samples, inner, outer, side in ((4, 48, 24, 20), (4, 96, 40, 12), (4, 20, 12, 40)):
-        yield _Case(
+        yield Case(
             kind="conv_transpose2d",
             call=lambda x, w: F.conv_transpose2d(x, w, None, 2),
             roles=("input", "weight"),
@@ -71,9 +91,9 @@ def _convolutions() -> Iterator[_Case]:
         )
 
 
-def _attentions() -> Iterator[_Case]:
+def _attentions() -> Iterator[Case]:
     for shape in ((2, 6, 96, 48), (4, 3, 192, 48), (2, 4, 320, 96)):
-        yield _Case(
+        yield Case(
             kind="scaled_dot_product_attention",
             call=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             roles=("query", "key", "value"),
@@ -81,7 +101,7 @@ def _attentions() -> Iterator[_Case]:
         )
 
 
-def _streams() -> Iterator[_Case]:
+def _streams() -> Iterator[Case]:
     plain: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": F.relu,
         "gelu": F.gelu,
@@ -100,24 +120,32 @@ def _streams() -> Iterator[_Case]:
         "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
         "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
     }
-    for shape, calls in ((_FLAT, plain), (_IMAGES, images)):
-        for kind, call in calls.items():
-            yield _Case(kind=kind, call=call, roles=("input",), inputs=(shape,))
-    yield _Case(
-        kind="cat",
-        call=lambda a, b: torch.cat((a, b), 1),
-        roles=("tensors.0", "tensors.1"),
-        inputs=(_IMAGES, _IMAGES),
-    )
-    yield _Case(
-        kind="cross_entropy_loss",
-        call=F.cross_entropy,
-        roles=("self", "target"),
-        inputs=(_FLAT, _FLAT[:1]),
-        bounds={"target": _FLAT[1]},
-    )
+    for large in (0, 1):
+        for kinds, shape in ((plain, _FLAT[large]), (images, _IMAGES[large])):
+            for kind, call in kinds.items():
+                yield Case(kind=kind, call=call, roles=("input",), inputs=(shape,))
+
+
+def _others() -> Iterator[Case]:
+    for shape in _FLAT:
+        for kind, call in (("add", torch.add), ("mul", torch.mul)):
+            yield Case(kind=kind, call=call, roles=("self", "other"), inputs=(shape, shape))
+        yield Case(
+            kind="cross_entropy_loss",
+            call=F.cross_entropy,
+            roles=("self", "target"),
+            inputs=(shape, shape[:1]),
+            bounds={"target": shape[1]},
+        )
+    for image in _IMAGES:
+        yield Case(
+            kind="cat",
+            call=lambda a, b: torch.cat((a, b), 1),
+            roles=("tensors.0", "tensors.1"),
+            inputs=(image, image),
+        )
     rows, width = 6000, 48
-    yield _Case(
+    yield Case(
         kind="embedding",
         call=lambda w, i: F.embedding(i, w),
         roles=("weight", "indices"),
@@ -125,39 +153,52 @@ def _streams() -> Iterator[_Case]:
         trained=("weight",),
         bounds={"indices": rows},
     )
-    yield _Case(
-        kind="embedding_bag",
-        call=lambda w, i: F.embedding_bag(i, w, mode="sum"),
-        roles=("weight", "indices"),
-        inputs=((rows, width), (200, 10)),
-        trained=("weight",),
-        bounds={"indices": rows},
+    for bags in ((200, 10), (400, 20)):
+        yield Case(
+            kind="embedding_bag",
+            call=lambda w, i: F.embedding_bag(i, w, mode="sum"),
+            roles=("weight", "indices"),
+            inputs=((rows, width), bags),
+            trained=("weight",),
+            bounds={"indices": rows},
+        )
+
+
+def cases() -> tuple[Case, ...]:
+    """All of them; the first has a backward that does nothing."""
+    empty = Case(kind=EMPTY, call=lambda x: x.view_as(x), roles=("self",), inputs=_FLAT[:1])
+    return (empty, *_linears(), *_convolutions(), *_attentions(), *_streams(), *_others())
+
+
+def visit(case: Case, clock: Clock) -> tuple[float, float]:
+    """Seconds of one call forward and backward, in a small step of several calls."""
+    first = [_tensor(case, n, clock.device) for n in range(len(case.roles))]
+    size = sum(tensor.nbytes for tensor in (*first, case.call(*first)))
+    copies = min(max(_SPAN // size, _FEWEST), _MOST)
+    return _pass(case, [first, *([*map(_copy, first)] for _ in range(copies - 1))], clock)
+
+
+def timed_of(found: Sequence[tuple[Case, tuple[float, ...]]]) -> tuple[Timed, ...]:
+    """What cases compute and move, and their seconds without entering and leaving autograd, which a
+    step does once and a visit once per call.
+
+    Args:
+        found: Cases, the empty one first, and the seconds of their two passes.
+    """
+    (_, (_, entry)), *others = found
+    return tuple(
+        _timed(case, forward, max(backward - entry, 0.2 * backward))
+        for case, (forward, backward) in others
     )
 
 
-def measure_kinds(clock: Clock) -> tuple[Timed, ...]:
-    """Time all of them; about two seconds."""
-    cases = (*_convolutions(), *_attentions(), *_streams())
-    return tuple(_timed(case, clock) for case in cases)
-
-
-def _timed(case: _Case, clock: Clock) -> Timed:
-    tensors = [_tensor(case, n, clock.device) for n in range(len(case.roles))]
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    result = case.call(*tensors)
-    gradient = torch.ones_like(result)
-
-    def both() -> None:
-        torch.autograd.grad(case.call(*tensors), wanted, gradient)
-
-    count = 1 if clock.on_host else 10
-    forward = clock.best(lambda: case.call(*tensors), count)
-    whole = clock.best(both, count)
+def _timed(case: Case, ahead: float, back: float) -> Timed:
+    tensors = [_tensor(case, n, torch.device("cpu")) for n in range(len(case.roles))]
     call = Call(
         kind=case.kind,
         roles=case.roles,
         inputs=tuple(_spec(tensor) for tensor in tensors),
-        outputs=(_spec(result),),
+        outputs=(_spec(case.call(*tensors)),),
         attributes=case.attributes,
     )
     needs = [tensor.requires_grad for tensor in tensors]
@@ -166,20 +207,57 @@ def _timed(case: _Case, clock: Clock) -> Timed:
     traffic = traffic_of(call, needs, trained, view=False)
     return Timed(
         kind=case.kind,
-        forward=(float(flops.forward), float(traffic.forward), forward),
+        forward=(float(flops.forward), float(traffic.forward), ahead),
         backward=(
             float(flops.input_gradient + flops.weight_gradient),
             float(traffic.input_gradient + traffic.weight_gradient),
-            max(whole - forward, 0.2 * forward),
+            back,
         ),
     )
 
 
-def _tensor(case: _Case, number: int, device: torch.device) -> Tensor:
+def _pass(case: Case, models: list[list[Tensor]], clock: Clock) -> tuple[float, float]:
+    """Seconds of one call forward and backward, in a step that makes one with each model.
+
+    As in a step, weights were last used a step ago, what enters was made just now, results lie in
+    new memory and stay there until backward, which goes the other way round.
+    """
+    trained = [role in case.trained for role in case.roles]
+
+    def entering(model: list[Tensor]) -> list[Tensor]:
+        pairs = zip(model, trained, strict=True)
+        return [x if weight or not x.requires_grad else _copy(x) for x, weight in pairs]
+
+    count = len(models)
+    inputs: list[list[Tensor]] = []
+    results: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
+    kept: list[object] = []
+
+    def ahead(number: int) -> None:
+        results[count - 1 - number] = case.call(*inputs[number])
+
+    def arrive(number: int) -> None:
+        gradients[number] = torch.ones_like(results[number])
+
+    def back(number: int) -> None:
+        wanted = [tensor for tensor in inputs.pop() if tensor.requires_grad]
+        kept.append(torch.autograd.grad(results.pop(number), wanted, gradients.pop(number)))
+
+    forward = clock.sum_of(lambda n: inputs.append(entering(models[n])), ahead, count)
+    backward = clock.sum_of(arrive, back, count)
+    return forward / count, backward / count
+
+
+def _tensor(case: Case, number: int, device: torch.device) -> Tensor:
     role, shape = case.roles[number], case.inputs[number]
     if role in case.bounds:
         return torch.randint(case.bounds[role], shape, device=device)
     return torch.randn(shape, device=device, requires_grad=True)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from headway.cluster.readings import Exchanges, Times
 
 SIZES = tuple(2**power for power in range(10, 25, 2))
 """1 KiB to 16 MiB."""
-_SECONDS, _SWEEPS = 0.08, 2
+_SECONDS, _SWEEPS = 0.08, 3
 """For the repetitions of one size; all sizes once, and later again."""
 _SLOW_SECONDS = 0.1
 """After a size that takes longer, larger ones are left out, once there are two."""
 _LEAST, _MOST = 4, 60
-_LARGE = 2**16
-"""Bytes from which the rate matters, not only the latency."""
 _ROUNDS = 15
 
 
@@ -98,39 +96,45 @@ def measure_overlap(group: dist.ProcessGroup, device: torch.device) -> float:
 
     calls = (computed, partial(dist.all_reduce, buffer, group=group), both)
     times = [[clock.once(call) for call in calls] for _ in range(_ROUNDS + 1)][1:]
-    alone, exchange, together = (
-        min(_of_slowest([row[n] for row in times], group, clock)) for n in range(len(calls))
-    )
-    hidden = (alone + exchange - together) / min(alone, exchange)
-    return min(1.0, max(0.0, hidden))
+    columns = zip(*times, strict=True)
+    slowest = [slowest_of(list(column), group=group, device=device) for column in columns]
+    hidden: list[float] = [
+        (alone + exchange - together) / min(alone, exchange)
+        for alone, exchange, together in zip(*slowest, strict=True)
+    ]
+    return min(1.0, max(0.0, median(hidden)))
 
 
 def _times(
     operation: Callable[[torch.Tensor], None], group: dist.ProcessGroup, clock: Clock
 ) -> Times:
-    """By size, the shortest time of two sweeps: another program may disturb one of them."""
-    best: dict[int, float] = {}
+    """By size, the usual time: the mean of some sweeps, which see the machine at other moments."""
+    found: dict[int, list[float]] = {}
     for _ in range(_SWEEPS):
         for size in SIZES:
             call = partial(operation, torch.zeros(size // 4, device=clock.device))
-            best[size] = min(best.get(size, math.inf), _steady(call, size, group, clock))
-            if best[size] > _SLOW_SECONDS and size > SIZES[0]:
+            found.setdefault(size, []).append(_steady(call, group, clock))
+            if found[size][-1] > _SLOW_SECONDS and size > SIZES[0]:
                 break
-    return tuple((float(size), seconds) for size, seconds in best.items())
+    return tuple((float(size), fmean(times)) for size, times in found.items())
 
 
-def _steady(call: Callable[[], None], size: int, group: dist.ProcessGroup, clock: Clock) -> float:
-    """Of the second half of a row without a pause: what a switch or an interface takes at once
-    after a pause does not make it faster than it is. Small messages never wait for a rate, so that
-    the shortest counts; of large ones the middle, as a disturbed one makes the next faster."""
+def _steady(call: Callable[[], None], group: dist.ProcessGroup, clock: Clock) -> float:
+    """The middle of the second half of a row without a pause: what a switch or an interface takes
+    at once after a pause does not make it faster than it is, and a disturbed one makes the next
+    faster."""
     clock.once(call)
-    first = min(_of_slowest([clock.once(call), clock.once(call)], group, clock))
+    own = [clock.once(call), clock.once(call)]
+    first = min(slowest_of(own, group=group, device=clock.device))
     count = max(_LEAST, min(_MOST, int(_SECONDS / max(first, 1e-6))))
-    times = _of_slowest([clock.once(call) for _ in range(count)][count // 2 :], group, clock)
-    return min(times) if size < _LARGE else median(times)
+    own = [clock.once(call) for _ in range(count)][count // 2 :]
+    return median(slowest_of(own, group=group, device=clock.device))
 
 
-def _of_slowest(times: list[float], group: dist.ProcessGroup, clock: Clock) -> list[float]:
-    shared = torch.tensor(times, dtype=torch.float64, device=clock.device)
+def slowest_of(
+    times: list[float], *, group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
+    """The longest of the ranks of a group, place by place; collective."""
+    shared = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return list(shared.tolist())

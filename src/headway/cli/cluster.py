@@ -68,17 +68,19 @@ def measure(
     processes: Annotated[int | None, Parameter(alias="-n")] = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     emulate: Path | None = None,
+    seconds: float = 30.0,
 ) -> None:
     """Measure devices and links of this machine, and write them as a cluster.toml.
 
-    Also in a world that torchrun, srun or mpirun has started, then of all its nodes. It takes 10 to
-    30 seconds; the machine should do nothing else.
+    Also in a world that torchrun, srun or mpirun has started, then of all its nodes. It takes 15 to
+    25 seconds more than `--seconds`; the machine should do nothing else.
 
     Args:
         out: The file to write; one that was not measured is not replaced.
         processes: Local processes; by default one for each GPU, else 2.
         device: What to measure.
         emulate: A cluster.toml: measure emulated nodes and links.
+        seconds: For what devices do; more of them see more of a machine that others share.
     """
     from headway.cli.scene import count_ranks, read_scene
     from headway.run.place import Place
@@ -90,10 +92,10 @@ def measure(
     usual = place.ranks if place.found_world or scene.cluster else usual_ranks(processes, device)
     ranks = count_ranks(place, processes, usual, scene.cluster)
     if place.found_world:
-        readings = _join(place, scene.device)
+        readings = _join(place, scene.device, seconds)
     else:
         with scene.nodes() as emulated:
-            readings = launch_measuring(ranks, scene.device, emulated)
+            readings = launch_measuring(ranks, scene.device, emulated, seconds)
     if place.rank == 0:
         _write(out, readings)
 
@@ -117,7 +119,7 @@ def usual_ranks(processes: int | None, device: str) -> int:
     return gpus or 2
 
 
-def _join(place: Place, device: str) -> list[Readings]:
+def _join(place: Place, device: str, seconds: float) -> list[Readings]:
     """As one rank of the world that another launcher has made."""
     from headway.launch.worker import work_here
     from headway.run.measuring import measure as measure_rank
@@ -126,19 +128,21 @@ def _join(place: Place, device: str) -> list[Readings]:
         show_error(error, trace=False)
 
     readings: list[Readings] = work_here(
-        measure_rank, (device, TIMEOUT_SECONDS), place=place, directory=None, tell=tell
+        measure_rank, (device, TIMEOUT_SECONDS, seconds), place=place, directory=None, tell=tell
     )
     return readings
 
 
-def launch_measuring(ranks: int, device: str, emulated: Emulated | Paced | None) -> list[Readings]:
+def launch_measuring(
+    ranks: int, device: str, emulated: Emulated | Paced | None, seconds: float = 30.0
+) -> list[Readings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local
     from headway.run.measuring import measure as measure_rank
 
     result = launch_local(
         measure_rank,
-        (device, TIMEOUT_SECONDS),
+        (device, TIMEOUT_SECONDS, seconds),
         processes=ranks,
         emulated=emulated,
     )

@@ -28,10 +28,13 @@ def with_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) -> Machin
     known = {} if described is None else described.updates
     if not known:
         return machine
-    name = optimizer_name(_made(recipe))
+    optimizer = _made(recipe)
+    name = optimizer_name(optimizer)
     if name not in known:
         return machine
-    seconds = known[name] + (known.get(CLIP, 0.0) if recipe.clip is not None else 0.0)
+    steps = [known[name], *([known[CLIP]] if recipe.clip is not None and CLIP in known else [])]
+    sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+    seconds = sum(step.seconds(n) for step in steps for n in sizes) / max(sum(sizes), 1)
     source = {**device.source, "update": f"{device.source.get('updates', 'cluster')} ({name})"}
     return replace(machine, device=replace(device, update=seconds, source=source))
 

@@ -7,6 +7,7 @@ the cost model (`cost.machine.device_of`), which name their source.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from headway.cluster.sheets import SHEETS, is_sheet
 from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
-_SHARES = ("efficiency", "depth", "narrow", "sharpness", "overlap")
+_SHARES = ("efficiency", "depth", "sharpness", "overlap")
 _TIMES = ("kernel", "dispatch", "skew", "update")
 NUMBERS = ("memory", "memory_rate", *_SHARES, *_TIMES)
 """Names of a device's numbers, as in `cost.DeviceModel`."""
@@ -72,6 +73,37 @@ class Pace:
         return sum(n / rate for n, rate in zip((flops, moved), rates, strict=True) if rate)
 
 
+UPDATED = (2**12, 2**16, 2**20)
+"""Numbers of the tensors with which updates are measured."""
+
+
+@document
+class Update:
+    """What an optimiser's step takes per parameter: in small tensors the launches count, large ones
+    lie in no cache.
+
+    Attributes:
+        small: Of tensors of `UPDATED[0]` numbers; one of fewer takes as long as one of these.
+        middle: Of `UPDATED[1]`.
+        large: Of `UPDATED[2]` and more.
+    """
+
+    small: Seconds
+    middle: Seconds
+    large: Seconds
+
+    def seconds(self, numbers: float) -> float:
+        """Of one tensor; between the sizes, seconds per parameter follow the size's logarithm."""
+        small, middle, large = UPDATED
+        size = max(numbers, small)
+        if size <= middle:
+            start, one, two, share = small, self.small, self.middle, middle / small
+        else:
+            start, one, two, share = middle, self.middle, self.large, large / middle
+        way = min(1.0, math.log(size / start) / math.log(share))
+        return size * (one + way * (two - one))
+
+
 @document
 class Device:
     """What is known of a kind of device; the numbers are those of `cost.DeviceModel`.
@@ -84,16 +116,16 @@ class Device:
         memory_rate: Bytes/s that streaming kernels reach.
         efficiency: Share of the peak that endless matrix products reach.
         depth: Length of the summed dimension at which a matrix product reaches half of that.
-        narrow: Rows of a product at which it reaches half of that, by as many as its weights.
         kernel: Seconds that any kernel costs on the device beyond its work.
         dispatch: Seconds that the host needs to issue one kernel.
         skew: Seconds that a collective waits for the other ranks, per doubling of them.
         sharpness: 1: times of host and device add up; at infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step.
-        updates: The same of each optimiser alone, as `optimizer_name` calls it, and as "clip" of
-            the norm of the gradients.
+        updates: Of each optimiser's step alone, as `optimizer_name` calls it, and as "clip" of the
+            norm of the gradients.
         overlap: Share of an exchange under way that computation beside it does not feel.
-        kinds: Of kinds of kernels that are neither products nor plain streams, by torch's names.
+        kinds: Of kinds of kernels in a training step, by torch's names; linear layers for all
+            products.
         price: Of an hour of one device.
         source: Of each number, by its name above.
     """
@@ -109,10 +141,9 @@ class Device:
     skew: Seconds | None = None
     sharpness: float | None = None
     update: Seconds | None = None
-    narrow: float | None = None
     overlap: float | None = None
     kinds: dict[str, Pace] = dataclasses.field(default_factory=dict)
-    updates: dict[str, Seconds] = dataclasses.field(default_factory=dict)
+    updates: dict[str, Update] = dataclasses.field(default_factory=dict)
     price: Annotated[Price, BeforeValidator(_price)] | None = None
     source: dict[str, str] = dataclasses.field(default_factory=dict)
 

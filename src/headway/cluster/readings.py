@@ -38,15 +38,13 @@ class Kernels:
         streams: Of sums of two tensors into a new one: bytes read and written, seconds.
         dispatch: Seconds to issue a tiny kernel, forward and backward.
         kernel: Seconds of a tiny kernel on the device beyond that.
-        update: Seconds per parameter of AdamW with the norm of the gradients.
         skew: Seconds of waiting in a collective, per doubling of the ranks.
         memory: Bytes.
         spread: Usual time of a product over its shortest one.
-        narrow: (Rows, columns, depth, seconds) of products with few rows.
-        kinds: Of kernels that are no products.
+        kinds: Of kernels in a training step.
         overlap: Share of an exchange under way that products beside it do not feel.
         updates: Seconds per parameter of a step of each optimiser alone, and of the norm of the
-            gradients as "clip".
+            gradients as "clip", in tensors of each of `cluster.device.UPDATED` numbers.
     """
 
     name: str
@@ -55,14 +53,12 @@ class Kernels:
     streams: Times
     dispatch: float
     kernel: float
-    update: float
     skew: float
     memory: float
     spread: float
-    narrow: tuple[tuple[int, int, int, float], ...] = ()
     kinds: tuple[Timed, ...] = ()
     overlap: float | None = None
-    updates: Mapping[str, float] = field(default_factory=dict)
+    updates: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,12 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     "memory_rate": _RATE,
     "rate": _RATE,
     **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update"), _TIME),
+    **dict.fromkeys(("small", "middle", "large"), _TIME),
     **dict.fromkeys(("forward", "backward"), _FLOPS),
     **dict.fromkeys(("forward_stream", "backward_stream"), _RATE),
 }
 """By key of the file: units with their factors, the largest first."""
-_TABLES = {"peak": _FLOPS, "updates": _TIME}
+_TABLES = {"peak": _FLOPS}
 """Tables of which all entries have one unit."""
 _BARE = frozenset(f"{string.ascii_letters}{string.digits}_-")
 

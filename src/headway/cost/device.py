@@ -42,11 +42,9 @@ class DeviceModel:
         sharpness: How little host and device hinder each other, at least 1: 1, times add up; at
             infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step, gradient norm and conversions.
-        narrow: Rows of a product at which it reaches half of the peak, its weights being read for
-            few of them.
         overlap: Share of an exchange under way that computation beside it does not feel.
-        kinds: Kernels that are neither products nor plain streams, by torch's names; with any of
-            them known, an operator costs the sum of its kernels.
+        kinds: Kernels in a training step, by torch's names, linear layers for all products; with
+            any of them known, an operator costs the sum of its kernels.
         source: Of each number above: a datasheet, a measurement with its date, or an assumption.
     """
 
@@ -61,7 +59,6 @@ class DeviceModel:
     skew: float = 30e-6
     sharpness: float = 4.0
     update: float = 20e-12
-    narrow: float = 0.0
     overlap: float = 1.0
     kinds: Mapping[str, Pace] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +74,7 @@ class DeviceModel:
             problems.append(f"efficiency is {self.efficiency:g}; between 0 and 1 is possible")
         if not self.sharpness >= 1:
             problems.append(f"sharpness is {self.sharpness:g}; it must be at least 1")
-        floors = ("depth", "narrow", "kernel", "dispatch", "skew", "update")
+        floors = ("depth", "kernel", "dispatch", "skew", "update")
         problems += [f"{key} is negative" for key in floors if getattr(self, key) < 0]
         if problems:
             raise PlanError(f"no such device: {self.name}", problems=problems)
@@ -125,6 +122,10 @@ class DeviceModel:
 
     def join(self, host: Number, device: Number) -> Number:
         """Time in which both are done: (host^q + device^q)^(1/q), q the sharpness."""
-        longer = np.maximum(np.maximum(host, device), 1e-30)
         q = self.sharpness
+        longer: Number
+        if isinstance(host, float) and isinstance(device, float):
+            longer = np.float64(max(host, device, 1e-30))
+        else:
+            longer = np.maximum(np.maximum(host, device), 1e-30)
         return longer * ((host / longer) ** q + (device / longer) ** q) ** (1.0 / q)

@@ -1,7 +1,7 @@
 """From measured times to the numbers of a cluster file: devices and levels of links.
 
 Each number keeps when and with what it was measured, and by how much its formula misses the times
-that it was fitted to. Of repeated times the shortest counts: noise of a shared machine only adds.
+that it was fitted to. Peaks are the shortest of repeated times, all else what a step usually takes.
 Invariant: `cost.presets.device_of` and `cost.network.link_level` make of the result a model that
 gives the measured times back, up to the error that stands beside each number.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 
 from headway.cluster.cluster import Cluster, Node, node_names
-from headway.cluster.device import Device
+from headway.cluster.device import Device, Update
 from headway.cluster.level import Level
 from headway.cluster.link import Link
 from headway.cluster.readings import Exchanges, Kernels, Readings, Times
@@ -133,8 +133,11 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         name: _rounded(median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points))
         for name, points in found.products.items()
     }
-    narrow = _narrow(found, peak[main], depth, floor)
     kinds, misses = paces_of(found.kinds, floor)
+    updates = {
+        name: Update(**dict(zip(("small", "middle", "large"), map(_rounded, times), strict=True)))
+        for name, times in found.updates.items()
+    }
     device = Device(
         peak=peak,
         memory=found.memory,
@@ -145,11 +148,10 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         dispatch=_rounded(found.dispatch),
         skew=_rounded(found.skew),
         sharpness=1.0 if found.adds else None,
-        update=_rounded(found.update),
-        narrow=_rounded(narrow),
+        update=_rounded(updates["AdamW"].large + updates["clip"].large) if updates else None,
         overlap=None if found.overlap is None else float(f"{found.overlap:.2g}"),
         kinds=kinds,
-        updates={name: _rounded(seconds) for name, seconds in found.updates.items()},
+        updates=updates,
     )
     streamed = [overhead + stream * size for size, _ in found.streams]
     words = {
@@ -162,11 +164,10 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         "dispatch": "tiny kernels, forward and backward",
         "skew": "waiting in tiny all-reduces after equal work",
         "sharpness": "host and device are one processor",
-        "update": "AdamW and the norm of the gradients",
-        "narrow": "products with few rows",
-        "updates": "a step of each optimiser, and the norm of the gradients",
+        "update": "AdamW and the norm of the gradients, large tensors",
+        "updates": "a step of each optimiser, and the norm of the gradients, by size of tensors",
         "overlap": "products beside an all-reduce",
-        "kinds": f"several shapes of each, {misses}",
+        "kinds": f"several shapes of each in small steps, {misses}",
     }
     given = {*device.own, "peak", *(["kinds", "updates"] if kinds else [])}
     said = {key: f"measured {stamp}: {text}" for key, text in words.items() if key in given}
@@ -177,15 +178,6 @@ def _depth(points: Sequence[tuple[int, int, int, float]], floor: float) -> float
     """seconds / (2 m n) = (depth + k) / rate is a line in k."""
     constant, slope = fit_line((k, _work(s, floor) / (2.0 * m * n)) for m, n, k, s in points)
     return constant / slope if slope else 0.0
-
-
-def _narrow(found: Kernels, peak: float, depth: float, floor: float) -> float:
-    """seconds peak / (2 m n k) = 1 + depth / k + narrow / m; the middle of what the times say."""
-    said = [
-        (_work(s, floor) * peak / (2.0 * m * n * k) - 1.0 - depth / k) * m
-        for m, n, k, s in found.narrow
-    ]
-    return max(0.0, median(said)) if said else 0.0
 
 
 def _work(seconds: float, floor: float) -> float:

@@ -93,8 +93,8 @@ def traffic_of(call: Call, needs: Sequence[bool], trained: Sequence[bool], *, vi
     weights = sum(s.bytes for s, is_weight in zip(call.inputs, trained, strict=True) if is_weight)
     read = [spec for spec, is_weight in zip(call.inputs, trained, strict=True) if not is_weight]
     inputs = sum(spec.bytes for spec in read)
+    rows = _rows(call) if call.kind in TABLES else 0
     if call.kind in TABLES:
-        rows = _rows(call)
         moved = sum(spec.bytes for spec in read if not spec.floating) + rows + result
     else:
         moved = inputs + weights + result
@@ -102,6 +102,8 @@ def traffic_of(call: Call, needs: Sequence[bool], trained: Sequence[bool], *, vi
     for spec, wanted, is_weight in zip(call.inputs, needs, trained, strict=True):
         gradients[is_weight] += spec.bytes if wanted else 0
     other = weights or inputs
+    if call.kind in TABLES and gradients[1]:
+        gradients[1] += 2 * rows  # each row that was read is added to its place
     return Work(
         forward=moved,
         input_gradient=result + other + gradients[0] if gradients[0] else 0,

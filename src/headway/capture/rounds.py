@@ -1,0 +1,54 @@
+"""Times as a step sees them: in rounds, all ranks of a machine at once, the slowest counts.
+
+Shared machines change their pace within seconds: on a virtual processor an undisturbed product in
+the cache runs at its full rate now and at 0.65 of it then (a host's hyperthread taken by others).
+The shortest time of a burst never sees that, a step does. So everything is timed again and again
+over half a minute, and as ranks wait for each other in every step, each round has the time of its
+slowest rank. Invariant: every rank has the same result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+Visit = Callable[[], tuple[float, ...]]
+"""Times something for a moment; seconds, always as many."""
+Slowest = Callable[[list[float]], list[float]]
+"""The longest of all ranks' times, place by place; all ranks of a machine call it together."""
+SECONDS = 30.0
+_FEWEST = 2
+
+
+def alone(times: list[float]) -> list[float]:
+    """`Slowest` of a rank without others."""
+    return times
+
+
+def in_rounds(
+    visits: Sequence[Visit], slowest: Slowest, seconds: float = SECONDS
+) -> list[tuple[float, ...]]:
+    """The usual seconds of each: the mean of the rounds without the longest, which others disturb,
+    or in which kernels are made.
+
+    Args:
+        visits: In the same order on all ranks.
+        slowest: Of the ranks that share the machine.
+        seconds: No round begins later, but for the second.
+    """
+    start, end = time.perf_counter(), 0.0
+    rounds: list[list[tuple[float, ...]]] = []
+    while len(rounds) < _FEWEST or end < seconds:
+        found = []
+        for visit in visits:
+            slowest([0.0])  # in step
+            found.append(visit())
+        own = [n for times in found for n in times]
+        end, *shared = slowest([time.perf_counter() - start, *own])
+        each = iter(shared)
+        rounds.append([tuple(next(each) for _ in times) for times in found])
+    return [
+        tuple(fmean(sorted(place)[:-1]) for place in zip(*times, strict=True))
+        for times in zip(*rounds, strict=True)
+    ]
