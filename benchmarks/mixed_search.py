@@ -8,7 +8,7 @@ Bar: 20 s (Metis 600 s and a profile of 19 minutes).
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from dataclasses import replace
 
@@ -23,14 +23,21 @@ from headway.units import format_bytes, format_seconds
 from plan_search import GPT, SAMPLES, gpt
 
 COUNTS = {"a100": 32, "v100": 32}
+OBJECTIVES = ("fastest", "frontier")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = ", ".join(OBJECTIVES)
+    parser.add_argument("objectives", nargs="*", metavar="OBJECTIVE", help=f"{known}; else both")
+    asked = parser.parse_args().objectives
+    if unknown := [word for word in asked if word not in OBJECTIVES]:
+        parser.error(f"no objective {', '.join(unknown)}; there are {known}")
     *shape, batch, _ = GPT["39b"]
     work = Workload(graph=fold(gpt(*shape)), samples=SAMPLES)
     new, old = (machine_of(of_preset(name, nodes=4)) for name in ("dgx-a100", "p3.16xlarge"))
     machines = {"a100": new, "v100": replace(old, network=new.network)}
-    for objective in sys.argv[1:] or ("fastest", "frontier"):
+    for objective in asked or OBJECTIVES:
         question = MixedQuestion(
             work=work, machines=machines, counts=COUNTS, batch=batch, objective=objective
         )

@@ -1,6 +1,6 @@
 """How long the search for a plan takes, and how much memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan_search.py [39b 175b 1000 resnet inception] [--fastest]
+    OMP_NUM_THREADS=1 python benchmarks/plan_search.py [39b resnet inception 175b 1000] [--fastest]
 
 Building and capturing the model on the meta device is counted apart. Bars: GPT-39B on 64 devices
 5 s (Alpa 2,393 s), 175B on 1,024 10 s, 1,000 layers on 1,024 10 s, ResNet-50 on 64 1 s (FlexFlow
@@ -9,6 +9,7 @@ Building and capturing the model on the meta device is counted apart. Bars: GPT-
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 import time
@@ -57,12 +58,18 @@ def inception() -> ModelGraph:
 
 
 PICTURES = {"resnet": resnet, "inception": inception}
+NAMES = ("39b", "resnet", "inception", "175b", "1000")
 
 
 def main() -> None:
-    names = [word for word in sys.argv[1:] if not word.startswith("-")]
-    objective = "fastest" if "--fastest" in sys.argv else "frontier"
-    for name in names or ("39b", "resnet", "inception", "175b", "1000"):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="MODEL", help=f"of {', '.join(NAMES)}; all")
+    parser.add_argument("--fastest", action="store_true", help="the fastest plan, no frontier")
+    asked = parser.parse_args()
+    if unknown := [name for name in asked.names if name not in NAMES]:
+        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    objective = "fastest" if asked.fastest else "frontier"
+    for name in asked.names or NAMES:
         begin = time.perf_counter()
         if name in PICTURES:
             graph, batch, devices = PICTURES[name](), 4096, 64
@@ -76,12 +83,14 @@ def main() -> None:
         question = Question(
             work=work, machine=machine, devices=(devices,), batch=batch, objective=objective
         )
+        used = time.process_time()
         outcome = search(question)
-        done = time.perf_counter()
+        used, done = time.process_time() - used, time.perf_counter()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
             f"{name} on {devices}, {objective}: capture {captured - begin:.1f} s, fold "
-            f"{folded - captured:.1f} s, search {done - folded:.2f} s; {outcome.considered} "
+            f"{folded - captured:.1f} s, search {done - folded:.2f} s ({used:.2f} s of "
+            f"processor); {outcome.considered} "
             f"combinations, {outcome.opened} opened, {len(outcome.points)} plans, gap "
             f"{outcome.gap:.1%}; {peak:.2f} GiB at most"
         )

@@ -18,8 +18,8 @@ from headway.cli.schedule_costs import Costs
 from headway.cli.schedule_figures import figures
 from headway.cluster import of_preset
 from headway.cost.presets import machine_of
+from headway.plan import pipelined
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import pipelined
 from headway.planner.operators import Workload
 from headway.planner.played import step_of_plan
 from headway.planner.search import Question, Search

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.bounds import least_step
+from headway.planner.bounds import least_1f1b, least_step
 from headway.planner.degrees import Degrees
 from headway.planner.schemes import PLAIN, SCHEMES, Scheme, book, scheme_of, schemes
-from headway.planner.timetable import Wire, Work
+from headway.planner.straight import WIDE, Straight
+from headway.planner.timetable import Timetable, Wire, Work
 from headway.schedule.costs import StageCosts
 from headway.schedule.lowering import lower
 from headway.schedule.named import make_schedule
@@ -110,6 +111,47 @@ def test_many_micro_batches_go_on_as_the_last_rounds(scheme):
         assert found.finish == pytest.approx(exact.finish, rel=5e-3)
     assert short.peaks == whole.peaks
     assert short.computed == whole.computed
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, WIDE + 1])
+def test_straight_is_1f1b(ranks):
+    """To the last bit: played cell by cell, and all cells of one second at once."""
+    random = np.random.default_rng(5)
+    for microbatches in (1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks + 3):
+        known = Timetable(table_of(PLAIN, ranks, microbatches))
+        straight = Straight(ranks, microbatches)
+        for name in ("hosted", "holders", "peaks", "computed", "joins", "splits", "cells"):
+            assert getattr(straight, name) == getattr(known, name)
+        work = Work(*random.uniform(0.5, 2.0, (3, ranks)).tolist())
+        wire = Wire(*random.uniform(0.0, 1.0, (2, ranks - 1)).tolist())
+        sums = random.uniform(0.0, 3.0, ranks).tolist()
+        for line, some in ((None, ()), (wire, sums)):
+            assert straight.play(work, line, some) == known.play(work, line, some)
+            assert straight._swept(work, line) == list(known.play(work, line).ends)
+
+
+def test_1f1b_is_not_faster_than_its_stages_say():
+    """Also with messages and sums; equal stages without them reach it."""
+    random = np.random.default_rng(13)
+    for ranks, microbatches in [*SIZES, (4, 5), (3, 4), (8, 9), (8, 3), (2, 1)]:
+        table = book(PLAIN, ranks, microbatches)
+        for spread in (0.0, 1.0, 3.0):
+            for _ in range(12):
+                forward, backward, sums = np.exp(spread * random.standard_normal((3, ranks)))
+                wire = random.uniform(0.0, spread, (2, ranks - 1))
+                least = least_1f1b(
+                    microbatches,
+                    np.array(table.in_flight()),
+                    forward,
+                    forward + backward,
+                    wire.sum(axis=0),
+                    spread * sums,
+                )
+                work = Work(forward.tolist(), backward.tolist(), backward.tolist())
+                found = table.play(work, Wire(*wire.tolist()), (spread * sums).tolist()).finish
+                assert found >= least
+                if spread == 0.0:
+                    assert found == pytest.approx(least, rel=1e-8)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

@@ -88,6 +88,8 @@ def test_rounding_is_excused_where_the_gradient_is_rounding_alone():
     assert not compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1 + 1e-5, 1.0])).equal
     assert not compare(serial, recording([1.0, 2e-17, 0.0], [1 + 1e-9, 1.0, 1.0])).equal
     assert not compare(serial, recording([1.0, 2e-17, 0.0], [1.0, 1.0, 1 + 1e-9])).equal
+    assert compare(serial, recording([1.0, 2e-17, 1e-17], [1.0, 1.0, 1 + 1e-9])).equal
+    assert not compare(serial, recording([1.0, 2e-17, 1e-9], [1.0, 1.0, 1 + 1e-9])).equal
 
 
 def test_a_step_as_large_as_its_neighbours_from_a_small_gradient_carries_its_rounding():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from headway.cost.network import Network
 from headway.cost.presets import machine_of
 from headway.cost.step_memory import OPTIMISERS
 from headway.errors import PlanError
+from headway.plan import data_parallel, pipelined
+from headway.plan.mechanisms import lacking
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import data_parallel, pipelined
 from headway.planner.binding import changes, fastest_of_today, holding, neighbours, parts
 from headway.planner.facts import Job, advice_of
 from headway.planner.operators import Workload
@@ -78,6 +80,25 @@ def test_a_point_that_becomes_a_plan_has_the_same_price(question):
             assert (again.seconds, again.bytes) == (point.seconds, point.bytes)
             seen.add(point.degrees.pipeline)
     assert len(seen) > 1
+
+
+def test_every_point_becomes_a_plan_with_its_degrees(question):
+    """Tensor axis, ZeRO, order of the axes; what layers do is taken as what is fastest."""
+    seen = set()
+    for memory in (None, 0.5e6):
+        asked = replace(question, memory=memory, tensor=None, zero=(0, 1, 3), orders=("tpd", "tdp"))
+        outcome = search(asked)
+        engine_ = engine(asked)
+        for point in outcome.points:
+            if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
+                continue
+            plan = to_plan(outcome, point)
+            again = point_of(plan, engine_)
+            assert again.degrees == point.degrees
+            assert again.seconds <= point.seconds * (1 + 1e-12) or point.degrees.tensor > 1
+            assert missing(point) or not list(lacking(plan))
+            seen.add((point.degrees.tensor > 1, point.degrees.zero))
+    assert len(seen) > 2
 
 
 def test_the_parts_of_a_data_parallel_step(question):
@@ -290,6 +311,7 @@ def test_guidelines_of_a_plan(run):
     assert code == 0
     assert "(Zou et al. 2017, Lemma 1)" in out
     assert "not known: " in out
+    assert not re.search(r"\blinear(_\d+)?\b", out)  # modules are named, not operators
 
 
 def test_refusals(run, question):

@@ -14,8 +14,7 @@ from headway.cli.plan_answer import format_money
 from headway.cli.plan_question import counts_of
 from headway.cluster.presets import of_preset
 from headway.cost.presets import machine_of
-from headway.plan import Plan
-from headway.plan.plan import data_parallel
+from headway.plan import Plan, data_parallel
 from headway.planner.alternatives import figures, nearest
 from headway.planner.forced import obeyable, on_modules, parse_force
 from headway.planner.operators import Workload

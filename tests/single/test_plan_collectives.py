@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import Executor, criterion
 from headway.graph import TensorSpec
-from headway.plan import Exchange
-from headway.plan.plan import data_parallel
+from headway.plan import Exchange, data_parallel
 from headway.planner.collectives import Call
 from headway.planner.collectives_plan import Part, collectives_of_plan, of_exchange
 from headway.planner.collectives_torch import ddp

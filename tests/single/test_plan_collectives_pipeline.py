@@ -16,8 +16,8 @@ from headway.cost.presets import machine_of
 from headway.graph import TensorSpec, fold
 from headway.parallel.layout import Form
 from headway.parallel.links import Wire
+from headway.plan import pipelined
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import pipelined
 from headway.planner.collectives import collectives_of, volumes
 from headway.planner.collectives_plan import Part, collectives_of_plan, parts_of
 from headway.planner.operators import Workload

@@ -24,7 +24,7 @@ from headway.cluster.presets import of_preset
 from headway.cost.network import Network
 from headway.cost.presets import machine_of
 from headway.graph import TensorSpec, fold
-from headway.planner import stages
+from headway.planner import unit_choices
 from headway.planner.collectives import collectives_of, seconds, volumes
 from headway.planner.collectives_torch import Wrapped, fully_sharded, shards
 from headway.planner.decision import _rules
@@ -103,7 +103,7 @@ def by_hand(monkeypatch, axes):
         found = [rule for rule in legal(setting, operator) if rule.axis == axis]
         return tuple(found[:1])  # the replicated one is the first of those without an axis
 
-    monkeypatch.setattr(stages, "legal", only)
+    monkeypatch.setattr(unit_choices, "legal", only)
 
 
 def point_by_hand(asked, degrees):

@@ -9,8 +9,8 @@ import pytest
 from headway.cli.explain import look, sentences
 from headway.cluster.presets import of_preset
 from headway.cost.presets import machine_of
+from headway.plan import data_parallel, pipelined
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import data_parallel, pipelined
 from headway.planner.mended import mends, too_much
 from headway.planner.operators import Workload
 from headway.planner.planned import point_of

@@ -15,8 +15,8 @@ from headway.cost.network import LinkLevel, Network
 from headway.cost.presets import fitted
 from headway.cost.step_memory import OPTIMISERS
 from headway.graph import fold
+from headway.plan import data_parallel
 from headway.plan.exchange import Exchange
-from headway.plan.plan import data_parallel
 from headway.planner.binding import parts
 from headway.planner.collectives import collectives_of
 from headway.planner.degrees import Degrees

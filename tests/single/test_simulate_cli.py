@@ -13,9 +13,8 @@ from headway.cli.main import main
 from headway.cluster.presets import of_preset
 from headway.cost.presets import machine_of
 from headway.errors import UsageError
-from headway.plan import Exchange
+from headway.plan import Exchange, MemoryPolicy, data_parallel, pipelined
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import MemoryPolicy, data_parallel, pipelined
 from headway.planner.operators import Workload
 from headway.planner.played import step_of_plan, step_of_point
 from headway.planner.search import Question, Search, search

@@ -190,6 +190,7 @@ def limits_of(recipe: Recipe) -> Limits:
         "stages": recipe.stages > 1,
         "shares": recipe.shares,
         "zero": recipe.zero,
+        "split": recipe.split,
         "pipeline": recipe.pipeline is not None,
     }
     own = [name for name, value in said.items() if value]

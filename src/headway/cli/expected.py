@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -25,6 +25,14 @@ def read_expected(predicted: Mapping[str, Any] | None) -> Prediction | None:
         return None
     found: Prediction = to_type(dict(predicted), Prediction, where="the first event")
     return found
+
+
+def announced(predicted: Mapping[str, Any] | None) -> Iterator[str]:
+    """What is expected of a step, and on which device, in a line; nothing where nothing is."""
+    known = read_expected(predicted)
+    if known is not None:
+        where = f" on {known.device}" if known.device else ""
+        yield f"predicted: {format_seconds(known.seconds)} a step{where}"
 
 
 def parts_of(event: Mapping[str, Any]) -> Parts:

@@ -26,7 +26,7 @@ from headway.planner.operators import Workload
 from headway.planner.predicted import with_prediction
 from headway.planner.question import Objective, Question
 from headway.planner.refusal import refusal
-from headway.planner.runnable import RUNS, to_plan
+from headway.planner.runnable import RUNS, missing, to_plan
 from headway.planner.search import Outcome, search
 from headway.units import format_bytes, format_seconds
 
@@ -126,7 +126,8 @@ def search_plans(
     if out is not None:
         best = answer.outcome.best
         with_prediction(to_plan(answer.outcome, best), question, best, found).save(out)
-        note(f"wrote {out}")
+        lacks = missing(best)
+        note(f"wrote {out}" + (f"; today's executor cannot run it: {lacks}" if lacks else ""))
     note(
         f"captured in {format_seconds(captured - begin)}, searched in "
         f"{format_seconds(done - captured)}{_most_memory()}"

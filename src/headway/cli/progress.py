@@ -19,7 +19,7 @@ from statistics import fmean, median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from headway.cli.expected import Parts, beside, parts_of, read_expected
+from headway.cli.expected import Parts, announced, beside, parts_of, read_expected
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -113,10 +113,8 @@ def describe(event: Event, progress: Progress, cause: str = "") -> str | None:
             return "\n".join(["", *(f"  {line}" for line in event["text"].splitlines()), ""])
         case "fault":
             return f"{_at(event, progress)}  fault: {event['text']}"
-        case "note":
-            return str(event["text"])
-        case "warning":
-            return f"warning: {event['text']}"
+        case "note" | "warning" as kind:
+            return f"{'warning: ' * (kind == 'warning')}{event['text']}"
         case "stop":
             return _stopped(event)
         case _:
@@ -147,18 +145,11 @@ def _at(event: Event, progress: Progress) -> str:
 
 def _started(event: Event, cause: str) -> str | None:
     if not cause:
-        said = f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
-        return "\n".join([said, *_predicted(event)])
+        steps = f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
+        return "\n".join([steps, *announced(event.get("predicted"))])
     if event["step"]:
         return None  # its "resume" event has said it
     return f"{cause}; there is no checkpoint yet: again from step 0, attempt {event['attempt']}"
-
-
-def _predicted(event: Event) -> Iterator[str]:
-    known = read_expected(event.get("predicted"))
-    if known is not None:
-        where = f" on {known.device}" if known.device else ""
-        yield f"predicted: {format_seconds(known.seconds)} a step{where}"
 
 
 def _resumed(event: Event, cause: str) -> str:

@@ -26,6 +26,7 @@ from headway.launch.faults import Faults
 from headway.launch.paced import Paced
 from headway.launch.warm import warm_up
 from headway.plan import Plan, check_copies, pipelined
+from headway.plan.mechanisms import check_mechanisms
 from headway.run.amounts import resolve_batch
 from headway.run.directory import RunDirectory
 from headway.run.job import Outcome, TrainJob
@@ -169,7 +170,7 @@ def _scheduled(schedule: Path | None, plan: Path | None) -> tuple[str, ...]:
 
 def _default_ranks(checked: CheckedRecipe, plan: Path | None) -> int:
     """Processes where nobody says how many: those of the plan, or one pipeline."""
-    return Plan.load(plan).ranks if plan else checked.document.stages or 1
+    return _runnable(plan).ranks if plan else checked.document.stages or 1
 
 
 def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
@@ -186,7 +187,7 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
         document = checked.document
         if document.tokens_per_sample is None:  # as the recipe that is made of it has it
             document = replace(document, tokens_per_sample=document.data.window)
-        pipelined(
+        made = pipelined(
             resolve_batch(document),
             processes=ranks,
             microbatch=document.microbatch,
@@ -196,9 +197,18 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
             shares=document.shares or (),
             zero=document.zero or 0,
             shards=document.shards,
+            split=document.split,
         )
+        check_mechanisms(made)
     elif checked.document.stages:  # all else is known when the function has been called
         check_copies(ranks, checked.document.stages)
+
+
+def _runnable(path: Path) -> Plan:
+    """A plan that can be carried out."""
+    plan = Plan.load(path)
+    check_mechanisms(plan)
+    return plan
 
 
 def _seconds(option: str, text: str) -> float:

@@ -8,8 +8,9 @@ summed. Sources: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (FS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -66,7 +67,7 @@ class ShardedState:
             # Gradients are of shares of the global mean: they are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        _follow(optimizer, names, dict(model.named_parameters()))
+        follow_parameters(optimizer, names, dict(model.named_parameters()))
 
     def begin(self) -> None:
         """A step begins: parameters stay gathered and gradients whole as long as `zero` allows."""
@@ -130,24 +131,39 @@ def _uses(module: nn.Module, parameter: Tensor) -> int:
     )
 
 
-def _follow(
-    optimizer: Optimizer, names: dict[nn.Parameter, str], now: dict[str, nn.Parameter]
+def follow_parameters(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    now: Mapping[str, nn.Parameter],
+    held: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Let an optimiser hold the new parameters in place of the old, with what it has of them."""
+    """Let an optimiser hold the new parameters in place of the old, with what it has of them.
+
+    Args:
+        optimizer: Its groups and state are changed.
+        names: Old parameter -> logical name.
+        now: Logical name -> new parameter.
+        held: (name, something of a parameter's shape) -> this rank's part; None: by `split_as`.
+    """
     for group in optimizer.param_groups:
         old = group["params"]
         group["params"] = [now[names[parameter]] for parameter in old]
         for parameter, new in zip(old, group["params"], strict=True):
             state = optimizer.state.pop(parameter, None)
             if state:
-                optimizer.state[new] = {key: split_as(new, value) for key, value in state.items()}
+                own = partial(held, names[parameter]) if held else partial(split_as, new)
+                optimizer.state[new] = {
+                    key: own(value) if _alike(value, new) else value for key, value in state.items()
+                }
 
 
-def split_as(parameter: Tensor, value: Any) -> Any:
-    """This rank's part of something of a parameter's shape; anything else as it is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-        return value
-    if value.shape != parameter.shape:
+def _alike(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def split_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of something that it has whole, where it has a part of a parameter."""
+    if not isinstance(parameter, DTensor):
         return value
     mesh = parameter.device_mesh
     everywhere = [Replicate()] * mesh.ndim

@@ -1,9 +1,11 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
 from headway.plan.batch import BatchSplit
+from headway.plan.build import check_copies, data_parallel, pipelined
 from headway.plan.compression import Compression, parse_compression
 from headway.plan.exchange import Exchange, ExchangePart
 from headway.plan.explain import difference, explain
+from headway.plan.layer_split import LayerSplit
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import Pipeline
 from headway.plan.plan import (
@@ -11,9 +13,6 @@ from headway.plan.plan import (
     MemoryPolicy,
     Plan,
     Synchrony,
-    check_copies,
-    data_parallel,
-    pipelined,
 )
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "Compression",
     "Exchange",
     "ExchangePart",
+    "LayerSplit",
     "Layout",
     "MemoryPolicy",
     "Mesh",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.plan.layer_split import LayerSplit
 from headway.plan.plan import Plan
 from headway.plan.sharding import SHARD
 
@@ -24,6 +25,8 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
     ]
     if plan.pipe_degree > 1:
         lines.append(f"pipeline: {explain_pipeline(plan)}")
+    if plan.split != LayerSplit():
+        lines.append(f"split: {plan.split}")
     if plan.memory.zero:
         lines.append(f"state: {explain_sharding(plan)}")
     lines.append(f"exchange: {explain_exchange(plan)}")

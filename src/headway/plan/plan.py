@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Literal
 
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
-from headway.plan.batch import BatchSplit, whole_shares
+from headway.plan.batch import BatchSplit
 from headway.plan.exchange import Exchange
-from headway.plan.mesh import Axis, Mesh
+from headway.plan.layer_split import SPACE, TENSOR, LayerSplit
+from headway.plan.mesh import Mesh
 from headway.plan.pipeline import AXIS, Pipeline
 from headway.plan.prediction import Prediction
 from headway.plan.sharding import SHARD, Zero, sharding_problems
@@ -70,6 +70,7 @@ class Plan:
     mesh: Mesh
     batch: BatchSplit
     layouts: tuple[Layout, ...] = ()
+    split: LayerSplit = LayerSplit()
     pipeline: Pipeline = Pipeline()
     exchange: Exchange = Exchange()
     synchrony: Synchrony = Synchrony()
@@ -99,15 +100,22 @@ class Plan:
         return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD)
 
     @property
+    def group_degree(self) -> int:
+        """Ranks that share each sample, because they split layers or samples."""
+        return self.mesh.degree(TENSOR) * self.mesh.degree(SPACE)
+
+    @property
     def pipe_degree(self) -> int:
         """Ranks of a pipeline; 1: there is none."""
         return self.mesh.degree(AXIS)
 
     @property
     def exchange_degree(self) -> int:
-        """Ranks over which the exchange sums; 1 where a pipeline's schedule or the sharding of the
-        state has the sums."""
-        return self.data_degree if self.pipe_degree == 1 and not self.memory.zero else 1
+        """Ranks over which the exchange sums; 1 where something else has the sums: a pipeline's
+        schedule, the sharding of the state, the splitting of layers."""
+        if self.pipe_degree > 1 or self.memory.zero or self.split.tensor:
+            return 1
+        return self.data_degree * self.mesh.degree(SPACE)
 
     @cached_property
     def flushes(self) -> bool:
@@ -127,10 +135,17 @@ class Plan:
         outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD, 0)
         return outer * self.mesh.degree(SHARD) + inner
 
+    def counts(self, rank: int) -> bool:
+        """Whether the loss of a rank counts: of those that share a sample the first one's does."""
+        place = self.mesh.coordinate(rank)
+        return not place.get(TENSOR, 0) and not place.get(SPACE, 0)
+
     def to_dict(self) -> dict[str, object]:
         found = dataclasses.asdict(self)
         if self.prediction is None:
             del found["prediction"]
+        if self.split == LayerSplit():
+            del found["split"]
         if not self.memory.zero:  # plans of before the entry existed keep their hash
             del found["memory"]["zero"]
         return found
@@ -161,146 +176,6 @@ class Plan:
         path.write_text(self.to_json(), encoding="utf-8")
 
 
-def data_parallel(
-    batch: int,
-    *,
-    processes: int,
-    microbatch: int | None = None,
-    precision: Literal["float32", "float64", "bfloat16"] = "float32",
-    exchange: Exchange | None = None,
-    shares: Sequence[float] = (),
-    zero: Zero = 0,
-    shards: int | None = None,
-) -> Plan:
-    """The plan in which every rank works through the whole model with its share of each batch.
-
-    Args:
-        batch: Samples of the global batch.
-        processes: Number of ranks.
-        microbatch: Most samples in one forward pass of one rank; more are accumulated.
-        precision: Arithmetic type of the forward pass.
-        exchange: How gradients are summed; the default fits most links.
-        shares: Of unequal devices: how much of each batch every rank takes, in proportion; in
-            samples where they add up to the batch. Empty: all as much.
-        zero: As `MemoryPolicy.zero`.
-        shards: Ranks that lie next to each other and keep the state together (hybrid sharding); the
-            rest are copies of them. None: all.
-
-    Raises:
-        PlanError: Such a plan cannot exist.
-    """
-    plan = Plan(
-        mesh=Mesh(axes=data_axes(processes, shards)),
-        batch=BatchSplit(
-            samples=batch, microbatch=microbatch, shares=whole_shares(batch, shares, processes)
-        ),
-        exchange=exchange or Exchange(),
-        memory=MemoryPolicy(precision=precision, zero=zero),
-    )
-    plan.check()
-    return plan
-
-
-def data_axes(ranks: int, shards: int | None) -> tuple[Axis, ...]:
-    """The axes over which a batch is shared: one, or copies of groups that keep state together.
-
-    Raises:
-        PlanError: The groups are no whole number.
-    """
-    if shards is None or shards == ranks:
-        return (Axis(name="data", size=ranks),)
-    if shards < 1 or ranks % shards:
-        raise PlanError(
-            "this plan cannot exist",
-            problems=[f"{ranks} ranks are no whole number of groups of {shards}"],
-            fix=f"Let shards be one of {', '.join(map(str, _divisors(ranks)))}.",
-        )
-    return (Axis(name="data", size=ranks // shards), Axis(name=SHARD, size=shards))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def pipelined(
-    batch: int,
-    *,
-    processes: int,
-    stages: int,
-    pipeline: Pipeline | None = None,
-    microbatch: int | None = None,
-    precision: Literal["float32", "float64", "bfloat16"] = "float32",
-    exchange: Exchange | None = None,
-    shares: Sequence[float] = (),
-    zero: Zero = 0,
-    shards: int | None = None,
-) -> Plan:
-    """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
-
-    Args:
-        batch: Samples of the global batch.
-        processes: Number of ranks; a multiple of `stages`.
-        stages: Ranks of one pipeline; neighbours lie next to each other. 1: the model is not cut,
-            and the plan is that of `data_parallel`.
-        pipeline: Schedule and cut.
-        microbatch: Most samples in one forward pass; decides the number of micro-batches where
-            `pipeline` does not.
-        precision: Arithmetic type of the forward pass.
-        exchange: Of the copies; with more than one stage the default is the only one yet.
-        shares: Of the batch, in proportion, one for each copy; empty: all as much.
-        zero: As `MemoryPolicy.zero`.
-        shards: As for `data_parallel`.
-
-    Raises:
-        PlanError: Such a plan cannot exist.
-    """
-    if stages == 1:
-        return data_parallel(
-            batch,
-            processes=processes,
-            microbatch=microbatch,
-            precision=precision,
-            exchange=exchange,
-            shares=shares,
-            zero=zero,
-            shards=shards,
-        )
-    check_copies(processes, stages)
-    copies = processes // stages
-    pipe = pipeline or Pipeline()
-    whole = whole_shares(batch, shares, copies)
-    share = max(whole, default=-(-batch // copies))
-    if pipe.microbatches is None and microbatch and not pipe.table:
-        pipe = replace(pipe, microbatches=-(-share // microbatch))
-    plan = Plan(
-        mesh=Mesh(axes=(Axis(name="data", size=copies), Axis(name=AXIS, size=stages))),
-        batch=BatchSplit(
-            samples=batch,
-            parts=pipe.parts(stages, min(whole, default=batch // copies)),
-            shares=whole,
-        ),
-        pipeline=pipe,
-        exchange=exchange or Exchange(),
-        memory=MemoryPolicy(precision=precision, zero=zero),
-    )
-    plan.check()
-    return plan
-
-
-def check_copies(processes: int, stages: int) -> None:
-    """Refuse processes that make no whole number of pipelines.
-
-    Raises:
-        PlanError: With the nearest number of processes that does.
-    """
-    if stages < 1 or processes % stages:
-        raise PlanError(
-            "this plan cannot exist",
-            problems=[f"{processes} processes are no multiple of {stages} ranks of a pipeline"],
-            fix=f"Start {max(1, processes // max(stages, 1)) * max(stages, 1)} processes.",
-        )
-
-
 def _problems(plan: Plan) -> list[str]:
     """Every reason why the plan cannot exist, one line each."""
     return _wrong_types(plan) or _illegal_values(plan)
@@ -318,6 +193,7 @@ def _wrong_types(plan: Plan) -> list[str]:
 def _illegal_values(plan: Plan) -> list[str]:
     found: list[str] = []
     names = plan.mesh.names
+    known = (plan.exchange.axis, SHARD, SPACE, TENSOR, AXIS)
     if plan.format != FORMAT:
         found.append(f"format {plan.format} is not known; this headway reads format {FORMAT}")
     if not names:
@@ -329,10 +205,10 @@ def _illegal_values(plan: Plan) -> list[str]:
         f"mesh axis {n} appears twice" for n in sorted({n for n in names if names.count(n) > 1})
     )
     found.extend(
-        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only data, "
-        f"{SHARD} and pipe"
+        f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only "
+        f"{', '.join(known[:-1])} and {known[-1]}"
         for a in plan.mesh.axes
-        if a.name not in (plan.exchange.axis, SHARD, AXIS) and a.size > 1
+        if a.name not in known and a.size > 1
     )
     if plan.exchange.axis not in names:
         found.append(
@@ -351,9 +227,8 @@ def _illegal_values(plan: Plan) -> list[str]:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
     found.extend(plan.exchange.problems(plan.ranks))
     found.extend(_layout_problems(plan))
-    found.extend(
-        sharding_problems(plan.memory.zero, plan.mesh, plan.exchange, piped=plan.pipe_degree > 1)
-    )
+    found.extend(plan.split.problems(plan.mesh, plan.exchange))
+    found.extend(sharding_problems(plan.memory.zero, plan.mesh, plan.exchange))
     if not found and plan.pipe_degree > 1:
         found.extend(_pipeline_problems(plan))
     return found

@@ -11,7 +11,6 @@ from typing import Literal
 
 from headway.plan.exchange import Exchange
 from headway.plan.mesh import Mesh
-from headway.plan.pipeline import AXIS
 
 Zero = Literal[0, 1, 2, 3]
 """See `plan.MemoryPolicy`."""
@@ -19,24 +18,18 @@ SHARD = "shard"
 """The axis of the mesh whose ranks keep the state together; they take shares of the batch, too."""
 
 
-def sharding_problems(zero: int, mesh: Mesh, exchange: Exchange, *, piped: bool) -> Iterator[str]:
+def sharding_problems(zero: int, mesh: Mesh, exchange: Exchange) -> Iterator[str]:
     """Why a plan's sharding cannot be, one line each.
 
     Args:
         zero: As `MemoryPolicy.zero`.
         mesh: Of the plan.
         exchange: Of the plan.
-        piped: The model is cut into stages.
     """
     if not zero:
         if mesh.degree(SHARD) > 1:
             yield f"mesh axis {SHARD} keeps state together; memory.zero is 0: let it be 1, 2 or 3"
         return
-    if piped:
-        yield (
-            f"memory.zero {zero} with an axis {AXIS}: stages keep their state whole yet; "
-            "take one of them"
-        )
     for name, value, only in (
         ("compress", exchange.compress, "none"),
         ("reduce", exchange.reduce, "mean"),

@@ -13,9 +13,11 @@ import numpy as np
 
 from headway.planner.degrees import Degrees, state_per_byte
 from headway.planner.operators import Floats, Setting, check_force, kernels, roofline
+from headway.planner.room import ROUNDING
 from headway.planner.row import Stretches, Unit, stretches, units
 from headway.planner.shared import Shared
 from headway.planner.stages import Tables, tables
+from headway.planner.transients import Transients
 
 if TYPE_CHECKING:
     from headway.planner.question import Question
@@ -26,12 +28,10 @@ def hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]
     fits = held <= cap
     if not fits.any():
         return np.inf, float(held.min())
-    least = float(seconds[fits].min())
-    for one in np.flatnonzero(~fits):
-        share = (cap - held[fits]) / (held[one] - held[fits])
-        mixed = seconds[fits] + share * (seconds[one] - seconds[fits])
-        least = min(least, float(mixed.min()))
-    return least, float(held.min())
+    own, other = seconds[fits], seconds[~fits][:, None]
+    share = (cap - held[fits]) / (held[~fits][:, None] - held[fits])
+    mixed = own + share * (other - own)
+    return min(float(own.min()), float(mixed.min(initial=np.inf))), float(held.min())
 
 
 def least_step(degrees: Degrees, forward: Floats, backward: Floats) -> Floats:
@@ -63,18 +63,43 @@ def least_step(degrees: Degrees, forward: Floats, backward: Floats) -> Floats:
     return np.maximum(whole, forward)
 
 
+def least_1f1b(
+    microbatches: int,
+    under_way: Floats,
+    forward: Floats,
+    seconds: Floats,
+    wire: Floats,
+    sums: Floats,
+) -> float:
+    """Seconds that a table of 1F1B takes at least with these stages: for every rank the first
+    micro-batch's way to it, all that it computes, and the last one's way back, or its sum; and the
+    way to the last rank and back, the rest of a rank's row, and the way back.
+
+    Args:
+        microbatches: m.
+        under_way: Micro-batches that each rank holds at most.
+        forward: Seconds of each stage, of one micro-batch.
+        seconds: The same, of both passes.
+        wire: Seconds of a message at each border.
+        sums: Seconds of the sum of each stage's gradients.
+    """
+    backward = seconds - forward
+    before = np.concatenate([[0.0], np.cumsum(forward[:-1] + wire)])
+    behind = np.concatenate([[0.0], np.cumsum(backward[:-1] + wire)])
+    own = before + microbatches * seconds + np.maximum(behind, sums)
+    through = before[-1] + behind[-1] + seconds[-1]
+    rest = (microbatches - under_way) * forward + (microbatches - 1) * backward
+    return float(max(own.max(), through + rest.max()) * (1.0 - ROUNDING))
+
+
 def crowded(tables: Tables, degrees: Degrees) -> float:
     """Seconds below which no step is, because units are not divided: of n units of one kind some
     rank has at least n / p, rounded up; with copies, some ranks that have the same stages together.
     """
     p, pipes = degrees.pipeline, degrees.pipes
-    kinds = [unit.kind for unit in tables.row]
-    return max(
-        (degrees.microbatches // pipes)
-        * -(-kinds.count(kind) * pipes // p)
-        * float(tables.solved(kind).rows[0, ..., :2].sum(axis=-1).min())
-        for kind in set(kinds)
-    )
+    counts, seconds = tables.kinds
+    most = (degrees.microbatches // pipes) * -(-counts * pipes // p)
+    return float((most * seconds).max())
 
 
 class Bounds:
@@ -85,8 +110,10 @@ class Bounds:
         self.row: tuple[Unit, ...] = units(question.work)
         self.classes: Stretches = stretches(self.row)
         self.shared = Shared(question.work, self.row, self.classes)
+        self.transients = Transients(question.work, self.row, self.classes)
         self._tables: dict[tuple[int, int], Tables] = {}
         self._least: dict[tuple[int, int], tuple[float, float]] = {}
+        self._sums: dict[tuple[int, int, int], float] = {}
 
     def tables_of(self, tensor: int, samples: int) -> Tables:
         """Shared by all combinations with this tensor degree and micro-batch."""
@@ -102,7 +129,7 @@ class Bounds:
             )
             if tensor > 1:
                 check_force(setting)
-            self._tables[key] = tables(setting, self.row, self.classes)
+            self._tables[key] = tables(setting, self.row, self.classes, self.transients)
         return self._tables[key]
 
     def _first_bound(self, degrees: Degrees) -> tuple[float, float]:
@@ -128,12 +155,19 @@ class Bounds:
         compute = (forward + backward) * m / p
         if d == 1:
             return compute
-        network = self.question.machine.network
-        held = self.held / degrees.tensor / p
-        sums = min(
-            float(network.reduce_scatter(held, d, degrees.tensor * inside)) for inside in (1, p)
-        )
+        sums = self._least_sums(degrees.tensor, p, d)
         return compute + max(0.0, sums - backward * m / p)
+
+    def _least_sums(self, tensor: int, pipeline: int, data: int) -> float:
+        """Seconds in which gradients are scattered, in the better order of the axes."""
+        key = (tensor, pipeline, data)
+        if key not in self._sums:
+            network, held = self.question.machine.network, self.held / tensor / pipeline
+            self._sums[key] = min(
+                float(network.reduce_scatter(held, data, tensor * inside))
+                for inside in (1, pipeline)
+            )
+        return self._sums[key]
 
     def _least_seconds(self, tensor: int, samples: int) -> tuple[float, float]:
         """Of a micro-batch in both passes: every operator's work evenly spread, or its launch."""

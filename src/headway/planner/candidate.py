@@ -9,23 +9,18 @@ strategies cost, priced by `cost` alone, and is never below `bound`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from headway.errors import PlanError
-from headway.planner.borders import forced_starts, without_crossing
-from headway.planner.bounds import crowded, hull_bound, least_step
-from headway.planner.degrees import Degrees
-from headway.planner.operators import Floats
+from headway.planner.borders import without_crossing
+from headway.planner.bounds import least_1f1b, least_step
 from headway.planner.overlap import BUCKETS
 from headway.planner.pipeline_cuts import cut
 from headway.planner.point import Point, Stage
-from headway.planner.pricing import Pricing, Rows
-from headway.planner.schemes import Book, Scheme, book
-from headway.planner.shared import Shared
-from headway.planner.stages import Tables
+from headway.planner.prepared import Prepared
+from headway.planner.pricing import Rows
 
 __all__ = ["Candidate", "Point", "Stage"]
 
@@ -33,71 +28,8 @@ SHARES = 2
 """How often the memory of a rank with several stages is divided between them in another way."""
 
 
-class Candidate:
-    """A combination of degrees, ready to be asked for the fastest plan within a memory.
-
-    Args:
-        tables: Of its tensor degree and micro-batch.
-        degrees: The combination.
-        itemsize: Bytes of a parameter.
-        shared: Facts of the model; made where not given.
-        may_recompute: Whether units may keep only what enters them.
-    """
-
-    def __init__(
-        self,
-        tables: Tables,
-        degrees: Degrees,
-        itemsize: int,
-        shared: Shared | None = None,
-        *,
-        may_recompute: bool = True,
-    ) -> None:
-        self.tables = tables
-        self.degrees = degrees
-        self.itemsize = itemsize
-        self.shared = shared or Shared(tables.setting.work, tables.row, tables.classes)
-        self.pricing = Pricing(tables, degrees, itemsize, self.shared)
-        self._passes = (0, 1) if may_recompute else (0,)
-        self._known: dict[str, tuple[Floats, np.ndarray]] = {}
-        whole = int(tables.classes.of[0, -1])
-        rows = tables.stretch(whole)[:, :, 0, 0]
-        rows = self.pricing.rows(rows, self.shared.doubled(0, len(tables.row)))
-        self.least_rows = tables.transients.beside(rows[None], Rows.KEPT, several=False)[0]
-
-    @cached_property
-    def book(self) -> Book | None:
-        """The schedule's table; None where it cannot have these sizes."""
-        d = self.degrees
-        return book(Scheme(d.schedule, d.virtual, d.pipes), d.pipeline, d.microbatches)
-
-    @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        """Units that must begin a stage."""
-        return forced_starts(self.tables.setting.force, self.tables.row)
-
-    @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        """Micro-batches under way of each stage, on the rank that holds most of it."""
-        return (1,) if self.book is None else self.book.in_flight()
-
-    def bound(self, cap: float = np.inf) -> tuple[float, float]:
-        """(seconds, bytes) that no plan of it within `cap` is below.
-
-        The stages' bytes add up to at most p caps, so that their seconds are at least those of the
-        lower hull of the whole model's strategies. All ranks compute m / p micro-batches and sum
-        their gradients behind them, or wait as the table says.
-        """
-        degrees, rows = self.degrees, self.least_rows[list(self._passes)]
-        p, m = degrees.pipeline, degrees.microbatches
-        seconds = least_step(degrees, rows[..., Rows.FORWARD], self.pricing.backward(rows))
-        seconds = seconds + rows[..., Rows.AFTER] / p
-        if degrees.virtual * degrees.pipes == 1:  # else sums may leave while a rank computes
-            own = m * rows[..., Rows.SECONDS] + rows[..., Rows.TAIL]
-            seconds = np.maximum(seconds, own / p)
-        held = (degrees.pipes * rows[..., Rows.STATE] + rows[..., Rows.KEPT]) / p
-        least, need = hull_bound(seconds.ravel(), held.ravel(), cap)
-        return max(least, crowded(self.tables, self.degrees)), need
+class Candidate(Prepared):
+    """A combination of degrees, ready to be asked for the fastest plan within a memory."""
 
     def fastest(self, cap: float, known: float = np.inf, *, parts: bool = True) -> Point | None:
         """The fastest plan of which no device needs more than `cap` bytes.
@@ -109,14 +41,14 @@ class Candidate:
         """
         if self.degrees.pipeline == 1:
             return None if self._starts else self._alone(cap)
-        if self.book is None:
+        if self.book is None or not self._enough(cap, known):
             return None
         best: Point | None = None
         value = np.inf
         for border in self.tables.borders:
             for point, sums in self._within(border, cap, value, known):
                 value = min(value, sums)
-                if point.seconds < known:
+                if point is not None and point.seconds < known:
                     best, known = point, point.seconds
         return self.detailed(best) if best and parts else best
 
@@ -143,24 +75,10 @@ class Candidate:
                 best = point
         return best
 
-    def _prepared(self, border: str) -> tuple[Floats, np.ndarray]:
-        """(classes, 2, K, 9) as `Rows` says, and the prices."""
-        if border not in self._known:
-            several = self.degrees.pipeline > 1
-            cells, prices = self.tables.cells(border, several)
-            whole = np.array([self.shared.doubled(0, len(self.tables.row))])
-            doubles = self.shared.doubles if several else whole
-            rows = self.pricing.rows(np.moveaxis(cells, 0, 1), doubles[:, None])
-            rows = self.tables.transients.beside(
-                np.moveaxis(rows, 0, 1), Rows.KEPT, several=several
-            )
-            self._known[border] = rows, prices
-        return self._known[border]
-
     def _within(
         self, border: str, cap: float, sums: float, known: float
-    ) -> Iterator[tuple[Point, float]]:
-        """Plans within the memory, with Alpa's sum of their stages.
+    ) -> Iterator[tuple[Point | None, float]]:
+        """Plans within the memory, with Alpa's sum of their stages; None: not faster than `known`.
 
         Where a rank has several stages, each may first have all of the memory; if they do not fit
         together, shares between that and equal ones are tried.
@@ -168,7 +86,7 @@ class Candidate:
         assert self.book is not None
         several = max(map(len, self.book.table.hosted))
         found = self._cut(border, cap, sums, known)
-        if found is None or found[0].bytes <= cap:
+        if found is None or found[0] is None or found[0].bytes <= cap:
             if found is not None:
                 yield found
             return
@@ -180,7 +98,7 @@ class Candidate:
         for _ in range(SHARES):
             middle = (least + most) / 2
             found = self._cut(border, middle, np.inf, known)
-            if found is not None and found[0].bytes <= cap:
+            if found is not None and found[0] is not None and found[0].bytes <= cap:
                 least = middle
                 yield found
             else:
@@ -188,9 +106,9 @@ class Candidate:
 
     def _cut(
         self, border: str, cap: float, sums: float, known: float
-    ) -> tuple[Point, float] | None:
+    ) -> tuple[Point | None, float] | None:
         """The best cut of which no stage alone needs more than `cap`, without the parts of its
-        step, and Alpa's sum.
+        step (None: not faster than `known`), and Alpa's sum.
 
         Args:
             border: Placement between stages.
@@ -200,66 +118,54 @@ class Candidate:
         """
         degrees, of = self.degrees, self.tables.classes.of
         m, chunks = degrees.microbatches, degrees.virtual
-        rows, _ = self._prepared(border)
-        times, picks = self._picked(self.pricing.updatable(rows, cap), cap)
         least = self.least_rows[list(self._passes)]
         floor = float((least[..., Rows.SECONDS] + least[..., Rows.TAIL] / m).min())
         # m chunks t_max + (sum - chunks t_max) / chunks, times chunks
         weight = chunks * (m * chunks - 1) + 1
         if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
             sums = min(sums, floor + (weight - 1) * known / m)
-        cuts = cut(*without_crossing(of, times, self._starts), weight, floor, sums)
+        for width in self._widths:
+            times, picks = self._picked(border, cap, width)
+            lines = self.tables.classes.by_number[:, : width or None]
+            if self._starts:
+                own, times = without_crossing(of, times, self._starts)
+                cuts = cut(own, times, weight, floor, sums)
+            else:
+                cuts = cut(of, times, weight, floor, sums, lines)
+            found = sums if cuts is None else cuts.seconds(weight)
+            if not width or floor + (weight - 1) * self.tables.least_of(width + 1) > found:
+                break  # no longer stage is of use
         if cuts is None:
             return None
+        prices = len(self._prepared(border, width)[1])
         chosen = []
         for place, (start, stop) in enumerate(pairwise(cuts.borders)):
             number = int(of[start, stop])
-            again, price = divmod(int(picks[len(times) - 1 - place, number]), rows.shape[2])
+            again, price = divmod(int(picks[len(times) - 1 - place, number]), prices)
             chosen.append((start, stop, number, again, price))
-        stages = self._stages(border, chosen)
+        stages = self._stages(border, chosen, width)
         ahead = sum(stage.forward for stage in stages)
         back = sum(stage.seconds - stage.forward for stage in stages)
         if least_step(degrees, np.asarray(ahead), np.asarray(back)) >= known:
             return None
-        return self._point(border, stages, parts=False), cuts.seconds(weight)
+        late = self._at_least(border, stages) >= known
+        return None if late else self._point(border, stages, parts=False), cuts.seconds(weight)
 
-    def _picked(self, rows: Floats, cap: float) -> tuple[Floats, np.ndarray]:
-        """(stages, classes): the least time of a stage with so many behind it, and its strategy.
-
-        What is best both with few and with many micro-batches under way is best between them.
-        """
-        m = self.degrees.microbatches
-        counts = np.array(self._in_flight[::-1])
-        flights, place = np.unique(counts, return_inverse=True)
-        rows = rows[:, : len(self._passes)]
-        flat = (len(rows), -1)
-        value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(flat)
-        state, kept = rows[..., Rows.STATE].reshape(flat), rows[..., Rows.KEPT].reshape(flat)
-        extra = rows[..., Rows.MORE].reshape(flat)
-        times = np.full((len(flights), len(rows)), np.inf)
-        picks = np.zeros((len(flights), len(rows)), dtype=np.int64)
-
-        def pick(number: int, some: np.ndarray | slice) -> None:
-            held = state[some] + flights[number] * kept[some]
-            held += extra[some]
-            allowed = np.where(held <= cap, value[some], np.inf)
-            picks[number, some] = best = allowed.argmin(axis=1)
-            times[number, some] = allowed[np.arange(len(allowed)), best]
-
-        last = len(flights) - 1
-        for number in {0, last}:
-            pick(number, slice(None))
-        waiting = [(0, last, np.arange(len(rows)))]
-        while waiting:
-            low, high, some = waiting.pop()
-            same = (picks[low, some] == picks[high, some]) & (times[low, some] == times[high, some])
-            picks[low:high, some[same]] = picks[low, some[same]]
-            times[low:high, some[same]] = times[low, some[same]]
-            some, middle = some[~same], (low + high) // 2
-            if len(some) and middle > low:
-                pick(middle, some)
-                waiting += [(low, middle, some), (middle, high, some)]
-        return times[place], picks[place]
+    def _at_least(self, border: str, stages: tuple[Stage, ...]) -> float:
+        """Seconds below which the table does not take, without playing it; of 1F1B alone."""
+        if self.degrees.schedule != "1f1b" or self.book is None or self.book.rounds:
+            return 0.0
+        starts = [stage.start for stage in stages]
+        params = np.array([stage.params for stage in stages])
+        least = least_1f1b(
+            self.degrees.microbatches,
+            np.array(self._in_flight),
+            np.array([stage.forward for stage in stages]),
+            np.array([stage.seconds for stage in stages]),
+            np.array(self.pricing.wire(self.book, border, starts)).sum(axis=0),
+            np.array(self.pricing.sums(starts, params)),
+        )
+        return least + max(stage.after for stage in stages)
 
     def planned(
         self,
@@ -297,10 +203,11 @@ class Candidate:
         return self._point("R", stages, buckets=buckets, overlap=overlap)
 
     def _stages(
-        self, border: str, chosen: Sequence[tuple[int, int, int, int, int]]
+        self, border: str, chosen: Sequence[tuple[int, int, int, int, int]], width: int = 0
     ) -> tuple[Stage, ...]:
-        """From (start, stop, class, recomputation, place among the prices) of each."""
-        rows, prices = self._prepared(border)
+        """From (start, stop, class, recomputation, place among the prices) of each; `width` as in
+        `_prepared`."""
+        rows, prices = self._prepared(border, width)
         stages = []
         for place, (start, stop, number, again, price) in enumerate(chosen):
             one = rows[number, again, price]

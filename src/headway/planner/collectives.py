@@ -25,7 +25,8 @@ from headway.planner.planned import candidate_of
 from headway.planner.relayout import wanted
 from headway.planner.row import Unit
 from headway.planner.search import Search
-from headway.planner.stages import ENDS, Tables
+from headway.planner.stages import Tables
+from headway.planner.unit_choices import ENDS
 from headway.units import format_bytes
 
 Kind = Literal[

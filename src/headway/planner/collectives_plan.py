@@ -60,17 +60,17 @@ def collectives_of_plan(
     Raises:
         PlanError: The exchange is one of which only the traffic is known (`collective.wire`).
     """
+    if plan.group_degree > 1 or (plan.memory.zero and plan.data_degree > 1):
+        raise PlanError(
+            "the operations of a plan with split layers or sharded state are not listed",
+            problems=[f"split: {plan.split}; memory.zero: {plan.memory.zero}"],
+            fix="`headway plan RECIPE` lists those of the points that it finds.",
+        )
     found = [_sum("tally", "world", plan.ranks, TALLY)]
     if plan.pipe_degree > 1:
         found += _of_pipeline(plan, parts, rank)
         if clip:
             found.append(_sum("gradients", "world", plan.ranks, 8))
-    elif plan.memory.zero and plan.data_degree > 1:
-        raise PlanError(
-            "the operations of a plan with sharded state are not listed",
-            problems=[f"memory.zero: {plan.memory.zero}"],
-            fix="`headway plan RECIPE` lists those of the points that it finds.",
-        )
     elif plan.data_degree > 1:
         found += of_exchange(plan.exchange, parts[0].parameters, plan.data_degree)
     return merged(found)

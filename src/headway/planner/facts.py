@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from headway.collective.link import LinkFit
+from headway.cost.guidelines.das import Layer
 from headway.cost.guidelines.model import layers_of
 from headway.cost.guidelines.windows import LayerTimes
 from headway.cost.network import LinkLevel
 from headway.errors import PlanError
-from headway.graph import Operator
+from headway.graph import ModelGraph, Operator
 from headway.planner.binding import level_of
 from headway.planner.degrees import Degrees, microbatches
 from headway.planner.guidelines import Advice, Facts, guidelines
@@ -177,11 +178,17 @@ def advice_of(
         link_rate=rate,
         node_rate=job.flops / job.compute * job.node,
         batch=job.batch,
-        layers=layers_of(graph),
+        layers=by_module(graph),
         times=job.times,
         link=job.link,
     )
     return [*guidelines(shared), *guidelines(each)], list(_unknown(job, each, measured))
+
+
+def by_module(graph: ModelGraph) -> list[Layer]:
+    """The model's layers, named as a user knows them: by their modules."""
+    modules = {operator.name: operator.module for operator in graph.operators}
+    return [replace(layer, name=modules[layer.name] or layer.name) for layer in layers_of(graph)]
 
 
 def _unknown(job: Job, facts: Facts, measured: Minibatch | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -77,9 +78,9 @@ class Sharing:
                 cap = np.inf if caps is None else caps[kinds[0]]
                 seconds = max(seconds, self.of((number, kinds[0])).bound(cap)[0])
             else:
-                units = [self._units(self.of((number, kind))) for kind in stages]
+                units = [self.of((number, kind)).tables.kinds for kind in stages]
                 tails = [[[row[..., Rows.TAIL].min() / m]] for row in rows]
-                counts, each = units[0][0], np.stack([one for _, one in units])
+                counts, each = units[0][0], np.stack([one[:, None] for _, one in units])
                 on = np.array(list(stages.values()))
                 found = slowest_stage(each, counts, on)
                 alike, through = float(found[0][0]), float(found[1][0])
@@ -91,13 +92,6 @@ class Sharing:
     def _whole(self, candidate: Candidate) -> Floats:
         found: Floats = candidate.least_rows[list(candidate._passes)]
         return found
-
-    def _units(self, candidate: Candidate) -> tuple[np.ndarray, Floats]:
-        """Numbers of units of each kind, and (kinds, 1) their least seconds."""
-        tables = candidate.tables
-        counts = Counter(unit.kind for unit in tables.row)
-        least = [float(tables.solved(k).rows[0, ..., :2].sum(axis=-1).min()) for k in counts]
-        return np.array(list(counts.values())), np.array(least)[:, None]
 
     def fastest(
         self,
@@ -114,6 +108,8 @@ class Sharing:
             known: Seconds from which on no plan is of use.
         """
         several = self.combination.pipeline > 1
+        if several and not self._enough(caps, known):
+            return None
         cells = sorted({cell for s in self._stages for cell in self.combination.cells.types_of(s)})
         borders = {b for cell in cells for b in self.of(cell).tables.borders} if several else {"R"}
         best: MixedPoint | None = None
@@ -122,6 +118,18 @@ class Sharing:
             if point is not None and point.seconds < known:
                 best, known = point, point.seconds
         return best
+
+    def _enough(self, caps: Mapping[str, float], known: float) -> bool:
+        """Whether the stages of every copy may have room for all units."""
+        for number, (kinds, _) in enumerate(self.combination.cells.classes):
+            own = {kind: self.of((number, kind)) for kind in kinds}
+            rooms = [candidate.tables.room for candidate in own.values()]
+            whole = float(np.min([room.whole for room in rooms], axis=0).sum())
+            each = {kind: one.places(caps[kind], known, whole) for kind, one in own.items()}
+            places = sum(each[kind][:, stage] for stage, kind in enumerate(kinds))
+            if (places < rooms[0].counts[:, 0]).any():
+                return False
+        return True
 
     @property
     def _stages(self) -> range:
@@ -188,16 +196,17 @@ class Sharing:
         times = np.full((len(stages), len(every)), np.inf)
         picks = np.zeros((*times.shape, 1 + len(cells)), dtype=np.int64)
 
+        passes = self.of(cells[0])._passes
+        lines = {again: [self._lines(c, border, again) for c in cells] for again in passes}
+        alike = {again: self._alike(own) for again, own in lines.items()}
+
         def pick(place: int, some: np.ndarray) -> None:
-            for again in self.of(cells[0])._passes:
-                values, held = zip(
-                    *(
-                        self._values(c, border, stages[place], again, caps[c[1]], some)
-                        for c in cells
-                    ),
-                    strict=True,
+            for again, own in lines.items():
+                values = tuple(
+                    line.seconds_within(some, self.of(c)._in_flight[stages[place]], caps[c[1]])
+                    for c, line in zip(cells, own, strict=True)
                 )
-                best, ways = self._together(values, held)
+                best, ways = _together(values, tuple(same[some] for same in alike[again]))
                 better = best < times[place, some]
                 times[place, some[better]] = best[better]
                 picks[place, some[better], 0] = again
@@ -224,41 +233,33 @@ class Sharing:
         known, key = self.picks.setdefault(candidate, {}), (border, cap)
         if key not in known:
             rows, _ = candidate._prepared(border)
-            times, picks = candidate._picked(candidate.pricing.updatable(rows, cap), cap)
+            times, picks = candidate._picked(border, cap)
             known[key] = times, np.stack(np.divmod(picks, rows.shape[2]), axis=-1)
         times, picks = known[key]
         behind = self.combination.pipeline - 1 - stage
         return times[behind], picks[behind]
 
-    def _values(
-        self, cell: Cell, border: str, stage: int, again: int, cap: float, some: np.ndarray
-    ) -> tuple[Floats, Floats]:
-        """(some classes, K): seconds of a stage in a cell by strategy, and bytes of its state."""
+    def _lines(self, cell: Cell, border: str, again: int) -> _Lines:
+        """The strategies of all classes of stretches in a cell."""
         candidate = self.of(cell)
-        rows, _ = candidate._prepared(border)
-        rows = rows[some, again]
-        value = rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / self.combination.microbatches
-        held = _held(candidate, rows, stage)
-        return np.where(held <= cap, value, np.inf), rows[..., Rows.STATE]
+        rows = candidate._prepared(border)[0][:, again]
+        seconds = rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / self.combination.microbatches
+        return _Lines(
+            seconds=seconds,
+            state=rows[..., Rows.STATE],
+            kept=rows[..., Rows.KEPT],
+            more=rows[..., Rows.MORE],
+            updated=candidate.pricing.updated(rows),
+        )
 
-    def _together(
-        self, values: tuple[Floats, ...], held: tuple[Floats, ...]
-    ) -> tuple[Floats, np.ndarray]:
-        """(classes,) the least longest time, and (classes, cells) the strategies."""
-        if len(values) == 1 or self.combination.tensor == 1:
-            picks = np.stack([value.argmin(axis=1) for value in values], axis=1)
-            each = [np.take_along_axis(v, v.argmin(axis=1)[:, None], 1)[:, 0] for v in values]
-            return reduce(np.maximum, each), picks
-        longest, chosen = values[0], []
-        for value, bytes_ in zip(values[1:], held[1:], strict=True):
-            first_, other = held[0][:, :, None], bytes_[:, None, :]
-            same = np.abs(first_ - other) <= 1e-6 * other
-            matched = np.where(same, value[:, None, :], np.inf)
-            chosen.append(matched.argmin(axis=2))
-            longest = np.maximum(longest, matched.min(axis=2))
-        first = longest.argmin(axis=1)[:, None]
-        ways = [first, *(np.take_along_axis(pick, first, 1) for pick in chosen)]
-        return np.take_along_axis(longest, first, 1)[:, 0], np.concatenate(ways, axis=1)
+    def _alike(self, lines: Sequence[_Lines]) -> tuple[Floats, ...]:
+        """Of each cell but the first, (classes, K, K): 0 where its strategy holds as many bytes as
+        one of the first, else infinite; nothing where any strategies go together."""
+        if self.combination.tensor == 1:
+            return ()
+        first = lines[0].state[:, :, None]
+        others = [line.state[:, None, :] for line in lines[1:]]
+        return tuple(np.where(np.abs(first - o) <= 1e-6 * o, 0.0, np.inf) for o in others)
 
     def _point(self, border: str, chosen: Sequence[tuple[int, int, int, list[int]]]) -> MixedPoint:
         """The price of stages: (start, stop, class, [recomputation, strategy of each cell])."""
@@ -315,6 +316,39 @@ class Sharing:
         candidate = self.of((largest, self.combination.cells.classes[largest][0][0]))
         price = candidate._point(border, tuple(_slowest(stage) for stage in stages))
         return price.seconds, price.messages
+
+
+class _Lines(NamedTuple):
+    """(classes, K) strategies in a cell, as `Rows` says."""
+
+    seconds: Floats
+    state: Floats
+    kept: Floats
+    more: Floats
+    updated: Floats
+
+    def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Floats:
+        """Of some classes, infinite where they do not fit."""
+        held = self.state[some] + under_way * self.kept[some]
+        held = np.maximum(held + self.more[some], self.updated[some])
+        return np.where(held <= cap, self.seconds[some], np.inf)
+
+
+def _together(values: tuple[Floats, ...], alike: tuple[Floats, ...]) -> tuple[Floats, np.ndarray]:
+    """(classes,) the least longest time, and (classes, cells) the strategies."""
+    if not alike:
+        picks = np.stack([value.argmin(axis=1) for value in values], axis=1)
+        each = [np.take_along_axis(v, picks[:, n, None], 1)[:, 0] for n, v in enumerate(values)]
+        return reduce(np.maximum, each), picks
+    longest, chosen = values[0], []
+    for value, apart in zip(values[1:], alike, strict=True):
+        matched = value[:, None, :] + apart
+        best = matched.argmin(axis=2)
+        chosen.append(best)
+        longest = np.maximum(longest, np.take_along_axis(matched, best[..., None], 2)[..., 0])
+    first = longest.argmin(axis=1)[:, None]
+    ways = [first, *(np.take_along_axis(pick, first, 1) for pick in chosen)]
+    return np.take_along_axis(longest, first, 1)[:, 0], np.concatenate(ways, axis=1)
 
 
 def _held(candidate: Candidate, rows: Floats, stage: int) -> Floats:

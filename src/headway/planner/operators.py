@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from headway.errors import PlanError
 from headway.graph import ModelGraph, Operator, Rule, TensorSpec, rules
 from headway.graph.cut import constants
 from headway.graph.index import parse
-from headway.planner.kernel_times import Counts, seconds_of
+from headway.planner.kernel_times import seconds_of
 from headway.planner.relayout import Relayout
 
 PARTS = ("forward", "backward", "step", "params", "saved")
@@ -31,30 +32,23 @@ PARTS = ("forward", "backward", "step", "params", "saved")
 parameters), bytes of parameters and bytes kept for backward of a micro-batch, on one device."""
 Floats = NDArray[np.float64]
 
-_VIEWS = frozenset(
-    [
-        "_unsafe_view",
-        "alias",
-        "chunk",
-        "detach",
-        "expand",
-        "flatten",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unsqueeze",
-        "view",
-    ]
-)
+_VIEW_KINDS = """
+_unsafe_view alias chunk detach expand flatten permute reshape select slice split split_with_sizes
+squeeze t transpose unbind unflatten unsqueeze view
+"""
+_VIEWS = frozenset(_VIEW_KINDS.split())
 _DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Counts(NamedTuple):
+    """Of an operator: elements that it makes, takes beside its weights, and of its weights (or
+    what it takes); bytes of its weights; the specs of what it makes."""
+
+    made: int
+    taken: int
+    held: int
+    own: float
+    outputs: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +95,28 @@ class Workload:
         if key not in self._rules:
             self._rules[key] = rules(operator, *self.graph.specs(operator), parts)
         return self._rules[key]
+
+    @cached_property
+    def _counts(self) -> dict[str, Counts]:
+        return {}
+
+    def counts(self, operator: Operator) -> Counts:
+        """What an operator uses and makes, each looked for once."""
+        if operator.name not in self._counts:
+            inputs, outputs = self.graph.specs(operator)
+            weights = [
+                s for t, s in zip(operator.inputs, inputs, strict=True) if t in operator.parameters
+            ]
+            held = sum(spec.elements for spec in weights)
+            taken = sum(spec.elements for spec in inputs) - held or 1
+            self._counts[operator.name] = Counts(
+                made=sum(spec.elements for spec in outputs) or 1,
+                taken=taken,
+                held=held or taken,
+                own=float(sum(spec.bytes for spec in weights)),
+                outputs=outputs,
+            )
+        return self._counts[operator.name]
 
     @cached_property
     def _batch(self) -> tuple[dict[str, int], dict[str, str]]:
@@ -323,27 +339,13 @@ def _passes(
     device = setting.machine.device
     batched = operator.name in setting.work.batch_loops
     scale = setting.scale if batched else 1.0
-    inputs, outputs = setting.work.graph.specs(operator)
     flops, traffic = operator.flops, operator.traffic
-    made = sum(spec.elements for spec in outputs) or 1
-    weights = [s for t, s in zip(operator.inputs, inputs, strict=True) if t in operator.parameters]
-    taken = sum(spec.elements for spec in inputs) - sum(spec.elements for spec in weights) or 1
-    held = sum(spec.elements for spec in weights) or taken
+    made, taken, held, own, outputs = setting.work.counts(operator)
     dtype = dtype_of(setting, outputs)
-    own = float(sum(spec.bytes for spec in weights))
     cut = _parts_of_sum(rule)
     if device.kinds:
-        counts = Counts(
-            made=made, taken=taken, held=sum(spec.elements for spec in weights), own=own
-        )
         one, two = seconds_of(
-            device,
-            operator,
-            counts,
-            dtype=dtype,
-            scale=scale,
-            cut=cut,
-            moved_weights=moved_weights,
+            device, operator, own, dtype=dtype, scale=scale, moved_weights=moved_weights
         )
         return one / rule.parts, two / rule.parts
     rate = device.rate(dtype)

@@ -17,8 +17,11 @@ import numpy as np
 
 from headway.planner.operators import Floats
 
-_CELLS = 4_000_000
-"""Stages times pairs of borders up to which all their times are laid out at once."""
+_CELLS = 5_000_000
+"""Stages times pairs of borders up to which the least longest stage is sought within the highest
+bound at once."""
+_LAID_OUT = 1_000_000
+"""The same, up to which all their times are laid out at once: more do not fit into a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ def cut(
     microbatches: int,
     floor: float | None = None,
     known: float = np.inf,
+    lines: np.ndarray | None = None,
 ) -> Cuts | None:
     """The best cut into `len(times)` stages.
 
@@ -55,6 +59,7 @@ def cut(
         microbatches: m.
         floor: What the stage times of any cut add up to at least, where that is known.
         known: What is not of interest: a cut that takes as long, or longer.
+        lines: `by_number` of `of`, where somebody has it.
 
     Returns:
         None where no cut fits, or none is faster than `known`.
@@ -65,7 +70,7 @@ def cut(
     if stages == 1:
         only = float(times[0, of[0, length]])
         return Cuts(borders=(0, length), total=only, slowest=only) if np.isfinite(only) else None
-    programme = _Programme(of, times)
+    programme = _Programme(by_number(of) if lines is None else lines, times)
     if floor is None:
         free = programme.solve(np.inf)
         floor = free.total if free else 0.0
@@ -130,13 +135,14 @@ def _least_bound(programme: _Programme, bounds: Floats) -> int | None:
 class _Programme:
     """F(s, i) for one row of units, with any bound."""
 
-    def __init__(self, of: np.ndarray, times: Floats) -> None:
-        self.length = len(of)
+    def __init__(self, classes: np.ndarray, times: Floats) -> None:
+        self.length = len(classes)
         self.times = np.concatenate([times, np.full((len(times), 1), np.inf)], axis=1)
-        self.classes = _by_number(of)
+        self.classes = classes
         self.least = self.times.min(axis=0)[self.classes].min(axis=0)  # of each number of units
         self.small = self.classes.size * len(times) <= _CELLS
-        self._cells = self.times[:, self.classes] if self.small else None
+        few = self.classes.size * len(times) <= _LAID_OUT
+        self._cells = self.times[:, self.classes] if few else None
         self._rows = np.arange(self.length)
 
     def longest(self, bound: float) -> float:
@@ -203,7 +209,7 @@ class _Programme:
         return Cuts(borders=tuple(borders), total=float(sum(each)), slowest=max(each))
 
 
-def _by_number(of: np.ndarray) -> np.ndarray:
+def by_number(of: np.ndarray) -> np.ndarray:
     """(L, L): the class of the k + 1 units from i on; -1 where there are no more so many."""
     length, step = len(of), of.itemsize
     lines = np.concatenate([of.ravel(), np.full(length, -1, of.dtype)])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from headway.errors import PlanError
 from headway.plan import Plan
+from headway.plan.layer_split import TENSOR
 from headway.plan.sharding import SHARD
 from headway.planner.borders import start_of
 from headway.planner.candidate import Candidate, Point
@@ -30,6 +31,11 @@ def degrees_of(plan: Plan) -> Degrees:
     """
     pipeline, several = plan.pipeline, plan.pipe_degree > 1
     problems = []
+    grid = plan.split.grid
+    if plan.split.spatial:
+        problems.append("split.spatial")
+    if grid is not None and (grid.form != "classic" or plan.split.whole):
+        problems.append(f"split.tensor: {plan.split}; only 1-D, and nothing left whole")
     if several and pipeline.table:
         problems.append("pipeline.table: a table of one's own")
     elif several and pipeline.schedule not in PRICED:
@@ -44,9 +50,10 @@ def degrees_of(plan: Plan) -> Degrees:
         )
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = scheme_of(pipeline.schedule, pipeline.virtual, pipeline.pipes) if several else PLAIN
-    inside = several and plan.data_degree > 1 and plan.mesh.names[-1] == plan.exchange.axis
+    names = [name for name in plan.mesh.names if name != TENSOR]
+    inside = several and plan.data_degree > 1 and names[-1] == plan.exchange.axis
     return Degrees(
-        tensor=1,
+        tensor=plan.mesh.degree(TENSOR),
         data=plan.data_degree,
         pipeline=plan.pipe_degree,
         microbatch=len(parts[0]),
@@ -126,6 +133,8 @@ def simplified(plan: Plan) -> Iterator[str]:
     special = exchange.compress != "none" or exchange.parts or exchange.priority
     if special and plan.exchange_degree > 1:
         yield "the exchange counts as a plain sum: no compression, no priority"
+    if plan.split.tensor:
+        yield "which layers the tensor axis splits, and how, is taken as what is fastest"
     if plan.memory.zero and plan.mesh.degree(SHARD) > 1:
         yield "hybrid sharding counts as sharding over all ranks that share the batch"
     if plan.pipe_degree > 1:

@@ -16,6 +16,7 @@ import numpy as np
 
 from headway.errors import PlanError
 from headway.plan import Plan
+from headway.plan.layer_split import TENSOR
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import AXIS
 from headway.plan.sharding import SHARD
@@ -73,7 +74,12 @@ def step_of_plan(plan: Plan, search: Search) -> tuple[StepWork, Point | None]:
         point, priced = point_of(plan, search), True
     except PlanError:  # a schedule without a price, or the same fault again
         point, priced = point_of(plain(plan), search), False
-    grid = Grid(data=plan.data_degree, pipeline=plan.pipe_degree, strides=_strides(plan))
+    grid = Grid(
+        tensor=plan.mesh.degree(TENSOR),
+        data=plan.data_degree,
+        pipeline=plan.pipe_degree,
+        strides=_strides(plan),
+    )
     return _step(search, point, table, grid, plan), point if priced else None
 
 
@@ -122,12 +128,15 @@ def _step(
 
 
 def _strides(plan: Plan) -> tuple[int, int, int]:
-    """Of the tensor axis, which no plan has yet, of data and of pipe: the last axis of a mesh
-    varies fastest."""
+    """Of the tensor axis, of data and of pipe: the last axis of a mesh varies fastest."""
     sizes = [axis.size for axis in reversed(plan.mesh.axes)]
     names = [axis.name for axis in reversed(plan.mesh.axes)]
     inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
-    return 1, inside.get(SHARD, inside[plan.exchange.axis]), inside.get(AXIS, plan.ranks)
+    return (
+        inside.get(TENSOR, 1),
+        inside.get(SHARD, inside[plan.exchange.axis]),
+        inside.get(AXIS, plan.ranks),
+    )
 
 
 def _stage(search: Search, point: Point, number: int, inside: tuple[float, float]) -> StageWork:

@@ -19,7 +19,7 @@ from headway.planner.operators import Floats
 from headway.planner.overlap import BUCKETS, bucketed, hidden_at_most, passes, played
 from headway.planner.schemes import Book
 from headway.planner.shared import Shared
-from headway.planner.stages import Tables
+from headway.planner.stages import Cells, Tables
 from headway.planner.timetable import Wire, Work
 
 
@@ -27,7 +27,7 @@ class Rows:
     """Columns: seconds of a micro-batch; of a step's end, with what of the exchange nothing hides;
     bytes of state; kept by one micro-batch; seconds of its forward pass; the same without gathers;
     bytes of parameters; of the step's end, what follows when the gradients have been summed; bytes
-    for a moment, above state and kept ones (`Candidate._prepared` adds them)."""
+    for a moment, above state and kept ones."""
 
     SECONDS: Final = 0
     TAIL: Final = 1
@@ -68,6 +68,7 @@ class Pricing:
         self.machine = tables.setting.machine
         self.overlap = self.machine.device.overlap
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
+        self._passes: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
         optimiser = tables.setting.work.optimiser
         zero, data = degrees.zero, degrees.data
         self.per_byte = state_per_byte(itemsize, zero, data, optimiser.state)
@@ -76,25 +77,20 @@ class Pricing:
 
     # -- stretches -------------------------------------------------------------------------------
 
-    def rows(self, cells: Floats, doubled: Floats | float) -> Floats:
-        """(2, ..., 8) as `Rows` says.
-
-        Args:
-            cells: (2, ..., 5): `operators.PARTS`; the first axis is that of recomputation.
-            doubled: Bytes of parameters that are counted more than once.
-        """
-        again = np.arange(2.0).reshape(2, *([1] * (cells.ndim - 2)))
-        params = np.maximum(cells[..., 3] - np.asarray(doubled) / self.degrees.tensor, 0.0)
-        forward, backward = cells[..., 0], cells[..., 1] + again * cells[..., 0]
-        gather, scatter = self._in_passes(params)
-        ahead = forward + gather - hidden_at_most(gather, forward, self.overlap)
-        sent = gather + scatter
-        back = backward + sent - hidden_at_most(sent, backward, self.overlap)
-        after = cells[..., 2] + self.after(params)
+    def rows(self, cells: Cells) -> Floats:
+        """(classes, 2, K, 9) as `Rows` says, column by column in memory."""
+        forward, backward, params = cells.forward, cells.backward, cells.params
+        ahead, back = forward, backward
+        if self.degrees.zero >= 2:
+            gather, scatter = self._in_passes(params)
+            ahead = forward + gather - hidden_at_most(gather, forward, self.overlap)
+            sent = gather + scatter
+            back = backward + sent - hidden_at_most(sent, backward, self.overlap)
+        after = cells.step + self.after(params)
         tail = self._behind(params, backward) + after
         state = params * self.per_byte
-        columns = (ahead + back, tail, state, cells[..., 4], ahead, forward, params, after)
-        return np.stack(columns, axis=-1)
+        own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, cells.more)
+        return np.moveaxis(np.stack(own), (0, 1), (3, 1))
 
     @staticmethod
     def backward(rows: Floats) -> Floats:
@@ -105,15 +101,6 @@ class Pricing:
     def updated(self, rows: Floats) -> Floats:
         """Bytes while the update runs, when nothing is kept."""
         found: Floats = rows[..., Rows.STATE] * (1.0 + self.passing)
-        return found
-
-    def updatable(self, rows: Floats, cap: float) -> Floats:
-        """The strategies, of which those do not fit that cannot be updated within `cap`."""
-        over = self.updated(rows) > cap
-        if not over.any():
-            return rows
-        found = rows.copy()
-        found[over, Rows.MORE] = np.inf
         return found
 
     def _in_passes(self, params: Floats) -> tuple[Floats, Floats]:
@@ -138,11 +125,14 @@ class Pricing:
 
     def _update(self, params: Number) -> Number:
         """The optimiser's step, and all but the first micro-batch's adding up of gradients, which
-        moves three bytes per byte of them."""
+        moves three bytes per byte of them. On devices that were measured kind by kind, gradients
+        that are summed are copied into buckets: two."""
         shared = self.degrees.data if self.degrees.zero else 1
-        device, more = self.machine.device, self.degrees.microbatches - 1
+        device, moved = self.machine.device, 3.0 * (self.degrees.microbatches - 1)
+        if device.kinds and self.degrees.data > 1:
+            moved += 2.0
         step = device.update * params / self.itemsize / shared
-        return step + more * device.seconds_of_elementwise(3.0 * params)
+        return step + device.seconds_of_elementwise(moved * params)
 
     @cached_property
     def _stride(self) -> int:
@@ -262,16 +252,21 @@ class Pricing:
         zero = self.degrees.zero
         if zero < 2 or self.degrees.pipeline == 1:
             return None
-        units = self.units(start, stop, again, price, border)
-        own = self.own(units[:, 3], start)
-        ahead, back, late = passes(
-            units[:, 0],
-            units[:, 1] + again * units[:, 0],
-            self._scattered(own),
-            self._gathered(own) if zero == 3 else None,
-            overlap=self.overlap,
-        )
-        return ahead, back + late
+        tied = any(start <= unit < stop for tie in self.shared.ties for unit in tie.units)
+        number = -1 - start if tied else int(self.tables.classes.of[start, stop])
+        key = (number, stop - start, again, price, border)
+        if key not in self._passes:
+            units = self.units(start, stop, again, price, border)
+            own = self.own(units[:, 3], start)
+            ahead, back, late = passes(
+                units[:, 0],
+                units[:, 1] + again * units[:, 0],
+                self._scattered(own),
+                self._gathered(own) if zero == 3 else None,
+                overlap=self.overlap,
+            )
+            self._passes[key] = ahead, back + late
+        return self._passes[key]
 
     def pipeline(
         self,
@@ -301,8 +296,8 @@ class Pricing:
         """
         backward = [s - f for s, f in zip(seconds, forward, strict=True)]
         work = Work(forward, backward, weight)
-        wire = self._wire(book, border, starts)
-        sums = self._sums(starts, np.array(params))
+        wire = self.wire(book, border, starts)
+        sums = self.sums(starts, np.array(params))
         hosted = book.table.hosted
         last = max(sum(after[stage] for stage in stages) for stages in hosted)
         held = max(sum(params[stage] for stage in stages) for stages in hosted)
@@ -327,7 +322,7 @@ class Pricing:
             busy=busy,
         )
 
-    def _wire(self, book: Book, border: str, starts: Sequence[int]) -> Wire:
+    def wire(self, book: Book, border: str, starts: Sequence[int]) -> Wire:
         """Latency and seconds of the bytes of one micro-batch's tensor at each border."""
         setting = self.tables.setting
         latencies, seconds = [], []
@@ -357,7 +352,7 @@ class Pricing:
             self._messages[pair] = link.latency, max(1.0 / link.rate, shared)
         return self._messages[pair]
 
-    def _sums(self, starts: Sequence[int], params: Floats) -> list[float]:
+    def sums(self, starts: Sequence[int], params: Floats) -> list[float]:
         """Seconds of the sum of each stage's gradients; what several stages use is summed between
         them, too, with the first of them, whose gradients come last."""
         if self.degrees.zero >= 2:

@@ -6,6 +6,7 @@ Invariant: units cover the operators without gaps, and stretches of one class ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from headway.graph import blocks, cuts
 from headway.graph.block import Structures
 from headway.planner.operators import Workload
+from headway.planner.pipeline_cuts import by_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,19 @@ class Stretches:
         before: Of each class the one without its last unit; -1 for one unit.
         last: Of each class the kind of its last unit.
         examples: Of each class one (i, j).
+        lengths: The (first class, class behind the last) of each number of units.
     """
 
     of: np.ndarray
     before: tuple[int, ...]
     last: tuple[int, ...]
     examples: tuple[tuple[int, int], ...]
+    lengths: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def by_number(self) -> np.ndarray:
+        """`of` as `pipeline_cuts.by_number` lays it out."""
+        return by_number(self.of)
 
 
 def stretches(row: tuple[Unit, ...]) -> Stretches:
@@ -96,6 +105,7 @@ def stretches(row: tuple[Unit, ...]) -> Stretches:
     before: list[int] = []
     last: list[int] = []
     examples: list[tuple[int, int]] = []
+    lengths: list[tuple[int, int]] = []
     for size in range(1, length + 1):
         starts = length - size + 1
         pairs = codes[:starts] * (length + 1) + kinds[size - 1 :]
@@ -105,4 +115,5 @@ def stretches(row: tuple[Unit, ...]) -> Stretches:
         numbers = codes + len(examples)
         examples += [(start, start + size) for start in first.tolist()]
         of[np.arange(starts), np.arange(size, length + 1)] = numbers
-    return Stretches(of, tuple(before), tuple(last), tuple(examples))
+        lengths.append((len(examples) - len(first), len(examples)))
+    return Stretches(of, tuple(before), tuple(last), tuple(examples), tuple(lengths))

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import cast
 
 from headway.errors import PlanError
-from headway.plan import Exchange, Plan
+from headway.plan import Exchange, LayerSplit, Plan, pipelined
 from headway.plan.mesh import Mesh
 from headway.plan.pipeline import Pipeline
-from headway.plan.plan import pipelined
 from headway.plan.sharding import Zero
 from headway.planner.candidate import Point
 from headway.planner.degrees import Degrees
@@ -68,12 +67,15 @@ def zero_of(degrees: Degrees) -> Zero:
 
 
 def to_plan(outcome: Outcome, point: Point) -> Plan:
-    """The plan of a point.
+    """The plan of a point; `missing` says what the executor lacks for it.
+
+    Which layers a tensor axis splits, and how, is not in the plan: the executor finds that out.
 
     Raises:
-        PlanError: Today's executor cannot run it.
+        PlanError: It recomputes without a pipeline, which no plan can say yet.
     """
-    refuse(missing(point))
+    if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
+        refuse(missing(point))
     degrees, row = point.degrees, outcome.search.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
     default = Pipeline()
@@ -96,9 +98,11 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
         precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
         exchange=Exchange(bucket=format_bytes(bucket)) if bucket else None,
         zero=zero_of(degrees),
+        split=LayerSplit(tensor=(degrees.tensor,)) if degrees.tensor > 1 else None,
     )
     if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
         # The last axis of a mesh varies fastest: data inside of pipe.
-        plan = replace(plan, mesh=Mesh(axes=tuple(reversed(plan.mesh.axes))))
+        data, pipe, *rest = plan.mesh.axes
+        plan = replace(plan, mesh=Mesh(axes=(pipe, data, *rest)))
         plan.check()
     return plan

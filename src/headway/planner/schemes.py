@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from headway.errors import PlanError
+from headway.planner.straight import Straight
 from headway.planner.timetable import Played, Timetable, Wire, Work
 from headway.schedule import PipelineSchedule
 from headway.schedule.action import COMPUTE
@@ -190,6 +191,8 @@ def book(scheme: Scheme, ranks: int, microbatches: int, limit: int = LIMIT) -> B
 @lru_cache(maxsize=512)
 def _table(scheme: Scheme, ranks: int, microbatches: int) -> Timetable | None:
     name, virtual, pipes = scheme
+    if scheme == PLAIN:
+        return Straight(ranks, microbatches)
     try:
         made = make_schedule(
             name, stages=ranks, microbatches=microbatches, virtual=virtual, pipes=pipes

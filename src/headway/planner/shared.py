@@ -73,6 +73,11 @@ class Shared:
         """`doubled` of every class of stretches."""
         return np.array([self.doubled(*example) for example in self.classes.examples])
 
+    @cached_property
+    def whole(self) -> Floats:
+        """(1,): `doubled` of the whole row."""
+        return np.array([self.doubled(0, len(self.row))])
+
     def between(self, borders: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
         """Of what several stages use: (bytes, first stage, last stage, stages).
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from headway.cost.guidelines import das, paradl
 from headway.cost.guidelines.model import layers_of
-from headway.planner.facts import Job
+from headway.planner.facts import Job, by_module
 from headway.planner.guidelines import Advice
 from headway.units import format_bytes, format_seconds
 
@@ -110,7 +110,7 @@ def _line(name: str, row: paradl.Row, devices: int, cap: float) -> str:
 def _degrees(job: Job) -> Iterator[Advice]:
     """For each kind of product the tensor degree with the least exchange."""
     found: dict[das.Layer, list[str]] = {}
-    for layer in layers_of(job.engine.question.work.graph):
+    for layer in by_module(job.engine.question.work.graph):
         found.setdefault(replace(layer, name="", first=False), []).append(layer.name)
     if not found:
         return

@@ -11,50 +11,48 @@ a stretch costs is the sum of the strategies of its units, which can be named. S
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from headway.graph import Operator, Rule
-from headway.planner.frontier.bounds import find_bounds
-from headway.planner.frontier.network import all_choices, make_network
-from headway.planner.frontier.problem import ChoiceGraph
-from headway.planner.frontier.rules import Order, order_eliminations
-from headway.planner.frontier.solve import BUDGET
-from headway.planner.operators import PARTS, Floats, Setting, cost, legal
-from headway.planner.relayout import wanted
+from headway.planner.operators import Floats, Setting
+from headway.planner.room import ROUNDING, Room, room_of
 from headway.planner.row import Stretches, Unit
 from headway.planner.transients import Transients
+from headway.planner.unit_choices import Solved, solve_unit
 
 BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e7)
 """Of a whole device's memory, in seconds of a micro-batch of the whole model."""
 SAVED_WEIGHTS = (1.0, 8.0)
 """Kept activations against parameters: micro-batches under way per 16 bytes of state."""
-ENDS = ("<entry", "exit>")
-"""Nodes of what enters and leaves a unit."""
 STEPS = (1.0, 32.0)
 """Micro-batches over which a step's own seconds are spread."""
 
 
-@dataclass(frozen=True)
-class Solved:
-    """The strategies of one structure.
+class Cells(NamedTuple):
+    """Strategies of stretches, each (2, classes, K): without and with recomputation.
 
     Attributes:
-        rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
-            the entry and the exit.
-        strategies: The choice of each operator, (A, B, 2 J).
-        rules: The choices of each operator.
-        graph: What was searched.
+        forward: Seconds of a micro-batch.
+        backward: The same, with what is computed again.
+        step: Seconds of a step on the tensor axis.
+        params: Bytes of parameters of a device, each counted once.
+        kept: Bytes that a micro-batch keeps, each counted once.
+        more: Bytes for a moment, as `Transients.beside` has them.
+        prices: (K,) numbers of the prices, those that give strategies of their own.
     """
 
-    rows: Floats
-    strategies: Mapping[str, np.ndarray]
-    rules: Mapping[str, tuple[Rule, ...]]
-    graph: ChoiceGraph
+    forward: Floats
+    backward: Floats
+    step: Floats
+    params: Floats
+    kept: Floats
+    more: Floats
+    prices: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,14 @@ class Tables:
     setting: Setting
     row: tuple[Unit, ...]
     classes: Stretches
+    transients: Transients
     scale: float
     _known: dict[int, Floats] = field(default_factory=dict)
     _solved: dict[int, Solved] = field(default_factory=dict)
-    _cells: dict[str, tuple[Floats, np.ndarray]] = field(default_factory=dict)
+    _cells: dict[tuple[str, int], Cells] = field(default_factory=dict)
+    _priced: dict[int, Floats] = field(default_factory=dict)
+    _least: list[Cells] = field(default_factory=list)
+    _least_of: dict[int, float] = field(default_factory=dict)
     _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -90,8 +92,20 @@ class Tables:
         """The strategies of a structure of unit."""
         if kind not in self._solved:
             unit = next(unit for unit in self.row if unit.kind == kind)
-            self._solved[kind] = _solve(self.setting, unit, self.weights)
+            self._solved[kind] = solve_unit(self.setting, unit, self.weights)
         return self._solved[kind]
+
+    @cached_property
+    def kinds(self) -> tuple[np.ndarray, Floats]:
+        """(kinds,): how many units there are of each, and its least seconds of a micro-batch."""
+        counts = Counter(unit.kind for unit in self.row)
+        least = [float(self.solved(k).rows[0, ..., :2].sum(axis=-1).min()) for k in counts]
+        return np.array(list(counts.values())), np.array(least)
+
+    @cached_property
+    def room(self) -> Room:
+        """What units take at least."""
+        return room_of(self)
 
     def states(self, tensor: str) -> tuple[str, ...]:
         """Placements of what crosses a border of units."""
@@ -110,14 +124,20 @@ class Tables:
             found = self.solved(self.classes.last[number]).rows
             self._known[number] = found
         for number in reversed(way):
-            right = self.solved(self.classes.last[number]).rows
-            found, _ = _joined(found, right, self.weights)
+            found, _ = self._with(found, self.classes.last[number])
             self._known[number] = found
         return found
 
-    def _stretches(self) -> None:
-        """All classes, those of a length and with one last unit at once."""
-        sizes = [stop - start for start, stop in self.classes.examples]
+    def _with(self, left: Floats, last: int) -> tuple[Floats, np.ndarray]:
+        """`_joined` with one more unit of this kind."""
+        right = self.solved(last).rows
+        if last not in self._priced:
+            self._priced[last] = _price(right, self.weights)
+        return _joined(left, right, self.weights, self._priced[last])
+
+    def _stretches(self, classes: int) -> None:
+        """The first classes, those of a length and with one last unit at once."""
+        sizes = [stop - start for start, stop in self.classes.examples[:classes]]
         missing = [number for number in range(len(sizes)) if number not in self._known]
         for _, alike in groupby(missing, key=sizes.__getitem__):  # shorter ones come first
             groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -129,7 +149,7 @@ class Tables:
                     groups.setdefault((last, self._known[before].shape), []).append(number)
             for (last, _), numbers in groups.items():
                 left = np.stack([self._known[self.classes.before[n]] for n in numbers])
-                rows, _ = _joined(left, self.solved(last).rows, self.weights)
+                rows, _ = self._with(left, last)
                 self._known.update(zip(numbers, rows, strict=True))
 
     @cached_property
@@ -138,33 +158,49 @@ class Tables:
         kinds = sorted({unit.kind for unit in self.row})
         return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
 
-    @cached_property
-    def transients(self) -> Transients:
-        """What stretches hold for a moment."""
-        return Transients(self.setting, self.row, self.classes)
-
-    def cells(self, border: str, several: bool) -> tuple[Floats, np.ndarray]:
-        """(classes, 2, K, 5) of all stretches with one placement at both ends, and the (K,) prices
-        that give strategies of their own.
+    def cells(self, border: str, doubled: Floats) -> Cells:
+        """Of the first classes of stretches, with one placement at both ends.
 
         Args:
-            border: The placement; whole where a tensor cannot have it.
-            several: False: only the whole row, as class 0.
+            border: The placement; whole where a tensor cannot have it. "": of the whole row only,
+                as class 0.
+            doubled: (classes,) bytes of parameters that are counted more than once; the same
+                whoever asks.
         """
-        key = border if several else ""
+        key = border, len(doubled)
         if key not in self._cells:
+            several = bool(border)
             if several:
-                self._stretches()
+                self._stretches(len(doubled))
             found = []
-            for start, stop in self.classes.examples if several else ((0, len(self.row)),):
+            some = self.classes.examples[: len(doubled)] if several else ((0, len(self.row)),)
+            for start, stop in some:
                 rows = self.stretch(int(self.classes.of[start, stop]))
                 first, last = self.row[start].entry, self.row[stop - 1].exit
                 found.append(rows[:, :, self.place(first, border), self.place(last, border)])
-            cells = np.stack(found)
-            by_price = {cells[:, :, j].tobytes(): j for j in reversed(range(cells.shape[2]))}
+            cells = np.stack(found, axis=2)  # (2, J, classes, 5)
+            by_price = {cells[:, j].tobytes(): j for j in reversed(range(cells.shape[1]))}
             prices = np.sort(list(by_price.values()))
-            self._cells[key] = cells[:, :, prices], prices
+            parts = cells[:, prices].transpose(3, 0, 2, 1)
+            self._cells[key] = self._laid_out(np.ascontiguousarray(parts), doubled, prices)
         return self._cells[key]
+
+    def least(self, doubled: Floats) -> Cells:
+        """Of the whole row at all prices, with whole tensors at its ends; arguments as `cells`."""
+        if not self._least:
+            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            parts = np.ascontiguousarray(rows.transpose(2, 0, 1)[:, :, None])
+            self._least.append(self._laid_out(parts, doubled, np.arange(parts.shape[-1])))
+        return self._least[0]
+
+    def _laid_out(self, parts: Floats, doubled: Floats, prices: np.ndarray) -> Cells:
+        """From (5, 2, classes, K)."""
+        forward, backward, step, params, kept = parts
+        backward = backward + np.arange(2.0)[:, None, None] * forward
+        params = np.maximum(params - (doubled / self.setting.tensor)[:, None], 0.0)
+        several = len(doubled) > 1
+        kept, more = self.transients.beside(self.setting, kept, several=several)
+        return Cells(forward, backward, step, params, kept, more, prices)
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
@@ -179,6 +215,13 @@ class Tables:
             states = self.states(self.row[middle].entry)
             found.update(states[place] for place in np.unique(picks))
         return tuple(sorted(found))
+
+    def least_of(self, units: int) -> float:
+        """Seconds below which no stretch of so many units, or more, takes for a micro-batch."""
+        if units not in self._least_of:
+            sums = np.concatenate([[0.0], np.cumsum([self.room.least[u.kind] for u in self.row])])
+            self._least_of[units] = float((sums[units:] - sums[:-units]).min()) * (1.0 - ROUNDING)
+        return self._least_of[units]
 
     def place(self, tensor: str, state: str) -> int:
         """The number of a placement of a border's tensor; 0, whole, where it has not got it."""
@@ -211,181 +254,52 @@ class Tables:
         return ((ends[0], exit_), *reversed(states))
 
 
-def _joined(left: Floats, right: Floats, weights: Floats) -> tuple[Floats, np.ndarray]:
+def _price(rows: Floats, weights: Floats) -> Floats:
+    """(..., 2, J, A, B): what strategies (..., 2, J, A, B, 5) cost."""
+    found: Floats = np.einsum("...rjabp,rjp->...rjab", rows, weights)
+    return found
+
+
+def _joined(
+    left: Floats, right: Floats, weights: Floats, other: Floats | None = None
+) -> tuple[Floats, np.ndarray]:
     """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
 
-    There may be several in front, (..., 2, J, A, B, 5).
+    There may be several in front, (..., 2, J, A, B, 5). `other` is `_price` of those behind.
     """
     if left.shape[-2] == 1 and right.shape[-3] == 1:
         sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
         return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
-    priced = np.einsum("...rjabp,rjp->...rjab", left, weights)
-    other = np.einsum("rjabp,rjp->rjab", right, weights)
+    priced = _price(left, weights)
+    other = _price(right, weights) if other is None else other
     best = priced[..., :, 0, None] + other[..., None, 0, :]
     picks = np.zeros(best.shape, dtype=np.int64)
     for between in range(1, left.shape[-2]):
         sums = priced[..., :, between, None] + other[..., None, between, :]
         picks[sums < best] = between
         np.minimum(best, sums, out=best)
-    return _rows_of(left, _lines(picks.shape[:-1])[..., None] * left.shape[-2] + picks) + _rows_of(
-        right,
-        (_lines(right.shape[:2])[:, :, None, None] * right.shape[2] + picks) * right.shape[3]
-        + np.arange(right.shape[3]),
-    ), picks
+    one, two = _lines(picks.shape[:-1], left.shape[-2], right.shape[:-1])
+    return _rows_of(left, one + picks) + _rows_of(right, two + picks * right.shape[3]), picks
 
 
-def _lines(shape: tuple[int, ...]) -> np.ndarray:
-    return np.arange(math.prod(shape)).reshape(shape)
+@lru_cache(maxsize=256)
+def _lines(
+    shape: tuple[int, ...], between: int, right: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lines of both tables where the placement between them is the first one."""
+    one = np.arange(math.prod(shape)).reshape(*shape, 1) * between
+    two = np.arange(math.prod(right[:2])).reshape(*right[:2], 1, 1) * right[2] * right[3]
+    return one, two + np.arange(right[3])
 
 
 def _rows_of(table: Floats, lines: np.ndarray) -> Floats:
     return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
 
 
-def _solve(setting: Setting, unit: Unit, weights: Floats) -> Solved:
-    """All pairs of placements at the ends, all prices at once."""
-    made = _Graph(setting, unit)
-    graph = made.graph
-    prices = weights.reshape(-1, len(PARTS))
-    found = _choices(graph, prices) if setting.tensor > 1 else {}  # else there is no choice
-    entries, exits = (
-        setting.placements(tensor) if tensor else ("",) for tensor in (unit.entry, unit.exit)
-    )
-    whole = (len(entries), len(exits), len(prices))
-    chosen = found | {
-        ENDS[0]: np.arange(len(entries))[:, None, None],
-        ENDS[1]: np.arange(len(exits))[:, None],
-    }
-    none = np.zeros((1, 1, 1), dtype=np.int64)
-    picks = {name: chosen.get(name, none) for name in graph.nodes}
-    rows = np.broadcast_to(_evaluate(graph, picks), (*whole, len(PARTS)))
-    rows = np.moveaxis(rows, 2, 0).reshape(*weights.shape[:2], *whole[:2], len(PARTS)).copy()
-    if unit.entry:
-        parts = np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
-        rows[1, ..., 4] = (setting.bytes_of(unit.entry) / parts)[:, None]
-    else:
-        rows[1, ..., 4] = 0.0
-    strategies = {name: np.broadcast_to(pick, whole) for name, pick in picks.items()}
-    return Solved(rows, strategies, made.rules, graph)
-
-
-def _choices(graph: ChoiceGraph, prices: Floats) -> dict[str, np.ndarray]:
-    """Of every node for each pair of placements at the ends and each price."""
-    network = make_network(graph, all_choices(graph))
-    scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
-    sizes = {name: size for name, size in network.sizes.items() if name not in ENDS}
-    order = _order(tuple(scopes), tuple(sizes.items()))
-    return find_bounds(network, order, prices, whole=False, given=ENDS).choices
-
-
-@lru_cache(maxsize=512)
-def _order(scopes: tuple[tuple[str, ...], ...], sizes: tuple[tuple[str, int], ...]) -> Order:
-    """Structures, and sizes of micro-batches, often have the same one."""
-    return order_eliminations(scopes, dict(sizes), BUDGET)
-
-
-def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
-    """(..., d) of strategies."""
-    total: Floats = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
-    for (source, target), costs in graph.edges.items():
-        total = total + costs[chosen[source], chosen[target]]
-    return total
-
-
-class _Graph:
-    """The graph of choices of a unit: operators, and tensors that several of them use."""
-
-    def __init__(self, setting: Setting, unit: Unit) -> None:
-        self.setting = setting
-        self.unit = unit
-        graph = setting.work.graph
-        self.operators = graph.operators[unit.start : unit.stop]
-        self.rules = {operator.name: legal(setting, operator) for operator in self.operators}
-        self.made = {tensor: o for o in self.operators for tensor in o.outputs}
-        self.states: dict[str, tuple[tuple[str, str], ...]] = {}
-        self.names: dict[str, str] = {}
-        self.nodes: dict[str, Floats] = {}
-        self.edges: dict[tuple[str, str], Floats] = {}
-        self._tensors()
-        self._operators()
-        self.graph = ChoiceGraph(PARTS, self.nodes, self.edges)
-
-    def _tensors(self) -> None:
-        uses: dict[str, int] = {}
-        for operator in self.operators:
-            for tensor in dict.fromkeys(operator.inputs):
-                uses[tensor] = uses.get(tensor, 0) + 1
-        shared = [t for t, n in uses.items() if n > 1 and t in self.made]
-        ends = {self.unit.entry: ENDS[0], self.unit.exit: ENDS[1]}
-        for tensor in dict.fromkeys([self.unit.entry, self.unit.exit, *shared]):
-            if not tensor or tensor in self.setting.work.fixed:
-                continue
-            states = [(place, place) for place in self.setting.placements(tensor)]
-            if tensor not in ends and self.setting.tensor > 1:
-                states.append(("R", "P"))  # gradients are added up before they are summed
-            self.names[tensor] = ends.get(tensor, f"={tensor}")
-            self.states[tensor] = tuple(states)
-            self.nodes[self.names[tensor]] = np.zeros((len(states), len(PARTS)))
-
-    def _operators(self) -> None:
-        counted: set[str] = set()
-        graph = self.setting.work.graph
-        held = {*graph.parameters, *graph.buffers, *graph.inputs}
-        for operator in self.operators:
-            own = [s.name for s in operator.saved if s.name not in held and s.name not in counted]
-            counted.update(own)
-            self.nodes[operator.name] = np.array(
-                [cost(self.setting, operator, r, tuple(own)) for r in self.rules[operator.name]]
-            )
-            for number, tensor in enumerate(operator.inputs):
-                self._enters(operator, number, tensor)
-        for tensor, name in self.names.items():
-            if self.setting.tensor > 1 and (maker := self.made.get(tensor)) is not None:
-                place = maker.outputs.index(tensor)
-                sources = [(r.outputs[place], wanted(r.outputs[place])) for r in self._of(maker)]
-                self._edge(maker.name, name, tensor, sources, list(self.states[tensor]))
-
-    def _of(self, operator: Operator) -> tuple[Rule, ...]:
-        return self.rules[operator.name]
-
-    def _enters(self, operator: Operator, number: int, tensor: str) -> None:
-        if tensor in self.setting.work.fixed or self.setting.tensor == 1:
-            return
-        targets = [(r.inputs[number], r.gradients[number]) for r in self._of(operator)]
-        if tensor in self.names:
-            self._edge(
-                self.names[tensor], operator.name, tensor, list(self.states[tensor]), targets
-            )
-        elif (maker := self.made.get(tensor)) is not None:
-            place = maker.outputs.index(tensor)
-            sources = [(r.outputs[place], wanted(r.outputs[place])) for r in self._of(maker)]
-            self._edge(maker.name, operator.name, tensor, sources, targets)
-
-    def _edge(
-        self,
-        source: str,
-        target: str,
-        tensor: str,
-        sources: list[tuple[str, str]],
-        targets: list[tuple[str, str]],
-    ) -> None:
-        size = self.setting.bytes_of(tensor)
-        floating = self.setting.work.graph.tensors[tensor].floating
-        price = self.setting.relayout.seconds
-        costs = np.zeros((len(sources), len(targets), len(PARTS)))
-        known: dict[tuple[str, str], float] = {}
-        for one, (lies, wants) in enumerate(sources):
-            for two, (needs, gives) in enumerate(targets):
-                for part, pair in enumerate(((lies, needs), (gives, wants))[: 1 + floating]):
-                    if pair not in known:
-                        known[pair] = price(*pair, size)
-                    costs[one, two, part] = known[pair]
-        before = self.edges.get((source, target))
-        self.edges[source, target] = costs if before is None else before + costs
-
-
-def tables(setting: Setting, row: tuple[Unit, ...], classes: Stretches) -> Tables:
-    """Tables for a setting; `row` and `classes` are those of `units` and `stretches`."""
+def tables(
+    setting: Setting, row: tuple[Unit, ...], classes: Stretches, transients: Transients
+) -> Tables:
+    """Tables for a setting; `row`, `classes` and `transients` are those of its model."""
     flops = setting.work.graph.flops.total * setting.scale / setting.tensor
     rate = next(iter(setting.machine.device.peak.values()))
-    return Tables(setting, row, classes, flops / rate)
+    return Tables(setting, row, classes, transients, flops / rate)

@@ -10,110 +10,143 @@ more(AB) = max(more(A) - K(B), more(B)), so that all stretches follow from their
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from headway.planner.operators import Floats, Setting
+from headway.planner.operators import Floats, Setting, Workload
 from headway.planner.row import Stretches, Unit
 
 
+class _Facts(NamedTuple):
+    """Of a unit with the micro-batch of the capture, in bytes: of each operator whether it runs
+    over samples, what it keeps first, what passes, and gradients of weights; of what enters, where
+    it is kept or there before the first operator, bytes and whether it has samples."""
+
+    operators: tuple[tuple[bool, int, int, int], ...]
+    entry: tuple[int, bool]
+
+
 class Transients:
-    """Of all stretches of a row, for one micro-batch size.
+    """Of all stretches of a row.
 
     Args:
-        setting: The model, the tensor degree and the micro-batch.
+        work: The model.
         row: Its units.
         classes: Of stretches.
     """
 
-    def __init__(self, setting: Setting, row: tuple[Unit, ...], classes: Stretches) -> None:
-        self.setting = setting
+    def __init__(self, work: Workload, row: tuple[Unit, ...], classes: Stretches) -> None:
+        self.work = work
         self.row = row
         self.classes = classes
+        self._known: dict[int, Floats] = {}
 
     @cached_property
-    def units(self) -> dict[int, tuple[float, float, float]]:
-        """By kind of unit: (kept, more; what is alive at most in one that is computed again)."""
-        found: dict[int, tuple[float, float, float]] = {}
+    def _facts(self) -> dict[int, dict[_Facts, None]]:
+        """By kind of unit; units of a kind differ in what is alive beside them."""
+        graph, found = self.work.graph, dict[int, dict[_Facts, None]]()
         for unit in self.row:
-            one = self._unit(unit)
-            known = found.get(unit.kind, one)
-            found[unit.kind] = (one[0], max(one[1], known[1]), max(one[2], known[2]))
+            known = set[str]()
+            operators = []
+            for operator in graph.operators[unit.start : unit.stop]:
+                own = {
+                    s.name: s.bytes
+                    for s in operator.saved
+                    if s.name not in known and s.name not in graph.held
+                }
+                known.update(own)
+                batched, moment = operator.name in self.work.batch_loops, operator.footprint
+                operators.append((batched, sum(own.values()), moment.passing, moment.weights))
+            entry = 0, False
+            if unit.entry in known or unit.entry in graph.held:
+                entry = graph.tensors[unit.entry].bytes, unit.entry in self.work.batch_dims
+            found.setdefault(unit.kind, {})[_Facts(tuple(operators), entry)] = None
         return found
 
-    def _unit(self, unit: Unit) -> tuple[float, float, float]:
-        graph, work = self.setting.work.graph, self.setting.work
-        known = set[str]()
-        kept = most = 0.0
-        for operator in graph.operators[unit.start : unit.stop]:
-            scale = self.setting.scale if operator.name in work.batch_loops else 1.0
-            own = {
-                s.name: s.bytes
-                for s in operator.saved
-                if s.name not in known and s.name not in graph.held
-            }
-            known.update(own)
-            kept += sum(own.values()) * scale
-            footprint = operator.footprint
-            most = max(most, kept + footprint.passing * self.setting.scale + footprint.weights)
-        there = unit.entry in known or unit.entry in graph.held
-        entry = self.setting.bytes_of(unit.entry) if there else 0.0
-        return kept, most - kept, most - entry
+    def units(self, setting: Setting) -> dict[int, tuple[float, float, float]]:
+        """By kind of unit: (kept, more; what is alive at most in one that is computed again)."""
+        found: dict[int, tuple[float, float, float]] = {}
+        for kind, several in self._facts.items():
+            each = [_unit(facts, setting) for facts in several]
+            more, again = max(line[1] for line in each), max(line[2] for line in each)
+            found[kind] = each[-1][0], more, again
+        return found
 
     @cached_property
-    def both(self) -> dict[int, float]:
+    def _both(self) -> dict[int, int]:
         """By kind of unit: bytes that it keeps, and the unit before it, too."""
-        graph, found = self.setting.work.graph, dict[int, float]()
+        graph, found = self.work.graph, dict[int, int]()
         known: dict[str, int] = {}
         for number, unit in enumerate(self.row):
             own = graph.saved_by(graph.operators[unit.start : unit.stop])
-            twice = sum(size for name, size in own.items() if name in known) * self.setting.scale
             if number:
+                twice = sum(own[name] for name in own.keys() & known.keys())
                 found[unit.kind] = min(twice, found.get(unit.kind, twice))
             known = own
         return found
 
-    def of(self, several: bool) -> Floats:
+    def twice(self, kind: int, setting: Setting) -> float:
+        """Bytes that a unit of a kind keeps, and the unit before it, too."""
+        return self._both.get(kind, 0) * setting.scale
+
+    def of(self, setting: Setting, several: bool) -> Floats:
         """(classes, 2, 3): without and with recomputation (kept, more, kept by two units) of a
         micro-batch, whole.
 
         Args:
+            setting: With the size of a micro-batch; of any tensor degree.
             several: False: of the whole row only, as class 0.
         """
-        whole = self._all
+        if setting.samples not in self._known:
+            self._known[setting.samples] = self._all(setting)
+        whole = self._known[setting.samples]
         return whole if several else whole[[int(self.classes.of[0, -1])]]
 
-    @cached_property
-    def _all(self) -> Floats:
-        crossing = {u.kind: self.setting.bytes_of(u.entry) if u.entry else 0.0 for u in self.row}
-        found = np.zeros((len(self.classes.before), 2, 3))
-        for number, (before, last) in enumerate(
-            zip(self.classes.before, self.classes.last, strict=True)
-        ):
-            kept, more, again = self.units[last]
-            ways = ((kept, more), (crossing[last], max(again - crossing[last], 0.0)))
-            twice = (self.both.get(last, 0.0) if before >= 0 else 0.0, 0.0)
-            for way, (held, above) in enumerate(ways):
-                total, known, both = found[before, way] if before >= 0 else (0.0, 0.0, 0.0)
-                most = max(known - held + twice[way], above)
-                found[number, way] = total + held, most, both + twice[way]
+    def _all(self, setting: Setting) -> Floats:
+        units = self.units(setting)
+        crossing = {u.kind: setting.bytes_of(u.entry) if u.entry else 0.0 for u in self.row}
+        ways = np.zeros((max(units) + 1, 2, 3))  # by kind: (kept, above, kept by two)
+        for kind, (kept, more, again) in units.items():
+            ways[kind, 0] = kept, more, self.twice(kind, setting)
+            ways[kind, 1] = crossing[kind], max(again - crossing[kind], 0.0), 0.0
+        last = ways[np.array(self.classes.last)]
+        before = np.array(self.classes.before)
+        found = np.zeros((len(before), 2, 3))
+        for low, high in self.classes.lengths:
+            held, above, twice = np.moveaxis(last[low:high], -1, 0)
+            if before[low] < 0:
+                found[low:high, :, 0], found[low:high, :, 1] = held, np.maximum(above, 0.0 - held)
+                continue
+            total, known, both = np.moveaxis(found[before[low:high]], -1, 0)
+            found[low:high, :, 0] = total + held
+            found[low:high, :, 1] = np.maximum(known - held + twice, above)
+            found[low:high, :, 2] = both + twice
         return found
 
-    def beside(self, rows: Floats, column: int, *, several: bool) -> Floats:
-        """(classes, 2, K, c) strategies with one column more: bytes above state and kept ones.
-
-        What two units keep is taken out of the column of kept bytes, where it counts twice.
+    def beside(self, setting: Setting, kept: Floats, *, several: bool) -> tuple[Floats, Floats]:
+        """Of strategies, (2, classes, K): kept bytes, without what two units keep and both count,
+        and bytes above state and kept ones.
 
         Args:
-            rows: The strategies.
-            column: What a micro-batch keeps with each: what the tensor axis splits is taken to be
-                split for the moment, too.
+            setting: What they are for.
+            kept: What a micro-batch keeps with each, as its units count: what the tensor axis
+                splits is taken to be split for the moment, too.
             several: As for `of`.
         """
-        kept, whole = rows[..., column], self.of(several)[:, :, None]
-        least = np.full(kept.shape, 1.0 / self.setting.tensor)
-        own = np.broadcast_to(whole[..., 0], kept.shape)
-        share = np.clip(np.divide(kept, own, out=least, where=own > 0), 1 / self.setting.tensor, 1)
-        found = np.concatenate([rows, (whole[..., 1] * share)[..., None]], axis=-1)
-        found[..., column] = np.maximum(kept - whole[..., 2] * share, 0.0)
-        return found
+        known = self.of(setting, several)[: kept.shape[1]]
+        own, more, twice = known.transpose(2, 1, 0)[..., None]
+        part = 1.0 / setting.tensor
+        least = np.full(kept.shape, part)
+        own = np.broadcast_to(own, kept.shape)
+        share = np.clip(np.divide(kept, own, out=least, where=own > 0), part, 1)
+        return np.maximum(kept - twice * share, 0.0), more * share
+
+
+def _unit(facts: _Facts, setting: Setting) -> tuple[float, float, float]:
+    kept = most = 0.0
+    for batched, own, passing, weights in facts.operators:
+        kept += own * (setting.scale if batched else 1.0)
+        most = max(most, kept + passing * setting.scale + weights)
+    entered, batched = facts.entry
+    return kept, most - kept, most - entered * (setting.scale if batched else 1.0)

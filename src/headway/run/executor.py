@@ -25,13 +25,14 @@ from headway.plan import Plan
 from headway.run import alike, parts
 from headway.run.group_means import check_last_batch
 from headway.run.hands import hands_for
-from headway.run.late_gradients import refuse_clip
 from headway.run.pipeline import Means, PipelineSteps
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord
 from headway.run.spare import Spare
+from headway.run.spatial import spread
+from headway.run.split_gradients import SplitGradients
 from headway.run.stage_gradients import StageGradients
 from headway.run.start import find_world, plan_for
 from headway.run.trees import resize, to_device
@@ -49,8 +50,8 @@ class Executor:
         model: Any module; it is used as it is and keeps its names.
         optimizer: Any torch optimiser over the model's parameters.
         loss: See `headway.run.recipe.Loss`; `headway.criterion` makes one of a torch criterion.
-        plan: A plan, or the path of a plan file. Exactly one of `plan` and `batch` is given.
-        batch: Samples of the global batch, for plain data parallelism over all processes.
+        plan: A plan, or the path of a plan file.
+        batch: In its place samples of the global batch, for data parallelism over all processes.
         scheduler: Stepped after every optimiser step.
         clip: Largest global norm of the gradients.
         seed: Decides sample order and dropout.
@@ -85,7 +86,7 @@ class Executor:
         self.steps_done = 0
         self.record = StepRecord()
         self.wants_stop = False
-        self._loss = loss
+        self._loss = spread(loss, self.plan, self.world)
         self._clip = clip
         self._next_epoch = 0
         self._sites: Sites | None = None
@@ -102,9 +103,8 @@ class Executor:
         if self.world.ranks > 1:
             alike.start_alike(self.model, self.world)
         self._pipeline: PipelineSteps | None = None
-        refuse_clip(self.plan, clip)
         self._spare = Spare(self.plan)
-        self.gradients = hands_for(self.plan)(
+        self.gradients = hands_for(self.plan, clip)(
             self.model,
             optimizer,
             scheduler,
@@ -182,6 +182,7 @@ class Executor:
         self._batch = batch
         self.record = StepRecord(samples=batch.samples)
         self._spare.note(batch)
+        self.cut(batch)
         program = compile_step(
             self.plan, len(batch.micros), clip=self._clip is not None, passes=batch.passes
         )
@@ -208,14 +209,14 @@ class Executor:
             self._spare.note(batch)
             self.cut(batch)
             with parts.evaluating(self.model), torch.no_grad():
-                totals += sums(batch)
+                totals += sums(batch) * self.plan.counts(self.world.rank)
         self.world.sum(totals, f"validation of step {self.steps_done + 1}")
         return float(totals[0] / totals[1]), int(totals[2])
 
     def cut(self, batch: RankBatch | None) -> None:
-        """Cut the model into the plan's stages, and keep those of this rank; collective.
+        """Cut the model into the plan's stages, or split its layers; collective.
 
-        Done at the first step where it has not been done before; nothing without a pipeline.
+        Each rank keeps what is its own. Done at the first step where it has not been done before.
 
         Args:
             batch: Any that the model can be called with; only that of rank 0 is looked at.
@@ -223,6 +224,8 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
+        if isinstance(self.gradients, SplitGradients):
+            self._sites = self.gradients.divide(batch, self._loss, self._prepare, self._probe)
         if self._pipeline is None or self._pipeline.homes is not None:
             return
         assert isinstance(self.gradients, StageGradients)
@@ -264,10 +267,7 @@ class Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.close()
-        else:  # the others may never answer
-            self._leave()
+        self.close() if kind is None else self._leave()  # the others may never answer
 
     # -- the interpreter ---------------------------------------------------------------------
 
@@ -316,7 +316,6 @@ class Executor:
         """All micro-batches through the pipeline; losses are known where a pipe ends."""
         assert self._batch is not None
         assert self._pipeline is not None
-        self.cut(self._batch)
         self._pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
         self._shares, self._counts = self._pipeline.losses, self._pipeline.counts
 
@@ -328,7 +327,7 @@ class Executor:
             world=self.world,
             seed=self.seed,
             arithmetic=self._arithmetic,
-            prepare=lambda data: to_device(data, self.world.device, self._dtype),
+            prepare=self._prepare,
             probe=self._probe,
             remark=self.gradients.remarks.append,
             step=gradients.step,
@@ -351,10 +350,13 @@ class Executor:
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch as a sum and what it is a sum over."""
-        data = to_device(micro.data, self.world.device, self._dtype)
+        data = self._prepare(micro.data)
         with self._arithmetic(), self.gradients.calling():
             value = self._loss(self.model, data)
         return parts.sum_and_count(value, len(micro.positions))
+
+    def _prepare(self, data: Any) -> Any:
+        return to_device(data, self.world.device, self._dtype)
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         if self.plan.memory.precision == "bfloat16":
@@ -367,7 +369,7 @@ class Executor:
         assert self._batch is not None
         start = self._batch.start
         if self._sites is None:
-            self._sites = self._probe(to_device(micro.data, self.world.device, self._dtype))
+            self._sites = self._probe(self._prepare(micro.data))
         if not drawing:
             yield
             return

@@ -24,6 +24,7 @@ from headway.comm.saved import collect, share_out
 from headway.errors import Diverged, Stalled
 from headway.optim import fit_exchange
 from headway.plan import Plan
+from headway.plan.layer_split import SPACE
 from headway.run import alike
 from headway.run.record import StepRecord
 from headway.run.tally import Tally
@@ -70,7 +71,7 @@ class Gradients:
         self._world = world
         self._clip = clip
         self._seed = seed
-        self._weight = weight
+        self._weight = weight / plan.mesh.degree(SPACE)  # all of them hold the whole loss
         self._all = dict(model.named_parameters())
         self._parameters: dict[str, nn.Parameter] = {}
         self._exchange: AdaptiveExchange | None = None
@@ -81,6 +82,7 @@ class Gradients:
         self._tally: Tally | None = None
         self._record = StepRecord()
         self._own = 0
+        self._counts = plan.counts(world.rank)
         self._doing = ""
 
     @property
@@ -210,8 +212,8 @@ class Gradients:
         """Start to sum over the ranks: loss, count, votes to stop."""
         with self.exchanging():
             self._tally = Tally(
-                shares,
-                counts,
+                shares if self._counts else (),
+                counts if self._counts else (),
                 vote=vote,
                 device=self._world.device,
                 together=self._world.ranks > 1,

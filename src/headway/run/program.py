@@ -93,7 +93,7 @@ def compile_step(
     most = max(passes or 0, num_microbatches) if plan.memory.zero else num_microbatches
     own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
     exchange = plan.exchange
-    together = plan.data_degree > 1
+    together = plan.ranks > 1
     updates = exchange.values == "updates"
     if own:
         arm = [Instruction("arm")] if together and not updates else []

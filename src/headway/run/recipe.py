@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from headway.data.source import Source
-from headway.plan import Exchange, Pipeline
+from headway.plan import Exchange, LayerSplit, Pipeline
 from headway.plan.sharding import Zero
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
@@ -67,6 +67,7 @@ class Recipe:
         zero: What the ranks keep a part of instead of all, where no plan file says it: 1 the
             optimiser's state, 2 gradients as well, 3 parameters, too.
         shards: Ranks that keep that together; the rest are copies. None: all.
+        split: How layers are split by ranks that share their samples, where no plan file says it.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -97,6 +98,7 @@ class Recipe:
     shares: tuple[float, ...] = ()
     zero: Zero = 0
     shards: int | None = None
+    split: LayerSplit | None = None
     showcase: Callable[[nn.Module], str] | None = None
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from headway.documents import document, find_line, to_type
 from headway.errors import DocumentError, RecipeError
-from headway.plan import Exchange, Pipeline
+from headway.plan import Exchange, LayerSplit, Pipeline
 from headway.plan.sharding import Zero
 from headway.run.recipe_values import (
     Batch,
@@ -128,6 +128,7 @@ class Scalars:
     shares: tuple[Positive, ...] | None = None
     zero: Zero | None = None
     shards: Least1 | None = None
+    split: LayerSplit | None = None
 
 
 @document

@@ -65,6 +65,7 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
             shares=recipe.shares,
             zero=recipe.zero,
             shards=recipe.shards,
+            split=recipe.split,
         )
     plan = Plan.load(path)
     if plan.batch.samples != samples:

@@ -33,6 +33,7 @@ from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
 from headway.run.reference import describe_recipe
 from headway.run.signals import StopRequest
+from headway.run.split_gradients import SplitGradients
 from headway.run.start import plan_of
 from headway.run.training_state import Facts, Trained
 from headway.run.world import World, translate
@@ -160,20 +161,22 @@ class Training:
             self._warn_of_batch_norm(model)
 
     def _cut(self) -> None:
-        """Each rank of a pipeline keeps its stages, before a checkpoint is read."""
+        """Each rank keeps its stages or parts of layers, before a checkpoint is read."""
         self._inventory: Inventory | None = None
-        if self._plan.memory.zero and self._plan.data_degree > 1:
+        if self._plan.split.tensor or (self._plan.memory.zero and self._plan.data_degree > 1):
             self._inventory = Inventory(self._world)
-        if self._plan.pipe_degree == 1:
+        if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
             return
-        self._world.doing("cuts the model into stages")
+        self._world.doing("cuts the model")
         first: RankBatch | None = None
         if self._world.rank == 0:
             drop_last = self._recipe.drop_last
             with self._executor.loader(self._data, epochs=1, drop_last=drop_last) as loader:
                 first = next(iter(loader))
         self._executor.cut(first)
-        self._trained = replace(self._trained, away=self._executor.gradients.away)
+        gradients = self._executor.gradients
+        layout = gradients if isinstance(gradients, SplitGradients) else None
+        self._trained = replace(self._trained, away=gradients.away, layout=layout)
         self._inventory = Inventory(self._world)
 
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +27,37 @@ from headway.errors import CheckpointError, CheckpointMismatch
 Facts = dict[str, Any]
 
 
+class Layout(Protocol):
+    """Where parameters are held otherwise than they are named and saved."""
+
+    def logical(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or something of its shape, in the order of the unsplit model."""
+
+    def held(self, name: str, tensor: Tensor) -> Tensor:
+        """The inverse."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The objects whose state is saved and restored.
 
     Attributes:
         away: Parameters and buffers of the model that other ranks hold (stages of a pipeline).
+        layout: Of split layers; None: parameters are held as they are saved.
     """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     away: frozenset[Tensor] = frozenset()
+    layout: Layout | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Logical name -> the live tensor; tied tensors once, under their first name."""
-        return {
-            **model_tensors(self.model, self.away),
-            **_optimizer_tensors(self.optimizer, self.names()),
-        }
+        state = _optimizer_tensors(self.optimizer, self.names())
+        if self.layout is not None:
+            state = {name: self.layout.logical(_name(name), t) for name, t in state.items()}
+        return {**model_tensors(self.model, self.away), **state}
 
     def numbers(self) -> dict[str, dict[str, Tensor]]:
         """What there is to compare after a step: kind -> logical name -> live tensor.
@@ -119,11 +131,29 @@ class Trained:
     def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Take up the optimiser's and the scheduler's state after `tensors` have been filled."""
         facts = manifest.facts
+        if self.layout is not None:
+            tensors = self._laid_out(self.layout, tensors)
         if facts.get("optimizer") is not None:
             away = {name for p, name in self.names().items() if p in self.away}
             _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors, away)
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
+
+    def _laid_out(self, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What has been read, as it is held; parameters are filled."""
+        for name, parameter in self.model.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
+        return {
+            name: layout.held(_name(name), tensor) if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
+            if name.startswith("optimizer.")
+        }
+
+
+def _name(name: str) -> str:
+    """Of the parameter to which a state of the optimiser belongs."""
+    return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
 def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str, Tensor]:

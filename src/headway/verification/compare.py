@@ -8,7 +8,8 @@ large as its neighbours', and has no scale of its own. float64 must agree to 1e-
 Optimisers that divide by the gradient's own size (Adam) make as large a step where the gradient is
 small. What is allowed to a gradient as a whole is there a larger share, and becomes that share
 of the step. An element of a parameter may therefore be further apart by that much, summed over the
-steps so far, and by 1e-6 at most; where the gradient is rounding alone it is the whole step.
+steps so far, and by 1e-6 at most; where the gradient is rounding alone it is as much as the largest
+step of the tensor.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
         tolerance: Largest error that counts as equal.
     """
     scales = _scales(serial)
-    slack = _slack(serial, scales)
+    slack = _slack(serial, split, scales)
     extra = [key for key in split.order if key not in serial.tensors]
     order = sorted([*serial.order, *extra], key=_rank_of)
     return Comparison(
@@ -139,7 +140,9 @@ def _scales(recording: Recording) -> dict[tuple[str, str], float]:
     return found
 
 
-def _slack(serial: Recording, scales: dict[tuple[str, str], float]) -> dict[str, Tensor]:
+def _slack(
+    serial: Recording, split: Recording, scales: dict[tuple[str, str], float]
+) -> dict[str, Tensor]:
     """Key of a parameter -> how far its elements may be apart for the sake of their gradients.
 
     The first step starts from values that are not recorded: it counts as the largest element of the
@@ -156,11 +159,26 @@ def _slack(serial: Recording, scales: dict[tuple[str, str], float]) -> dict[str,
         if gradient is not None and gradient.numel():
             size = gradient.double().abs()
             allowed = TOLERANCE * max(float(size.max()), FLOOR * scales[step, "gradient"])
-            share = (allowed / size).clamp(max=1.0).masked_fill(size == 0, 0.0)
-            sums[name] = sums.get(name, 0.0) + MEMORY * share * steps[key]
+            other = split.tensors.get(f"{step}/gradient/{name}")
+            zero = size == 0
+            if other is not None and other.shape == size.shape:
+                zero &= other == 0
+            sums[name] = sums.get(name, 0.0) + MEMORY * _moved(allowed, size, zero, steps[key])
         if name in sums:
             found[key] = sums[name]
     return found
+
+
+def _moved(allowed: float, size: Tensor, zero: Tensor, step: Tensor) -> Tensor:
+    """How far a gradient that is off by what is allowed moves each element of a parameter.
+
+    In proportion to the element's own step, and no farther than the largest step of the tensor: an
+    element whose gradient is rounding alone may step farther in one run than in the other, also if
+    it is exactly zero in one of them. Where it is so in both (`zero`) nothing is allowed.
+    """
+    gain = (step / size).masked_fill(size == 0, 0.0)
+    gain = gain.masked_fill((size == 0) & ~zero, float(gain.max()))
+    return (allowed * gain).clamp(max=float(step.max()))
 
 
 def _steps(serial: Recording) -> dict[str, Tensor]:

@@ -51,5 +51,5 @@ def _layer(
         input=arrived,
         first=not operator.flops.input_gradient,
         element=weight.itemsize,
-        name=operator.module or operator.name,
+        name=operator.name,
     )

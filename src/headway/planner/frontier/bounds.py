@@ -99,10 +99,14 @@ def grid_of_weights(scales: Floats, steps: int) -> Floats:
 
 def _weighted(table: Floats, weights: Floats) -> Floats:
     """Weighted costs (1, C_1, ..., C_k, J) of a table (d, C_1, ..., C_k, 1)."""
-    costs = table[..., 0]
-    forbidden = np.isinf(costs[0])
-    summed: Floats = np.tensordot(np.where(forbidden, 0.0, costs), weights, axes=([0], [1]))
-    summed[forbidden] = np.inf
+    costs = np.moveaxis(table[..., 0], 0, -1)
+    forbidden = np.isinf(costs[..., 0])
+    some = bool(forbidden.any())
+    flat = np.where(forbidden[..., None], 0.0, costs) if some else costs
+    summed: Floats = flat.reshape(-1, costs.shape[-1]) @ weights.T
+    summed = summed.reshape(*costs.shape[:-1], len(weights))
+    if some:
+        summed[forbidden] = np.inf
     return summed[np.newaxis]
 
 

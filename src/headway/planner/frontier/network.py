@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -76,7 +77,18 @@ def _add(
 
 def align(table: Floats, scope: Sequence[str], axes: Sequence[str]) -> Floats:
     """A table with its axes in another order, and of length 1 where it lacks a node."""
+    order, places = _aligned(tuple(scope), tuple(axes))
+    shape = (*table.shape, 1)
+    return table.transpose(order).reshape([shape[place] for place in places])
+
+
+@lru_cache(maxsize=4096)
+def _aligned(
+    scope: tuple[str, ...], axes: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(the order of the axes, which axis has the length of each of the result; behind all: 1)."""
+    last = len(scope) + 1
     order = sorted(range(len(scope)), key=lambda place: axes.index(scope[place]))
-    moved = table.transpose(0, *(1 + place for place in order), table.ndim - 1)
-    sizes = dict(zip(scope, table.shape[1:-1], strict=True))
-    return moved.reshape(table.shape[0], *(sizes.get(name, 1) for name in axes), table.shape[-1])
+    found = {name: 1 + place for place, name in enumerate(scope)}
+    lengths = (found.get(name, last + 1) for name in axes)
+    return (0, *(1 + place for place in order), last), (0, *lengths, last)

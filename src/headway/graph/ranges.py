@@ -1,0 +1,145 @@
+"""Ranges along one dimension: who owns what, what a window wants, what crosses between ranks.
+
+A range is half-open, in elements of the whole tensor. What a window wants may reach beyond the
+tensor: that part is padding. Hybrid parallelism of 3-D CNNs (Oyama et al., 2020), generalised to
+any kernel, stride, padding and dilation, and to ranges wider than a neighbour's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Range: TypeAlias = tuple[int, int]
+
+
+def balanced(extent: int, parts: int) -> tuple[Range, ...]:
+    """Equal shares in order; with n = b p + e the first e of them own b + 1."""
+    base, extra = divmod(extent, parts)
+    starts = [part * base + min(part, extra) for part in range(parts + 1)]
+    return tuple((starts[part], starts[part + 1]) for part in range(parts))
+
+
+def overlap(one: Range, other: Range) -> Range:
+    """What both hold; an empty range where they have nothing in common."""
+    start = max(one[0], other[0])
+    return start, max(start, min(one[1], other[1]))
+
+
+def length(held: Range) -> int:
+    """The number of elements."""
+    return held[1] - held[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window along one dimension: of a convolution or of a pooling.
+
+    Attributes:
+        kernel: Entries of the window.
+        stride: Steps between two outputs.
+        before: Padding before the first element; `after`: behind the last.
+        dilation: Steps between two entries.
+    """
+
+    kernel: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+
+    @property
+    def span(self) -> int:
+        """Elements from the window's first entry to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def outputs(self, extent: int, *, ceil: bool = False) -> int:
+        """The number of outputs; with `ceil` of a pooling in `ceil_mode`."""
+        free = extent + self.before + self.after - self.span
+        if not ceil:
+            return free // self.stride + 1
+        count = -(-free // self.stride) + 1
+        # No window begins in the padding behind the last element.
+        return count - ((count - 1) * self.stride >= extent + self.before)
+
+    def wanted(self, outputs: Range) -> Range:
+        """The inputs of a range of outputs, padding included; of no outputs none."""
+        if length(outputs) <= 0:
+            return 0, 0
+        first = outputs[0] * self.stride - self.before
+        return first, (outputs[1] - 1) * self.stride - self.before + self.span
+
+    def inside(self, have: Range, extent: int, outputs: Range) -> Range:
+        """Those of the outputs that want nothing of the tensor beyond `have`."""
+        inner = [
+            o for o in range(*outputs)
+            if overlap(self.wanted((o, o + 1)), (0, extent)) ==
+            overlap(self.wanted((o, o + 1)), have)
+        ]  # fmt: skip
+        return (inner[0], inner[-1] + 1) if inner else (outputs[0], outputs[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The window of a transposed convolution: input i adds to outputs i stride - padding + ...
+
+    Attributes:
+        kernel: Entries of the window.
+        stride: Outputs between two inputs.
+        padding: Outputs cut off on each side.
+        dilation: Outputs between two entries.
+        extra: Outputs added behind the last (`output_padding`).
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    extra: int = 0
+
+    @property
+    def span(self) -> int:
+        """Outputs from the window's first entry to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def outputs(self, extent: int) -> int:
+        """The number of outputs."""
+        return (extent - 1) * self.stride - 2 * self.padding + self.span + self.extra
+
+    def wanted(self, outputs: Range, extent: int) -> Range:
+        """The inputs that reach a range of outputs."""
+        if length(outputs) <= 0:
+            return 0, 0
+        first = -(-(outputs[0] + self.padding - self.span + 1) // self.stride)
+        last = (outputs[1] - 1 + self.padding) // self.stride
+        return overlap((first, last + 1), (0, extent))
+
+    def reached(self, inputs: Range) -> Range:
+        """The outputs from the first to the last that a range of inputs adds to."""
+        first = inputs[0] * self.stride - self.padding
+        return first, first + (length(inputs) - 1) * self.stride + self.span
+
+
+def crossing(
+    rank: int, have: Sequence[Range], want: Sequence[Range]
+) -> tuple[list[tuple[int, Range]], list[tuple[int, Range]]]:
+    """What a rank sends and receives when everybody fetches what he wants.
+
+    Args:
+        rank: In the group.
+        have: What each rank owns.
+        want: What each rank wants.
+
+    Returns:
+        (peer, range) of what it sends, and of what it receives; in order of the peers.
+    """
+    peers = [peer for peer in range(len(have)) if peer != rank]
+    sends = [(peer, overlap(have[rank], want[peer])) for peer in peers]
+    receives = [(peer, overlap(have[peer], want[rank])) for peer in peers]
+    return [s for s in sends if length(s[1])], [r for r in receives if length(r[1])]
+
+
+def halo(rank: int, have: Sequence[Range], want: Sequence[Range]) -> int:
+    """Elements per line along the dimension that a rank receives; (k - 1)/2 a side for "same"."""
+    return sum(length(received) for _, received in crossing(rank, have, want)[1])

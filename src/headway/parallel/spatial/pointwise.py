@@ -1,0 +1,154 @@
+"""Operators that work entry by entry, with broadcasting; and those of one dimension that is whole.
+
+Operands are laid out as the result is: of a tensor that every rank has whole (a position code, a
+label), the rank takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.parallel.spatial.tensor import (
+    Split,
+    SplitTensor,
+    from_right,
+    lay,
+    name_of,
+    split_tensors,
+    unsupported,
+)
+
+UNARY = (
+    "abs", "ceil", "celu", "clone", "contiguous", "cos", "detach", "elu", "erf", "exp", "expm1",
+    "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan",
+    "leaky_relu", "log", "log1p", "log2", "logical_not", "logsigmoid", "mish", "nan_to_num", "neg",
+    "ones_like", "positive", "prelu", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu",
+    "sigmoid", "sign", "silu", "sin", "softplus", "softsign", "sqrt", "square", "tan", "tanh",
+    "threshold", "zeros_like", "bitwise_not", "abs_", "clamp_min", "clamp_max", "relu_", "sigmoid_",
+    "tanh_", "hardtanh_", "leaky_relu_", "elu_", "selu_", "celu_", "threshold_", "exp_", "sqrt_",
+    "zero_", "fill_", "neg_", "__neg__", "__abs__", "__invert__", "to", "float", "double", "half",
+    "bfloat16", "long", "int", "bool", "cpu", "cuda", "type", "hardshrink", "softshrink",
+    "tanhshrink", "logit", "full_like",
+)  # fmt: skip
+"""With one tensor, entry by entry; `prelu` has a weight for each channel."""
+
+BROADCAST = (
+    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow",
+    "fmod", "remainder", "floor_divide", "where", "maximum", "minimum", "lerp", "addcmul",
+    "addcdiv", "clamp", "clip", "atan2", "logaddexp", "heaviside", "xlogy", "eq", "ne", "lt", "le",
+    "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "masked_fill", "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clip_",
+    "masked_fill_", "lerp_", "addcmul_", "addcdiv_", "type_as", "copy_", "__add__", "__radd__",
+    "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
+    "__rpow__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__lt__", "__le__",
+    "__gt__", "__ge__", "__eq__", "__ne__", "__and__", "__or__", "__xor__",
+)  # fmt: skip
+"""With several tensors, entry by entry, after broadcasting."""
+
+ALONG = (
+    "softmax", "log_softmax", "softmin", "argmax", "argmin", "amax", "amin", "logsumexp", "prod",
+    "cumsum", "cumprod", "glu", "normalize", "flip", "std", "var", "norm", "any", "all",
+)  # fmt: skip
+"""Along dimensions that are whole on every rank."""
+
+
+def unary(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+    """The operator on this rank's part."""
+    if any(True for _ in split_tensors((args, tuple(kwargs.values())))):
+        return broadcast(func, x, *args, **kwargs)
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def broadcast(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The operator on parts that are laid out alike."""
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, (SplitTensor, Tensor))]
+    first = next(split_tensors(operands))
+    if "out" in kwargs:
+        raise unsupported(f"{name_of(func)} with out=", first)
+    target = layout(first, operands)
+    _check_in_place(func, args[0], target, kwargs)
+    found = [lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a for a in args]
+    named = {
+        key: lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a
+        for key, a in kwargs.items()
+    }
+    local = func(*found, **named)
+    if not isinstance(local, Tensor):
+        return local  # NotImplemented, of a comparison with something else
+    return first.like(local, {local.dim() + dim: split for dim, split in target.items()})
+
+
+def layout(first: SplitTensor, operands: list[Any]) -> dict[int, Split]:
+    """How the result is split, by dimension from the end: as any of the operands is."""
+    target: dict[int, Split] = {}
+    for operand in split_tensors(operands):
+        for dim, split in from_right(operand).items():
+            target.setdefault(dim, split)
+    for dim, split in target.items():
+        if split.extent == 1 and any(-dim <= len(o.shape) and o.shape[dim] > 1 for o in operands):
+            raise unsupported("broadcasting a split dimension of one entry", first)
+    return target
+
+
+def _check_in_place(
+    func: Callable[..., Any], receiver: Any, target: dict[int, Split], kwargs: dict[str, Any]
+) -> None:
+    """What is changed in place must lie as the result does: otherwise a copy would be changed."""
+    name = func.__name__
+    in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+    if not in_place and name not in {
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ipow__",
+    }:
+        return
+    have = from_right(receiver) if isinstance(receiver, SplitTensor) else {}
+    for dim, split in target.items():
+        if dim not in have or not have[dim].same(split):
+            raise RuntimeError(f"{name}: a tensor that is whole cannot take a split one in place")
+
+
+def along(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+    """The operator along dimensions that are not split; on all of them it is refused."""
+    dims = {dim % x.dim() for dim in _dims_of(func.__name__, args, kwargs)}
+    if not dims or dims & set(x.splits):
+        raise unsupported(name_of(func), x, "it works along a split dimension")
+    local = func(x.local, *args, **kwargs)
+    if isinstance(local, Tensor) and local.dim() == x.dim():
+        return x.like(local)
+    if not isinstance(local, Tensor) or local.dim() != x.dim() - len(dims):
+        raise unsupported(name_of(func), x)
+    kept = [dim for dim in range(x.dim()) if dim not in dims]
+    return x.like(local, {kept.index(dim): split for dim, split in x.splits.items()})
+
+
+def _dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The dimensions that a call names; none where it means all of them."""
+    place = 1 if name in {"norm", "normalize"} else 0
+    given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
+    if name == "flip" and args and isinstance(args[0], int):
+        given = args
+    if name == "normalize" and given is None:
+        given = 1
+    if given is None or isinstance(given, bool):
+        return set()
+    return {given} if isinstance(given, int) else set(given)
+
+
+def rules() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """All operators of this file, as functions and as methods."""
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for names, rule in ((UNARY, unary), (BROADCAST, broadcast), (ALONG, along)):
+        for name in names:
+            for home in (torch, Tensor, torch.nn.functional):
+                func = getattr(home, name, None)
+                if callable(func):
+                    found[func] = partial(rule, func)
+    return found

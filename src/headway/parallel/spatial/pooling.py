@@ -1,0 +1,146 @@
+"""Max, average and adaptive pooling of split tensors.
+
+The padding is laid out with the halos (minus infinity for a maximum); an average is a sum over it,
+divided by what torch counts: the window with its padding, without it, or a divisor of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.graph.ranges import Range, Window, length, overlap
+from headway.parallel.spatial.fetch import fetched
+from headway.parallel.spatial.tensor import unsupported
+from headway.parallel.spatial.windows import (
+    Several,
+    check_batched,
+    nothing,
+    settled,
+    several,
+    slide,
+)
+
+MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGE: dict[int, Callable[..., Tensor]] = {2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _windows(
+    count: int, kernel: Several, stride: Several | None, padding: Several, dilation: Several = 1
+) -> list[Window]:
+    kernels = several(kernel, count)
+    strides = kernels if stride is None or stride == [] else several(stride, count)
+    lists = kernels, strides, several(padding, count), several(dilation, count)
+    return [Window(k, s, p, p, d) for k, s, p, d in zip(*lists, strict=True)]
+
+
+def _max_pool(
+    count: int,
+    input: Any,  # noqa: A002 - torch's name
+    kernel_size: Several,
+    stride: Several | None = None,
+    padding: Several = 0,
+    dilation: Several = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    name = f"max_pool{count}d"
+    check_batched(input, name, count)
+    if return_indices:
+        raise unsupported(name, input, "indices of a part are not those of the whole")
+    windows = _windows(count, kernel_size, stride, padding, dilation)
+    needs, splits, outputs = slide(input, windows, ceil=ceil_mode)
+    with fetched(input.local, needs, float("-inf"), values=False) as box:
+        local = _pooled(box, outputs, windows, partial(MAX[count], dilation=dilation))
+    return settled(input.like(local, splits))
+
+
+def _pooled(
+    box: Tensor, outputs: Sequence[Range], windows: Sequence[Window], pool: Callable[..., Tensor]
+) -> Tensor:
+    """The pooling of a box that has its padding."""
+    shape = [*box.shape[:2], *map(length, outputs)]
+    if 0 in shape:
+        return nothing(shape, box)
+    return pool(box, [w.kernel for w in windows], [w.stride for w in windows])
+
+
+def _average_pool(
+    count: int,
+    input: Any,  # noqa: A002 - torch's name
+    kernel_size: Several,
+    stride: Several | None = None,
+    padding: Several = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    check_batched(input, f"avg_pool{count}d", count)
+    windows = _windows(count, kernel_size, stride, padding)
+    needs, splits, outputs = slide(input, windows, ceil=ceil_mode)
+    uniform, uneven = 1, {}
+    for dim, (window, own) in enumerate(zip(windows, outputs, strict=True), 2):
+        divisors = _divisors(window, own, input.shape[dim], count_include_pad)
+        if len(set(divisors)) > 1 and divisor_override is None:
+            uneven[dim] = divisors
+        else:
+            uniform *= divisors[0] if divisors else 1
+    divisor = uniform if divisor_override is None else divisor_override
+    with fetched(input.local, needs, values=False) as box:
+        local = _pooled(box, outputs, windows, partial(_average, count, divisor))
+    for dim, divisors in uneven.items():
+        shape = [-1 if place == dim else 1 for place in range(count + 2)]
+        local = local / local.new_tensor(divisors).view(shape)
+    return settled(input.like(local, splits))
+
+
+def _average(count: int, divisor: int, box: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
+    """Sums over windows, divided."""
+    if count == 1:
+        flat = F.avg_pool2d(box[..., None], [*kernel, 1], [*stride, 1], divisor_override=divisor)
+        return flat[..., 0]
+    return AVERAGE[count](box, kernel, stride, divisor_override=divisor)
+
+
+@lru_cache(maxsize=4096)
+def _divisors(window: Window, own: Range, extent: int, with_padding: bool) -> list[int]:
+    """How many entries torch counts in each window along one dimension."""
+    counted = (-window.before, extent + window.after) if with_padding else (0, extent)
+    return [length(overlap(window.wanted((o, o + 1)), counted)) for o in range(*own)]
+
+
+def _adaptive(
+    count: int,
+    pool: Callable[..., Any],
+    name: str,
+    input: Any,  # noqa: A002 - torch's name
+    output_size: Any,
+    return_indices: bool = False,
+) -> Any:
+    check_batched(input, name, count)
+    if return_indices:
+        raise unsupported(name, input, "indices of a part are not those of the whole")
+    sizes = output_size if isinstance(output_size, (list, tuple)) else [output_size] * count
+    extents = input.shape[2:]
+    targets = [e if size is None else int(size) for size, e in zip(sizes, extents, strict=True)]
+    if any(extent % target for extent, target in zip(extents, targets, strict=True)):
+        raise unsupported(name, input, f"{list(extents)} entries are no multiple of {targets}")
+    kernel = [extent // target for extent, target in zip(extents, targets, strict=True)]
+    if targets == [1] * count and pool is _average_pool:
+        return input.mean(dim=list(range(2, count + 2)), keepdim=True)
+    return pool(count, input, kernel, kernel)
+
+
+MAX_POOL = {count: partial(_max_pool, count) for count in (1, 2, 3)}
+AVERAGE_POOL = {count: partial(_average_pool, count) for count in (1, 2, 3)}
+ADAPTIVE_AVERAGE_POOL = {
+    count: partial(_adaptive, count, _average_pool, f"adaptive_avg_pool{count}d")
+    for count in (1, 2, 3)
+}
+ADAPTIVE_MAX_POOL = {
+    count: partial(_adaptive, count, _max_pool, f"adaptive_max_pool{count}d") for count in (1, 2, 3)
+}

@@ -1,0 +1,131 @@
+"""Sums, means and losses over split dimensions: this rank's sum, then the sum over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.parallel.spatial.fetch import summed
+from headway.parallel.spatial.pointwise import broadcast
+from headway.parallel.spatial.tensor import Split, SplitTensor, from_right, lay, unsupported
+
+
+def total(
+    input: SplitTensor,  # noqa: A002 - torch's name
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """sum, over all dimensions or some."""
+    dims = _dims(input, dim)
+    local = input.local.sum(dims, keepdim, dtype=dtype)
+    local = summed(local, [split.axis for d, split in input.splits.items() if d in dims])
+    kept = [d for d in range(input.dim()) if keepdim or d not in dims]
+    return input.like(
+        local, {kept.index(d): split for d, split in input.splits.items() if d not in dims}
+    )
+
+
+def mean(
+    input: SplitTensor,  # noqa: A002 - torch's name
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """mean, over all dimensions or some."""
+    if not (dtype or input.dtype).is_floating_point:
+        raise unsupported("mean of integers", input, "torch does not define it either")
+    count = prod(input.shape[d] for d in _dims(input, dim))
+    return total(input, dim, keepdim, dtype=dtype) / count
+
+
+def _dims(x: SplitTensor, dim: Any) -> list[int]:
+    if dim is None or dim == ():
+        return list(range(x.dim()))
+    return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def entrywise_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """mse_loss and its kin: of each entry, then their mean or sum."""
+    reduction = kwargs.pop("reduction", "mean")
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        first = next(a for a in args if isinstance(a, SplitTensor))
+        raise unsupported(f"{func.__name__} with size_average or reduce", first)
+    each = broadcast(func, *args, **kwargs, reduction="none")
+    if reduction == "none":
+        return each
+    return each.mean() if reduction == "mean" else each.sum()
+
+
+def _label_splits(logits: SplitTensor) -> dict[int, Split]:
+    """How labels N D H W of logits N C D H W lie, by dimension from the end."""
+    count = logits.dim()
+    return {(d - count if d else 1 - count): split for d, split in logits.splits.items()}
+
+
+def class_loss(func: Callable[..., Any], input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    """cross_entropy, nll_loss: of the entries of this rank, then over all ranks."""
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    if not isinstance(input, SplitTensor):  # gathered logits, labels that were split from the start
+        splits = from_right(target)
+        local = lay(input, splits)
+        input = target.like(local, {local.dim() + d: s for d, s in splits.items()})  # noqa: A001
+    if 1 in input.splits:
+        raise unsupported(func.__name__, input, "its classes are split")
+    if named.pop("size_average", None) is not None or named.pop("reduce", None) is not None:
+        raise unsupported(f"{func.__name__} with size_average or reduce", input)
+    reduction = named.pop("reduction", "mean")
+    probable = target.dtype.is_floating_point
+    splits = from_right(input) if probable else _label_splits(input)
+    labels = lay(target, splits)
+    if reduction == "none":
+        local = func(input.local, labels, reduction="none", **named)
+        return input.like(local, {local.dim() + d: s for d, s in _label_splits(input).items()})
+    axes = [split.axis for split in input.splits.values()]
+    loss = summed(func(input.local, labels, reduction="sum", **named), axes)
+    if reduction == "sum":
+        return loss
+    if probable:
+        return loss / (input.numel() // input.shape[1])
+    counted = _counted(labels, named.get("weight"), named.get("ignore_index", -100), loss)
+    return loss / summed(counted, axes)
+
+
+def _counted(labels: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -> Tensor:
+    """What torch divides by: the weights of the labels that count."""
+    valid = labels != ignored
+    if weight is None:
+        return valid.sum().to(like.dtype)
+    return weight[labels[valid]].sum().to(like.dtype)
+
+
+def one_hot(x: SplitTensor, num_classes: int = -1) -> Any:
+    """one_hot with a number of classes."""
+    if num_classes < 0:
+        raise unsupported("one_hot", x, "without num_classes it depends on the largest label")
+    return x.like(F.one_hot(x.local, num_classes))
+
+
+ENTRYWISE = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+
+
+def rules() -> dict[Any, Any]:
+    """All operators of this file."""
+    found: dict[Any, Any] = {F.one_hot: one_hot}
+    for home in (torch, Tensor):
+        found |= {home.sum: total, home.mean: mean}
+    found |= {f: partial(entrywise_loss, f) for f in (getattr(F, name) for name in ENTRYWISE)}
+    found |= {f: partial(class_loss, f) for f in (F.cross_entropy, F.nll_loss)}
+    return found

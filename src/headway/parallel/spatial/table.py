@@ -1,0 +1,43 @@
+"""Which rule answers for which function of torch; what is not here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headway.parallel.spatial import norms, pointwise, pooling, reductions, resize, shapes
+from headway.parallel.spatial.convolution import CONV, TRANSPOSED, convolution, transposed
+
+
+def _windows() -> dict[Callable[..., Any], Callable[..., Any]]:
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for count in (1, 2, 3):
+        found[CONV[count]] = convolution
+        found[TRANSPOSED[count]] = transposed
+        for name, rule in (
+            ("max_pool", pooling.MAX_POOL),
+            ("avg_pool", pooling.AVERAGE_POOL),
+            ("adaptive_avg_pool", pooling.ADAPTIVE_AVERAGE_POOL),
+            ("adaptive_max_pool", pooling.ADAPTIVE_MAX_POOL),
+        ):
+            found[getattr(F, f"{name}{count}d")] = rule[count]
+            if hasattr(torch, f"{name}{count}d"):
+                found[getattr(torch, f"{name}{count}d")] = rule[count]
+    return found
+
+
+RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    **pointwise.rules(),
+    **shapes.rules(),
+    **reductions.rules(),
+    **resize.rules(),
+    **_windows(),
+    F.batch_norm: norms.batch_norm,
+    F.group_norm: norms.group_norm,
+    F.instance_norm: norms.instance_norm,
+    F.layer_norm: norms.layer_norm,
+}
+"""torch.relu, torch.Tensor.relu and torch.nn.functional.relu are different functions."""

@@ -1,0 +1,353 @@
+"""Rules for products: linear layers in all forms, matmul, einsum, attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.parallel.tensor.context import Context, Refused
+from headway.parallel.tensor.exchange import gathered_for_parts, shared, taken
+from headway.parallel.tensor.linear import Turn, by_inputs, by_outputs, cuboid_linear
+from headway.parallel.tensor.rules.align import Labels, align, elementwise, stretched
+from headway.parallel.tensor.rules.drops import dropped
+from headway.parallel.tensor.split_tensor import (
+    WHOLE,
+    Cut,
+    SplitTensor,
+    Undecided,
+    cuts_of,
+    local_of,
+    made,
+)
+from headway.parallel.tensor.summa import summa_linear
+
+
+def linear(context: Context, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+    if isinstance(weight, Undecided):
+        weight, bias = context.decide_linear(input, weight, bias)
+    bias = context.resolve(bias) if isinstance(bias, Undecided) else bias
+    return _linear(context, input, weight, bias)
+
+
+def addmm(context: Context, func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
+    if kwargs:
+        raise Refused("it scales a sum")
+    return _times(context, mat1, mat2, input)
+
+
+def _times(context: Context, x: Any, weight: Any, bias: Any) -> Any:
+    """x [..., K] times a weight [K, N]."""
+    if isinstance(weight, Undecided):
+        weight, bias = context.decide_linear(x, weight, bias, flipped=True)
+    bias = context.resolve(bias) if isinstance(bias, Undecided) else bias
+    return _linear(context, x, weight.transpose(0, 1), bias)
+
+
+def _linear(context: Context, x: Any, weight: Any, bias: Any) -> Any:
+    if not (isinstance(weight, SplitTensor) and weight.parameter):
+        y = _contracted(context, x, weight)
+        return y if bias is None else elementwise(context, torch.add, y, bias)
+    match context.grid.plan.form:
+        case "classic":
+            return _classic(context, x, weight, bias)
+        case "cuboid":
+            return _cuboid(context, x, weight, bias)
+        case "summa":
+            return _summa(context, x, weight, bias)
+
+
+def _contracted(context: Context, x: Any, weight: Any) -> Any:
+    """By a whole weight, or by what is no weight, whatever cuts x."""
+    if not isinstance(x, SplitTensor) and not isinstance(weight, SplitTensor):
+        return torch.nn.functional.linear(x, weight)
+    rows = list(range(x.ndim - 1))
+    aligned = align(context, [(x, [*rows, "k"]), (weight, ["n", "k"])])
+    return aligned.result(torch.nn.functional.linear(*aligned.locals), [*rows, "n"])
+
+
+def _classic(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+    grid = context.grid
+    outputs, inputs = weight.cuts
+    cuts = cuts_of(x)
+    axes = "".join(cut.axes for cut in cuts[:-1])
+    if set(axes) & set(outputs.axes + inputs.axes):
+        raise Refused("its input is cut over the same ranks already")
+    local = local_of(x)
+    w, b = _weights(weight, bias)
+    if inputs.axes:
+        if cuts[-1] != inputs:
+            raise Refused(f"its input is cut as {cuts[-1]}, its weight as {inputs}")
+        y = by_inputs(_cast(local), w, b, grid, inputs.axes)
+        return made(y, [*cuts[:-1], WHOLE], context, weight.origins)
+    if cuts[-1].axes:
+        raise Refused("its input is cut along what it sums over, its weight is not")
+    if weight.origins & context.companions:
+        local = _once(local, lambda t: shared(_cast(t), grid, outputs.axes))
+        y = torch.nn.functional.linear(local, w, b)
+    else:
+        y = by_outputs(_cast(local), w, b, grid, outputs.axes)
+    return made(y, [*cuts[:-1], outputs], context, weight.origins)
+
+
+def _cuboid(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+    grid, settings = context.grid, context.settings
+    rows, sums = turn_of(context, x)
+    local, cuts = local_of(x), cuts_of(x)
+    if not cuts[-1].axes:
+        local = taken(local, grid, sums, x.ndim - 1, weight.cuts[1].blocks)
+    elif cuts[-1] != weight.cuts[1]:
+        raise Refused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
+    w, b = _weights(weight, bias)
+    gathered = bool(weight.origins & context.companions)
+    if gathered:
+        local = _once(local, lambda t: gathered_for_parts(_cast(t), grid, rows))
+    turn = Turn(
+        grid,
+        rows,
+        sums,
+        keep=settings.keep,
+        chunks=settings.chunks,
+        whole_rows=gathered,
+        ahead=context.ahead,
+        name=next(iter(weight.origins), ""),
+    )
+    y = cuboid_linear(_cast(local), w, b, turn)
+    outputs = Cut(rows, weight.cuts[0].blocks)
+    return made(y, [Cut("i" + sums), *cuts[1:-1], outputs], context, weight.origins)
+
+
+def turn_of(context: Context, x: Any) -> tuple[str, str]:
+    """The axes a and c of a cuboid's layer: x's rows are cut over (i, a), its columns over c.
+
+    Raises:
+        Refused: x is cut otherwise.
+    """
+    size = context.grid.size
+    cuts = cuts_of(x)
+    for rows, sums in ("jl", "lj"):
+        there = [rows_ for rows_ in "i" + rows if size(rows_) > 1]
+        last = cuts[-1].axes in ("", *([sums] if size(sums) > 1 else []))
+        if x.ndim > 1 and cuts[0].axes == "".join(there) and cuts[0].blocks == 1 and last:
+            if any(cut.axes for cut in cuts[1:-1]):
+                break
+            return rows, sums
+    raise Refused(f"a layer on a cuboid takes rows over (i, j) or (i, l), and not {cuts}")
+
+
+def _summa(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+    grid = context.grid
+    local, cuts = local_of(x), cuts_of(x)
+    rows = "".join(axis for axis in "di" if grid.size(axis) > 1)
+    if cuts[0] != Cut(rows) or any(cut.axes for cut in cuts[1:-1]):
+        raise Refused(f"a layer on a square takes rows over (d, i), and not {cuts}")
+    if not cuts[-1].axes:
+        local = taken(local, grid, "j", x.ndim - 1, weight.cuts[1].blocks)
+    elif cuts[-1].blocks != weight.cuts[1].blocks:
+        raise Refused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
+    w, b = _weights(weight, bias)
+    y = summa_linear(_cast(local), w, b, grid)
+    outputs = Cut("j", weight.cuts[0].blocks)
+    return made(y, [*cuts[:-1], outputs], context, weight.origins)
+
+
+def _once(x: Tensor, function: Any) -> Tensor:
+    """The same exchange for all layers that take x: its gradients are added before they travel.
+
+    It is kept at the tensor and dies with it. A leaf would keep itself alive through it.
+    """
+    if x.is_leaf and x.requires_grad:
+        found: Tensor = function(x)
+        return found
+    key = (x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+    held: tuple[Any, Tensor] | None = x.__dict__.get("_headway_exchanged")
+    if held is None or held[0] != key:
+        held = x.__dict__["_headway_exchanged"] = (key, function(x))
+    return held[1]
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast would cast the operands of a linear layer."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _weights(weight: SplitTensor, bias: Any) -> tuple[Tensor, Tensor | None]:
+    return _cast(weight.local), None if bias is None else _cast(local_of(bias))
+
+
+# -- products of activations ------------------------------------------------------------------
+
+
+def matmul(context: Context, func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+    a, b = a, kwargs.get("other", b)
+    if func.__name__ == "__rmatmul__":
+        a, b = b, a
+    if b.ndim == 2 and a.ndim >= 2 and isinstance(b, SplitTensor | Undecided):
+        return _times(context, a, b, None)
+    if isinstance(a, Undecided) or a.ndim < 2 or b.ndim < 2:
+        raise Refused("it multiplies by a vector, or from the left by a parameter")
+    b = context.resolve(b) if isinstance(b, Undecided) else b
+    batch_a, batch_b = (_Front(x) for x in (a, b))
+    (labels_a, labels_b), batch = stretched([batch_a, batch_b])
+    aligned = align(context, [(a, [*labels_a, "m", "k"]), (b, [*labels_b, "k", "n"])])
+    return aligned.result(torch.matmul(*aligned.locals), [*batch, "m", "n"])
+
+
+class _Front:
+    """All dimensions of a tensor but the last two."""
+
+    def __init__(self, x: Any) -> None:
+        self.shape = x.shape[:-2]
+        self.ndim = len(self.shape)
+
+
+def einsum(context: Context, func: Any, equation: str, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = tuple(operands[0])
+    words = equation.replace(" ", "")
+    if "->" not in words or "." in words:
+        raise Refused(f"{equation!r} names no result, or has an ellipsis")
+    inputs, result = words.split("->")
+    labels = inputs.split(",")
+    operands = tuple(context.resolve(x) if isinstance(x, Undecided) else x for x in operands)
+    aligned = align(context, list(zip(operands, [list(word) for word in labels], strict=True)))
+    return aligned.result(torch.einsum(words, *aligned.locals), list(result))
+
+
+def attention(
+    context: Context, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """scaled_dot_product_attention of heads and samples that are cut; never along positions."""
+    batch = list(range(query.ndim - 3))
+    group = None if key.shape[-3] == 1 else "h"  # one head of keys for all queries is stretched
+    operands: list[tuple[Any, Labels]] = [
+        (query, [*batch, "h", "t", "k"]),
+        (key, [*batch, group, "s", "k"]),
+        (value, [*batch, group, "s", "e"]),
+    ]
+    for operand, labels in operands:
+        for label, cut in zip(labels, cuts_of(operand), strict=True):
+            if cut.axes and label in ("t", "s", "k", "e"):
+                what = "positions" if label in ("t", "s") else "the width of a head"
+                raise Refused(f"attention is cut along {what}", of=operand)
+    if attn_mask is not None:
+        shape = (*query.shape[:-1], key.shape[-2])
+        names = [*batch, "h", "t", "s"][len(shape) - attn_mask.ndim :]
+        sizes = shape[len(shape) - attn_mask.ndim :]
+        stretch = [
+            None if n == 1 and m != 1 else name
+            for n, m, name in zip(attn_mask.shape, sizes, names, strict=True)
+        ]
+        operands.append((attn_mask, stretch))
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        _check_groups(context, query, key)
+    aligned = align(context, operands)
+    if "t" in aligned.cuts or "s" in aligned.cuts:
+        raise Refused("its mask is cut along positions")
+    q, k, v = aligned.locals[:3]
+    mask = aligned.locals[3] if attn_mask is not None else None
+    if dropout_p:
+        cuts = [aligned.cuts.get(label, WHOLE) for label in (*batch, "h", "t", "s")]
+        local = _with_dropout(context, (q, k, v), mask, dropout_p, is_causal, scale, cuts)
+    else:
+        local = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return aligned.result(local, [*batch, "h", "t", "e"])
+
+
+def _check_groups(context: Context, query: Any, key: Any) -> None:
+    """Queries share their group's keys: both are cut by heads, or there is one head of keys."""
+    cut = cuts_of(query)[-3].axes, cuts_of(key)[-3].axes
+    if cut[0] != cut[1] and key.shape[-3] != 1:
+        raise Refused("the heads of its queries are cut, and those of its keys are not")
+
+
+def _with_dropout(
+    context: Context, operands: tuple[Tensor, ...], mask: Tensor | None, p: float, is_causal: bool,
+    scale: float | None, cuts: list[Cut],
+) -> Tensor:  # fmt: skip
+    """The weights in full: a kernel's own mask would not be drawn per element of the whole."""
+    query, key, value = operands
+    if key.shape[-3] != query.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (scale or 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None:
+        hidden = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if hidden else scores + mask
+    return dropped(context, scores.softmax(-1), cuts, p) @ value
+
+
+def heads(
+    context: Context, func: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int,
+    num_heads: int, in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any,
+    add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
+    training: bool = True, key_padding_mask: Any = None, need_weights: bool = True,
+    attn_mask: Any = None, use_separate_proj_weight: bool = False, q_proj_weight: Any = None,
+    k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None,
+    static_v: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
+) -> Any:  # fmt: skip
+    """torch.nn.MultiheadAttention: [positions, samples, width]."""
+    if need_weights or bias_k is not None or add_zero_attn or static_k is not None:
+        raise Refused("need_weights, bias_k, bias_v and add_zero_attn are not supported")
+    if use_separate_proj_weight or in_proj_weight is None:
+        raise Refused("kdim and vdim other than the width are not supported")
+    together = query is key and key is value
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if isinstance(in_proj_weight, Undecided):
+        in_proj_weight, in_proj_bias = context.decide_linear(
+            query, in_proj_weight, in_proj_bias, blocks=3
+        )
+    if together:
+        parts = _linear(context, query, in_proj_weight, in_proj_bias).chunk(3, -1)
+    else:
+        weights = in_proj_weight.chunk(3)
+        biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        inputs = (query, key, value)
+        parts = tuple(
+            _linear(context, *operands) for operands in zip(inputs, weights, biases, strict=True)
+        )
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
+    mask = _masks(attn_mask, key_padding_mask, q.dtype, num_heads)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p if training else 0.0, is_causal and mask is None
+    )
+    y = y.transpose(1, 2).flatten(2)
+    if isinstance(out_proj_weight, Undecided):
+        out_proj_weight, out_proj_bias = context.decide_linear(y, out_proj_weight, out_proj_bias)
+    return _linear(context, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
+
+
+def _masks(attn_mask: Any, padding: Any, dtype: torch.dtype, num_heads: int) -> Any:
+    """Both masks of a MultiheadAttention as one that is added to the scores."""
+    mask = _added(attn_mask, dtype)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, (-1, num_heads))
+    if padding is None:
+        return mask
+    hidden = _added(padding, dtype)[:, None, None, :]
+    return hidden if mask is None else mask + hidden
+
+
+def _added(mask: Any, dtype: torch.dtype) -> Any:
+    """A boolean mask of what is hidden as numbers to add."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+RULES = {
+    "linear": linear, "addmm": addmm, "matmul": matmul, "rmatmul": matmul, "bmm": matmul, "mm":
+    matmul, "einsum": einsum, "scaled_dot_product_attention": attention,
+    "multi_head_attention_forward": heads,
+}  # fmt: skip

@@ -1,0 +1,35 @@
+"""Which legal plans today's executor has no mechanism for; they can be priced and played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.errors import PlanError
+from headway.plan.plan import Plan
+
+
+def lacking(plan: Plan) -> Iterator[str]:
+    """What the executor lacks, one line each; nothing: it can carry the plan out."""
+    split, zero = plan.group_degree > 1, plan.memory.zero
+    if plan.split.tensor and plan.split.spatial:
+        yield "split.tensor and split.spatial at once"
+    if split and zero:
+        yield f"split with memory.zero {zero}: parts of parts"
+    if split and plan.pipe_degree > 1:
+        yield "split with a pipeline: stages do not split their layers by plan"
+    if zero and plan.pipe_degree > 1:
+        yield f"memory.zero {zero} with a pipeline: stages keep their state whole"
+
+
+def check_mechanisms(plan: Plan) -> None:
+    """Refuse a plan that can only be priced and played.
+
+    Raises:
+        PlanError: With everything that the executor lacks.
+    """
+    if problems := list(lacking(plan)):
+        raise PlanError(
+            "today's executor cannot carry out this plan",
+            problems=[f"no mechanism yet: {problem}" for problem in problems],
+            fix="Leave one of them out; `headway plan RECIPE --runnable` searches what can be run.",
+        )

@@ -1,0 +1,30 @@
+"""pure: the best strategy for each number of micro-batches under way, against looking at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headway.planner.ordered import FEW, ordered
+from headway.planner.pricing import Rows
+
+
+@pytest.mark.parametrize("flights", [(1,), (3, 7), tuple(range(1, FEW + 5)), (1, *range(4, 30))])
+def test_equals_looking_at_every_strategy(flights):
+    """Among them equal ones, some that keep nothing, and caps that some just meet."""
+    random = np.random.default_rng(2)
+    rows = random.integers(0, 6, (40, 2, 9, 9)).astype(float)
+    m, passing = 4, 0.5
+    found = ordered(rows, m, passing)
+    state, kept, more = (rows[..., c] for c in (Rows.STATE, Rows.KEPT, Rows.MORE))
+    value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(40, -1)
+    fitted = 0
+    for cap in (0.0, 3.0, 9.0, 40.0, np.inf):
+        times, picks = found.picked(cap, np.array(flights))
+        for line, number in enumerate(flights):
+            held = np.maximum(state + number * kept + more, state * (1 + passing)).reshape(40, -1)
+            allowed = np.where(held <= cap, value, np.inf)
+            np.testing.assert_array_equal(times[line], allowed.min(axis=1))
+            np.testing.assert_array_equal(picks[line], allowed.argmin(axis=1))
+            fitted += int(np.isfinite(times[line]).sum())
+    assert fitted > 40

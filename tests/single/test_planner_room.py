@@ -1,0 +1,65 @@
+"""single: what the search leaves out without cutting would have found nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
+from headway.graph import fold
+from headway.planner.candidate import Candidate
+from headway.planner.operators import Workload
+from headway.planner.prepared import Prepared
+from headway.planner.search import Question, Search
+from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from support.big_models import ids
+
+
+@pytest.fixture(scope="module")
+def question():
+    config = TransformerConfig(vocabulary=512, window=32, width=128, layers=18, heads=4)
+    with torch.device("meta"):
+        graph = fold(capture(TransformerLM(config), ids(16, 32)))
+    return Question(
+        work=Workload(graph=graph, samples=16),
+        machine=machine_of(of_preset("dgx-a100", nodes=1)),
+        devices=(8,),
+        batch=16,
+        tensor=(1, 2),
+        zero=(0, 3),
+        schedules=("1f1b", "interleaved"),
+    )
+
+
+def asked(question):
+    """Of every combination under several caps and known times the fastest plan."""
+    engine, found = Search(question), []
+    for degrees in engine.combinations():
+        if degrees.pipeline == 1:
+            continue
+        candidate = engine.candidate(degrees)
+        seconds, least = candidate.bound()
+        for factor in (1.0, 1.5, 2.5, 30.0):
+            for known in (np.inf, 1.2 * seconds):
+                point = candidate.fastest(factor * least, known)
+                found.append(None if point is None else (point.seconds, point.bytes, point.stages))
+    return found
+
+
+def test_nothing_is_lost(question, monkeypatch):
+    """Neither by counting room, nor by short stages first, nor by what 1F1B takes at least."""
+    left_out = []
+    enough = Candidate._enough
+    monkeypatch.setattr(
+        Candidate, "_enough", lambda *args: left_out.append(enough(*args)) or left_out[-1]
+    )
+    short = asked(question)
+    assert 0.1 < np.mean(left_out) < 0.9
+    monkeypatch.setattr(Candidate, "_enough", lambda *args: True)
+    monkeypatch.setattr(Candidate, "_at_least", lambda *args: 0.0)
+    monkeypatch.setattr(Prepared, "_widths", (0,))
+    assert asked(question) == short
+    assert 0.1 < np.mean([one is not None for one in short]) < 0.9

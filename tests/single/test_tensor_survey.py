@@ -1,0 +1,142 @@
+"""single: what of users' models is split, found without knowing their classes; what is refused."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from headway.errors import PlanError
+from headway.parallel.tensor import Cut, survey
+from headway.parallel.tensor.split_tensor import WHOLE
+from headway.plan.tensor_layout import TensorGrid
+from support import split_models as models
+
+PAIR = TensorGrid.classic(2)
+OUT, IN = (Cut("j"), WHOLE), (WHOLE, Cut("j"))
+
+
+def of(model, plan=PAIR, loss=models.language_loss, batch=None, **settings):
+    torch.manual_seed(0)
+    return survey(model, loss, batch or models.words(), plan, **settings)
+
+
+def of_vectors(model, plan=PAIR, **settings):
+    x, y = models.vectors()
+    return of(model, plan, models.square_loss, (x.float(), y.float()), **settings)
+
+
+def test_attention_with_three_layers_is_split_by_heads():
+    found = of(models.Gpt("separate"))
+    for name in ("q", "k", "v"):
+        assert found.cuts[f"h.0.attention.{name}.weight"] == OUT
+        assert found.cuts[f"h.0.attention.{name}.bias"] == (Cut("j"),)
+    assert found.cuts["h.1.attention.o.weight"] == IN
+    assert found.cuts["h.1.mlp.net.0.weight"] == OUT
+    assert found.cuts["h.1.mlp.net.2.weight"] == IN
+    assert found.cuts["wte.weight"] == OUT  # and with it the tied head
+    whole = {name for name, cuts in found.cuts.items() if not any(cut.axes for cut in cuts)}
+    assert whole == {
+        name
+        for name in found.cuts
+        if "norm" in name or name == "wpe.weight" or name.endswith(("o.bias", "2.bias"))
+    }
+    assert found.companions == {f"h.{n}.attention.{x}.weight" for n in (0, 1) for x in "qkv"}
+    assert not found.left
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_layers_that_hold_several_are_split_in_blocks():
+    fused = of(models.Gpt("fused"))
+    assert fused.cuts["h.0.attention.qkv.weight"] == (Cut("j", 3), WHOLE)
+    assert fused.cuts["h.0.attention.proj.weight"] == IN
+    grouped = of(models.Gpt("grouped"))
+    assert grouped.cuts["h.0.attention.kv.weight"] == (Cut("j", 2), WHOLE)
+    assert grouped.cuts["h.0.mlp.up.weight"] == (Cut("j", 2), WHOLE)
+    torchs = of(models.Encoder())
+    assert torchs.cuts["layers.layers.0.self_attn.in_proj_weight"] == (Cut("j", 3), WHOLE)
+    assert torchs.cuts["layers.layers.0.self_attn.out_proj.weight"] == IN
+
+
+def test_on_a_cube_everything_is_cut_three_times():
+    found = of(models.Gpt("fused"), TensorGrid.cuboid(2, 2, 2))
+    assert found.cuts["h.0.attention.qkv.weight"] == (Cut("ji", 3), Cut("l"))
+    assert found.cuts["h.0.attention.proj.weight"] == (Cut("li"), Cut("j"))
+    assert found.cuts["wte.weight"] == (Cut("ji"), Cut("l"))
+    assert found.cuts["h.0.norm1.weight"] == (Cut("l"),)
+
+
+class Single(nn.Module):
+    """One head of keys for all queries; a gate that nothing sums up; raw parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.o = nn.Parameter(torch.randn(16, 16))
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = (z.unsqueeze(1) for z in self.kv(x).split(4, -1))
+        y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return (y.transpose(1, 2).flatten(2) @ self.o) * self.gate(x).sigmoid()
+
+
+def test_what_no_pair_encloses_is_whole_with_the_reason():
+    found = of_vectors(Single())
+    assert found.cuts["q.weight"] == OUT
+    assert found.cuts["o"] == (Cut("j"), WHOLE)  # inputs first, as a parameter of x @ o is
+    assert set(found.left) == {"kv.weight", "gate.weight"}
+    assert "it meets a whole activation" in found.left["gate.weight"]
+    tower = of_vectors(models.Tower())
+    assert set(tower.left) == {"enter.weight"}
+    assert (tower.cuts["up.weight"], tower.cuts["down.weight"]) == (OUT, IN)
+
+
+def test_what_the_user_wants_whole_is_whole():
+    found = of(models.Gpt("separate"), whole=["wte", "h.0", "*.mlp.net.*.weight"])
+    cut = {name for name, cuts in found.cuts.items() if any(c.axes for c in cuts)}
+    assert {name.rpartition(".")[0] for name in cut} == {f"h.1.attention.{x}" for x in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "said"),
+    [
+        (models.Gpt("separate"), TensorGrid.classic(8), "4 over j = 8; legal degrees: 1, 2, 4"),
+        (models.Gpt("fused"), TensorGrid.classic(3), "vocabulary: 32 over j = 3"),
+        (
+            models.Gpt("separate"),
+            TensorGrid.cuboid(3, 1, 1),
+            "of a micro-batch: 8 over i = 3; legal",
+        ),
+        (models.Gpt("grouped"), TensorGrid.classic(4), "2 over j = 4; legal degrees: 1, 2"),
+        (models.Gpt("fused"), TensorGrid.cuboid(1, 8, 2), "4 over j = 8; legal degrees: 1, 2, 4"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_named_with_the_legal_ones(model, plan, said):
+    with pytest.raises(PlanError) as caught:
+        of(model, plan)
+    assert said in str(caught.value)
+
+
+class Odd(models.Tower):
+    def forward(self, x):
+        return torch.cumsum(super().forward(x), 1)
+
+
+def test_on_a_cuboid_a_function_without_a_rule_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"cumsum at .*test_tensor_survey.py:\d+: there is no rule"):
+        of_vectors(Odd(), TensorGrid.cuboid(1, 2, 1))
+    assert not of_vectors(Odd()).left.get("up.weight")
+
+
+def test_the_model_is_as_it_was():
+    model = models.Gpt("fused")
+    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    numbers = {name: p.clone() for name, p in model.named_parameters()}
+    of(model, TensorGrid.summa(2))
+    assert before == {name: (type(m), id(m)) for name, m in model.named_modules()}
+    assert all(torch.equal(p, numbers[name]) for name, p in model.named_parameters())
