@@ -14,7 +14,7 @@ from headway.errors import PlanError
 from headway.parallel.tensor.context import Context, Settings
 from headway.parallel.tensor.exchange import part
 from headway.parallel.tensor.grid import Grid
-from headway.parallel.tensor.rules import table
+from headway.parallel.tensor.rules.named import table
 from headway.parallel.tensor.split_tensor import WHOLE, Cut, SplitTensor, cuts_of
 from headway.plan.tensor_layout import TensorGrid
 

@@ -27,7 +27,7 @@ from headway.parallel.tensor.context import Context, Settings
 from headway.parallel.tensor.exchange import gathered, part
 from headway.parallel.tensor.grid import Grid
 from headway.parallel.tensor.hold import hold
-from headway.parallel.tensor.rules import table
+from headway.parallel.tensor.rules.named import table
 from headway.parallel.tensor.split_tensor import Cut, SplitTensor, real_cut
 from headway.parallel.tensor.survey import Cuts, Decisions, survey
 

@@ -29,7 +29,7 @@ from headway.parallel.tensor.exchange import part
 from headway.parallel.tensor.grid import Grid
 from headway.parallel.tensor.hold import hold
 from headway.parallel.tensor.nested import all_split, mapped, with_origins
-from headway.parallel.tensor.rules import table
+from headway.parallel.tensor.rules.named import table
 from headway.parallel.tensor.rules.products import turn_of
 from headway.parallel.tensor.split_tensor import (
     WHOLE,
