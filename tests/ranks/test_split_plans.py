@@ -36,13 +36,18 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def train(world, case, layers, batch, microbatch, clip):
+def train(world, case, layers, batch, microbatch, clip, kept):
     build, data, loss = CASES[case]
     torch.manual_seed(SEED)
     model = build().double()
     made = adamw(model)
     plan = data_parallel(
-        batch, processes=world.size, microbatch=microbatch, precision="float64", split=layers
+        batch,
+        processes=world.size,
+        microbatch=microbatch,
+        precision="float64",
+        split=layers,
+        **kept,
     )
     run = Executor(model, made, loss=loss, plan=plan, seed=SEED, clip=clip, world=World.adopt())
     history = []
@@ -54,9 +59,9 @@ def train(world, case, layers, batch, microbatch, clip):
     return history, told
 
 
-def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None):
+def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None, **kept):
     build, data, loss = CASES[case]
-    found = run_ranks(ranks, train, case, layers, batch, microbatch, clip)
+    found = run_ranks(ranks, train, case, layers, batch, microbatch, clip, kept)
     serial = train_serially(
         build, data(), loss, adamw, batch=batch, steps=STEPS, seed=SEED, clip=clip
     )
@@ -98,6 +103,11 @@ def test_dropout_does_not_depend_on_the_split():
 )
 def test_split_samples_are_the_serial_run(ranks, layers):
     compare("segmenter", ranks, layers, batch=4, microbatch=2, clip=0.5)
+
+
+@pytest.mark.parametrize("kept", [{"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}], ids=str)
+def test_split_samples_with_sharded_state(kept):
+    compare("segmenter", 4, LayerSplit(spatial=(2, 1, 1)), batch=4, microbatch=1, clip=0.5, **kept)
 
 
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):

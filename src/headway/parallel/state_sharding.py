@@ -35,6 +35,7 @@ class ShardedState:
         optimizer: Over its parameters; its groups then hold the sharded ones.
         mesh: Of one dimension, or of two: copies x parts.
         zero: 1 to 3, see `plan.MemoryPolicy`.
+        counted: How often each gradient counts in their sum: ranks that share a sample.
 
     Attributes:
         whole: Parameters that are not sharded, by name: those of no dimension.
@@ -44,7 +45,13 @@ class ShardedState:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, zero: Literal[1, 2, 3]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mesh: DeviceMesh,
+        zero: Literal[1, 2, 3],
+        *,
+        counted: int = 1,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -65,7 +72,7 @@ class ShardedState:
         self._parts = [cast(FSDPModule, m) for m in model.modules() if isinstance(m, FSDPModule)]
         for part in self._parts:
             # Gradients are of shares of the global mean: they are summed, not averaged.
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(float(counted))
             part.set_force_sum_reduction_for_comms(True)
         follow_parameters(optimizer, names, dict(model.named_parameters()))
 

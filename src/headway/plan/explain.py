@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.plan.layer_split import LayerSplit
+from headway.plan.layer_split import SPACE, LayerSplit
 from headway.plan.plan import Plan
 from headway.plan.sharding import SHARD
 
@@ -55,9 +55,10 @@ def explain_pipeline(plan: Plan) -> str:
 def explain_sharding(plan: Plan) -> str:
     """One sentence."""
     what = ["the optimiser's state", "gradients", "parameters"][: plan.memory.zero]
-    parts = plan.mesh.degree(SHARD) if SHARD in plan.mesh.names else plan.data_degree
+    ranks = plan.data_degree * plan.mesh.degree(SPACE)
+    parts = plan.mesh.degree(SHARD) if SHARD in plan.mesh.names else ranks
     listed = what[0] if len(what) == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
-    copies = plan.data_degree // parts
+    copies = ranks // parts
     more = f", in {copies} copies" if copies > 1 else ""
     return f"each rank keeps 1/{parts} of {listed} (ZeRO {plan.memory.zero}){more}"
 

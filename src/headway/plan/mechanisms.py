@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.errors import PlanError
+from headway.plan.layer_split import TENSOR
 from headway.plan.plan import Plan
 
 
@@ -13,8 +14,8 @@ def lacking(plan: Plan) -> Iterator[str]:
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
-    if split and zero:
-        yield f"split with memory.zero {zero}: parts of parts"
+    if plan.mesh.degree(TENSOR) > 1 and zero:
+        yield f"split.tensor with memory.zero {zero}: parts of parts"
     if split and plan.pipe_degree > 1:
         yield "split with a pipeline: stages do not split their layers by plan"
     if zero and plan.pipe_degree > 1:

@@ -23,4 +23,4 @@ def hands_for(plan: Plan, clip: float | None) -> type[Gradients]:
         return StageGradients if plan.flushes else LateGradients
     if plan.split.tensor:
         return SplitGradients
-    return ShardedGradients if plan.memory.zero and plan.data_degree > 1 else Gradients
+    return ShardedGradients if plan.memory.zero and plan.ranks > 1 else Gradients

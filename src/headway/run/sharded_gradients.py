@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.parallel.state_sharding import ShardedState
 from headway.plan import Plan
+from headway.plan.layer_split import SPACE
 from headway.plan.sharding import SHARD
 from headway.run.memory import give_back_freed_memory
 from headway.run.part_gradients import PartGradients, skeleton
@@ -43,7 +44,13 @@ class ShardedGradients(PartGradients):
         self._skeleton = skeleton(model)
         assert plan.memory.zero
         with world.explained("sharding the model's state"):
-            self.sharded = ShardedState(model, optimizer, mesh_of(plan, world), plan.memory.zero)
+            self.sharded = ShardedState(
+                model,
+                optimizer,
+                mesh_of(plan, world),
+                plan.memory.zero,
+                counted=plan.mesh.degree(SPACE),
+            )
         give_back_freed_memory()
         super().__init__(
             model, optimizer, scheduler, plan=plan, world=world, clip=clip, seed=seed, weight=weight
@@ -69,17 +76,21 @@ class ShardedGradients(PartGradients):
                 dist.all_reduce(shared)
             for gradient, total in zip(gradients, shared, strict=True):
                 if gradient is not None:
-                    gradient.copy_(total)
+                    gradient.copy_(total * self._weight)
 
 
 def mesh_of(plan: Plan, world: World) -> DeviceMesh:
-    """The ranks that share the batch: a line, or copies x parts; collective."""
-    sizes = [plan.mesh.degree(name) for name in (plan.exchange.axis, SHARD)]
-    names = [plan.exchange.axis, SHARD]
-    if sizes[1] == 1:
-        sizes, names = sizes[:1], names[:1]
-    grid = torch.empty(sizes, dtype=torch.int)
+    """The ranks that keep the state together: a line, or copies x parts; collective.
+
+    Those that share a sample keep it together with the others; with parts of their own (hybrid)
+    they are among the copies.
+    """
+    parts = plan.mesh.degree(SHARD)
+    lines: dict[int, list[int]] = {}
     for rank in range(plan.ranks):
-        place = plan.mesh.coordinate(rank)
-        grid[tuple(place.get(name, 0) for name in names)] = rank
-    return DeviceMesh(world.device.type, grid, mesh_dim_names=tuple(names))
+        lines.setdefault(plan.mesh.coordinate(rank).get(SHARD, 0), []).append(rank)
+    if parts == 1:
+        ranks, names = torch.tensor(lines[0], dtype=torch.int), ("data",)
+        return DeviceMesh(world.device.type, ranks, mesh_dim_names=names)
+    grid = torch.tensor([lines[part] for part in range(parts)], dtype=torch.int).T.contiguous()
+    return DeviceMesh(world.device.type, grid, mesh_dim_names=("data", SHARD))

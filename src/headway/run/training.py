@@ -163,7 +163,7 @@ class Training:
     def _cut(self) -> None:
         """Each rank keeps its stages or parts of layers, before a checkpoint is read."""
         self._inventory: Inventory | None = None
-        if self._plan.split.tensor or (self._plan.memory.zero and self._plan.data_degree > 1):
+        if self._plan.split.tensor or (self._plan.memory.zero and self._plan.ranks > 1):
             self._inventory = Inventory(self._world)
         if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
             return
