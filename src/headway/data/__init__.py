@@ -16,12 +16,18 @@ _HOMES = {
     "CachedSource": "headway.data.cache",
     "Cursor": "headway.data.cursor",
     "DatasetSource": "headway.data.source",
+    "Hdf5Slabs": "headway.data.slab_readers",
     "Loader": "headway.data.loader",
     "MemmapSource": "headway.data.source",
     "MicroBatch": "headway.data.loader",
+    "NpySlabs": "headway.data.slab_readers",
     "Order": "headway.data.order",
     "RankBatch": "headway.data.loader",
     "SeededSource": "headway.data.source",
+    "SlabCut": "headway.data.slabs",
+    "SlabReader": "headway.data.slab_readers",
+    "SlabSource": "headway.data.slabs",
+    "SlabStore": "headway.data.slab_store",
     "Source": "headway.data.source",
     "TensorSource": "headway.data.source",
     "as_source": "headway.data.source",
@@ -36,12 +42,18 @@ __all__ = [
     "CachedSource",
     "Cursor",
     "DatasetSource",
+    "Hdf5Slabs",
     "Loader",
     "MemmapSource",
     "MicroBatch",
+    "NpySlabs",
     "Order",
     "RankBatch",
     "SeededSource",
+    "SlabCut",
+    "SlabReader",
+    "SlabSource",
+    "SlabStore",
     "Source",
     "TensorSource",
     "as_source",
@@ -55,6 +67,9 @@ if TYPE_CHECKING:
     from headway.data.cursor import Cursor, take
     from headway.data.loader import Loader, MicroBatch, RankBatch
     from headway.data.order import Order
+    from headway.data.slab_readers import Hdf5Slabs, NpySlabs, SlabReader
+    from headway.data.slab_store import SlabStore
+    from headway.data.slabs import SlabCut, SlabSource
     from headway.data.source import (
         ArraySource,
         DatasetSource,

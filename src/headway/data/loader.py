@@ -98,7 +98,7 @@ class Loader:
         epochs: int | None = None,
         limit: int | None = None,
     ) -> None:
-        self._length = _checked_length(source, split.samples, limit)
+        self._length = checked_length(source, split.samples, limit)
         take(cursor, self._length, split.samples, drop_last)
         self._split, self._rank, self._ranks = split, rank, ranks
         self._cursor, self._drop_last, self._epochs = cursor, drop_last, epochs
@@ -160,7 +160,12 @@ class Loader:
             cursor = after
 
 
-def _checked_length(source: Source, batch: int, limit: int | None) -> int:
+def checked_length(source: Source, batch: int, limit: int | None = None) -> int:
+    """Samples of an epoch.
+
+    Raises:
+        DataError: There are none, or less than one batch of them.
+    """
     length = len(source) if limit is None else min(len(source), limit)
     if length == 0:
         raise DataError(

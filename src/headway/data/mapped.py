@@ -96,7 +96,7 @@ class MemmapSource:
                     self.path, self.dtype, mode="r", offset=self.offset, shape=(self._tokens,)
                 )
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise unreadable(self.path, error) from error
             windows = sliding_window_view(tokens.view(np.ndarray), self.window + 1)
             self._windows = windows[:: self.window]
         return self._windows
@@ -119,7 +119,7 @@ class ArraySource:
 
     def __init__(self, *paths: str | Path) -> None:
         self.paths = tuple(Path(path) for path in paths)
-        self._arrays: tuple[Array, ...] | None = tuple(_open_npy(path) for path in self.paths)
+        self._arrays: tuple[Array, ...] | None = tuple(open_npy(path) for path in self.paths)
         self._sizes = tuple(_size(path) for path in self.paths)
         lengths = [len(array) for array in self._arrays]
         if len(set(lengths)) != 1:
@@ -143,9 +143,9 @@ class ArraySource:
         for path, size in zip(self.paths, self._sizes, strict=True):
             _size(path, size)
         if self._arrays is None:
-            self._arrays = tuple(_open_npy(path) for path in self.paths)
+            self._arrays = tuple(open_npy(path) for path in self.paths)
         rows = np.asarray(indices, dtype=np.int64)
-        tensors = tuple(torch.from_numpy(_native(array[rows])) for array in self._arrays)
+        tensors = tuple(torch.from_numpy(native(array[rows])) for array in self._arrays)
         return tensors[0] if len(tensors) == 1 else tensors
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,12 +153,17 @@ class ArraySource:
         return self.__dict__ | {"_arrays": None}
 
 
-def _open_npy(path: Path) -> Array:
+def open_npy(path: Path) -> Array:
+    """The mapped array of a .npy file.
+
+    Raises:
+        DataError: It is missing, or holds no array of numbers.
+    """
     _size(path)
     try:
         array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except (ValueError, EOFError) as error:
         raise DataError(
             "not a sound .npy file",
@@ -175,7 +180,7 @@ def _open_npy(path: Path) -> Array:
     return array
 
 
-def _native(array: Array) -> Array:
+def native(array: Array) -> Array:
     """In the byte order of this machine: torch knows no other."""
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
@@ -185,7 +190,7 @@ def _size(path: Path, needed: int = 0) -> int:
     try:
         size = os.stat(path).st_size
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if size < needed:
         raise DataError(
             "data file was cut short",
@@ -196,7 +201,8 @@ def _size(path: Path, needed: int = 0) -> int:
     return size
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error of a file that the system does not open."""
     return DataError(
         "data file cannot be read",
         where=str(path),

@@ -1,0 +1,253 @@
+"""Files of large samples, of which a rank reads its own slab only.
+
+A slab is a box of a sample: one range for each dimension. A file is opened for each read and closed
+behind it (1 ms for HDF5), so that nothing is held across a fork, in a pickle or over a replaced
+file; ranks read disjoint slabs of one file independently of each other. Oyama et al. 2020, "The
+Case for Strong Scaling in Deep Learning" (LBANN's HDF5 reader reads hyperslabs through MPI-IO; one
+file opened by each rank needs no MPI).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.mapped import native, open_npy, unreadable
+from headway.errors import DataError, MissingExtra
+from headway.graph.ranges import Range
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+_PAGE = 4096
+"""Bytes that a disk is asked for at least."""
+
+
+class SlabReader(Protocol):
+    """Random access to boxes of samples of one shape and one type."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of a whole sample."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its numbers, in the byte order of this machine."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def read(self, sample: int, ranges: Sequence[Range]) -> Array:
+        """A box of a sample, in memory of its own; `ranges` has one for each dimension."""
+        ...
+
+
+class _Files(ABC):
+    """One array per file and sample, or one array whose rows are the samples.
+
+    The first file says what shape and type a sample has, unless `shape` does; every other one is
+    held against it when it is read.
+    """
+
+    _in = ""
+    """Where in a file the array is, for errors."""
+
+    def __init__(self, paths: str | Path | Sequence[str | Path], shape: Shape | None) -> None:
+        self._rows = isinstance(paths, str | Path)
+        self.paths = (Path(paths),) if isinstance(paths, str | Path) else tuple(map(Path, paths))
+        if not self.paths:
+            raise DataError("no files", fix="Give the files of the samples, one for each.")
+        with self._opened(self.paths[0]) as array:
+            self._shape, self._dtype = self._of_a_sample(array), np.dtype(array.dtype)
+            self._length = int(array.shape[0]) if self._rows else len(self.paths)
+            self._check_numbers(self.paths[0])
+            if shape is not None:
+                self._shape = tuple(shape)
+                self._check(self.paths[0], array)
+
+    @property
+    def shape(self) -> Shape:
+        """Of a whole sample."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its numbers, in the byte order of this machine."""
+        native_order: np.dtype[Any] = self._dtype.newbyteorder("=")
+        return native_order
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, sample: int, ranges: Sequence[Range]) -> Array:
+        """A box of a sample, in memory of its own.
+
+        Raises:
+            DataError: The file is missing, damaged, or holds something else; or there is no such
+                sample or box.
+        """
+        box = self._box(sample, ranges)
+        path = self.paths[0 if self._rows else sample]
+        with self._opened(path) as array:
+            self._check(path, array)
+            return native(np.array(array[(sample, *box) if self._rows else box]))
+
+    @abstractmethod
+    def _opened(self, path: Path) -> AbstractContextManager[Any]:
+        """The array of a file, which has shape and dtype and reads what it is indexed with."""
+
+    def _of_a_sample(self, array: Any) -> Shape:
+        return tuple(int(size) for size in array.shape[self._rows :])
+
+    def _box(self, sample: int, ranges: Sequence[Range]) -> tuple[slice, ...]:
+        inside = len(ranges) == len(self._shape) and all(
+            0 <= start <= stop <= size
+            for (start, stop), size in zip(ranges, self._shape, strict=True)
+        )
+        if not inside or not 0 <= sample < self._length:
+            raise DataError(
+                f"no box {tuple(ranges)} of sample {sample}",
+                where=f"{self.paths[0]}{self._in}",
+                why=f"There are {self._length} samples of shape {self._shape}.",
+            )
+        return tuple(slice(start, stop) for start, stop in ranges)
+
+    def _check_numbers(self, path: Path) -> None:
+        if self._dtype.kind not in "biufc":
+            raise DataError(
+                f"values of type {self._dtype}",
+                where=f"{path}{self._in}",
+                fix="Give an array of numbers.",
+            )
+
+    def _check(self, path: Path, array: Any) -> None:
+        found, kind = self._of_a_sample(array), np.dtype(array.dtype).newbyteorder("=")
+        if found == self._shape and kind == self.dtype:
+            return
+        raise DataError(
+            f"a sample of shape {found} and type {kind}",
+            where=f"{path}{self._in}",
+            why=f"Expected are shape {self._shape} and type {self.dtype}.",
+            fix="Give files of one kind, or correct `shape`.",
+        )
+
+
+@final
+class Hdf5Slabs(_Files):
+    """Samples in HDF5 files.
+
+    Args:
+        paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
+        dataset: Name of the data set in a file: "full".
+        shape: Of a sample, to be checked; None: that of the first file.
+
+    Raises:
+        MissingExtra: The h5py package is not installed.
+        DataError: The first file is missing or damaged, or has not what was asked for.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        dataset: str,
+        *,
+        shape: Shape | None = None,
+    ) -> None:
+        self.dataset, self._in = dataset, f", data set {dataset!r}"
+        super().__init__(paths, shape)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        h5py = _h5py()
+        _stat(path)
+        with _sound(path), _open_h5(h5py, path) as file:
+            found = file.get(self.dataset)
+            if not isinstance(found, h5py.Dataset) or found.ndim < 1:
+                names: list[str] = []
+                file.visititems(lambda name, what: _note(names, name, what, h5py))
+                raise DataError(
+                    f"no data set {self.dataset!r}" if found is None else "no array",
+                    where=f"{path}{'' if found is None else self._in}",
+                    why=f"The file holds {', '.join(map(repr, names[:20])) or 'no data sets'}.",
+                    fix="Correct the name, or the list of files.",
+                )
+            yield found
+
+
+@final
+class NpySlabs(_Files):
+    """Samples in .npy files, which are mapped into memory: only the pages of the slab are read.
+
+    Args:
+        paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
+        shape: Of a sample, to be checked; None: that of the first file.
+
+    Raises:
+        DataError: The first file is missing or damaged, or has another shape.
+    """
+
+    def __init__(
+        self, paths: str | Path | Sequence[str | Path], *, shape: Shape | None = None
+    ) -> None:
+        super().__init__(paths, shape)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        # Its length is held against the header now: a shorter file would kill the process.
+        yield open_npy(path)
+
+
+def _h5py() -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        raise MissingExtra(
+            "HDF5 files cannot be read",
+            why=f"The h5py package cannot be imported ({error}).",
+            fix="pip install headway[hdf5]",
+        ) from None
+
+
+def _open_h5(h5py: Any, path: Path) -> Any:
+    # HDF5 reads ahead 64 KiB for every run of a slab that is shorter: four times a slab of 16 KiB.
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_sieve_buf_size(_PAGE)
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=access))
+
+
+def _note(names: list[str], name: str, what: Any, h5py: Any) -> None:
+    if isinstance(what, h5py.Dataset):
+        names.append(name)
+
+
+def _stat(path: Path) -> None:
+    """Raise unless a file is there: HDF5's own text of that is three lines long."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Name the file in what HDF5 raises of damaged ones."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise DataError(
+            "not a sound HDF5 file",
+            where=str(path),
+            why=str(error),
+            fix="It was cut short or damaged, or is no HDF5 file: restore it.",
+        ) from error
