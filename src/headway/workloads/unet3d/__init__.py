@@ -1,0 +1,1 @@
+"""Segmentation of volumes by a 3-D U-Net."""

@@ -1,0 +1,105 @@
+"""Cortex, deep grey matter and cerebellum of heads, in a size for CPUs.
+
+    headway train unet3d -n 2
+
+`--set arguments.variant=cicek` or `mlperf` gives the published models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Adam, Optimizer
+
+from headway.data.source import Source
+from headway.errors import RecipeError
+from headway.run.recipe import Recipe, criterion
+from headway.workloads.unet3d.data import CLASSES, source
+from headway.workloads.unet3d.dice import cross_entropy_and_dice, dice_of_classes
+from headway.workloads.unet3d.model import SMALL_WIDTHS, CicekUNet, MLPerfUNet
+
+IMAGES = 2
+Variant = Literal["small", "cicek", "mlperf"]
+
+
+def recipe(
+    *,
+    variant: Variant = "small",
+    width: int = 32,
+    samples: int = 63,
+    validation_samples: int = 8,
+    batch: int = 2,
+    steps: int = 80,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    volumes: str | Path | None = None,
+) -> Recipe:
+    """A segmentation of cubes of heads.
+
+    Args:
+        variant: "small" (85,420 parameters), "cicek" (batch normalisation, which depends on how a
+            batch is split into micro-batches; cross-entropy) or "mlperf" (instance normalisation;
+            cross-entropy and Dice, as "small").
+        width: Voxels along each side of a sample.
+        samples: Heads, or cubes of the real one, to train on.
+        validation_samples: Further ones.
+        batch: Samples of an optimiser step.
+        steps: Optimiser steps.
+        learning_rate: Adam's.
+        seed: Decides initial parameters, order and samples.
+        volumes: Folder of the real head, see `data`; None: phantoms.
+
+    Raises:
+        RecipeError: There is no such variant.
+    """
+    models: dict[str, Callable[[], nn.Module]] = {
+        "small": partial(MLPerfUNet, IMAGES, len(CLASSES), widths=SMALL_WIDTHS),
+        "cicek": partial(CicekUNet, IMAGES, len(CLASSES)),
+        "mlperf": partial(MLPerfUNet, IMAGES, len(CLASSES)),
+    }
+    if variant not in models:
+        raise RecipeError(f"no variant {variant!r}", fix=f"choose one of {', '.join(models)}")
+    data = partial(source, width=width, volumes=volumes, seed=seed)
+    validation = partial(data, "validation", count=validation_samples)
+    loss = functional.cross_entropy if variant == "cicek" else cross_entropy_and_dice
+    made = f"phantoms made from seed {seed}" if volumes is None else volumes
+    return Recipe(
+        name=f"unet3d {variant} {width}^3 on {made}",
+        model=models[variant],
+        data=partial(data, "train", count=samples),
+        validation=validation,
+        loss=criterion(loss),
+        optimizer=partial(adam, learning_rate=learning_rate),
+        batch=batch,
+        stop=f"{steps} steps",
+        seed=seed,
+        validate_every=max(1, steps // 4),
+        showcase=partial(scores, validation),
+    )
+
+
+def adam(model: nn.Module, *, learning_rate: float) -> Optimizer:
+    """Adam of all parameters."""
+    return Adam(model.parameters(), lr=learning_rate)
+
+
+@torch.no_grad()
+def scores(data: Callable[[], Source], model: nn.Module) -> str:
+    """Dice of each class, the mean over validation samples, and the mean without the first."""
+    samples = data()
+    like = next(model.parameters())
+    found = torch.zeros(len(CLASSES))
+    for index in range(len(samples)):
+        images, labels = samples.read([index])
+        said = model(images.to(device=like.device, dtype=like.dtype)).float().cpu()
+        found += dice_of_classes(said, labels) / len(samples)
+    rows = zip(CLASSES, found.tolist(), strict=True)
+    lines = [f"{name:10} {score:.3f}" for name, score in rows]
+    mean = float(found[1:].mean())
+    return "\n".join(["Dice on validation samples", *lines, f"mean of the last three {mean:.3f}"])

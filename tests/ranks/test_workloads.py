@@ -1,0 +1,38 @@
+"""ranks: the bundled workloads train, and split as plans say they are the serial run."""
+
+import pytest
+
+from support.commands import events, headway
+
+COSMOFLOW = ("arguments.width=16", "arguments.samples=9", "batch=4")
+UNET = ("arguments.width=16", "arguments.samples=5", "batch=2")
+RESNET = ("arguments.width=8", "arguments.samples=20", "batch=8")
+
+
+def sets(*changes):
+    return [word for change in changes for word in ("--set", change)]
+
+
+@pytest.mark.parametrize(
+    ("workload", "ranks", "changes"),
+    [
+        ("cosmoflow", 4, (*COSMOFLOW, "arguments.dropout=0.5", "split.spatial=[2, 1, 1]")),
+        ("unet3d", 2, (*UNET, "split.spatial=[2, 1, 1]")),
+        ("resnet", 2, RESNET),
+    ],
+    ids=["cosmoflow in slabs, twice", "unet3d in slabs", "resnet"],
+)
+def test_workloads_are_the_serial_run(tmp_path, workload, ranks, changes):
+    done = headway("verify", workload, "-n", str(ranks), *sets(*changes), cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "equal" in done.out
+
+
+def test_a_workload_trains_by_its_short_name(tmp_path):
+    done = headway(
+        "train", "unet3d", "-n", "2", "--directory", "run",
+        *sets(*UNET, "stop=4", "arguments.validation_samples=2"), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    assert "Dice on validation samples" in done.err
+    assert len(events(tmp_path / "run", "step")) == 4
