@@ -206,7 +206,7 @@ def _illegal_values(plan: Plan) -> list[str]:
     )
     found.extend(
         f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only "
-        f"{', '.join(known[:-1])} and {known[-1]}"
+        f"{', '.join(('data', *known[1:-1]))} and {known[-1]}"
         for a in plan.mesh.axes
         if a.name not in known and a.size > 1
     )
