@@ -278,7 +278,8 @@ def check_needs(grid: TensorGrid, needs: Sequence[Need]) -> None:
         "the model cannot be split so",
         problems=problems,
         where=f"tensor grid {grid.form} " + " x ".join(f"{a}={n}" for a, n in grid.sizes),
-        fix=f"Degrees that suit all of it: {_common(grid, needs)}.",
+        fix=f"Degrees that suit all of it: {_common(grid, needs)}. Or leave these layers whole: "
+        'whole=["NAME"], in a plan or recipe split.whole.',
     )
 
 
