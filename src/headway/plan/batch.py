@@ -72,8 +72,9 @@ class BatchSplit:
             ranks: Size of the data axis.
             samples: As for `share`.
         """
-        shares = {len(self.share(rank, ranks, samples)) for rank in range(ranks)}
-        return len(self.microbatches(range(max(shares))))
+        holders = range(ranks) if self.shares else range(1)  # of even shares the first is largest
+        most = max(len(self.share(rank, ranks, samples)) for rank in holders)
+        return len(self.microbatches(range(most)))
 
     def largest(self, ranks: int) -> int | None:
         """Most samples of a micro-batch; None: not limited."""

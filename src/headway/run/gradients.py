@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ class Gradients:
         self._clip = clip
         self._seed = seed
         self._weight = weight / plan.mesh.degree(SPACE)  # all of them hold the whole loss
+        self._place()
         self._all = dict(model.named_parameters())
         self._parameters: dict[str, nn.Parameter] = {}
         self._exchange: AdaptiveExchange | None = None
@@ -133,6 +134,9 @@ class Gradients:
     def whole(self) -> nn.Module:
         """The model; after `make_whole` it is whole on rank 0."""
         return self._model
+
+    def _place(self) -> None:
+        """Make what is needed before the parameters are looked at; collective."""
 
     def calling(self) -> contextlib.AbstractContextManager[None]:
         """Around every call of the loss."""
@@ -254,9 +258,27 @@ class Gradients:
         """Limit the global norm."""
         assert self._clip is not None
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
-        self._record.norm = float(norm)
-        if not math.isfinite(self._record.norm):
-            raise self._diverged(f"the norm of the gradients is {self._record.norm}")
+        self._note_norm(float(norm))
+
+    def _limit(self, square: float, gradients: Iterable[Tensor]) -> None:
+        """Scale gradients down to the largest norm.
+
+        Args:
+            square: Of the norm of all of them, over all ranks.
+            gradients: Of this rank.
+        """
+        assert self._clip is not None
+        norm = math.sqrt(square)
+        self._note_norm(norm)
+        factor = self._clip / (norm + 1e-6)  # torch's
+        if factor < 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    def _note_norm(self, norm: float) -> None:
+        self._record.norm = norm
+        if not math.isfinite(norm):
+            raise self._diverged(f"the norm of the gradients is {norm}")
 
     def update(self) -> None:
         """The optimiser's and the scheduler's step."""

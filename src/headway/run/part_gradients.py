@@ -7,7 +7,6 @@ can be made without undoing what has been done to the modules.
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -33,16 +32,10 @@ class PartGradients(Gradients):
         return tensor
 
     def clip(self) -> None:
-        assert self._clip is not None
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         with self.exchanging():
-            self._record.norm = math.sqrt(float(square_of_norm(gradients)))
-        if not math.isfinite(self._record.norm):
-            raise self._diverged(f"the norm of the gradients is {self._record.norm}")
-        factor = self._clip / (self._record.norm + 1e-6)  # torch's
-        if factor < 1.0:
-            for gradient in gradients.values():
-                gradient.mul_(factor)
+            square = float(square_of_norm(gradients))
+        self._limit(square, gradients.values())
 
     def numbers(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}

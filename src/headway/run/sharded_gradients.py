@@ -11,10 +11,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from headway.parallel.state_sharding import ShardedState
 from headway.plan import Plan
@@ -29,32 +26,19 @@ from headway.run.world import World
 class ShardedGradients(PartGradients):
     """As `Gradients`; the arguments are the same. The model is sharded in place."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        *,
-        plan: Plan,
-        world: World,
-        clip: float | None,
-        seed: int,
-        weight: float = 1.0,
-    ) -> None:
-        self._skeleton = skeleton(model)
+    def _place(self) -> None:
+        plan, world = self._plan, self._world
+        self._skeleton = skeleton(self._model)
         assert plan.memory.zero
         with world.explained("sharding the model's state"):
             self.sharded = ShardedState(
-                model,
-                optimizer,
+                self._model,
+                self._optimizer,
                 mesh_of(plan, world),
                 plan.memory.zero,
                 counted=plan.mesh.degree(SPACE),
             )
         give_back_freed_memory()
-        super().__init__(
-            model, optimizer, scheduler, plan=plan, world=world, clip=clip, seed=seed, weight=weight
-        )
 
     def calling(self) -> contextlib.AbstractContextManager[None]:
         return self.sharded.called()

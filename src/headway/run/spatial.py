@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from headway.parallel.spatial import SpatialContext
 from headway.plan import Plan
 from headway.plan.layer_split import SPACE
+from headway.run.meshes import refined_mesh
 from headway.run.recipe import Loss
 from headway.run.trees import map_tensors
 from headway.run.world import World
@@ -29,19 +28,12 @@ class SpatialInputs:
 
     def __init__(self, plan: Plan, world: World) -> None:
         sizes = plan.split.spatial
-        others = [axis for axis in plan.mesh.axes if axis.name != SPACE]
-        at = plan.mesh.names.index(SPACE)
-        shape = [axis.size for axis in plan.mesh.axes]
-        shape[at : at + 1] = sizes
-        dims = [f"{SPACE}_{number}" for number in range(len(sizes))]
-        names = [axis.name for axis in others]
-        names[at:at] = dims
-        ranks = torch.arange(plan.ranks, dtype=torch.int).view(shape)
+        axes = {f"{SPACE}_{number}": size for number, size in enumerate(sizes)}
         with world.explained("making the groups that split samples"):
-            mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(names))
+            mesh = refined_mesh(plan, world, SPACE, axes)
             groups = {
-                number - len(sizes): mesh.get_group(dim)
-                for number, (dim, size) in enumerate(zip(dims, sizes, strict=True))
+                number - len(sizes): mesh.get_group(name)
+                for number, (name, size) in enumerate(axes.items())
                 if size > 1
             }
         self._least = len(sizes) + 1

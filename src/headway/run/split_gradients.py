@@ -11,22 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from headway.checkpoint.staging import local
 from headway.data import RankBatch
 from headway.errors import HeadwayError
 from headway.parallel.state_sharding import follow_parameters
 from headway.parallel.tensor import Decisions, Grid, Split, obey, survey
-from headway.plan import Plan
 from headway.plan.layer_split import TENSOR
 from headway.run.memory import give_back_freed_memory
+from headway.run.meshes import refined_mesh
 from headway.run.part_gradients import PartGradients, skeleton
 from headway.run.randomness import Sites
-from headway.run.world import World
 
 BUCKET = 25 * 2**20
 """Bytes that are summed at once."""
@@ -42,27 +38,13 @@ class SplitGradients(PartGradients):
     split: Split | None = None
     _sites: Sites | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        *,
-        plan: Plan,
-        world: World,
-        clip: float | None,
-        seed: int,
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(
-            model, optimizer, scheduler, plan=plan, world=world, clip=clip, seed=seed, weight=weight
-        )
-        grid = plan.split.grid
+    def _place(self) -> None:
+        plan, grid = self._plan, self._plan.split.grid
         assert grid is not None
-        with world.explained("making the groups that split layers"):
-            mesh = _mesh(plan, world)
-            names = [f"{TENSOR}_{axis}" for axis in grid.axes]
-            self._grid = Grid.of(grid, mesh[tuple(names)])
+        axes = {f"{TENSOR}_{axis}": size for axis, size in grid.sizes}
+        with self._world.explained("making the groups that split layers"):
+            mesh = refined_mesh(plan, self._world, TENSOR, axes)
+            self._grid = Grid.of(grid, mesh[tuple(axes)])
             self._copies = mesh.get_group(plan.exchange.axis) if plan.data_degree > 1 else None
 
     def divide(
@@ -164,19 +146,3 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.nbytes
     if part:
         yield part
-
-
-def _mesh(plan: Plan, world: World) -> DeviceMesh:
-    """All ranks: the axes of the plan, that of the tensor split by those of its grid."""
-    grid = plan.split.grid
-    assert grid is not None
-    names, sizes = list[str](), list[int]()
-    for axis in plan.mesh.axes:
-        if axis.name == TENSOR:
-            names += [f"{TENSOR}_{own}" for own in grid.axes]
-            sizes += [size for _, size in grid.sizes]
-        else:
-            names.append(axis.name)
-            sizes.append(axis.size)
-    ranks = torch.arange(plan.ranks, dtype=torch.int).view(sizes)
-    return DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(names))

@@ -7,7 +7,6 @@ and optimiser state have memory on the ranks that hold them, and nowhere else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -91,25 +90,16 @@ class StageGradients(Gradients):
 
     def clip(self) -> None:
         """Limit the global norm, to which every parameter counts once."""
-        assert self._clip is not None
         assert self.homes is not None
+        trained = {name: self._all[name].grad for name in self.homes.trained}
+        gradients = {name: grad for name, grad in trained.items() if grad is not None}
         square = torch.zeros((), dtype=torch.float64)
-        for name in self.homes.trained:
-            gradient = self._all[name].grad
-            if gradient is not None:
-                norm = torch.linalg.vector_norm(gradient).double().cpu()
-                square += norm.square() / len(self.homes.trainers[name])
+        for name, gradient in gradients.items():
+            norm = torch.linalg.vector_norm(gradient).double().cpu()
+            square += norm.square() / len(self.homes.trainers[name])
         with self.exchanging():
             dist.all_reduce(square)
-        self._record.norm = math.sqrt(float(square))
-        if not math.isfinite(self._record.norm):
-            raise self._diverged(f"the norm of the gradients is {self._record.norm}")
-        factor = self._clip / (self._record.norm + 1e-6)  # torch's
-        if factor < 1.0:
-            for name in self.homes.trained:
-                gradient = self._all[name].grad
-                if gradient is not None:
-                    gradient.mul_(factor)
+        self._limit(float(square), gradients.values())
 
     def step(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
         """STEP of a table with a flush: nothing, `update` steps all stages at once."""
