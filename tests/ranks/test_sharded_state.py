@@ -13,7 +13,7 @@ from headway.errors import PlanError
 from headway.plan import Exchange, data_parallel
 from headway.run.executor import Executor
 from headway.run.world import World
-from support.commands import headway, newest_tensors
+from support.commands import headway, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import (
@@ -112,23 +112,9 @@ def test_a_batch_of_fewer_samples_than_ranks():
 
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
     """Copies of parts, then parts, then one process, as one process throughout."""
-    double = "precision='float64'"
-    for steps, processes, kept in (
-        (3, 4, ("zero=3", "shards=2")),
-        (6, 3, ("zero=1",)),
-        (8, 1, ()),
-    ):
-        values = [w for v in (double, f"stop={steps}", *kept) for w in ("--set", v)]
-        resume = ["--resume"] if steps > 3 else []
-        done = headway(
-            "train", "support.recipes:mlp", "-n", str(processes), "-d", "parts",
-            *values, *resume, cwd=tmp_path,
-        )  # fmt: skip
-        assert done.code == 0, done.err
-    whole = ("train", "support.recipes:mlp", "-n", "1", "-d", "whole", "--set", double)
-    assert headway(*whole, cwd=tmp_path).code == 0
-    found = newest_tensors(tmp_path / "parts")
-    for name, tensor in newest_tensors(tmp_path / "whole").items():
+    stages = ((3, 4, ("zero=3", "shards=2")), (6, 3, ("zero=1",)), (8, 1, ()))
+    found, whole = resumed(tmp_path, "support.recipes:mlp", stages)
+    for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
 
 

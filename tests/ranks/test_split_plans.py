@@ -12,7 +12,7 @@ from headway.plan import LayerSplit, data_parallel
 from headway.plan.mechanisms import check_mechanisms
 from headway.run.executor import Executor
 from headway.run.world import World
-from support.commands import headway, newest_tensors
+from support.commands import headway, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.split_recipes import (
@@ -112,23 +112,9 @@ def test_split_samples_with_sharded_state(kept):
 
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
     """Sharded state, then a cuboid, then one process, as one process throughout."""
-    double = "precision='float64'"
-    for steps, processes, split in (
-        (3, 2, ("zero=3",)),
-        (6, 4, ("split.tensor=[1, 2, 2]",)),
-        (8, 1, ()),
-    ):
-        values = [w for v in (double, f"stop={steps}", *split) for w in ("--set", v)]
-        resume = ["--resume"] if steps > 3 else []
-        done = headway(
-            "train", "support.split_recipes:speaker", "-n", str(processes), "-d", "parts",
-            *values, *resume, cwd=tmp_path,
-        )  # fmt: skip
-        assert done.code == 0, done.err
-    whole = ("train", "support.split_recipes:speaker", "-n", "1", "-d", "whole", "--set", double)
-    assert headway(*whole, cwd=tmp_path).code == 0
-    found = newest_tensors(tmp_path / "parts")
-    for name, tensor in newest_tensors(tmp_path / "whole").items():
+    stages = ((3, 2, ("zero=3",)), (6, 4, ("split.tensor=[1, 2, 2]",)), (8, 1, ()))
+    found, whole = resumed(tmp_path, "support.split_recipes:speaker", stages)
+    for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-11, msg=name)
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,3 +108,26 @@ def none_left(run: Path, seconds: float = 6) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def resumed(
+    cwd: Path, recipe: str, stages: Iterable[tuple[int, int, tuple[str, ...]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last checkpoints of a run in stages, and of one process throughout; float64.
+
+    Args:
+        cwd: Gets both run directories.
+        recipe: Its last step is that of the last stage.
+        stages: (step at which it stops, processes, settings) of each.
+    """
+    double = "precision='float64'"
+    for number, (steps, processes, settings) in enumerate(stages):
+        words = [w for v in (double, f"stop={steps}", *settings) for w in ("--set", v)]
+        done = headway(
+            "train", recipe, "-n", str(processes), "-d", "parts", *words,
+            *(["--resume"] if number else []), cwd=cwd,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    done = headway("train", recipe, "-n", "1", "-d", "whole", "--set", double, cwd=cwd)
+    assert done.code == 0, done.err
+    return newest_tensors(cwd / "parts"), newest_tensors(cwd / "whole")
