@@ -79,6 +79,7 @@ def run(
     arguments: tuple[Any, ...] = (),
     timeout: float = 600.0,
     threads: int = 1,
+    prepare: Callable[[Emulated], None] | None = None,
 ) -> Results:
     """Run body(world, *arguments) on every rank; raises what a rank raised.
 
@@ -91,12 +92,15 @@ def run(
         arguments: Anything that pickles, as must the results.
         timeout: Seconds for everything.
         threads: Of torch, in each rank.
+        prepare: Called with the links before any rank starts.
     """
     given = cluster or Cluster.of(nodes, per_node, rate=rate)
     with ExitStack() as stack:
         emulated = None
         if cluster is not None or rate is not None:
             emulated = stack.enter_context(Emulation(given))
+            if prepare is not None:
+                prepare(emulated)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-bench-")))
         job = _Job(given, emulated, folder, body, arguments, threads)
         _wait(job, timeout)

@@ -1,14 +1,14 @@
 """Predicted against measured step time of five models on this machine, two processes.
 
-    python benchmarks/prediction_here.py [--rounds 2] [--out runs.json]
+    python benchmarks/prediction_here.py [--rounds 3] [--seconds 12] [--steps 6] [--others]
 
-Measures the machine (`headway cluster measure -n 2`), prices for each model data parallelism and a
-pipeline with that file alone, and trains each plan for some steps. None of the models is in the
-measurement. The measurement is repeated in front of every round and the runs come in between, so
-that both see the machine in the same state. A plan's prediction is the median over the rounds'
-files, its measured time the median over the rounds of the median of a round's steps: files say what
-usually is. The lower quartile is printed beside it. What ran while other programs used more than
-a fifth of a core is repeated once. Ctrl-C ends with what is known.
+Two ranks take turns: they measure the machine as `headway cluster measure -n 2` does, then train
+some steps of each model, with data parallelism and as a pipeline, and so on, so that both see the
+machine in the same states: its pace changes by a fifth within minutes. Each measurement alone
+prices every plan; the prediction of a plan is the median over the rounds, its measured time the
+median over the steps of all rounds. None of the models is in the measurement. `--others` takes five
+other models, at which nobody looked while the cost model was made. Ctrl-C and SIGTERM end with what
+is known after a whole round.
 """
 
 from __future__ import annotations
@@ -16,93 +16,74 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from headway.cli.optimizer_cost import with_optimizer
-from headway.cluster import find_cluster
+from headway.cluster import Cluster
+from headway.cost.measured import cluster_of_readings
 from headway.cost.presets import machine_of
+from headway.data import RankBatch
 from headway.plan import Pipeline, Plan, data_parallel, pipelined
 from headway.planner.binding import parts
 from headway.planner.operators import Workload
 from headway.planner.planned import point_of
+from headway.planner.point import Point
 from headway.planner.search import Question, Search
+from headway.run.executor import Executor
+from headway.run.measuring import measure_in
 from headway.run.model_graph import graph_of
 from headway.run.recipe_file import load_recipe
+from headway.run.start import find_world
+from headway.run.world import World
 from headway.units import format_seconds
 
-MODELS = ("mlp", "transformer", "cnn", "unet", "dlrm")
-HERE = Path(__file__).parent
-HEADWAY = (sys.executable, "-m", "headway")
-WARM = 3
-"""Steps of a run that do not count."""
+MODELS = tuple(f"prediction_models:{n}" for n in ("mlp", "transformer", "cnn", "unet", "dlrm"))
+OTHERS = tuple(
+    f"prediction_others:{n}" for n in ("autoencoder", "vgg", "mobile", "encoder", "sequences")
+)
 PLANS = ("data", "pipe")
-QUIET, TRIES = 0.2, 2
-"""Cores that others may use meanwhile."""
-MARK = "HEADWAY_PREDICTION_HERE"
-"""In the environment of everything that a benchmark starts."""
+HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One plan of one model in one round; seconds."""
+@dataclass
+class Job:
+    """One plan of one model.
 
-    model: str
-    plan: str
-    predicted: float
-    parts: dict[str, float]
-    quartile: float
-    middle: float
-    others: float
-    measured: dict[str, float]
+    Attributes:
+        point: As each round's measurement prices it, with the parts of its step.
+        times: Of each counted step: its seconds, those of reading, and of kinds of instructions.
+    """
 
+    reference: str
+    kind: str
+    run: Executor
+    batches: Iterator[RankBatch]
+    predicted: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    times: list[dict[str, float]] = field(default_factory=list)
 
-def ran(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A command of headway, and how many cores others used meanwhile."""
-    ended, seconds = threading.Event(), [0.0]
-    watch = threading.Thread(target=_watch, args=(ended, seconds))
-    start = time.monotonic()
-    watch.start()
-    marked = {**os.environ, MARK: "1"}
-    done = subprocess.run(
-        [*HEADWAY, *words], cwd=HERE, env=marked, capture_output=True, text=True, check=False
-    )
-    ended.set()
-    watch.join()
-    return done, seconds[0] / (time.monotonic() - start)
-
-
-def _watch(ended: threading.Event, seconds: list[float]) -> None:
-    """Adds up the processor seconds of all processes that do not carry the mark."""
-    before = _others()
-    while not ended.wait(0.5):
-        now = _others()
-        seconds[0] += sum(max(0.0, spent - before.get(p, 0.0)) for p, spent in now.items())
-        before = now
-
-
-def _others() -> dict[str, float]:
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (
-                folder.name == str(os.getpid())
-                or MARK.encode() in (folder / "environ").read_bytes()
-            ):
-                continue
-            words = (folder / "stat").read_text().rpartition(")")[2].split()
-            found[folder.name] = sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK")
-    return found
+    def step(self) -> dict[str, float]:
+        start = time.perf_counter()
+        batch = next(self.batches)
+        begun = time.perf_counter()
+        self.run.step(batch)
+        found = {"step": time.perf_counter() - start, "data": begun - start}
+        for span in self.run.record.spans:
+            found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
+        return found
 
 
 def plan_of(kind: str, batch: int) -> Plan:
@@ -113,128 +94,153 @@ def plan_of(kind: str, batch: int) -> Plan:
     return pipelined(batch, processes=2, stages=2, pipeline=pipeline)
 
 
-def engine_of(model: str, cluster: Path) -> Search:
-    reference = f"prediction_models:{model}"
+@cache
+def captured(reference: str) -> tuple[Workload, int]:
     graph, samples, batch = graph_of(reference)
-    found = find_cluster(str(cluster))
-    machine = with_optimizer(machine_of(found), found, load_recipe(reference))
-    work = Workload(graph=graph, samples=samples)
+    return Workload(graph=graph, samples=samples), batch
+
+
+def engine_of(reference: str, cluster: Cluster) -> Search:
+    work, batch = captured(reference)
+    machine = with_optimizer(machine_of(cluster), cluster, load_recipe(reference))
     return Search(
         Question(work=work, machine=machine, devices=(2,), batch=batch, tensor=(1,), zero=(0,))
     )
 
 
-def measured(folder: Path) -> tuple[float, float, dict[str, float]]:
-    """(lower quartile, median) of the steps, and the medians of the parts of rank 0."""
-    lines = (folder / "ranks" / "rank-00000.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["event"] == "rank_step"][WARM:]
-    seconds = [row["seconds"] for row in rows]
-    names = ("compute", "exposed", "update", "data")
-    found = {name: median(row[name] for row in rows) for name in names}
-    return float(np.quantile(seconds, 0.25)), median(seconds), found
-
-
-def one(model: str, kind: str, cluster: Path, folder: Path) -> Row | None:
-    """Train a plan and price it; None where the model cannot be cut."""
-    engine = engine_of(model, cluster)
-    path = folder / f"{model}-{kind}.json"
-    plan = plan_of(kind, engine.question.batch)
+def priced(plan: Plan, engine: Search) -> tuple[float, dict[str, float]]:
     point = point_of(plan, engine)
-    if kind == "pipe":  # the cut that was priced is the one that runs
-        cut = tuple(engine.row[stage.start].module for stage in point.stages[1:])
-        plan = replace(plan, pipeline=replace(plan.pipeline, cut=cut))
-        point = point_of(plan, engine)
-    plan.save(path)
-    for _ in range(TRIES):
-        run = folder / f"run-{model}-{kind}-{time.monotonic_ns()}"
-        train = ("train", f"prediction_models:{model}", "-n", "2", "--plan", str(path))
-        done, others = ran(*train, "-d", str(run))
-        if done.returncode or others < QUIET:
-            break
-    if done.returncode:
-        print(f"{model} {kind}: {done.stderr.strip().splitlines()[-3:]}", flush=True)
-        return None
-    quartile, middle, found = measured(run)
-    return Row(
-        model=model,
-        plan=kind,
-        predicted=point.seconds,
-        parts={part.name: part.seconds for part in parts(engine.question, point)},
-        quartile=quartile,
-        middle=middle,
-        others=others,
-        measured=found,
+    return point.seconds, {part.name: part.seconds for part in parts(engine.question, point)}
+
+
+def with_cut(plan: Plan, engine: Search) -> Plan:
+    """With the cut that the cost model takes: what is priced is what runs."""
+    if plan.pipe_degree == 1:
+        return plan
+    point: Point = point_of(plan, engine)
+    cut = tuple(engine.row[stage.start].module for stage in point.stages[1:])
+    return replace(plan, pipeline=replace(plan.pipeline, cut=cut))
+
+
+def job_of(reference: str, kind: str, cluster: Cluster, world: World) -> Job:
+    """Ready to run; both ranks make the same, as the measurement is the same for both."""
+    recipe, engine = load_recipe(reference), engine_of(reference, cluster)
+    plan = with_cut(plan_of(kind, engine.question.batch), engine)
+    torch.manual_seed(recipe.seed)
+    model = recipe.model()
+    run = Executor(
+        model, recipe.optimizer(model), loss=recipe.loss, plan=plan, clip=recipe.clip, world=world
     )
+    return Job(reference, kind, run, iter(run.batches(recipe.data(), epochs=None)))
+
+
+def work(asked: argparse.Namespace) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    world, jobs = find_world(), list[Job]()
+    references = OTHERS if asked.others else MODELS
+    stamp = f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+    for number in range(asked.rounds):
+        start = time.perf_counter()
+        cluster = cluster_of_readings(measure_in(world, asked.seconds), stamp)
+        measured = time.perf_counter() - start
+        if not jobs:
+            jobs = [job_of(r, kind, cluster, world) for r in references for kind in PLANS]
+        for job in jobs:
+            world.barrier("the next plan")
+            for step in range(asked.steps + (3 if number == 0 else 1)):
+                found = job.step()
+                if step >= (3 if number == 0 else 1):
+                    job.times.append(found)
+        if world.rank == 0:
+            for job in jobs:
+                job.predicted.append(priced(job.run.plan, engine_of(job.reference, cluster)))
+            seconds = time.perf_counter() - start
+            print(f"round {number}: measured in {measured:.0f} of {seconds:.0f} s", flush=True)
+            told = [(j.reference, j.kind, j.predicted, j.times) for j in jobs]
+            asked.found.write_text(json.dumps(told))
+
+
+def processor_seconds() -> float:
+    """Of the whole machine since it started."""
+    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    ticks = list(map(int, words))
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def ranked(values: list[float]) -> np.ndarray:
     return np.argsort(np.argsort(values)).astype(float)
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[Any]) -> None:
     """Signed errors of each plan, their mean sizes, and the rank correlation."""
-    table = []
-    for model in MODELS:
+    table: list[tuple[str, float, float, float]] = []
+    for reference, kind, predicted, times in rows:
+        expected = median(seconds for seconds, _ in predicted)
+        steps = [found["step"] for found in times]
+        middle, quartile = median(steps), float(np.quantile(steps, 0.25))
+        table.append((kind, expected, middle, quartile))
+        names = dict.fromkeys(name for _, found in predicted for name in found)
+        said = {n: median(found.get(n, 0.0) for _, found in predicted) for n in names}
+        names = dict.fromkeys(name for found in times for name in found if name != "step")
+        seen = {n: median(found.get(n, 0.0) for found in times) for n in names}
+        print(
+            f"{reference.partition(':')[2]:12s} {kind:5s} predicted {format_seconds(expected):8s} "
+            f"measured {format_seconds(middle):8s} {expected / middle - 1:+6.1%}   quartile "
+            f"{format_seconds(quartile):8s} {expected / quartile - 1:+6.1%}"
+        )
+        for found in (said, seen):
+            shown = [f"{k} {format_seconds(v)}" for k, v in found.items() if v > 5e-4]
+            print(f"{'':18s} ({', '.join(shown)})")
+    for name, place in (("median", 2), ("quartile", 3)):
+        errors = [(row[0], abs(row[1] / row[place] - 1.0)) for row in table]
         for kind in PLANS:
-            same = [row for row in rows if (row.model, row.plan) == (model, kind)]
-            if not same:
-                continue
-            predicted, quartile, middle = (
-                median(getattr(row, name) for row in same)
-                for name in ("predicted", "quartile", "middle")
-            )
-            table.append((model, kind, predicted, quartile, middle))
-            shown = ", ".join(f"{k} {format_seconds(v)}" for k, v in same[-1].parts.items())
-            found = ", ".join(f"{k} {format_seconds(v)}" for k, v in same[-1].measured.items())
-            print(
-                f"{model:12s} {kind:5s} predicted {format_seconds(predicted):8s} measured "
-                f"{format_seconds(middle):8s} {predicted / middle - 1:+6.1%}   quartile "
-                f"{format_seconds(quartile):8s} {predicted / quartile - 1:+6.1%}   others "
-                f"{max(row.others for row in same):.2f} cores\n"
-                f"{'':18s} ({shown})\n{'':18s} ({found})"
-            )
-    facts: dict[str, Any] = {}
-    for name, place in (("median", 4), ("quartile", 3)):
-        errors = {(r[0], r[1]): r[2] / r[place] - 1.0 for r in table}
-        for kind in PLANS:
-            some = [abs(e) for (_, k), e in errors.items() if k == kind]
-            if some:
-                facts[f"{kind}, {name}"] = fmean(some)
-        facts[f"all, {name}"] = fmean(map(abs, errors.values()))
-    pair = [ranked([row[n] for row in table]) for n in (2, 4)]
-    facts["rank correlation"] = float(np.corrcoef(*pair)[0, 1])
-    return facts
+            print(f"mean error of {kind}, {name}: {fmean(e for k, e in errors if k == kind):.1%}")
+        print(f"mean error of all, {name}: {fmean(e for _, e in errors):.1%}")
+    pair = [ranked([row[n] for row in table]) for n in (1, 2)]
+    print(f"rank correlation: {float(np.corrcoef(*pair)[0, 1]):.3f}")
+
+
+def stopped(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    words.add_argument("--rounds", type=int, default=2)
-    words.add_argument("--plans", default=",".join(PLANS))
-    words.add_argument("--out", type=Path)
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--seconds", type=float, default=12.0)
+    words.add_argument("--steps", type=int, default=6)
+    words.add_argument("--others", action="store_true")
+    words.add_argument(
+        "--found", type=Path, default=Path(tempfile.gettempdir(), f"prediction-{os.getpid()}.json")
+    )
     asked = words.parse_args()
     os.chdir(HERE)
     sys.path.insert(0, str(HERE))
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch, suppress(KeyboardInterrupt):
-        folder = Path(scratch)
-        for number in range(asked.rounds):
-            cluster = folder / f"cluster-{number}.toml"
-            for _ in range(TRIES):
-                done, others = ran("cluster", "measure", "-n", "2", "--out", str(cluster))
-                done.check_returncode()
-                print(f"round {number}, measured, others {others:.2f} cores", flush=True)
-                if others < QUIET:
-                    break
-            for kind in asked.plans.split(","):
-                for model in MODELS:
-                    row = one(model, kind, cluster, folder)
-                    rows += [row] if row else []
-                    if row and asked.out:
-                        asked.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    print(f"{time.strftime('%Y-%m-%d')}, {asked.rounds} rounds, load {os.getloadavg()[0]:.1f}")
-    facts = summary(rows)
-    for name, value in facts.items():
-        print(f"{name}: {value:.3f}" if "rank" in name else f"mean error of {name}: {value:.1%}")
+    if "RANK" in os.environ:
+        work(asked)
+        os._exit(0)  # models of ten plans are not gathered again
+    signal.signal(signal.SIGTERM, stopped)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(20000 + os.getpid() % 20000), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--found", str(asked.found)]
+    start, busy, before = time.monotonic(), processor_seconds(), sum(os.times()[:4])
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]
+    with suppress(KeyboardInterrupt):
+        for rank in ranks:
+            rank.wait()
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    own = os.times()
+    used = processor_seconds() - busy - sum(own[:4]) + before
+    cores = used / (time.monotonic() - start)
+    print(f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, others {cores:.2f} cores")
+    if asked.found.is_file():
+        summary(json.loads(asked.found.read_text()))
 
 
 if __name__ == "__main__":

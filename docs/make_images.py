@@ -4,7 +4,7 @@
     python docs/make_images.py runs/demo
 
 images/pipelines.svg: some pipeline schedules on one time axis. images/simulate.svg: the step of
-docs/simulate.md. images/run.svg, where a run is
+docs/simulate.md. images/tree-packing.svg: packings of a DGX-1V. images/run.svg, where a run is
 given: two pictures of its report, the loss and one step of every rank.
 """
 
@@ -17,12 +17,15 @@ from pathlib import Path
 from headway.cli.schedule_costs import Costs
 from headway.cli.schedule_figures import figures
 from headway.cluster import of_preset
+from headway.collective.task import Collective
 from headway.cost.presets import machine_of
 from headway.plan import pipelined
 from headway.plan.pipeline import Pipeline
 from headway.planner.operators import Workload
 from headway.planner.played import step_of_plan
+from headway.planner.programs import price_programs, wires_of
 from headway.planner.search import Question, Search
+from headway.report.collective_picture import Drawn, programs_svg
 from headway.report.curves import loss_picture
 from headway.report.history import read_history
 from headway.report.lanes import representative_step, timeline_picture
@@ -74,9 +77,29 @@ def simulated_picture() -> str:
     return simulated([("as planned", simulate(step)), ("rank 3 slow 2x", simulate(slow))])
 
 
+def packing_picture() -> str:
+    """Packed trees of an all-reduce and of a broadcast on the NVLinks of a DGX-1V."""
+    wires, parts = wires_of("dgx-1v"), []
+    for op in ("all_reduce", "broadcast"):
+        size = 2**26  # 256 MiB in float32
+        priced, _ = price_programs(Collective.of(op, 8, size), wires, names=("trees",))
+        best = priced[0]
+        weights = sum(weight for _, weight in best.trees)
+        drawn = Drawn(
+            best.name,
+            best.seconds,
+            best.program.traffic(4).sent,
+            tuple((parents, weight / weights) for parents, weight in best.trees),
+        )
+        heading = f"{op}, 256 MiB"
+        parts.append((heading, programs_svg("", [drawn], best.least, wires.names)))
+    return stack(parts)
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "pipelines.svg").write_text(schedules_picture(), encoding="utf-8")
     (IMAGES / "simulate.svg").write_text(simulated_picture(), encoding="utf-8")
+    (IMAGES / "tree-packing.svg").write_text(packing_picture(), encoding="utf-8")
     if sys.argv[1:]:
         (IMAGES / "run.svg").write_text(picture(Path(sys.argv[1])), encoding="utf-8")

@@ -19,6 +19,8 @@ from support.without_torch import without_torch
 
 os.environ[leaks.MARK] = str(os.getpid())
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks share the cores
+# Every command would compile all of headway again, a second of processor time each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Channel": "headway.channel",
     "Exchange": "headway.run.own_loop",
     "Executor": "headway.run.executor",
     "HeadwayError": "headway.errors",
@@ -22,6 +23,7 @@ _HOMES = {
     "Timeline": "headway.timeline",
     "criterion": "headway.run.recipe",
     "data_parallel": "headway.plan",
+    "register_backend": "headway.comm.backend",
     "register_comm_hook": "headway.comm.hook",
     "replicate": "headway.capture.annotations",
     "set_default_strategy": "headway.capture.annotations",
@@ -30,6 +32,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Channel",
     "Exchange",
     "Executor",
     "HeadwayError",
@@ -40,6 +43,7 @@ __all__ = [
     "Timeline",
     "criterion",
     "data_parallel",
+    "register_backend",
     "register_comm_hook",
     "replicate",
     "set_default_strategy",
@@ -49,6 +53,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headway.capture.annotations import replicate, set_default_strategy, split, stage
+    from headway.channel import Channel
+    from headway.comm.backend import register_backend
     from headway.comm.hook import register_comm_hook
     from headway.data.source import MemmapSource, Source
     from headway.errors import HeadwayError

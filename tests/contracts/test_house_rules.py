@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,13 +88,19 @@ def module_state(tree):
     return found
 
 
+@cache
+def parsed(path):
+    """Once for all rules; they only read."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def broken(rule, *allowed):
     """Where a rule is broken, outside of the files and folders that may."""
     return [
         f"{name}:{line}"
         for name, path in FILES.items()
         if not name.startswith(allowed)
-        for line in rule(ast.parse(path.read_text(encoding="utf-8")))
+        for line in rule(parsed(path))
     ]
 
 

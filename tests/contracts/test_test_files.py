@@ -69,7 +69,7 @@ def test_pure_test_files_import_with_torch_blocked():
     """While they run, conftest.py blocks it."""
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, str(TESTS / "pure")],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from headway.collective.link import LinkFit
 from headway.collective.play import Load, play
 from headway.collective.predict import Layer as Priced
 from headway.collective.predict import Predicted
-from headway.collective.wire import NOTHING
+from headway.collective.traffic import NOTHING
 from headway.cost.guidelines.das import (
     Layer,
     Matmul,

@@ -10,7 +10,7 @@ import pytest
 from headway.documents import to_type
 from headway.errors import PlanError
 from headway.plan import LayerSplit, Plan, data_parallel, difference, explain, pipelined
-from headway.plan.mechanisms import check_mechanisms, lacking
+from headway.plan.mechanisms import check_mechanisms
 from headway.plan.pipeline import Pipeline
 
 SPLITS = {
@@ -27,6 +27,7 @@ SPLITS = {
         LayerSplit(tensor=(2, 2, 2)),
         LayerSplit(tensor=(2, 2, 2), form="summa"),
         LayerSplit(spatial=(2, 2, 2)),
+        LayerSplit(spatial=(2, 1, 4), head="samples"),
     ),
 }
 
@@ -64,30 +65,54 @@ def test_every_combination_is_a_legal_plan_that_a_file_can_hold():
     assert count > 100
 
 
-def test_what_the_executor_lacks_names_both_parts():
+SCHEDULES = ("none", "gpipe", "1f1b", "zb-h1", "chimera")
+
+
+def compositions():
+    """All products of up to 8 ranks: schedule, ZeRO, split, copies, on every number of stages."""
+    for ranks, stages, (many, splits) in itertools.product(
+        range(1, 9), range(1, 9), SPLITS.items()
+    ):
+        if ranks % (stages * many):
+            continue
+        for schedule, zero, split in itertools.product(SCHEDULES, (0, 1, 3), splits):
+            if (schedule == "none") is not (stages == 1) or (schedule == "chimera" and stages % 2):
+                continue
+            options = {"zero": zero, "split": split, "processes": ranks}
+            pipeline = Pipeline(schedule=schedule, microbatches=stages) if stages > 1 else None
+            yield pipelined(16 * ranks, stages=stages, pipeline=pipeline, **options)
+
+
+def test_every_composition_is_carried_out_or_refused_by_name():
     run, refused = 0, 0
-    for zero, pipe, split, plan in plans():
-        reasons = list(lacking(plan))
-        parts = {
-            "pipeline": pipe > 1,
-            "memory.zero": zero > 0,
-            "split.tensor": bool(split.tensor),
-            "split.spatial": bool(split.spatial),
-        }
-        if sum(parts.values()) <= 1:
-            assert not reasons
-        if not reasons:
+    for plan in compositions():
+        if plan.split.tensor and plan.split.spatial:
+            with pytest.raises(PlanError, match="tensor and split") as error:
+                check_mechanisms(plan)
+            assert "Leave one of them out" in str(error.value)
+            refused += 1
+        else:
             check_mechanisms(plan)
             run += 1
-            continue
-        refused += 1
-        with pytest.raises(PlanError, match="no mechanism yet"):
-            check_mechanisms(plan)
-        words = " ".join(reasons)
-        named = [name for name in parts if name in words or ("split" in name and "split" in words)]
-        assert len([name for name in named if parts[name]]) >= 2, (reasons, parts)
-    assert run > 20
-    assert refused > 20
+    assert run > 300
+    assert refused > 15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"zero": 1}, "memory.zero 1 with a pipeline of pipedream, without a flush"),
+        ({"split": LayerSplit(tensor=(2,))}, "split with a pipeline of pipedream, without a flush"),
+        ({"split": LayerSplit(spatial=(2,))}, "split with a pipeline of pipedream"),
+    ],
+)
+def test_what_the_executor_lacks_is_named(wrong, words):
+    plan = pipelined(
+        16, processes=4, stages=2, pipeline=Pipeline(schedule="pipedream", microbatches=4), **wrong
+    )
+    with pytest.raises(PlanError, match=words) as error:
+        check_mechanisms(plan)
+    assert "no mechanism yet" in str(error.value)
 
 
 def test_ranks_that_share_samples_lie_next_to_each_other():

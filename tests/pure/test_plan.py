@@ -21,11 +21,13 @@ from headway.plan import (
     Layout,
     MemoryPolicy,
     Mesh,
+    ModuleSplit,
     Pipeline,
     Plan,
     data_parallel,
     difference,
     explain,
+    pipelined,
 )
 from support.golden import check_golden
 
@@ -37,7 +39,15 @@ FULL = dataclasses.replace(
 
 EVERYTHING = dataclasses.replace(
     FULL,
-    split=LayerSplit(tensor=(1,), whole=("head",), spatial=(1,)),
+    split=LayerSplit(
+        tensor=(1,),
+        whole=("head",),
+        only=("blocks",),
+        by=(ModuleSplit(modules="blocks.*.mlp", tensor=(1, 1)),),
+        spatial=(1,),
+        head="samples",
+    ),
+    pipeline=Pipeline(shared_memory=False),
     memory=MemoryPolicy(precision="bfloat16", zero=1),
 )
 """With the entries that a file leaves out where they say nothing."""
@@ -95,6 +105,14 @@ def test_wrong_types_from_python_are_problems_too():
         "batch.microbatch: true is not a whole number",
         "memory.precision: \"float16\" is not 'float32', 'float64' or 'bfloat16'",
     )
+
+
+def test_modules_with_a_grid_of_their_own_need_the_same_ranks_and_whole_activations():
+    other = ModuleSplit(modules="blocks.*.mlp", tensor=(2, 2))
+    for tensor, words in (((2,), "are 4 ranks; split.tensor has 2"), ((2, 2), "nowhere whole")):
+        with pytest.raises(PlanError, match=words):
+            data_parallel(16, processes=4, split=LayerSplit(tensor=tensor, by=(other,)))
+    assert "blocks.*.mlp over 2 x 2 (summa)" in str(LayerSplit(tensor=(4,), by=(other,)))
 
 
 # ---- file form, hash, difference, text --------------------------------------------------------
@@ -163,7 +181,8 @@ def _unchecked(data):
         "batch": BatchSplit(**data["batch"]),
         "layouts": tuple(Layout(**layout) for layout in data["layouts"]),
         "split": LayerSplit(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in data["split"].items()}
+            **_tuples(data["split"])
+            | {"by": tuple(ModuleSplit(**_tuples(one)) for one in data["split"]["by"])}
         ),
         "pipeline": Pipeline(**data["pipeline"]),
         "exchange": Exchange(**data["exchange"]),
@@ -172,6 +191,10 @@ def _unchecked(data):
         "format": data["format"],
     }
     return Plan(mesh=mesh, **parts)
+
+
+def _tuples(data):
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
 
 
 def test_the_leaves_cover_every_field():
@@ -307,6 +330,15 @@ def test_what_a_pipeline_computes_again(said, stages, blockwise):
     assert pipeline.problems(4, 8) == []
     schedule = pipeline.make(4, 8)
     assert (schedule.recompute, schedule.blockwise) == (stages, blockwise)
+
+
+def test_a_pipeline_without_shared_memory_says_so_and_plans_of_before_keep_their_hash():
+    plan = pipelined(32, processes=4, stages=4)
+    other = dataclasses.replace(plan, pipeline=Pipeline(shared_memory=False))
+    assert "shared_memory" not in plan.to_json()
+    added = "; values go over the process group"
+    assert added not in explain(plan)
+    assert explain(other).replace(added, "").replace(other.hash, plan.hash) == explain(plan)
 
 
 def test_stages_that_are_not_there_cannot_recompute():

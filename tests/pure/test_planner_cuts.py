@@ -7,10 +7,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from headway.planner import pipeline_cuts
 from headway.planner.degrees import combinations as degrees_of
 from headway.planner.degrees import state_per_byte
-from headway.planner.pipeline_cuts import cut
+from headway.planner.pipeline_cuts import _Programme, by_number, cut
 
 
 def numbered(length):
@@ -36,7 +35,7 @@ def exhaustive(of, times, microbatches):
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_equals_all_cuts(seed, monkeypatch):
+def test_equals_all_cuts(seed):
     """C5: at most 8 units, at most 8 stages, some stretches that do not fit."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 9))
@@ -46,13 +45,77 @@ def test_equals_all_cuts(seed, monkeypatch):
     times = random.integers(1, 30, (stages, classes)).astype(float)
     times[random.random(times.shape) < 0.3] = np.inf
     found = cut(of, times, microbatches)
-    monkeypatch.setattr(pipeline_cuts, "_CELLS", 0)  # as with many units
-    assert cut(of, times, microbatches) == found
     best = exhaustive(of, times, microbatches)
     assert (found.seconds(microbatches) if found else np.inf) == best
     assert cut(of, times, microbatches, known=0.0) is None or 1 in (stages, microbatches)
     if found and microbatches > 1:
         assert cut(of, times, microbatches, known=best * (1 + 1e-9) + 1e-9) == found
+
+
+def of_kinds(kinds):
+    """Classes of stretches with the same sequence of kinds."""
+    length, known = len(kinds), {}
+    of = np.full((length, length + 1), -1)
+    for size in range(1, length + 1):
+        for start in range(length - size + 1):
+            sequence = tuple(kinds[start : start + size])
+            of[start, start + size] = known.setdefault(sequence, len(known))
+    return of, list(known)
+
+
+def least_seconds(of, times, microbatches):
+    """Alpa, equations 3 and 4: every bound, every border."""
+    stages, length = len(times), len(of)
+    best = np.inf
+    for bound in np.unique(times[np.isfinite(times)]):
+        left = np.append(np.full(length, np.inf), 0.0)
+        for own in times:
+            each = np.where(of >= 0, own[of], np.inf)
+            left = np.append((np.where(each <= bound, each, np.inf) + left).min(axis=1), np.inf)
+        best = min(best, left[0] + (microbatches - 1) * bound)
+    assert len(left) == length + 1, stages
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_of_equal_units(seed):
+    """Some units before and behind many equal ones, as in a transformer; less room in front."""
+    random = np.random.default_rng(seed)
+    blocks = int(random.integers(2, 24))
+    of, sequences = of_kinds([0, 1, *[2] * blocks, 3, 4])
+    stages, microbatches = int(random.integers(2, 14)), int(random.integers(1, 12))
+    each = random.integers(1, 9, 5) if seed % 2 else random.integers(1, 9, 5) * [0, 0, 1, 0, 3]
+    plain = np.array([sum(each[kind] for kind in sequence) for sequence in sequences], dtype=float)
+    units = np.array([len(sequence) for sequence in sequences])
+    times = np.stack([plain] * stages)
+    for behind in range(stages):
+        times[behind, units * (behind + 1) > 12] *= 1.5  # computes again
+        times[behind, units * (behind + 1) > 40] = np.inf
+    found = cut(of, times, microbatches)
+    assert (found.seconds(microbatches) if found else np.inf) == least_seconds(
+        of, times, microbatches
+    )
+    if found:
+        own = [times[stages - 1 - n, of[pair]] for n, pair in enumerate(pairwise(found.borders))]
+        assert (sum(own), max(own)) == (found.total, found.slowest)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_numbers_of_units_say_is_below_every_cut(seed):
+    """And near to it where units are equal."""
+    random = np.random.default_rng(seed)
+    of, sequences = of_kinds([0, *[2] * int(random.integers(4, 20)), 1])
+    each = random.integers(1, 9, 3) if seed % 2 else np.ones(3)
+    plain = np.array([sum(each[kind] for kind in sequence) for sequence in sequences], dtype=float)
+    stages = int(random.integers(2, 5))
+    programme = _Programme(by_number(of), np.stack([plain] * stages))
+    for bound in np.unique(plain):
+        found = programme.solve(bound)
+        if found is None:
+            continue
+        assert programme.sum_of(bound) <= found.total
+        assert programme.least <= found.slowest
+        assert seed % 2 or programme.sum_of(bound) > 0.98 * found.total
 
 
 def test_equal_stages_have_the_bubble_of_the_papers():

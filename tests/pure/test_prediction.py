@@ -15,7 +15,7 @@ from headway.cluster.fingerprint import differences, fingerprint
 from headway.cluster.readings import Kernels, Timed
 from headway.cost.device import DeviceModel
 from headway.cost.measured import device_of_kernels
-from headway.cost.paces import paces_of
+from headway.cost.paces import fitted, paces_of
 from headway.graph import Operator
 from headway.graph.operator import Kernel, Work
 from headway.plan import Pipeline, Plan, data_parallel, pipelined
@@ -121,6 +121,45 @@ def test_known_paces_are_found_again():
     assert words.startswith("fit error ")
 
 
+def test_a_call_and_weights_are_terms_of_their_own():
+    draw = np.random.default_rng(5)
+    shapes = 10 ** draw.uniform((6, 5, 4), (9, 8, 7), (16, 3))
+    timed = [
+        Timed(
+            kind="linear",
+            forward=(f, a + w, 3e-4 + f / 8e10 + a / 4e9 + w / 1e9),
+            backward=(2 * f, a + w, 2 * f / 5e10 + (a + w) / 2e9),
+            weights=(w, w),
+        )
+        for f, a, w in shapes.tolist()
+    ]
+    found, _ = paces_of(timed, 0.0)
+    pace = found["linear"]
+    ahead = (pace.forward, pace.forward_stream, pace.forward_weights, pace.forward_call)
+    assert ahead == pytest.approx((8e10, 4e9, 1e9, 3e-4), rel=1e-3)
+    assert (pace.backward, pace.backward_stream) == pytest.approx((5e10, 2e9), rel=1e-3)
+    assert pace.backward_weights is None  # no slower than other bytes
+    assert pace.call(backward=True) == 0.0
+    f, a, w = shapes[0].tolist()
+    assert pace.seconds(f, a, w, backward=False) + pace.call(backward=False) == pytest.approx(
+        timed[0].forward[2], rel=1e-3
+    )
+    assert pace.seconds(0.0, 0.0, 2e9, backward=True) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_shapes_do_not_make_many_terms(count):
+    """As many terms as times would go through all of them, and through their errors."""
+    seconds = (1.1e-4, 9e-4, 1.1e-2)  # 1 GB/s, 10 % more or less
+    misses = []
+    terms = fitted(
+        [(0.0, 10.0 ** (5 + n), 10.0**n, s) for n, s in enumerate(seconds[:count])], misses
+    )
+    assert sum(term is not None for term in terms) == 1
+    assert terms.stream == pytest.approx(1e9, rel=0.12)
+    assert len(misses) == count
+
+
 DEVICE = DeviceModel(
     name="one",
     peak={"fp32": 1e11},
@@ -166,6 +205,36 @@ def test_a_folded_operator_costs_the_sum_of_its_kernels():
     assert bound[0] * 4 == pytest.approx(bound[1])
     assert bound[1] * 4 == pytest.approx(bound[2])
     assert all(b <= f for b, f in zip(bound[:2], (less, forward), strict=True))
+
+
+def test_calls_are_neither_split_nor_scaled():
+    """A part of an operator is called like the whole, and so are fewer samples."""
+    pace = Pace(forward=1e11, forward_call=1e-3, backward=1e11, backward_call=2e-3)
+    device = dataclasses.replace(DEVICE, kinds={"conv2d": pace})
+    one = Operator(name="a", kind="conv2d", folded=(work("conv2d", 10**9, 10**6),))
+    line = dataclasses.replace(one, folded=(work("conv1d", 10**9, 10**6),))
+    for parts, scale in ((1, 1.0), (4, 1.0), (1, 0.125)):
+        for operator in (one, line):
+            forward, backward = seconds_of(
+                device, operator, 0.0, dtype="fp32", scale=scale, parts=parts
+            )
+            assert forward == pytest.approx(1e-2 * scale / parts + 1e-3)
+            assert backward == pytest.approx(2e-2 * scale / parts + 2e-3)
+    bound, _ = seconds_of(device, one, 0.0, dtype="fp32", scale=1.0, moved_weights=0.0)
+    assert bound == pytest.approx(1e-2)
+
+
+def test_a_table_is_read_by_its_samples():
+    """Forward moves the rows that samples choose, however many the table has."""
+    device = dataclasses.replace(
+        DEVICE, kinds={"embedding": Pace(forward_stream=1e9, backward_stream=1e9)}
+    )
+    kernel = Kernel(kind="embedding", traffic=Work(forward=10**6, weight_gradient=10**8))
+    table = Operator(name="a", kind="embedding", folded=(kernel,))
+    times = [seconds_of(device, table, 8e7, dtype="fp32", scale=s) for s in (1.0, 4.0)]
+    assert times[1][0] == pytest.approx(4 * times[0][0])
+    assert times[0][1] == pytest.approx(0.1)
+    assert times[1][1] == pytest.approx(0.08 + 4 * 0.02)  # the gradient has all rows
 
 
 def test_updates_follow_the_sizes_of_tensors():

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from headway.graph.ranges import Spread, Window, balanced, crossing, halo, length, overlap
+from headway.graph.ranges import Spread, Window, balanced, crossing, halo, length, overlap, ways
 
 
 @pytest.mark.parametrize(("extent", "parts"), list(product(range(12), range(1, 6))))
@@ -106,3 +106,29 @@ def test_a_same_window_of_stride_one_receives_half_a_kernel_from_each_side():
         sides = [s[0] > 0 for s in shares], [s[1] < 32 for s in shares]
         for rank in range(parts):
             assert halo(rank, shares, want) == (sides[0][rank] + sides[1][rank]) * (kernel // 2)
+
+
+def grid(shape, parts, kept=()):
+    """By rank of a row-major grid, its box; along the dimensions of `kept` every rank has all."""
+    shares = [balanced(e, 1 if d in kept else p) for d, (e, p) in enumerate(zip(shape, parts))]  # noqa: B905
+    places = product(*map(range, parts))
+    return tuple(
+        tuple(share[0 if d in kept else n] for d, (share, n) in enumerate(zip(shares, place)))  # noqa: B905
+        for place in places
+    )
+
+
+@pytest.mark.parametrize("kept", [(), (1,), (0, 2)])
+@pytest.mark.parametrize("samples", [1, 3, 7])
+def test_every_entry_of_a_wanted_box_comes_once_from_one_that_has_it(samples, kept):
+    shape, parts = (samples, 5, 4), (1, 2, 3)
+    slabs, whole = grid(shape, parts, kept), ((0, 5), (0, 4))
+    shares = tuple((own, *whole) for own in balanced(samples, 6))
+    for have, want in ((slabs, shares), (shares, slabs), (slabs, (((0, samples), *whole),) * 6)):
+        for rank, wish in enumerate(want):
+            found = [(sender, box) for sender, to, box in ways(have, want) if to == rank]
+            entries = [entry for _, box in found for entry in product(*(range(*r) for r in box))]
+            assert sorted(entries) == list(product(*(range(*r) for r in wish)))
+            for sender, box in found:
+                assert all(overlap(b, h) == b for b, h in zip(box, have[sender], strict=True))
+                assert sender == rank or have[rank] != have[sender]

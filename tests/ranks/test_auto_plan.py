@@ -4,21 +4,31 @@ and its prediction stands beside the measured step in log lines and report."""
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
+from headway.cli.auto import Automatic
 from headway.cli.optimizer_cost import with_optimizer
 from headway.cluster import read_cluster
+from headway.cluster.readings import Exchanges, Kernels, Readings
 from headway.cost.presets import machine_of
 from headway.plan import Plan
 from headway.planner.automatic import Limits, decide
 from headway.planner.operators import Workload
+from headway.planner.predicted import hash_of
 from headway.planner.search import Question
 from headway.report import write_report
+from headway.run import measuring
 from headway.run.model_graph import graph_of
 from headway.run.recipe_file import load_recipe
-from support.commands import HEADWAY, command
+from headway.run.world import World
+from support.commands import HEADWAY, TORCHRUN, command, events, newest_tensors
+from support.ranks import run_ranks
 
 CLUSTER = """
 nodes = 1
@@ -46,9 +56,9 @@ def described(folder, **numbers):
     return path
 
 
-def found_by_search(path):
+def found_by_search(path, precision="float32"):
     """The same question, asked directly."""
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(RECIPE, (f"precision='{precision}'",))
     cluster = read_cluster(path)
     graph, samples, batch = graph_of(RECIPE)
     question = Question(
@@ -119,3 +129,109 @@ def test_what_does_not_fit_is_refused_and_falls_back_only_if_told(tmp_path):
     assert told.code == 0, told.err
     assert "data parallelism instead" in told.err
     assert Plan.load(tmp_path / "run" / "plan.json").data_degree == 2
+
+
+def under_torchrun(folder, *more):
+    words = ("--standalone", "--nproc-per-node", "2", "-m", *HEADWAY[2:], "train", RECIPE)
+    options = ("--plan", "auto", "--device", "cpu", "--directory", "run", *more)
+    return command(*TORCHRUN, *words, *options, cwd=folder)
+
+
+def test_under_torchrun_rank_0_searches_for_all(tmp_path):
+    """The plan, what is kept and shown of it, and the parameters are those without torchrun."""
+    cluster = described(tmp_path)
+    double = ("--set", "precision='float64'")
+    done = under_torchrun(tmp_path, "--cluster", str(cluster), *double)
+    assert done.code == 0, done.err
+    expected = found_by_search(cluster, "float64").plan
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    expected = replace(expected, memory=replace(expected.memory, precision="float64"))
+    assert plan == expected
+    assert done.err.count("next best: ") == 1  # one rank has searched
+    assert done.err.count("was not measured") == 1
+    said = [line for line in done.err.splitlines() if "samples/s" in line]
+    assert said
+    assert all("(predicted " in line for line in said), said
+    (start,) = events(tmp_path / "run", "start")
+    assert start["predicted"]["seconds"] == plan.prediction.seconds
+    assert start["ranks"] == 2
+    words = ("train", RECIPE, "-n", "1", "--directory", "alone", *double)
+    assert command(*HEADWAY, *words, cwd=tmp_path).code == 0
+    serial = newest_tensors(tmp_path / "alone")
+    for name, tensor in newest_tensors(tmp_path / "run").items():
+        assert torch.allclose(tensor, serial[name], rtol=1e-12, atol=1e-12), name
+    # A run that goes on takes the plan that is there, whatever the machine has become.
+    described(tmp_path, rate="1 MB/s")
+    again = under_torchrun(
+        tmp_path, "--cluster", str(cluster), *double, "--resume", "--set", "arguments.steps=10"
+    )
+    assert again.code == 0, again.err
+    assert again.err.count("as before") == 1
+    assert Plan.load(tmp_path / "run" / "plan.json") == plan
+
+
+def test_under_torchrun_an_error_of_rank_0_ends_all_and_is_told_once(tmp_path):
+    cluster = described(tmp_path, memory="64 B")
+    done = under_torchrun(tmp_path, "--cluster", str(cluster))
+    assert done.code != 0
+    assert done.err.count("HW-2002") == 1
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+    failures = sorted((tmp_path / "run" / "failures").glob("*.json"))
+    kinds = [(f["kind"], f["secondary"]) for f in (json.loads(p.read_text()) for p in failures)]
+    assert kinds[0] == ("NothingFits", False)
+    assert all(echo for _, echo in kinds[1:])  # where torchrun has not ended them before
+
+
+def readings(world):
+    """As `measure_in` would give them for a world of this size, and nothing is measured."""
+    sizes = [2.0**power for power in range(10, 25, 2)]
+    shapes = [(n, n, k) for n in (256, 512) for k in (64, n)]
+    kernels = Kernels(
+        name="cpu",
+        adds=True,
+        products={"fp32": tuple((*shape, 5e-6 + math.prod(shape) / 2.5e10) for shape in shapes)},
+        streams=tuple((size, 3e-6 + size / 1e10) for size in (1e6, 1e7, 1e8)),
+        dispatch=5e-6,
+        kernel=0.0,
+        updates={"AdamW": (9e-9, 6e-9, 3e-9), "clip": (3e-9, 2e-9, 1e-9)},
+        skew=4e-5,
+        memory=4e9,
+        spread=1.02,
+    )
+    inside = Exchanges(
+        ranks=world.ranks,
+        sums=tuple((size, 1e-4 + size / 1e9) for size in sizes),
+        messages=tuple((size, 5e-5 + size / 1e9) for size in sizes),
+    )
+    return world.ranks * [
+        Readings(
+            node="here",
+            kernels=kernels,
+            inside=inside if world.ranks > 1 else None,
+            between=None,
+            busy=0.0,
+            threads=1,
+        )
+    ]
+
+
+def measured_plan(world):
+    """In a world that measures itself: the plan of this rank, and how often it has measured."""
+    calls = []
+    measuring.measure_in = lambda here: calls.append(here) or readings(here)
+    auto = Automatic(recipe=RECIPE, overrides=(), cluster="measure", device="cpu", fallback=False)
+    find = partial(auto.find_in, World.adopt(), directory=world.directory / "run")
+    plans = [find(resume=False), find(resume=True)]
+    kept = world.directory / "run"
+    assert Plan.load(kept / "plan.json") == plans[0]
+    assert hash_of(read_cluster(kept / "cluster.toml")) == plans[0].prediction.cluster
+    return plans, len(calls)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_measure_once_and_get_one_plan(size):
+    (plans, calls), *others = run_ranks(size, measured_plan)
+    assert all(other == (plans, calls) for other in others)
+    assert calls == 1
+    assert plans[0] == plans[1]
+    assert plans[0].ranks == size

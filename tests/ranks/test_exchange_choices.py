@@ -10,7 +10,7 @@ import torch
 
 from headway.collective import Nodes
 from headway.plan import Exchange, ExchangePart, data_parallel
-from headway.run import gradients
+from headway.run import routes
 from headway.run.executor import Executor
 from headway.run.world import World
 from support.ranks import run_ranks
@@ -32,7 +32,7 @@ def split(world: Any, case: str, exchange: Exchange, nodes: Nodes | None = None)
     made = adamw(model)
     plan = data_parallel(12, processes=world.size, precision="float64", exchange=exchange)
     if nodes is not None:
-        gradients.find_nodes = lambda _: nodes
+        routes.find_nodes = lambda _: nodes
     run = Executor(model, made, loss=cross_entropy, plan=plan, seed=SEED, world=World.adopt())
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):

@@ -27,7 +27,7 @@ from headway.verification import (
     record_serial,
 )
 from headway.verification.split import record_in
-from support.commands import headway, newest_tensors
+from support.commands import headway_here, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tables import table_without_flush
 
@@ -180,8 +180,8 @@ def test_what_cannot_be_is_refused_by_name():
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("late")
     words = ("--set", "stages=2", "--set", "pipeline.schedule='pipedream'")
-    done = headway("train", "support.recipes:late", "-n", "2", "--directory", "run", *words,
-                   cwd=folder)  # fmt: skip
+    done = headway_here("train", "support.recipes:late", "-n", "2", "--directory", "run", *words,
+                        cwd=folder)  # fmt: skip
     assert done.code == 0, done.err
     return folder / "run"
 
@@ -221,7 +221,7 @@ def test_the_journal_knows_what_was_exposed_and_hidden(trained):
 
 
 def test_the_report_draws_the_step_beside_its_prediction(trained):
-    done = headway("report", str(trained), cwd=trained.parent)
+    done = headway_here("report", str(trained), cwd=trained.parent)
     assert done.code == 0, done.err
     page = (trained / "report.html").read_text()
     assert "<h2>The pipeline</h2>" in page
@@ -234,8 +234,10 @@ def test_the_report_draws_the_step_beside_its_prediction(trained):
 def test_a_run_that_is_resumed_ends_where_the_other_one_ends(trained):
     words = ("--set", "stages=2", "--set", "pipeline.schedule='pipedream'")
     for stop, resume in ((3, ()), (4, ("--resume",))):
-        done = headway("train", "support.recipes:late", "-n", "2", "--directory", "halves",
-                       "--set", f"stop={stop}", *words, *resume, cwd=trained.parent)  # fmt: skip
+        done = headway_here(
+            "train", "support.recipes:late", "-n", "2", "--directory", "halves",
+            "--set", f"stop={stop}", *words, *resume, cwd=trained.parent,
+        )  # fmt: skip
         assert done.code == 0, done.err
     halves, whole = newest_tensors(trained.parent / "halves"), newest_tensors(trained)
     assert halves.keys() == whole.keys()
@@ -244,8 +246,8 @@ def test_a_run_that_is_resumed_ends_where_the_other_one_ends(trained):
 
 def test_verify_says_that_the_law_holds_and_not_equal(trained):
     words = ("--set", "stages=2", "--set", "pipeline.schedule='pipedream-2bw'")
-    done = headway("verify", "support.recipes:late", "-n", "2", "--directory", str(trained), *words,
-                   cwd=trained.parent)  # fmt: skip
+    done = headway_here("verify", "support.recipes:late", "-n", "2", *words,
+                        "--directory", str(trained), cwd=trained.parent)  # fmt: skip
     assert done.code == 0, done.err
     assert "INEXACT by its plan, and its law holds" in done.out
     assert "EQUAL to the serial" not in done.out

@@ -23,7 +23,7 @@ from support import launch_entries as entries
 
 PRELOAD = ("pytest", "support.launch_entries")
 SUPPORT = Path(entries.__file__).parent
-PATIENCE = 30.0
+PATIENCE = 90.0
 
 
 def launch(entry, *arguments, processes=2, **options):
@@ -51,6 +51,7 @@ def test_results_come_back_by_rank_and_nothing_stays_changed(monkeypatch, tmp_pa
         assert seen["launcher"] == "headway"
         assert seen["threads"] == 1
         assert seen["seen"] == "set after the forkserver started"
+        assert seen["collector"] == (True, True)  # on, and what was imported is left alone
         assert_gone(seen["pid"])
 
 
@@ -89,7 +90,7 @@ def test_an_exception_in_one_rank_stops_all_with_its_place(tmp_path, how, kind, 
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         launch(entries.fail, str(tmp_path), how, directory=tmp_path)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25  # the agent kills those that wait after 30 s
     assert caught.value.where == where
     assert text in str(caught.value)
     for rank in range(2):
@@ -166,7 +167,7 @@ def test_workers_that_do_not_stop_are_killed(tmp_path):
         start = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         output, errors = launcher.communicate(timeout=PATIENCE)
-    assert 2 < time.monotonic() - start < 15
+    assert 2 < time.monotonic() - start < 45  # they would end by themselves after 60 s
     assert output.strip() == "SIGTERM [None, None] killed [0, 1]", errors
     assert_gone(*pids)
 
@@ -269,7 +270,7 @@ def ready(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def assert_gone(*pids: int, seconds: float = 3.0) -> None:
+def assert_gone(*pids: int, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     alive = set(pids)
     while alive and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ from headway.plan import Exchange, data_parallel
 from headway.run.world import World
 from headway.verification import VerifyJob, laws_file, load_laws
 from headway.verification.split import record_in
-from support.commands import headway
+from support.commands import headway_here
 from support.ranks import run_ranks
 
 CHOICES = {
@@ -95,7 +95,7 @@ def test_a_planted_bug_breaks_the_law(tmp_path, choice, plant):
 
 
 def test_the_command_says_inexact_and_that_the_law_holds(tmp_path: Path):
-    done = headway(
+    done = headway_here(
         "verify", "support.recipes:wide", "-n", "2", "--set", 'exchange.compress="topk:0.05"',
         cwd=tmp_path,
     )  # fmt: skip

@@ -289,7 +289,7 @@ def test_the_compressor_may_be_chosen_from_the_measured_link():
 
 def automatic_here(world: Any, seconds_per_byte: float | None) -> str:
     """On a link of 10 Mbit/s, with compressors of a given speed or as measured."""
-    adapt.probe_link = lambda _: LinkFit(1e-4, 8e-7, 0.0, world.size)
+    adapt.probe_link = lambda *_: LinkFit(1e-4, 8e-7, 0.0, world.size)
     if seconds_per_byte is not None:
         speeds = dict.fromkeys(TYPICAL, Speed(seconds_per_byte, seconds_per_byte))
         adapt.measure_speeds = lambda _: speeds

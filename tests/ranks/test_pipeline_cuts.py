@@ -22,7 +22,7 @@ from headway.run.stage_cut import chain_by_hand, cut_as_planned
 from headway.run.world import World
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.split import record_in
-from support.commands import events, headway
+from support.commands import events, headway_here
 from support.cuts import Deciding, Uneven
 from support.ranks import run_ranks
 from support.tiny_models import Points, cross_entropy
@@ -103,7 +103,7 @@ def test_the_split_run_equals_the_serial_one(tmp_path, way):
 @pytest.mark.timeout(240)
 def test_the_user_sees_where_the_model_was_cut(tmp_path):
     words = ("--processes", "2", "--set", "pipeline.balance=time", "--directory", "run")
-    done = headway("train", "support.cuts:uneven", *words, cwd=tmp_path)
+    done = headway_here("train", "support.cuts:uneven", *words, cwd=tmp_path)
     assert done.code == 0, done.err
     (note,) = events(tmp_path / "run", "note")
     assert note["text"].startswith("cut by measured time into stages of ")

@@ -321,10 +321,10 @@ COLLECTIVES = ("all_gather_object", "all_reduce", "broadcast", "send", "recv", "
 def overlapping(world: Any, planted: bool) -> int:
     """Every save but the last lasts until the next step has gathered; how many calls met one."""
     met = []
-    gathered = threading.Event()
+    gathered = threading.Condition()
     here = World.adopt()
     save, agree = storage.save, Inventory.agree
-    saves = []
+    saves, gatherings = [], []
 
     def watch(name: str) -> None:
         original = getattr(dist, name)
@@ -345,15 +345,17 @@ def overlapping(world: Any, planted: bool) -> int:
     def slowly(*args: Any, **options: Any) -> None:
         saves.append(1)
         if len(saves) < 4:
-            assert gathered.wait(20)
-            gathered.clear()
+            with gathered:  # the first step gathers twice: once to reserve the room for saves
+                assert gathered.wait_for(lambda: len(gatherings) > len(saves) + 1, 20)
         save(*args, **options)
 
     def told(self: Inventory, *args: Any) -> Any:
         if planted:
             dist.barrier(group=here.side_group)
         result = agree(self, *args)
-        gathered.set()
+        with gathered:
+            gatherings.append(1)
+            gathered.notify_all()
         return result
 
     for name in COLLECTIVES:

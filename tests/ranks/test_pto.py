@@ -24,7 +24,7 @@ from headway.optim import layerwise as layerwise_module
 from headway.optim.pto import Division, divide
 from headway.plan import Exchange, ExchangePart, data_parallel
 from headway.run.executor import Executor
-from support.commands import events, headway
+from support.commands import events, headway_here
 from support.ranks import ranks, run_ranks
 from support.tiny_models import Points, WithUnused, cross_entropy
 
@@ -292,7 +292,9 @@ T_max = 12
 )
 def test_a_recipe_trains_on_two_ranks_and_is_equal_to_the_serial_run(tmp_path, kind, lr, rule):
     (tmp_path / "recipe.toml").write_text(TOML.format(kind=kind, lr=lr, rule=rule))
-    done = headway("train", "recipe.toml", "--processes", "2", "--directory", "run", cwd=tmp_path)
+    done = headway_here(
+        "train", "recipe.toml", "--processes", "2", "--directory", "run", cwd=tmp_path
+    )
     assert done.code == 0, done.err
     steps = events(tmp_path / "run", "step")
     assert len(steps) == 12
@@ -301,6 +303,6 @@ def test_a_recipe_trains_on_two_ranks_and_is_equal_to_the_serial_run(tmp_path, k
     second = lr * factor * 0.625 * (1 + math.cos(math.pi / 12)) / 2
     assert steps[0]["lr"] == pytest.approx(second)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    verified = headway("verify", "recipe.toml", "--processes", "2", cwd=tmp_path)
+    verified = headway_here("verify", "recipe.toml", "--processes", "2", cwd=tmp_path)
     assert verified.code == 0, verified.out + verified.err
     assert "EQUAL" in verified.out

@@ -114,7 +114,7 @@ def test_a_hanging_rank_times_out_with_the_stacks_of_all():
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, hang_on_one, timeout=3)
-    assert 3 <= time.monotonic() - start < 8
+    assert 3 <= time.monotonic() - start < 20
     text = str(caught.value)
     assert text.startswith("rank 0 did not end within 3 s, rank 1 did not end within 3 s")
     assert text.count("in hang_on_one") == 2
@@ -133,7 +133,7 @@ def test_a_killed_rank_is_named_at_once(number):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, kill_one, number, timeout=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     text = str(caught.value)
     assert text.startswith(f"rank 1 was killed by {signal.Signals(number).name}")
     assert "rank 0 still ran 1 s after the first failure" in text
@@ -222,11 +222,11 @@ def test_no_rank_survives_a_killed_pytest(tmp_path):
         env=os.environ | {"PYTHONPATH": str(TESTS)},
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(file.exists() for file in files), 60)
+    wait_until(lambda: all(file.exists() for file in files), 120)
     pids = [int(file.read_text()) for file in files]
     owner.kill()
     owner.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
 
 
 def wait_until(condition, patience):

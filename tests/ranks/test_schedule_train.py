@@ -7,13 +7,15 @@ import json
 import pytest
 import torch
 
-from support.commands import events, headway, newest_tensors
+from support.commands import events, headway_here, newest_tensors
 
 STEPS = ("--set", "stop=4")
 
 
 def train(folder, name, *words):
-    done = headway("train", "support.recipes:mlp", "--directory", name, *STEPS, *words, cwd=folder)
+    done = headway_here(
+        "train", "support.recipes:mlp", "--directory", name, *STEPS, *words, cwd=folder
+    )
     assert done.code == 0, done.err
     return done
 
@@ -22,7 +24,7 @@ def train(folder, name, *words):
 def test_a_schedule_file_trains_what_one_process_trains(tmp_path):
     """Four steps of 12, 12, 12 and 4 samples; the default of processes is the table's ranks."""
     size = ("--stages", "2", "--microbatches", "4")
-    shown = headway("schedule", "show", "1f1b", *size, "--csv", "x.csv", cwd=tmp_path)
+    shown = headway_here("schedule", "show", "1f1b", *size, "--csv", "x.csv", cwd=tmp_path)
     assert shown.code == 0, shown.err
     done = train(tmp_path, "split", "--schedule", "x.csv")
     assert "4 micro-batches" in done.err

@@ -13,7 +13,7 @@ from headway.errors import PlanError
 from headway.plan import Exchange, data_parallel
 from headway.run.executor import Executor
 from headway.run.world import World
-from support.commands import headway, resumed
+from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import (
@@ -121,7 +121,7 @@ def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
 def test_the_command_proves_it(tmp_path):
     for recipe, *values in (("dropout", "zero=3"), ("tied", "zero=2", "shards=1")):
         words = [w for v in values for w in ("--set", v)]
-        done = headway("verify", f"support.recipes:{recipe}", "-n", "2", *words, cwd=tmp_path)
+        done = headway_here("verify", f"support.recipes:{recipe}", "-n", "2", *words, cwd=tmp_path)
         assert done.code == 0, done.err
         assert "EQUAL to the serial run" in done.out
 

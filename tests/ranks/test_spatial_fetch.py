@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from headway.graph.ranges import balanced
-from headway.parallel.spatial import Axis, SpatialContext, SplitTensor, exchange, fetch, gather
+from headway.parallel.spatial import Axis, SpatialContext, SplitTensor, fetch, gather
 from support.ranks import ranks
-from support.spatial import context
+from support.spatial import Sent, context
 
 
 @ranks(4)
@@ -34,23 +34,6 @@ def test_fetch_and_its_adjoint(world):
     (found * (world.rank + 1)).sum().backward()
     counts = [sum(r + 1 for r in range(4) if want[r][0] <= i < want[r][1]) for i in range(*mine)]
     assert torch.equal(part.grad, torch.tensor(counts, dtype=torch.float64).expand(2, -1))
-
-
-class Sent:
-    """Counts the elements that this rank sends."""
-
-    def __init__(self, monkey):
-        self.elements = 0
-        self._start = exchange.dist.batch_isend_irecv
-        monkey.setattr(exchange.dist, "batch_isend_irecv", self)
-
-    def __call__(self, operations):
-        self.elements += sum(o.tensor.numel() for o in operations if o.op is dist.isend)
-        return self._start(operations)
-
-    def taken(self):
-        elements, self.elements = self.elements, 0
-        return elements
 
 
 @ranks(4)

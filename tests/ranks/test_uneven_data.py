@@ -13,7 +13,7 @@ from headway.launch.throttle import Throttle
 from headway.plan import data_parallel
 from headway.run.executor import Executor
 from headway.run.world import World
-from support.commands import headway
+from support.commands import headway_here
 from support.ranks import run_ranks
 from support.serial import largest_error, numbers, train_serially
 from support.tiny_models import Mlp, Points, Sentences, Tied, cross_entropy, ignoring_a_word
@@ -68,7 +68,7 @@ def test_counts_other_than_samples_and_micro_batches(microbatch):
 
 def test_the_command_proves_uneven_shares(tmp_path):
     for extra in (("-n", "2"), ("-n", "4", "--set", "stages=2")):
-        done = headway(
+        done = headway_here(
             "verify", "support.recipes:mlp", *extra, "--set", "shares=[3, 1]", cwd=tmp_path
         )
         assert done.code == 0, done.err
@@ -76,7 +76,7 @@ def test_the_command_proves_uneven_shares(tmp_path):
 
 
 def test_a_recipe_with_wrong_shares_is_refused_at_once(tmp_path):
-    wrong = headway(
+    wrong = headway_here(
         "train", "support.recipes:mlp", "-n", "2", "--set", "shares=[1, -2]", cwd=tmp_path
     )
     assert wrong.code != 0
@@ -85,7 +85,7 @@ def test_a_recipe_with_wrong_shares_is_refused_at_once(tmp_path):
 
 def test_a_slow_rank_is_slow_and_the_run_is_the_same(tmp_path):
     """The fault is noted once, and its helper ends with the rank (else the harness says so)."""
-    done = headway(
+    done = headway_here(
         "train", "support.recipes:mlp", "-n", "2", "-d", "run", "--json",
         "--fault", "rank 1 2x slower from step 2 to step 5", cwd=tmp_path,
     )  # fmt: skip
@@ -131,7 +131,7 @@ preset = "p100"
 def test_the_command_plans_mixed_devices_and_its_plan_is_the_serial_run(tmp_path):
     (tmp_path / "mixed.toml").write_text(MIXED)
     words = ("--cluster", "mixed.toml", "--runnable", "--objective", "fastest", "--devices", "3")
-    done = headway(
+    done = headway_here(
         "plan", "support.recipes:mlp", *words, "--json", "--out", "plan.json", cwd=tmp_path
     )
     assert done.code == 0, done.err
@@ -139,6 +139,6 @@ def test_the_command_plans_mixed_devices_and_its_plan_is_the_serial_run(tmp_path
     assert point["devices"] == {"v100": 1, "p100": 2}
     assert sum(point["shares"]) == 12
     assert "ranks stand on 1 v100, 2 p100" in done.err
-    proved = headway("verify", "support.recipes:mlp", "--plan", "plan.json", cwd=tmp_path)
+    proved = headway_here("verify", "support.recipes:mlp", "--plan", "plan.json", cwd=tmp_path)
     assert proved.code == 0, proved.err
     assert "EQUAL to the serial run" in proved.out

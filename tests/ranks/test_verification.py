@@ -24,7 +24,7 @@ from headway.run.place import Place
 from headway.run.world import World
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.split import record_in
-from support.commands import headway
+from support.commands import headway_here
 from support.ranks import RanksFailed, run_ranks
 
 STEPS = 4
@@ -331,7 +331,7 @@ def test_a_planted_bug_is_caught_where_it_shows_first(tmp_path, plant, name, whe
 
 
 def test_the_command_prints_a_table_and_a_verdict(tmp_path):
-    done = headway("verify", "support.recipes:mlp", "-n", "1,2", "--steps", "3", cwd=tmp_path)
+    done = headway_here("verify", "support.recipes:mlp", "-n", "1,2", "--steps", "3", cwd=tmp_path)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].split()[:5] == ["processes", "loss", "gradient", "parameter", "buffer"]
@@ -343,7 +343,7 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path):
 def test_a_plan_of_the_users_own_is_proved_in_float64(tmp_path):
     plan = tmp_path / "plan.json"
     data_parallel(12, processes=2, microbatch=2, exchange=Exchange(overlap=False)).save(plan)
-    done = headway("verify", "support.recipes:mlp", "--plan", str(plan), cwd=tmp_path)
+    done = headway_here("verify", "support.recipes:mlp", "--plan", str(plan), cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.out.splitlines()[1].split()[0] == "2"
     assert done.out.splitlines()[1].endswith("equal")
@@ -353,7 +353,7 @@ def test_a_plan_with_priority_is_proved_with_its_gradients(tmp_path):
     plan = tmp_path / "plan.json"
     exchange = Exchange(priority=True, chunk="200")
     data_parallel(12, processes=3, microbatch=2, exchange=exchange).save(plan)
-    done = headway(
+    done = headway_here(
         "verify", "support.recipes:tied", "--plan", str(plan), "--json", "--steps", "6",
         cwd=tmp_path,
     )  # fmt: skip
@@ -364,7 +364,7 @@ def test_a_plan_with_priority_is_proved_with_its_gradients(tmp_path):
 
 
 def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
-    done = headway("verify", "support.recipes:normalised", "-n", "1,2", cwd=tmp_path)
+    done = headway_here("verify", "support.recipes:normalised", "-n", "1,2", cwd=tmp_path)
     assert done.code == NotEqual.exit_code == 4
     first, second = done.out.splitlines()[1:3]
     assert first.endswith("equal")
@@ -376,8 +376,8 @@ def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
 
 def test_a_pipeline_with_batch_normalisation_equals_the_serial_run_over_its_microbatches(tmp_path):
     words = ("verify", "support.recipes:normalised", "-n", "2", "--set", "stages=2")
-    done = headway(*words, "--microbatches", cwd=tmp_path)
+    done = headway_here(*words, "--microbatches", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert "equal" in done.out.splitlines()[1]
     assert done.out.splitlines()[1].split()[4] != "-"  # running statistics are among the tensors
-    assert headway(*words, cwd=tmp_path).code == NotEqual.exit_code
+    assert headway_here(*words, cwd=tmp_path).code == NotEqual.exit_code

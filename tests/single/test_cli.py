@@ -149,8 +149,8 @@ def test_every_command_exists_and_has_a_page(capsys):
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
         (
             ["zzz"],
-            "commands: checkpoint, cluster, demo, exchange, explain, plan, report, schedule, "
-            "simulate, train, verify",
+            "commands: checkpoint, cluster, collective, demo, exchange, explain, plan, report, "
+            "schedule, simulate, train, verify",
         ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
@@ -401,9 +401,21 @@ def test_in_a_world_of_another_launcher_it_joins(folder, launched, monkeypatch, 
     assert "contradicts the 2 that environment has started" in capsys.readouterr().err
 
 
+LIGHT = """
+import sys
+from headway.cli.main import main
+code = main(sys.argv[1:])
+assert "torch" in sys.modules
+heavy = {"headway.run.worker", "torch.distributed.tensor", "sympy"} & {*sys.modules}
+assert not heavy, f"the launcher has imported {heavy}"
+sys.exit(code)
+"""
+
+
 def test_a_run_from_end_to_end(folder):
-    """The real thing: one worker process, progress in lines, results in the run directory."""
-    command = [sys.executable, "-m", "headway", "train", "recipe.toml", "-d", "run", "--json"]
+    """The real thing: one worker process, progress in lines, results in the run directory; what
+    only workers need, the launcher does not import (4 s of processor time)."""
+    command = [sys.executable, "-c", LIGHT, "train", "recipe.toml", "-d", "run", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -426,3 +438,16 @@ def test_a_batch_in_tokens_needs_no_more_than_the_window_of_the_file(tmp_path):
     _check_plan(check_recipe(str(recipe)), None, 4)
     with pytest.raises(PlanError, match=r"batch.samples is 4 for 5 ranks"):
         _check_plan(check_recipe(str(recipe)), None, 5)
+
+
+def test_degrees_of_a_function_are_checked_before_any_worker_starts():
+    """They are known from --set; a worker would find it out when torch is there and data is."""
+    degrees = {"split.tensor=[3]": "3 ranks that split", "stages=3": "3 ranks of a pipeline"}
+    for change, ranks in degrees.items():
+        checked = check_recipe("support.recipes:mlp", (change,))
+        with pytest.raises(PlanError, match=f"4 processes are no multiple of {ranks}"):
+            _check_plan(checked, None, 4)
+    both = check_recipe("support.recipes:mlp", (*degrees,))
+    with pytest.raises(PlanError, match="6 processes are no multiple of 9 ranks"):
+        _check_plan(both, None, 6)
+    assert _check_plan(both, None, 9) is None

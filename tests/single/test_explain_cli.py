@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from headway.cli.explain_mixed import of_part
 from headway.cli.main import main
 from headway.cluster.presets import of_preset
 from headway.cost.guidelines.model import layers_of
@@ -16,7 +17,7 @@ from headway.cost.network import Network
 from headway.cost.presets import machine_of
 from headway.cost.step_memory import OPTIMISERS
 from headway.errors import PlanError
-from headway.plan import data_parallel, pipelined
+from headway.plan import LayerSplit, data_parallel, pipelined
 from headway.plan.mechanisms import lacking
 from headway.plan.pipeline import Pipeline
 from headway.planner.binding import changes, fastest_of_today, holding, neighbours, parts
@@ -101,6 +102,15 @@ def test_every_point_becomes_a_plan_with_its_degrees(question):
     assert len(seen) > 2
 
 
+def test_what_is_forced_to_be_replicated_is_left_whole_by_the_plan(question):
+    forced = (("7", "replicate"), ("1.0", "split:tensor"))
+    asked = replace(question, memory=None, tensor=(2,), zero=(0,), force=forced)
+    outcome = search(asked)
+    plan = to_plan(outcome, outcome.best)
+    assert plan.split == LayerSplit(tensor=(2,), whole=("7",))
+    assert degrees_of(plan).tensor == 2
+
+
 def test_the_parts_of_a_data_parallel_step(question):
     """By hand: two devices of a node sum in a ring of 2, 2 alpha + S / beta; Adam by parameter."""
     point = point_of(data_parallel(BATCH, processes=2, microbatch=4), engine(question, 2))
@@ -132,14 +142,31 @@ def test_the_parts_of_a_pipeline(question):
     assert again.stages[1].kept < point.stages[1].kept
 
 
+def test_every_part_has_words(question):
+    """Putting samples into batches, too, which only a measured device prices."""
+    slow = replace(MACHINE, device=replace(MACHINE.device, gather=1e-4))
+    asked = replace(question, machine=slow)
+    for plan in (data_parallel(BATCH, processes=16), staged(recompute="blocks")):
+        found = parts(asked, point_of(plan, engine(asked, plan.ranks)))
+        assert "data" in {part.name for part in found}
+        assert all(f"{part.share:.1%}" in of_part(part) for part in found)
+
+
 def test_the_fullest_stage_by_category(question):
     """4 bytes of weights, with momentum 8 of gradients and moments per parameter, with Adam 12: and
-    4 more while it divides by its square roots, when no activations are held."""
+    4 more while it divides by its square roots, when no activations are held. Where one micro-batch
+    is all, the gradients of early layers are not there yet when most is held."""
     plan = data_parallel(BATCH, processes=1)
     momentum = replace(question, work=replace(question.work, optimiser=OPTIMISERS["momentum"]))
-    held = holding(momentum, point_of(plan, engine(momentum, 1)))
+    twice = data_parallel(BATCH, processes=1, microbatch=BATCH // 2)
+    held = holding(momentum, point_of(twice, engine(momentum, 1)))
     assert (held.weights, held.training) == (PARAMETERS, 2 * PARAMETERS)
+    assert held.activations == pytest.approx(question.work.graph.saved_bytes / 2)
+    assert held.update == 0
+    held = holding(momentum, point_of(plan, engine(momentum, 1)))
+    assert held.weights == PARAMETERS < held.training < 2 * PARAMETERS
     assert held.activations == pytest.approx(question.work.graph.saved_bytes)
+    assert held.bytes == held.weights + held.training + held.activations + held.again
     assert held.update == 0
     assert held.share == held.bytes / MACHINE.device.memory
     adam = holding(question, point_of(plan, engine(question, 1)))

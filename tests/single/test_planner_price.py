@@ -361,3 +361,25 @@ def test_floor_and_gap(tower):
     assert 0 < outcome.floor <= outcome.best.seconds
     assert outcome.unexplored == pytest.approx(outcome.best.seconds / outcome.floor - 1)
     assert BUCKETS[0] == Exchange().bucket_bytes
+
+
+# -- samples --------------------------------------------------------------------------------------
+
+
+def test_each_rank_puts_the_samples_of_its_copy_together(tower):
+    """One by one, and what they move, read and written; a pipeline's ranks all read the same."""
+    gather = 1e-4
+    device = replace(DEVICE, gather=gather)
+    for wanted in (degrees(data=2), degrees(data=2, pipeline=4)):
+        points = []
+        for machine, reads in ((MACHINE, True), (replace(MACHINE, device=device), True),
+                               (replace(MACHINE, device=device), False)):  # fmt: skip
+            question = asked(replace(tower, reads=reads), machine=machine, batch=32)
+            points.append(Search(question).candidate(wanted).fastest(1e12))
+        plain, reading, beside = points
+        own = 16 * gather + 2 * 16 * 4 * 256 / DEVICE.memory_rate
+        assert reading.reading == pytest.approx(own)
+        assert reading.seconds == pytest.approx(plain.seconds + own)
+        assert {p.name: p.seconds for p in parts(question, reading)}["data"] == reading.reading
+        assert (plain.reading, beside.reading) == (0.0, 0.0)
+        assert beside.seconds == plain.seconds

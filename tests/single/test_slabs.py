@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import resource
+import sys
 from pathlib import Path
 
 import h5py
@@ -19,13 +21,17 @@ from headway.data import (
     SlabCut,
     SlabSource,
     Source,
+    ZarrSlabs,
     as_source,
+    slabs_in,
 )
 from headway.data import slab_readers as readers_module
 from headway.data.slab_owners import Owners, consumer
 from headway.errors import DataError, MissingExtra
 from headway.parallel.spatial import Axis, SpatialContext
 from headway.plan import BatchSplit
+from headway.run.memory import share_of_memory
+from support.commands import command
 
 SHAPE = (2, 7, 5, 4)
 SAMPLES = 6
@@ -108,6 +114,52 @@ def test_what_has_fewer_dimensions_stays_whole():
 def test_a_part_that_does_not_exist(wrong):
     with pytest.raises(DataError, match="no part"):
         SlabCut(*wrong)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_source_says_how_large_the_whole_is(make):
+    source = SlabSource(make(cubes()), finish=lambda parts: {"x": parts[0].float()}, memory="1 MiB")
+    part = source.parted(SlabCut((2, 1, 2), 3))
+    batch = part.read([4, 1])
+    assert batch.extents == SHAPE[1:]
+    whole = torch.from_numpy(cubes()[[4, 1]]).float()
+    assert torch.equal(batch.data["x"], whole[:, :, 4:, :, 2:])
+    assert torch.equal(source.read([4, 1])["x"], whole)
+    assert (part.memory, part.slabs_read, source.slabs_read) == ("1 MiB", 2, 2)
+    assert part.bytes_read == 2 * 2 * 3 * 5 * 2 * 2  # samples, channels, D, H, W, bytes
+
+
+def test_a_source_that_cannot_be_cut(tmp_path):
+    full = NpySlabs(npy_rows(tmp_path, cubes()))
+    with pytest.raises(DataError, match="cut already"):
+        SlabSource(full, cut=SlabCut((2, 1, 1), 1)).parted(SlabCut((2, 1, 1), 0))
+    np.save(tmp_path / "coarse.npy", np.zeros((SAMPLES, 3, 2, 2)))
+    coarse = NpySlabs(tmp_path / "coarse.npy")
+    with pytest.raises(DataError, match="of one extent"):
+        SlabSource(full, coarse).parted(SlabCut((2, 1, 1), 0))
+    with pytest.raises(DataError, match="of one extent"):
+        SlabSource(full).parted(SlabCut((1, 1, 1, 1, 2), 0))
+
+
+def test_a_rank_may_fill_half_of_its_share_of_the_machine_and_of_its_limit(monkeypatch):
+    whole = share_of_memory(1)
+    assert 2**28 < whole < 2**50
+    assert share_of_memory(4) == pytest.approx(whole / 4, abs=2)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**30))
+    assert share_of_memory(4) == 2**19
+
+
+def test_the_arrays_of_a_folder(tmp_path):
+    h5_files(tmp_path, cubes())
+    for name in ("full", "nested/unitPar"):
+        (reader,) = slabs_in(tmp_path, name)
+        assert len(reader) == SAMPLES
+    np.save(tmp_path / "full.npy", cubes()[:3])
+    assert len(slabs_in(tmp_path, "full")[0]) == 3
+    with pytest.raises(DataError, match=r"unitPar\.npy"):
+        slabs_in(tmp_path, "full", "unitPar")
 
 
 # -- readers -------------------------------------------------------------------------------------
@@ -225,6 +277,18 @@ def test_another_shape_or_type_in_a_later_file(tmp_path, change):
     hdf5, npy = h5_files(tmp_path, data), npy_files(tmp_path, data)
     said(lambda: Hdf5Slabs(hdf5, "full").read(4, BOX), f"{hdf5[4]}, data set 'full'", expected)
     said(lambda: NpySlabs(npy).read(4, BOX), str(npy[4]), expected)
+
+
+def test_zarr(tmp_path):
+    pytest.importorskip("zarr", reason="the zarr package is not installed")
+    done = command(sys.executable, "-m", "support.zarr_slabs", str(tmp_path), cwd=tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_without_zarr_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(MissingExtra, match=r"pip install headway\[zarr\]"):
+        ZarrSlabs(tmp_path)
 
 
 def test_a_shape_that_was_asked_for(tmp_path):

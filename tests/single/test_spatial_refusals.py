@@ -11,6 +11,7 @@ from headway.errors import PlanError, RunError
 from headway.parallel.spatial import Axis, SpatialContext, SplitTensor
 from headway.parallel.spatial.exchange import ALONE, Need
 from headway.parallel.spatial.fetch import fetched
+from headway.parallel.spatial.tensor import Split
 
 HALF = SpatialContext(axes={-3: Axis(None, 2, 1)})
 """Rank 1 of 2 along the depth; nothing here exchanges messages."""
@@ -118,6 +119,50 @@ def test_shapes_that_do_not_match_are_named():
     assert isinstance(HALF.adopt(torch.zeros(1, 4, 4, 4), (1, 8, 4, 4)), SplitTensor)
     with pytest.raises(PlanError, match="counted from the end"):
         SpatialContext(axes={2: Axis(None, 2, 0)})
+
+
+def test_a_mesh_that_cannot_share_out_samples_is_refused():
+    axes = {-3: Axis(None, 2, 1), -2: Axis(None, 2, 0)}
+    assert SpatialContext(axes=axes).everyone is None
+    with pytest.raises(PlanError, match="several dimensions are split and `together`"):
+        SpatialContext(axes=axes, head="samples")
+    with pytest.raises(
+        PlanError, match="has 4 ranks, of which this is 1; the mesh has 4, of which"
+    ):
+        SpatialContext(axes=axes, together=Axis(None, 4, 1))
+    assert SpatialContext(axes=axes, together=Axis(None, 4, 2)).everyone is not None
+
+
+def samples(*shape):
+    """Of two samples, the second one."""
+    everyone = HALF.everyone
+    return SplitTensor(torch.randn(1, *shape), {0: Split(everyone, ((0, 1), (1, 2)))}, HALF)
+
+
+def test_whole_samples_are_not_changed_by_what_has_no_rule():
+    x = samples(3)
+    assert x.by_samples
+    assert (x + 1).by_samples
+    assert not half(2, 3, 8, 4, 4).by_samples
+    for name, change in (
+        ("cumsum_", lambda: x.cumsum_(0)),
+        ("sort", lambda: torch.sort(x, 0, out=(torch.empty(2, 3), torch.empty(2, 3)))),
+    ):
+        with pytest.raises(PlanError, match=name):
+            change()
+    square = half(2, 3, 8, 8, 4)
+    with pytest.raises(PlanError, match="same ranks split one dimension of each"):
+        square + square.transpose(2, 3)
+
+
+def test_samples_change_in_place_what_is_theirs():
+    x, whole = samples(3), torch.randn(2, 3)
+    before, place = x.local.clone(), x.local.data_ptr()
+    x.add_(whole)
+    assert torch.equal(x.local, before + whole[1:])
+    assert x.local.data_ptr() == place
+    with pytest.raises(RuntimeError, match="in place"):
+        whole.add_(x)
 
 
 class Double(torch.autograd.Function):

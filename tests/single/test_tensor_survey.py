@@ -102,6 +102,26 @@ def test_what_the_user_wants_whole_is_whole():
     assert {name.rpartition(".")[0] for name in cut} == {f"h.1.attention.{x}" for x in "qkvo"}
 
 
+def test_modules_on_a_grid_of_their_own():
+    square = TensorGrid.summa(2)
+    found = of(models.Gpt("fused"), TensorGrid.classic(4), whole=["*"], by=[("h.*.mlp", square)])
+    assert found.islands == {"h.0.mlp": square, "h.1.mlp": square}
+    assert found.cuts["h.0.mlp.net.0.weight"] == (Cut("j"), Cut("i"))
+    assert found.cuts["h.0.attention.qkv.weight"] == ()
+    only = of(models.Gpt("fused"), only=["h.1.mlp"])
+    cut = {name for name, cuts in only.cuts.items() if any(one.axes for one in cuts)}
+    assert cut == {f"h.1.mlp.net.{n}" for n in ("0.weight", "0.bias", "2.weight")}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("nothing.*", "no module has this name"), ("wte", "is shared with the rest")],
+)
+def test_what_cannot_have_a_grid_of_its_own_is_refused(pattern, said):
+    with pytest.raises(PlanError, match=said):
+        of(models.Gpt("fused"), by=[(pattern, TensorGrid.cuboid(2, 1, 1))])
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "said"),
     [

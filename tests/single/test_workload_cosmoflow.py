@@ -10,7 +10,8 @@ from scipy.integrate import quad
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.errors import DataError, RecipeError
+from headway.data import SeededSource, SlabCut
+from headway.errors import DataError, MissingExtra, RecipeError
 from headway.run.recipe_check import check_recipe
 from headway.run.recipe_file import load_recipe
 from headway.workloads.cosmoflow import data, generate, model
@@ -101,6 +102,43 @@ def test_initial_weights_and_the_range_of_the_output():
     y = built(1e4 * torch.randn(2, 4, 16, 16, 16))
     assert y.shape == (2, 4)
     assert float(y.detach().abs().max()) == pytest.approx(1.2, rel=1e-6)
+
+
+def test_fitted_weights_tell_samples_apart():
+    """Each layer's results have mean 0 and deviation 1, where He's are nearly alike."""
+    x = data.Universes(24, 8).read(range(24))[0]
+    torch.manual_seed(0)
+    built = CosmoFlow(small(8, dropout=0.5))
+    model.fit(built, x)
+    assert built.training
+    seen = []
+    for layer in built.modules():
+        if isinstance(layer, (nn.Conv3d, nn.Linear)):
+            layer.register_forward_hook(lambda _, __, y: seen.append(y.transpose(0, 1).flatten(1)))
+    with torch.no_grad():
+        built.eval()(x)
+    for y, deviation in zip(seen, (1, 1, 1, 0.3), strict=True):
+        assert y.mean(dim=1).abs().max() < 1e-4
+        alive = y.std(dim=1) > 0
+        assert alive.float().mean() > 0.9
+        assert y.std(dim=1)[alive].numpy() == pytest.approx(deviation, rel=1e-3)
+
+
+def test_which_initial_weights_a_recipe_takes(tmp_path):
+    pytest.importorskip("h5py")
+    torch.manual_seed(0)
+    made = recipe(width=8).model()
+    torch.manual_seed(0)
+    he = recipe(width=8, fitted=0).model()
+    assert not torch.equal(made.head[0].weight, he.head[0].weight)
+    assert not he.head[0].bias.any()
+    data.write(tmp_path / "train", data.Universes(1, 8))
+    for other in (recipe(width=8, directory=tmp_path), recipe(width=8, variant="lbann")):
+        assert not other.model().head[0].bias.any()
+    with torch.device("meta"):
+        assert recipe(width=8).model().head[0].weight.is_meta
+    with pytest.raises(RecipeError, match="fitted initial weights"):
+        recipe(width=8, batch_norm=True, fitted=4)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +286,35 @@ def test_parameters_fill_their_ranges():
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def test_samples_are_logarithms_and_can_be_read_in_parts():
+def test_samples_are_logarithms():
     universes = data.Universes(3, 8)
     cubes, targets = universes.read([2, 0])
     cube, parameters = generate.matter(0, 2, Box(8))
-    assert torch.equal(cubes[0], torch.from_numpy(np.log1p(cube)))
+    assert torch.equal(cubes[0], torch.log1p(torch.from_numpy(cube)))
     assert torch.equal(targets[0], torch.from_numpy(parameters))
-    part, target = universes.read_part(2, [(2, 5), (0, 8), (7, 8)])
-    assert torch.equal(part, cubes[0][:, 2:5, :, 7:8])
-    assert torch.equal(target, targets[0])
+
+
+def test_turned_universes_are_the_same_ones_from_elsewhere():
+    """Sorted numbers, the power at each |k|, and targets stay; the seed alone says how."""
+    universes = data.Universes(3, 8)
+    turned = data.source("train", width=8, count=3)
+    assert isinstance(turned, SeededSource)
+    whole, targets = universes.read([2, 0])
+    cubes, same = turned.read_seeded([2, 0], [2**64 - 1, 7])
+    assert torch.equal(same, targets)
+    assert torch.equal(turned.read([2, 0])[0], whole)
+    assert not torch.equal(cubes, whole)
+    again, _ = turned.read_seeded([0], [7])
+    assert torch.equal(again[0], cubes[1])
+    steps = np.fft.fftfreq(8) ** 2
+    size = steps[:, None, None] + steps[:, None] + steps
+    for a, b in zip(cubes, whole, strict=True):
+        for z in range(4):
+            assert torch.equal(a[z].flatten().sort().values, b[z].flatten().sort().values)
+            powers = [np.abs(np.fft.fftn(x[z].double().numpy())) ** 2 for x in (a, b)]
+            for k in np.unique(size.round(9))[:9]:
+                ring = np.abs(size - k) < 1e-6
+                assert powers[0][ring].sum() == pytest.approx(powers[1][ring].sum(), rel=1e-6)
 
 
 def test_files_hold_what_was_made(tmp_path):
@@ -267,28 +325,32 @@ def test_files_hold_what_was_made(tmp_path):
     assert len(files) == 3
     for a, b in zip(files.read([2, 0]), universes.read([2, 0]), strict=True):
         assert torch.equal(a, b)
-    ranges = [(2, 5), (0, 8), (7, 8)]
-    for a, b in zip(files.read_part(1, ranges), universes.read_part(1, ranges), strict=True):
-        assert torch.equal(a, b)
+    part = files.parted(SlabCut((2, 1, 1), 1)).read([1])
+    assert torch.equal(part.data[0], universes.read([1])[0][:, :, 4:])
+    assert part.extents == (8, 8, 8)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path):
     h5py = pytest.importorskip("h5py")
-    with pytest.raises(DataError, match=r"no \.hdf5 files"):
-        data.Files(tmp_path)
-    (tmp_path / "a.hdf5").write_bytes(b"nothing")
-    with h5py.File(tmp_path / "b.hdf5", "w") as file:
+    folder = tmp_path / "train"
+    with pytest.raises(
+        DataError, match=r"neither \*\.hdf5 nor \.npy or \.zarr of the names full, unitPar"
+    ):
+        data.source("train", width=8, count=0, directory=tmp_path)
+    data.write(folder, data.Universes(1, 8))
+    (folder / "v.hdf5").write_bytes(b"nothing")
+    with h5py.File(folder / "w.hdf5", "w") as file:
         file["other"] = [1]
-    files = data.Files(tmp_path)
-    for sample in (0, 1):
-        with pytest.raises(DataError, match=r"[ab]\.hdf5: not a sample of CosmoFlow"):
+    files = data.source("train", width=8, count=0, directory=tmp_path)
+    for sample, what in ((1, "not a sound HDF5 file"), (2, "no data set 'full'")):
+        with pytest.raises(DataError, match=what):
             files.read([sample])
 
 
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(DataError) as caught:
-        data.Files(tmp_path)
+    with pytest.raises(MissingExtra) as caught:
+        data.write(tmp_path, data.Universes(1, 8))
     assert "headway[hdf5]" in caught.value.fix
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from headway.data import SlabCut
 from headway.errors import DataError, RecipeError
 from headway.run.recipe_file import load_recipe
 from headway.workloads.unet3d import data
-from headway.workloads.unet3d.data import Patches, Phantoms, classes_of
+from headway.workloads.unet3d.data import Patches, Phantoms, classes_of, source, write
 from headway.workloads.unet3d.dice import cross_entropy_and_dice, dice, dice_of_classes
 from headway.workloads.unet3d.model import SMALL_WIDTHS, CicekUNet, MLPerfUNet
 from headway.workloads.unet3d.nifti import read_nifti
@@ -132,9 +133,19 @@ def test_phantoms_follow_from_seed_and_number():
     assert torch.equal(again[1][0], labels[1])
     assert not torch.equal(Phantoms(4, 16, seed=1).read([1])[0], again[0])
     assert not torch.equal(Phantoms(4, 16, first=1).read([1])[0], again[0])
-    part = heads.read_part(3, [(0, 16), (2, 9), (15, 16)])
-    assert torch.equal(part[0], images[0][:, :, 2:9, 15:])
-    assert torch.equal(part[1], labels[0][:, 2:9, 15:])
+
+
+def test_files_hold_what_was_made(tmp_path):
+    pytest.importorskip("h5py")
+    heads = Phantoms(3, 16)
+    write(tmp_path / "train", heads)
+    files = source("train", width=16, count=0, directory=tmp_path)
+    for a, b in zip(files.read([2, 0]), heads.read([2, 0]), strict=True):
+        assert torch.equal(a, b)
+    images, labels = files.parted(SlabCut((1, 2, 1), 1)).read([1]).data
+    whole = heads.read([1])
+    assert torch.equal(images, whole[0][:, :, :, 8:])
+    assert torch.equal(labels, whole[1][:, :, 8:])
 
 
 def test_phantoms_have_all_classes_and_need_more_than_brightness():

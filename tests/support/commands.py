@@ -1,18 +1,24 @@
-"""The headway command as a user runs it, in a process of its own, and what its run left behind."""
+"""The headway command as a user runs it, or in the test's process, and what its run left behind."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+
+from headway.cli.main import main
+from support.ranks import warm_up
 
 HERE = Path(__file__).parent.parent
 HEADWAY = (sys.executable, "-m", "headway")
@@ -53,6 +59,26 @@ def command(
 
 def headway(*words: str, cwd: Path, timeout: float = 120) -> Done:
     return command(*HEADWAY, *words, cwd=cwd, timeout=timeout)
+
+
+def headway_here(*words: str, cwd: Path) -> Done:
+    """Run a command in this process; its workers are forked from the one that ranks come from.
+
+    Spares the start of a command: ten seconds of processor time for two imports of torch. What the
+    workers themselves print is neither in `out` nor in `err`.
+    """
+    warm_up()
+    out, err = io.StringIO(), io.StringIO()
+    start = time.monotonic()
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
+        warnings.resetwarnings()  # as in a process of its own
+        code = main(words)
+    return Done(code, out.getvalue(), err.getvalue(), time.monotonic() - start)
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -123,11 +149,11 @@ def resumed(
     double = "precision='float64'"
     for number, (steps, processes, settings) in enumerate(stages):
         words = [w for v in (double, f"stop={steps}", *settings) for w in ("--set", v)]
-        done = headway(
+        done = headway_here(
             "train", recipe, "-n", str(processes), "-d", "parts", *words,
             *(["--resume"] if number else []), cwd=cwd,
         )  # fmt: skip
         assert done.code == 0, done.err
-    done = headway("train", recipe, "-n", "1", "-d", "whole", "--set", double, cwd=cwd)
+    done = headway_here("train", recipe, "-n", "1", "-d", "whole", "--set", double, cwd=cwd)
     assert done.code == 0, done.err
     return newest_tensors(cwd / "parts"), newest_tensors(cwd / "whole")

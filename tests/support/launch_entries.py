@@ -6,6 +6,7 @@ and writes what it saw to FOLDER; with `kill`, rank 1 of the first attempt ends 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ def answer(place: Place, number: int) -> dict[str, object]:
             "seen": os.environ.get("HEADWAY_TEST_SEEN"),
             "parent": os.getppid(),
             "pid": os.getpid(),
+            "collector": (gc.isenabled(), gc.get_freeze_count() > 100_000),
         }
 
 

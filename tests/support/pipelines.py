@@ -91,13 +91,15 @@ def make_pipeline(
     schedule: PipelineSchedule,
     *,
     stages: Stages | None = None,
+    team: Team | None = None,
     **calls: Any,
 ) -> Pipeline:
     """A pipeline whose shares of the loss are those of `run_serially`."""
     stages = stages or cut(model, loss, data[0], stages=schedule.stages)
-    sync = StageSums(stages, schedule, team_of(world))
+    team = team or team_of(world)
+    sync = StageSums(stages, schedule, team)
     given = {"share": lambda value, _: value / len(data), "sync": sync, **calls}
-    return Pipeline(stages, schedule, team_of(world), Calls(loss=loss, **given))
+    return Pipeline(stages, schedule, team, Calls(loss=loss, **given))
 
 
 def run_pipelined(

@@ -38,12 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.leaks import alive_children, alive_threads, settled
+from headway.launch import warm
+from support.leaks import alive_children, alive_threads, process_ids, settled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PRELOAD = ["torch", "torch.distributed", "pytest", "headway.run.warm"]
+PRELOAD = [*warm.PRELOAD, "pytest", "headway.verification", "headway.checkpoint.storage"]
 GRACE = 1.0
 """Seconds that the other ranks get to end by themselves once one of them has failed."""
 
@@ -71,7 +72,7 @@ class RanksFailed(AssertionError):
 
 def ranks(
     size: int,
-    timeout: float = 30,
+    timeout: float = 60,
     *,
     check: Callable[[list[Any]], None] | None = None,
     mortal: Collection[int] = (),
@@ -120,7 +121,7 @@ def run_ranks(
     size: int,
     body: Callable[..., Any],
     *arguments: Any,
-    timeout: float = 30,
+    timeout: float = 60,
     mortal: Collection[int] = (),
     **named: Any,
 ) -> list[Any]:
@@ -199,9 +200,9 @@ class _Outcome:
 # ---- in the test's process ------------------------------------------------------------------
 
 
-def _start(job: _Job) -> list[ForkServerProcess]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+def warm_up() -> None:
+    """Start the process that all ranks are forked from, if it does not run yet."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # is read when the forkserver imports torch
     try:
@@ -211,6 +212,11 @@ def _start(job: _Job) -> list[ForkServerProcess]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _start(job: _Job) -> list[ForkServerProcess]:
+    warm_up()
+    context = multiprocessing.get_context("forkserver")
     processes: list[ForkServerProcess] = []
     try:
         for rank in range(job.size):
@@ -376,6 +382,7 @@ def _run(job: _Job, rank: int) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name
     os.chdir(job.directory)
     torch.set_num_threads(1)
+    known = process_ids()
     body = _find(_load(job.module, job.file), job.name)
     arguments, named, filters = pickle.loads(job.cargo)
     dist.init_process_group(
@@ -392,7 +399,7 @@ def _run(job: _Job, rank: int) -> Any:
     with warnings.catch_warnings():
         warnings.filters[:] = filters  # type: ignore[index]
         result = body(world, *arguments, **named)
-    left = settled(lambda: [*alive_threads(), *alive_children()])
+    left = settled(lambda: [*alive_threads(), *alive_children(known)])
     assert not left, f"the body left behind: {', '.join(left)}"
     if dist.is_initialized():
         dist.destroy_process_group()

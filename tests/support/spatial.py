@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from headway.parallel.spatial import SpatialContext, SplitTensor, gather
+from headway.parallel.spatial import SpatialContext, SplitTensor, exchange, gather
 
 
 def context(shape, ranks=None, **options):
@@ -38,7 +38,8 @@ def context(shape, ranks=None, **options):
             group = dist.new_group(line)
             if me in line and size > 1:
                 axes[dim - len(shape)] = group
-    return SpatialContext.of(axes, **options) if me in ranks else None
+    together = dist.new_group(ranks) if len(ranks) > 1 else None
+    return SpatialContext.of(axes, together=together, **options) if me in ranks else None
 
 
 def weights_for(y):
@@ -91,3 +92,20 @@ def largest_difference(one, other):
         apart = float((a - b).abs().max()) / max(1.0, float(a.abs().max())) if a.numel() else 0.0
         worst = max(worst, (apart, name))
     return worst
+
+
+class Sent:
+    """Counts the elements that this rank sends."""
+
+    def __init__(self, monkey):
+        self.elements = 0
+        self._start = exchange.dist.batch_isend_irecv
+        monkey.setattr(exchange.dist, "batch_isend_irecv", self)
+
+    def __call__(self, operations):
+        self.elements += sum(o.tensor.numel() for o in operations if o.op is dist.isend)
+        return self._start(operations)
+
+    def taken(self):
+        elements, self.elements = self.elements, 0
+        return elements

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from headway.capture.clock import Clock
 from headway.capture.kinds import cases, timed_of, visit
@@ -31,7 +32,7 @@ _FORMATS = {
 }
 _SLOW_SECONDS = 0.1
 """A format in which one middling product takes longer is not measured: nobody trains in it."""
-_CHAIN = 50
+_CHAIN, _SAMPLES = 50, 128
 _TENSORS = (32, 16, 4)
 """Parameters of each of `UPDATED` numbers that an optimiser steps over, most in no cache."""
 
@@ -57,16 +58,17 @@ def measure_kernels(
     spread = clock.spread(lambda: one @ one)
     every, updates = cases(), dict(_updates(clock))
     visits: list[Visit] = [partial(visit, case, clock) for case in every]
-    visits += [lambda: (_dispatch(clock),), *updates.values()]
+    visits += [lambda: (_dispatch(clock),), lambda: (_gather(clock),), *updates.values()]
     times = in_rounds(visits, slowest, seconds)
     timed = timed_of(list(zip(every, times, strict=False)))
-    dispatch, *steps = times[len(every) :]
+    dispatch, gather, *steps = times[len(every) :]
     return Kernels(
         name=_name(device),
         adds=clock.on_host,
         products=products,
         streams=tuple(one.forward[1:] for one in timed if one.kind == "add"),
         dispatch=dispatch[0],
+        gather=gather[0],
         kernel=0.0 if clock.on_host else _kernel(device, clock),
         skew=0.0,
         memory=_memory(device, local_ranks),
@@ -137,6 +139,17 @@ def _dispatch(clock: Clock) -> float:
         value.sum().backward()
 
     return clock.once(step) / (3 * _CHAIN)
+
+
+def _gather(clock: Clock) -> float:
+    """Of one tensor of one sample: taken out of its column, and put into a batch with others."""
+    columns = [torch.ones(_SAMPLES, 48) for _ in range(2)]
+
+    def batch() -> object:
+        samples = [tuple(column[n] for column in columns) for n in range(_SAMPLES)]
+        return default_collate(samples)
+
+    return clock.once(batch) / (_SAMPLES * len(columns))
 
 
 def _kernel(device: torch.device, clock: Clock) -> float:

@@ -21,11 +21,12 @@ from headway.capture.clock import Clock
 from headway.cluster.readings import Timed
 from headway.graph.axes import Call
 from headway.graph.operator import TensorSpec
-from headway.graph.work import flops_of, traffic_of
+from headway.graph.work import flops_of, traffic_of, weights_of
 
-_FLAT = ((192, 384), (1280, 1152))
-_IMAGES = ((4, 24, 20, 20), (8, 24, 80, 80))
-_SPAN, _FEWEST, _MOST = 2**25, 3, 24
+_FLAT = ((192, 384), (480, 800), (1280, 1152))
+_IMAGES = ((4, 24, 20, 20), (8, 36, 36, 36), (8, 24, 80, 80))
+"""Small, middling, and more than a cache holds."""
+_SPAN, _FEWEST, _MOST = 9 * 2**21, 3, 24
 """Bytes of operands and results in a small step, and the bounds on its calls."""
 EMPTY = "empty"
 
@@ -57,6 +58,7 @@ def _linears() -> Iterator[Case]:
     shapes = (
         (48, 640, 640), (48, 320, 1280), (192, 320, 320), (192, 1280, 640), (192, 640, 1280),
         (640, 192, 192), (640, 768, 320), (640, 320, 1280), (1536, 320, 320), (1536, 192, 768),
+        (96, 1152, 1152), (48, 1408, 896), (192, 192, 320), (320, 48, 448), (320, 448, 40),
     )  # fmt: skip
     for rows, inner, outer in shapes:
         yield Case(
@@ -70,8 +72,10 @@ def _linears() -> Iterator[Case]:
 
 def _convolutions() -> Iterator[Case]:
     shapes = (
-        (6, 16, 16, 48, 3, 1), (6, 24, 24, 56, 3, 1), (6, 48, 48, 40, 3, 1), (6, 96, 96, 20, 3, 1),
-        (6, 160, 160, 10, 3, 1), (6, 48, 96, 40, 3, 2), (6, 96, 48, 40, 1, 1), (6, 3, 48, 56, 5, 1),
+        (6, 16, 16, 48, 3, 1), (2, 16, 48, 40, 3, 1), (12, 48, 16, 28, 3, 1), (6, 24, 24, 28, 3, 1),
+        (6, 48, 48, 40, 3, 1), (2, 48, 48, 20, 3, 1), (6, 96, 96, 20, 3, 1), (2, 160, 96, 10, 3, 1),
+        (6, 160, 160, 10, 3, 1), (6, 48, 96, 40, 3, 2), (12, 48, 80, 20, 1, 2),
+        (6, 96, 48, 40, 1, 1), (6, 3, 48, 56, 5, 1), (8, 3, 16, 40, 3, 1),
     )  # fmt: skip
     for samples, inner, outer, side, kernel, stride in shapes:
         yield Case(
@@ -81,7 +85,9 @@ def _convolutions() -> Iterator[Case]:
             inputs=((samples, inner, side, side), (outer, inner, kernel, kernel)),
             trained=("weight",),
         )
-    for samples, inner, outer, side in ((4, 48, 24, 20), (4, 96, 40, 12), (4, 20, 12, 40)):
+    for samples, inner, outer, side in (
+        (4, 48, 24, 20), (2, 48, 48, 20), (4, 96, 40, 12), (4, 20, 12, 40),
+    ):  # fmt: skip
         yield Case(
             kind="conv_transpose2d",
             call=lambda x, w: F.conv_transpose2d(x, w, None, 2),
@@ -92,7 +98,7 @@ def _convolutions() -> Iterator[Case]:
 
 
 def _attentions() -> Iterator[Case]:
-    for shape in ((2, 6, 96, 48), (4, 3, 192, 48), (2, 4, 320, 96)):
+    for shape in ((2, 6, 96, 48), (8, 6, 80, 64), (4, 3, 192, 48), (2, 4, 320, 96)):
         yield Case(
             kind="scaled_dot_product_attention",
             call=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -120,8 +126,8 @@ def _streams() -> Iterator[Case]:
         "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
         "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
     }
-    for large in (0, 1):
-        for kinds, shape in ((plain, _FLAT[large]), (images, _IMAGES[large])):
+    for size in range(len(_FLAT)):
+        for kinds, shape in ((plain, _FLAT[size]), (images, _IMAGES[size])):
             for kind, call in kinds.items():
                 yield Case(kind=kind, call=call, roles=("input",), inputs=(shape,))
 
@@ -144,16 +150,18 @@ def _others() -> Iterator[Case]:
             roles=("tensors.0", "tensors.1"),
             inputs=(image, image),
         )
-    rows, width = 6000, 48
-    yield Case(
-        kind="embedding",
-        call=lambda w, i: F.embedding(i, w),
-        roles=("weight", "indices"),
-        inputs=((rows, width), (1500,)),
-        trained=("weight",),
-        bounds={"indices": rows},
-    )
-    for bags in ((200, 10), (400, 20)):
+    for rows, width, number in ((6000, 48, 1500), (2400, 96, 6000), (12000, 40, 500)):
+        yield Case(
+            kind="embedding",
+            call=lambda w, i: F.embedding(i, w),
+            roles=("weight", "indices"),
+            inputs=((rows, width), (number,)),
+            trained=("weight",),
+            bounds={"indices": rows},
+        )
+    for rows, width, bags in (
+        (6000, 48, (200, 10)), (6000, 48, (400, 20)), (24000, 24, (96, 8)), (1600, 96, (300, 24)),
+    ):  # fmt: skip
         yield Case(
             kind="embedding_bag",
             call=lambda w, i: F.embedding_bag(i, w, mode="sum"),
@@ -205,6 +213,8 @@ def _timed(case: Case, ahead: float, back: float) -> Timed:
     trained = [role in case.trained for role in case.roles]
     flops = flops_of(call, needs, trained)
     traffic = traffic_of(call, needs, trained, view=False)
+    own = sum(t.nbytes for t, is_weight in zip(tensors, trained, strict=True) if is_weight)
+    weights = weights_of(case.kind, own, traffic)
     return Timed(
         kind=case.kind,
         forward=(float(flops.forward), float(traffic.forward), ahead),
@@ -212,6 +222,10 @@ def _timed(case: Case, ahead: float, back: float) -> Timed:
             float(flops.input_gradient + flops.weight_gradient),
             float(traffic.input_gradient + traffic.weight_gradient),
             back,
+        ),
+        weights=(
+            float(weights.forward),
+            float(weights.input_gradient + weights.weight_gradient),
         ),
     )
 

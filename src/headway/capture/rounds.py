@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 Visit = Callable[[], tuple[float, ...]]
 """Times something for a moment; seconds, always as many."""
 Slowest = Callable[[list[float]], list[float]]
 """The longest of all ranks' times, place by place; all ranks of a machine call it together."""
 SECONDS = 30.0
-_FEWEST = 2
+_FEWEST, _DISTURBED = 2, 2.0
 
 
 def alone(times: list[float]) -> list[float]:
@@ -29,8 +29,10 @@ def alone(times: list[float]) -> list[float]:
 def in_rounds(
     visits: Sequence[Visit], slowest: Slowest, seconds: float = SECONDS
 ) -> list[tuple[float, ...]]:
-    """The usual seconds of each: the mean of the rounds without the longest, which others disturb,
-    or in which kernels are made.
+    """The usual seconds of each: the mean of the rounds but the first, in which kernels are made,
+    and but those of twice the median, which others disturb.
+
+    A step is a sum of many kernels, so that its usual time is the sum of their means.
 
     Args:
         visits: In the same order on all ranks.
@@ -48,7 +50,9 @@ def in_rounds(
         end, *shared = slowest([time.perf_counter() - start, *own])
         each = iter(shared)
         rounds.append([tuple(next(each) for _ in times) for times in found])
-    return [
-        tuple(fmean(sorted(place)[:-1]) for place in zip(*times, strict=True))
-        for times in zip(*rounds, strict=True)
-    ]
+    return [tuple(map(_usual, zip(*times, strict=True))) for times in zip(*rounds[1:], strict=True)]
+
+
+def _usual(times: tuple[float, ...]) -> float:
+    middle = median(times)
+    return fmean(seconds for seconds in times if seconds <= _DISTURBED * middle)

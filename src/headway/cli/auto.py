@@ -6,27 +6,28 @@ predicted of it, and the measured cluster are kept in the run directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.console import note, warn
-from headway.cli.plan_question import precision_in
 from headway.cluster import Cluster, find_cluster
 from headway.cluster.fingerprint import differences, fingerprint
 from headway.errors import PlanError, UsageError
-from headway.plan import Exchange, MemoryPolicy, Plan
+from headway.plan import Exchange, Plan
 from headway.run.directory import RunDirectory
-from headway.run.place import Place
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from headway.cluster.readings import Readings
     from headway.launch.emulation import Emulated
     from headway.launch.paced import Paced
     from headway.planner.automatic import Decision, Limits
     from headway.planner.candidate import Point
+    from headway.planner.operators import Workload
     from headway.run.recipe import Recipe
+    from headway.run.world import World
 
 AUTO = Path("auto")
 """As the value of --plan."""
@@ -51,21 +52,6 @@ class Automatic:
     cluster: str
     device: str
     fallback: bool
-
-    def check(self, place: Place) -> None:
-        """Refuse a world of another launcher, where each rank would search for itself.
-
-        Raises:
-            UsageError: With the two commands that do it.
-        """
-        if place.found_world:
-            raise UsageError(
-                f"--plan auto needs processes that headway itself starts; {place.launcher} has "
-                f"started {place.ranks}",
-                fix="Make the plan first: `headway cluster measure` in the same world, then "
-                "`headway plan RECIPE --cluster cluster.toml --runnable --objective fastest --out "
-                "plan.json`, and train with --plan plan.json.",
-            )
 
     def ranks(self, processes: int | None) -> int:
         """Processes: as many as are asked for, else the given cluster's, else the machine's."""
@@ -92,52 +78,124 @@ class Automatic:
             UsageError: The recipe decides what the search should.
         """
         if resume and run.plan_file.exists():
-            note(f"plan auto: {run.plan_file}, as before")
-            return run.plan_file
+            return self._known(run)
         try:
-            plan = self._decide(run, ranks, emulated)
+            asked = self._asked()
+
+            def measure() -> list[Readings]:
+                from headway.cli.cluster import launch_measuring
+
+                return launch_measuring(ranks, self.device, emulated)
+
+            self._decide(asked, run, ranks, measure)
         except PlanError as error:
-            if not self.fallback:
-                raise
-            warn(f"plan auto: {error.what}; data parallelism instead")
+            self._fall_back(error)
             return None
-        run.path.mkdir(parents=True, exist_ok=True)
-        plan.save(run.plan_file)
         return run.plan_file
 
-    def _decide(self, run: RunDirectory, ranks: int, emulated: Emulated | Paced | None) -> Plan:
-        from headway.cli.optimizer_cost import optimiser_of, with_optimizer
-        from headway.cost.presets import machine_of
-        from headway.planner.automatic import decide
+    def find_in(self, world: World, *, directory: Path, resume: bool) -> Plan | None:
+        """The plan, in a world of another launcher: rank 0 searches for all; collective.
+
+        Args:
+            world: All its ranks measure, where the cluster is not given.
+            directory: Of the run; rank 0 keeps the plan there.
+            resume: Take the plan that the run has already, as restarted workers do.
+
+        Raises:
+            HeadwayError: As `find`; on all ranks.
+        """
+        from headway.run.first import found_by_first
+        from headway.run.measuring import measure_in
+
+        run = RunDirectory(directory)
+        again = resume or world.place.attempt > 0
+        asked: list[_Asked] = []
+
+        def first(find: Callable[[], Plan | None]) -> Plan | None:
+            if world.ranks == 1:
+                return find()
+            return found_by_first(world.rank, find, world.explained("the search for a plan"))
+
+        def known() -> Plan | None:
+            if again and run.plan_file.exists():
+                return Plan.load(self._known(run))
+            asked.append(self._asked())  # what is wrong with the recipe shows before the measuring
+            return None
+
+        try:
+            plan = first(known)
+            if plan is None:
+                readings: list[Readings] = []
+                if self.cluster == MEASURE:
+                    with world.explained("measuring"):
+                        readings = measure_in(world)
+                plan = first(lambda: self._decide(asked[0], run, world.ranks, lambda: readings))
+        except PlanError as error:
+            self._fall_back(error, told=world.rank == 0)
+            return None
+        return plan
+
+    def _known(self, run: RunDirectory) -> Path:
+        note(f"plan auto: {run.plan_file}, as before")
+        return run.plan_file
+
+    def _fall_back(self, error: PlanError, *, told: bool = True) -> None:
+        if not self.fallback:
+            raise error
+        if told:
+            warn(f"plan auto: {error.what}; data parallelism instead")
+
+    def _asked(self) -> _Asked:
+        from headway.cli.optimizer_cost import optimiser_of
         from headway.planner.operators import Workload
-        from headway.planner.search import Question
         from headway.run.model_graph import annotated_graph_of
         from headway.run.recipe_file import load_recipe
 
         recipe = load_recipe(self.recipe, self.overrides)
         limits = limits_of(recipe)
         graph, samples, batch, said = annotated_graph_of(self.recipe, self.overrides)
-        cluster = self._cluster(run, ranks, emulated)
+        work = Workload(
+            graph=graph, samples=samples, optimiser=optimiser_of(recipe), reads=not recipe.workers
+        )
+        return _Asked(recipe, limits, work, batch, said.forced_choices().force)
+
+    def _decide(
+        self, asked: _Asked, run: RunDirectory, ranks: int, measure: Callable[[], list[Readings]]
+    ) -> Plan:
+        """Search, say what was found, and keep it."""
+        from headway.cli.optimizer_cost import with_optimizer
+        from headway.cli.plan_question import precision_in
+        from headway.cost.presets import machine_of
+        from headway.planner.automatic import decide
+        from headway.planner.search import Question
+
+        recipe = asked.recipe
+        run.path.mkdir(parents=True, exist_ok=True)
+        cluster = self._cluster(run, ranks, measure)
         question = Question(
-            work=Workload(graph=graph, samples=samples, optimiser=optimiser_of(recipe)),
+            work=asked.work,
             machine=with_optimizer(machine_of(cluster), cluster, recipe),
             devices=(ranks,),
-            batch=batch,
-            force=said.forced_choices().force,
+            batch=asked.batch,
+            force=asked.force,
             precision=precision_in(recipe.precision),
         )
-        decision = decide(question, limits, cluster)
+        decision = decide(question, asked.limits, cluster)
         for sentence in sentences(decision):
             note(sentence)
-        return replace(
+        plan = replace(
             decision.plan,
-            memory=MemoryPolicy(precision=recipe.precision),
+            memory=replace(decision.plan.memory, precision=recipe.precision),
             exchange=recipe.exchange or decision.plan.exchange,
         )
+        plan.save(run.plan_file)
+        return plan
 
-    def _cluster(self, run: RunDirectory, ranks: int, emulated: Emulated | Paced | None) -> Cluster:
+    def _cluster(
+        self, run: RunDirectory, ranks: int, measure: Callable[[], list[Readings]]
+    ) -> Cluster:
         if self.cluster == MEASURE:
-            return self._measured(run, ranks, emulated)
+            return self._measured(run, measure())
         cluster = find_cluster(self.cluster)
         if cluster.ranks < ranks:
             raise UsageError(
@@ -156,18 +214,15 @@ class Automatic:
             )
         return cluster
 
-    def _measured(
-        self, run: RunDirectory, ranks: int, emulated: Emulated | Paced | None
-    ) -> Cluster:
-        """In some ten seconds; kept in the run directory."""
-        from headway.cli.cluster import launch_measuring, write_measured
+    def _measured(self, run: RunDirectory, readings: list[Readings]) -> Cluster:
+        """Kept in the run directory."""
+        from headway.cli.cluster import write_measured
 
-        run.path.mkdir(parents=True, exist_ok=True)
         path = run.path / "cluster.toml"
-        warning = write_measured(path, launch_measuring(ranks, self.device, emulated))
+        warning = write_measured(path, readings)
         if warning:
             warn(warning)
-        note(f"plan auto: measured {ranks} processes on this machine, kept in {path}")
+        note(f"plan auto: measured {len(readings)} processes on this machine, kept in {path}")
         return find_cluster(str(path))
 
     def _here(self, ranks: int) -> dict[str, str]:
@@ -176,6 +231,17 @@ class Automatic:
 
         device = device_name(self.device)
         return fingerprint(device=device, ranks=ranks, threads=threads_for(ranks))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a recipe asks of the search; the machine comes later."""
+
+    recipe: Recipe
+    limits: Limits
+    work: Workload
+    batch: int
+    force: tuple[tuple[str, str], ...]
 
 
 def limits_of(recipe: Recipe) -> Limits:

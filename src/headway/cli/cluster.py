@@ -138,12 +138,12 @@ def launch_measuring(
 ) -> list[Readings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local
-    from headway.run.measuring import measure as measure_rank
 
     result = launch_local(
-        measure_rank,
+        "headway.run.measuring:measure",
         (device, TIMEOUT_SECONDS, seconds),
         processes=ranks,
+        preload=("headway.run.measuring",),
         emulated=emulated,
     )
     if result.stopped_by:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json as json_format
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from headway.cli.console import say, say_json
 from headway.collective.bound import WORDS, Consistency, bound
+from headway.collective.carrier import CARRIED
 from headway.collective.choice import TYPICAL, Choice, exactness, judge
 from headway.collective.fusion import backward_order, capped_buckets
 from headway.collective.predict import Layer, Scheme, moments, predict
@@ -25,6 +26,9 @@ from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
 from headway.plan import Exchange
 from headway.plan.scheme import scheme_of
+from headway.planner.carried import carried_fit, find_carrier
+from headway.planner.programs import wires_of
+from headway.simulator.collective import IDEAL
 from headway.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 from headway.units import parse_bytes as parse_size
 
@@ -77,6 +81,7 @@ def compare(
     ranks: int = 2,
     nodes: int | None = None,
     inside: str = "20 Gbit/s",
+    cluster: Annotated[str | None, Parameter(alias="-c")] = None,
     svg: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -94,6 +99,8 @@ def compare(
         ranks: Number of processes.
         nodes: Over how many nodes they are spread; by default each has a node of its own.
         inside: Rate between two ranks of one node.
+        cluster: A cluster.toml or a preset, which decides on all these: Gloo's ring and the best
+            program are played on its links.
         svg: Write a picture of the steps to this file.
         json: Print the rows as JSON.
     """
@@ -102,20 +109,23 @@ def compare(
     count = ranks if nodes is None else nodes
     if count < 1 or ranks % count:
         raise UsageError(f"--nodes {count}: {ranks} ranks cannot be spread evenly over them")
-    network = Network.of_rates(
-        count,
-        ranks // count,
-        rate=_amount("--link", link, parse_rate),
-        inside=_amount("--inside", inside, parse_rate),
-        latency=_amount("--latency", latency, parse_seconds),
-    )
+    network, special = _on_cluster(cluster) if cluster else (None, None)
+    if network is None:
+        network = Network.of_rates(
+            count,
+            ranks // count,
+            rate=_amount("--link", link, parse_rate),
+            inside=_amount("--inside", inside, parse_rate),
+            latency=_amount("--latency", latency, parse_seconds),
+        )
+        special = LAYERED if 1 < count < ranks else {}
     chain = equal_layers(
         layers,
         _amount("--size", size, parse_size),
         _amount("--forward", forward, parse_seconds),
         _amount("--backward", backward, parse_seconds),
     )
-    rows = make_rows(chain, network)
+    rows = make_rows(chain, network, special or {})
     if svg is not None:
         from headway.cli.exchange_picture import steps_picture
 
@@ -150,11 +160,28 @@ def equal_layers(count: int, num_bytes: int, forward: float, backward: float) ->
     ]
 
 
-def make_rows(layers: Sequence[Layer], network: Network) -> list[Row]:
+def _on_cluster(text: str) -> tuple[Network, Mapping[str, Exchange]]:
+    """Gloo's ring by number as the link, and exchanges whose sums the best program carries."""
+    wires = wires_of(text)
+    ring = carried_fit("ring", None, wires, host=IDEAL)
+    found = find_carrier("auto", wires, parse_size("8 MiB"))
+    if found.collective not in CARRIED:
+        return Network(ring, wires.nodes), {}
+    fit = carried_fit(found.collective, found.carrier, wires)
+    own = Exchange(bucket="auto", collective=found.collective, carrier=found.carrier)
+    rows = {
+        f"fitted buckets, {found.collective}": own,
+        f"priority, {found.collective}": replace(own, priority=True),
+    }
+    return Network(ring, wires.nodes, carried=fit), rows
+
+
+def make_rows(
+    layers: Sequence[Layer], network: Network, special: Mapping[str, Exchange]
+) -> list[Row]:
     """DDP first, to compare with; then exchanges from exact and simple to coarse."""
     rows = _ddp(layers, network)
-    spread = 1 < network.nodes.count < network.nodes.ranks
-    for name, exchange in (FLAT | (LAYERED if spread else {})).items():
+    for name, exchange in (FLAT | dict(special)).items():
         price = price_exchange(exchange, layers, network)
         choice = judge(scheme_of(exchange), price.predicted, layers, network)
         rows.append(Row(name, choice, exchange, price.node_bytes))
@@ -231,9 +258,15 @@ def _toml(row: Row) -> list[str]:
         key: getattr(row.exchange, key)
         for key in ("bucket", "collective", "compress", "priority")
         if getattr(row.exchange, key) != getattr(default, key)
+        and not (key == "collective" and row.exchange.carried)
     }
     values = [f"{key} = {json_format.dumps(value)}" for key, value in asked.items()]
-    return ["in the plan: exchange = { " + ", ".join(values) + " }"] if values else []
+    lines = ["in the plan: exchange = { " + ", ".join(values) + " }"] if values else []
+    if row.exchange.carried:
+        lines.append(
+            f"its program: headway train --collective {row.exchange.collective} --cluster FILE"
+        )
+    return lines
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:

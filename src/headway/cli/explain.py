@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
+from headway.cli.explain_mixed import explain_mixed, of_choice, of_part, than
+from headway.cli.plan_mixed import kinds_of
 from headway.cli.plan_question import work_of
 from headway.cluster import Cluster, find_cluster
 from headway.cost.presets import machine_of
@@ -44,8 +47,6 @@ from headway.units import format_bytes, format_seconds, parse_bytes
 
 NEAREST = 4
 """Alternatives that are shown beside the fastest one."""
-SAME = 1e-3
-"""Times that differ by a smaller share are called equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Explanation:
     neighbours: tuple[Neighbour, ...]
     alternatives: tuple[Point, ...]
     today: Point | None
-    changes: tuple[Change, ...]
+    changes: tuple[Change[Point], ...]
     collectives: tuple[Calls, ...]
 
 
@@ -128,6 +129,15 @@ def explain(
             problems=[f"{loaded.ranks - found.ranks} ranks have no device"],
             fix="Take a larger cluster (--nodes with a preset), or another plan.",
         )
+    if len(kinds_of(found)) > 1:
+        if guidelines or measure or sources:
+            raise UsageError(
+                "--guidelines, --measure, --sources speak of devices of one type",
+                fix="Ask without them, or name a cluster of one type.",
+            )
+        facts, lines = explain_mixed(loaded, recipe, found, memory)
+        _write(json, facts, lines)
+        return
     engine = Search(_question(loaded, recipe, found, memory))
     for sentence in simplified(loaded):
         note(f"note: {sentence}")
@@ -228,7 +238,7 @@ def sentences(question: Question, found: Explanation) -> Iterator[str]:
     """The explanation for people."""
     point = found.point
     yield f"a step takes {format_seconds(point.seconds)} (predicted)"
-    yield from map(_of_part, found.parts)
+    yield from map(of_part, found.parts)
     yield _of_binding(found)
     yield (
         f"the products reach {found.reached:.1%} of the devices' peak; issuing the kernels alone "
@@ -249,7 +259,8 @@ def sentences(question: Question, found: Explanation) -> Iterator[str]:
     if not found.alternatives:
         yield "  nothing else"
     yield ""
-    yield from _of_choice(found)
+    taken = partial(_of_point, point=found.point)
+    yield from of_choice(found.point, found.today, found.changes, taken, _changed)
 
 
 def _of_binding(found: Explanation) -> str:
@@ -261,22 +272,6 @@ def _of_binding(found: Explanation) -> str:
     if found.holding.share > 1:
         return text + "is exceeded"
     return text + ("binds, too: twice as much changes the choice" if more else "does not")
-
-
-def _of_part(part: Part) -> str:
-    level = f" over the {part.level} links" if part.level else ""
-    beside = f"; {format_seconds(part.hidden)} more beside compute" if part.hidden else ""
-    words = f"{_PARTS[part.name]}{level}{beside}"
-    return f"  {part.share:6.1%}  {format_seconds(part.seconds):>8}  {words}"
-
-
-_PARTS = {
-    "compute": "compute of the slowest stage, launches included",
-    "bubble": "bubble: ranks wait while the pipeline fills and drains",
-    "messages": "messages between stages",
-    "exchange": "exchange of gradients that computation waits for",
-    "update": "update of the parameters, and adding up of gradients",
-}
 
 
 def _of_memory(question: Question, held: Holding) -> Iterator[str]:
@@ -317,13 +312,9 @@ def _of_neighbour(one: Neighbour, point: Point) -> str:
 def _of_point(one: Point, point: Point) -> str:
     lacks = f"; to run it lacks {missing(one)}" if missing(one) else ""
     return (
-        f"{format_seconds(one.seconds)} ({_than(one.seconds, point.seconds)}), "
+        f"{format_seconds(one.seconds)} ({than(one.seconds, point.seconds)}), "
         f"{format_bytes(one.bytes)} ({one.bytes / point.bytes - 1:+.1%}): {_name(one)}{lacks}"
     )
-
-
-def _than(seconds: float, other: float) -> str:
-    return "equal" if abs(seconds / other - 1) < SAME else f"{seconds / other - 1:+.1%}"
 
 
 def _name(point: Point) -> str:
@@ -331,25 +322,8 @@ def _name(point: Point) -> str:
     return describe(point.degrees) + (f", recompute in {again} stages" if again else "")
 
 
-def _of_choice(found: Explanation) -> Iterator[str]:
-    today, point = found.today, found.point
-    if today is None:
-        yield "the search finds no plan for these devices that runs today"
-    elif today.seconds < point.seconds * (1 - SAME):
-        yield f"of the plans that run today the search would take {_of_point(today, point)}"
-    else:
-        yield "of the plans that run today none is faster"
-    for change in found.changes:
-        text = f"  with {change.name}: this plan {format_seconds(change.own)} "
-        text += f"({_than(change.own, point.seconds)}); "
-        if change.best is None:
-            text += "nothing fits"
-        elif change.changed:
-            text += f"the choice changes to {_name(change.best)}, "
-            text += format_seconds(change.best.seconds)
-        else:
-            text += "the choice stays"
-        yield text
+def _changed(one: Point) -> str:
+    return f"{_name(one)}, {format_seconds(one.seconds)}"
 
 
 def _write(json: bool, facts: dict[str, object], lines: list[str]) -> None:

@@ -74,6 +74,11 @@ COMMANDS = (
         "headway.cli.exchange:compare",
         "What each way of exchanging gradients would take on a link.",
     ),
+    Command(
+        "collective show",
+        "headway.cli.collective:show",
+        "Programs of a collective on a cluster, side by side.",
+    ),
     Command("schedule list", "headway.cli.schedule:list_schedules", "Pipeline schedules by name."),
     Command(
         "schedule show", "headway.cli.schedule:show", "Draw a pipeline schedule, with figures."
@@ -99,6 +104,7 @@ COMMANDS = (
 GROUPS = {
     "checkpoint": "Look into checkpoints and convert them.",
     "cluster": "Machines: presets, a look at them, and their measurement.",
+    "collective": "Programs of collectives: rings, trees and others on a cluster's links.",
     "exchange": "Ways of exchanging gradients.",
     "plan": "Find plans: `headway plan RECIPE --cluster C` (options: `headway plan search "
     "--help`). Look at plans, check and compare them.",

@@ -3,7 +3,7 @@ alternatives, its collectives, and where the numbers come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -86,7 +86,9 @@ def lines(answer: Answer) -> Iterator[str]:
 
 def _table(answer: Answer) -> Iterator[str]:
     outcome = answer.outcome
-    head = [" ", "step", "memory", "devices", *_priced(answer), "plan", "runs today; else lacks"]
+    priced = outcome.question.price is not None
+    money_heads = heads_of_money(answer.amounts) if priced else []
+    head = [" ", "step", "memory", "devices", *money_heads, "plan", "runs today; else lacks"]
     rows = [head]
     shown = _worth_showing(outcome.points)
     for number, point in enumerate(outcome.points):
@@ -98,7 +100,7 @@ def _table(answer: Answer) -> Iterator[str]:
                 format_seconds(point.seconds),
                 format_bytes(point.bytes),
                 str(point.devices),
-                *_prices(answer, point),
+                *columns_of_money(money(outcome.question, point), answer.currency, answer.amounts),
                 describe(point.degrees) + recomputed(point),
                 missing(point) or "yes",
             ]
@@ -118,20 +120,29 @@ def _worth_showing(points: Sequence[Point]) -> set[int]:
     return set(shown)
 
 
-def _priced(answer: Answer) -> list[str]:
-    """Heads of the columns of money."""
-    if answer.outcome.question.price is None:
-        return []
-    whole = ["whole run"] if answer.amounts.stop else []
-    return ["a step", "1,000 steps", *whole]
+def heads_of_money(amounts: Amounts) -> list[str]:
+    """Heads of the columns."""
+    return ["a step", "1,000 steps", *(["whole run"] if amounts.stop else [])]
 
 
-def _prices(answer: Answer, point: Point) -> list[str]:
-    each = money(answer.outcome.question, point)
+def columns_of_money(each: float | None, currency: str, amounts: Amounts) -> list[str]:
+    """Of a plan of which a step costs so much; nothing where no price is known."""
     if each is None:
         return []
-    counts = [1, THOUSAND, *([answer.amounts.stop] if answer.amounts.stop else [])]
-    return [format_money(count * each, answer.currency) for count in counts]
+    counts = [1, THOUSAND, *([amounts.stop] if amounts.stop else [])]
+    return [format_money(count * each, currency) for count in counts]
+
+
+def data_of_money(each: float | None, amounts: Amounts) -> dict[str, float | None] | None:
+    """The same for programs."""
+    if each is None:
+        return None
+    return {
+        "step": each,
+        "thousand_steps": THOUSAND * each,
+        "epoch": amounts.epoch and amounts.epoch * each,
+        "run": amounts.stop and amounts.stop * each,
+    }
 
 
 def _chosen(answer: Answer) -> Iterator[str]:
@@ -167,22 +178,42 @@ def _chosen(answer: Answer) -> Iterator[str]:
 
 
 def _money(answer: Answer, each: float | None) -> str:
-    point, amounts = answer.outcome.best, answer.amounts
-    if each is None:
-        hours = point.devices * point.seconds * THOUSAND / 3600
-        device = answer.outcome.question.machine.device.name
-        return (
-            f"money: 1,000 steps take {hours:.3g} device-hours, whose price is not known: give it "
-            f'with --price "2.5 USD/h", or as price below [devices.{device}] of a cluster.toml'
-        )
-    text = f"money: 1,000 steps cost {format_money(THOUSAND * each, answer.currency)}"
+    point = answer.outcome.best
+    if each is not None:
+        return in_money(each, answer.currency, answer.amounts)
+    hours = {answer.outcome.question.machine.device.name: point.devices * point.seconds}
+    return in_hours(hours)
+
+
+def in_money(each: float, currency: str, amounts: Amounts) -> str:
+    """What a plan costs of which a step costs so much."""
+    text = f"money: 1,000 steps cost {format_money(THOUSAND * each, currency)}"
     if amounts.epoch:
-        cost = format_money(amounts.epoch * each, answer.currency)
+        cost = format_money(amounts.epoch * each, currency)
         text += f", an epoch of {amounts.epoch:,} steps {cost}"
     if amounts.stop:
-        cost = format_money(amounts.stop * each, answer.currency)
+        cost = format_money(amounts.stop * each, currency)
         text += f", the whole run of {amounts.stop:,} steps {cost}"
     return text
+
+
+def in_hours(seconds: Mapping[str, float]) -> str:
+    """Where no price is known.
+
+    Args:
+        seconds: Of devices in a step, by type.
+    """
+    hours = {kind: number * THOUSAND / 3600 for kind, number in seconds.items()}
+    several = len(hours) > 1
+    said = " and ".join(
+        f"{number:.3g} device-hours{f' of {kind}' if several else ''}"
+        for kind, number in hours.items()
+    )
+    where = " and ".join(f"[devices.{kind}]" for kind in hours)
+    return (
+        f"money: 1,000 steps take {said}, whose price is not known: give it "
+        f'with --price "2.5 USD/h", or as price below {where} of a cluster.toml'
+    )
 
 
 def _alternatives(answer: Answer) -> Iterator[str]:
@@ -263,21 +294,13 @@ def facts(answer: Answer) -> dict[str, object]:
 def _point(answer: Answer, point: Point) -> dict[str, object]:
     outcome = answer.outcome
     known = figures(outcome.search, point)
-    each, amounts = known.money, answer.amounts
     return {
         "seconds": point.seconds,
         "bytes": point.bytes,
         "devices": point.devices,
         "mfu": known.reached,
         "overhead": known.overhead,
-        "money": None
-        if each is None
-        else {
-            "step": each,
-            "thousand_steps": THOUSAND * each,
-            "epoch": amounts.epoch and amounts.epoch * each,
-            "run": amounts.stop and amounts.stop * each,
-        },
+        "money": data_of_money(known.money, answer.amounts),
         "border": point.border,
         "lacks": missing(point),
         "degrees": asdict(point.degrees),

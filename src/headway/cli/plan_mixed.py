@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.cli.console import note, say, say_json
-from headway.cli.plan_question import Wanted
+from headway.cli.plan_answer import (
+    columns_of_money,
+    data_of_money,
+    heads_of_money,
+    in_hours,
+    in_money,
+)
+from headway.cli.plan_question import Amounts, Wanted, amounts_of
 from headway.cluster import Cluster
 from headway.cost.network import network_of
 from headway.cost.presets import machine_of
 from headway.errors import PlanError
+from headway.plan.prediction import Prediction
+from headway.planner.collectives import Calls, in_rows
 from headway.planner.degrees import sizes
 from headway.planner.forced import on_modules
-from headway.planner.mixed import MixedOutcome, search_mixed
+from headway.planner.mixed import MixedOutcome, MixedSearch, search_mixed
+from headway.planner.mixed_collectives import collectives_of_mixed
 from headway.planner.mixed_plan import missing, ranks_of, shares_of, to_plan
 from headway.planner.mixed_point import MixedPoint
 from headway.planner.mixed_question import MixedQuestion
 from headway.planner.operators import Workload
+from headway.planner.predicted import prediction_of
 from headway.planner.runnable import RUNS
 from headway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from headway.run.recipe import Recipe
 
 
 def kinds_of(cluster: Cluster) -> dict[str, int]:
@@ -80,7 +95,33 @@ def _prices(wanted: Wanted, cluster: Cluster, counts: dict[str, int]) -> dict[st
     return known if len(known) == len(counts) else {}
 
 
-def plan_mixed(question: MixedQuestion, out: Path | None, *, json: bool) -> None:
+@dataclass(frozen=True)
+class Money:
+    """What prices are in, and how long the recipe trains.
+
+    Attributes:
+        currency: "" where no price is known.
+        amounts: Steps.
+    """
+
+    currency: str = ""
+    amounts: Amounts = field(default_factory=Amounts)
+
+
+NO_MONEY = Money()
+
+
+def money_of(wanted: Wanted, cluster: Cluster, recipe: Recipe) -> Money:
+    """Nothing where the price of a type is not known."""
+    if not _prices(wanted, cluster, kinds_of(cluster)):
+        return Money()
+    some = wanted.price or cluster.price_of([0])
+    return Money("" if some is None else some.currency, amounts_of(recipe))
+
+
+def plan_mixed(
+    question: MixedQuestion, cluster: Cluster, money: Money, out: Path | None, *, json: bool
+) -> None:
     """Search, print, write.
 
     Raises:
@@ -89,23 +130,37 @@ def plan_mixed(question: MixedQuestion, out: Path | None, *, json: bool) -> None
     """
     outcome = search_mixed(question)
     if json:
-        say_json(facts(outcome))
+        say_json(facts(outcome, money))
     else:
-        say("\n".join(lines(outcome)))
+        say("\n".join(lines(outcome, money)))
     if out is not None:
-        to_plan(outcome, outcome.best).save(out)
+        plan = to_plan(outcome, outcome.best)
+        replace(plan, prediction=_predicted(outcome, cluster)).save(out)
         note(f"wrote {out}; its ranks stand on {in_runs(ranks_of(outcome.best))}")
 
 
-def lines(outcome: MixedOutcome) -> Iterator[str]:
+def _predicted(outcome: MixedOutcome, cluster: Cluster) -> Prediction:
+    """Of a step of the chosen plan, and on which type each rank stands."""
+    point = outcome.best
+    kind = point.stages[0].parts[0].kind
+    return replace(
+        prediction_of(outcome.question.of(kind), point.slowest, cluster),
+        bytes=point.bytes,
+        device=in_runs(ranks_of(point)),
+    )
+
+
+def lines(outcome: MixedOutcome, money: Money = NO_MONEY) -> Iterator[str]:
     """The frontier in lines; the chosen plan is marked."""
-    head = (" ", "step", "memory", "devices", "plan", "runs today; else lacks")
+    priced = heads_of_money(money.amounts) if outcome.question.prices else []
+    head = (" ", "step", "memory", "devices", *priced, "plan", "runs today; else lacks")
     rows = [
         (
             "*" if number == outcome.chosen else " ",
             format_seconds(point.seconds),
             format_bytes(point.bytes),
             " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts),
+            *columns_of_money(_each(outcome, point), money.currency, money.amounts),
             describe(point),
             missing(point) or "yes",
         )
@@ -115,24 +170,48 @@ def lines(outcome: MixedOutcome) -> Iterator[str]:
     for row in (head, *rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield ""
-    yield from _chosen(outcome)
+    yield from _chosen(outcome, money)
+    yield ""
+    yield from collectives_in_lines(outcome.search, outcome.best)
     yield (
         f"{outcome.considered} combinations, {outcome.opened} priced; for "
         f"{outcome.question.objective} the chosen plan is within {outcome.gap:.1%} of the best"
     )
 
 
-def _chosen(outcome: MixedOutcome) -> Iterator[str]:
-    point, row = outcome.best, outcome.search.engine.row
-    for number, stage in enumerate(point.stages):
-        first = row[stage.start].module or "the inputs"
-        last = row[stage.stop - 1].module or first
-        yield f"stage {number}: {first} to {last}" + (", recomputed" if stage.recompute else "")
-        for part in stage.parts:
-            yield (
-                f"  {part.copies} x {part.kind}: {format_seconds(part.stage.seconds)} per "
-                f"micro-batch of {part.microbatch}, {format_bytes(part.bytes)}"
-            )
+def _each(outcome: MixedOutcome, point: MixedPoint) -> float | None:
+    """What a step costs; None: no price is known."""
+    question = outcome.question
+    return question.cost(point.combination.amounts, point.seconds) if question.prices else None
+
+
+def _money(outcome: MixedOutcome, money: Money) -> str:
+    point = outcome.best
+    each = _each(outcome, point)
+    if each is not None:
+        return in_money(each, money.currency, money.amounts)
+    return in_hours({kind: n * point.seconds for kind, n in point.combination.amounts})
+
+
+def collectives_in_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
+    """Of one rank; those that do the same share their lines."""
+    alike: dict[Calls, list[str]] = {}
+    for one in collectives_of_mixed(search, point):
+        alike.setdefault(one.calls, []).append(f"stage {one.stage} on {one.kind}")
+    if not any(alike):
+        return
+    yield "collectives of a step, of one rank:"
+    for calls, names in alike.items():
+        if len(alike) > 1:
+            yield f"{', '.join(dict.fromkeys(names))}:"
+        yield from in_rows([calls])
+    yield ""
+
+
+def _chosen(outcome: MixedOutcome, money: Money) -> Iterator[str]:
+    point = outcome.best
+    yield _money(outcome, money)
+    yield from stages_in_lines(outcome.search, point)
     if point.combination.data > 1:
         shares = Counter(
             zip(point.combination.cells.copies, shares_of(outcome, point), strict=True)
@@ -142,6 +221,20 @@ def _chosen(outcome: MixedOutcome) -> Iterator[str]:
     yield f"ranks in the order of the mesh: {in_runs(ranks_of(point))}"
     for kind, _ in point.combination.amounts:
         yield f"{kind} idle for {point.idle(kind):.1%} of the step, communication included"
+
+
+def stages_in_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
+    """What each stage costs on each type of devices."""
+    row = search.engine.row
+    for number, stage in enumerate(point.stages):
+        first = row[stage.start].module or "the inputs"
+        last = row[stage.stop - 1].module or first
+        yield f"stage {number}: {first} to {last}" + (", recomputed" if stage.recompute else "")
+        for part in stage.parts:
+            yield (
+                f"  {part.copies} x {part.kind}: {format_seconds(part.stage.seconds)} per "
+                f"micro-batch of {part.microbatch}, {format_bytes(part.bytes)}"
+            )
 
 
 def describe(point: MixedPoint) -> str:
@@ -161,7 +254,7 @@ def in_runs(kinds: tuple[str, ...]) -> str:
     return ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(kinds))
 
 
-def facts(outcome: MixedOutcome) -> dict[str, object]:
+def facts(outcome: MixedOutcome, money: Money = NO_MONEY) -> dict[str, object]:
     """The frontier as plain data; the same question gives the same bytes."""
     return {
         "format": "headway plan search, mixed devices",
@@ -175,6 +268,7 @@ def facts(outcome: MixedOutcome) -> dict[str, object]:
                 "seconds": point.seconds,
                 "bytes": point.bytes,
                 "devices": dict(point.combination.amounts),
+                "money": data_of_money(_each(outcome, point), money.amounts),
                 "border": point.border,
                 "lacks": missing(point),
                 "combination": asdict(point.combination),
@@ -184,6 +278,8 @@ def facts(outcome: MixedOutcome) -> dict[str, object]:
             }
             for point in outcome.points
         ],
+        "currency": money.currency,
+        "collectives": [asdict(one) for one in collectives_of_mixed(outcome.search, outcome.best)],
         "provenance": {
             kind: dict(machine.device.source) for kind, machine in outcome.question.machines.items()
         },

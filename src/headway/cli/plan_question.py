@@ -167,7 +167,7 @@ def question_of(wanted: Wanted, work: Workload, batch: int, cluster: Cluster) ->
         force=force,
     )
     if wanted.runnable:
-        question = narrowed(question)
+        question = narrowed(question, zero=question.zero)
     if not problems:
         inner = machine.network.levels[0].width
         degrees = {t for n in counts for t in divisors(n) if t <= inner}
@@ -221,7 +221,9 @@ def work_of(recipe: str, plan: Plan | None) -> tuple[Workload, int, Recipe]:
             fix="Take the recipe that the plan was made for.",
         )
     found = load_recipe(recipe)
-    work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(found))
+    work = Workload(
+        graph=graph, samples=samples, optimiser=optimiser_of(found), reads=not found.workers
+    )
     return work, batch, found
 
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
 from headway.cli.plan_answer import Answer, facts, lines
-from headway.cli.plan_mixed import kinds_of, mixed_question, plan_mixed
+from headway.cli.plan_mixed import kinds_of, mixed_question, money_of, plan_mixed
 from headway.cli.plan_question import (
     Amounts,
     amounts_of,
@@ -64,7 +64,7 @@ def search_plans(
             of the operator), "blocks.8=stage" (a stage begins there).
         schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer. By default 1f1b; with
             --runnable --objective fastest all that the executor runs.
-        runnable: Look only for plans that today's executor can run: data and pipeline axes.
+        runnable: Look only for plans that today's executor can run, without a tensor axis.
         svg: Draw the frontier into this file.
         png: The same as PNG.
         out: Write the chosen plan there, as `headway train --plan` takes it.
@@ -98,11 +98,14 @@ def search_plans(
         note(f"only replicated, as no rule is known: {', '.join(graph.unknown)}")
     loaded = load_recipe(recipe)
     precision = precision_in(loaded.precision)
-    work = Workload(graph=graph, samples=samples, optimiser=optimiser_of(loaded))
+    work = Workload(
+        graph=graph, samples=samples, optimiser=optimiser_of(loaded), reads=not loaded.workers
+    )
     annotated = said.forced_choices()
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
     if mixed:
-        plan_mixed(mixed_question(wanted, work, batch, found, precision), out, json=json)
+        asked = mixed_question(wanted, work, batch, found, precision)
+        plan_mixed(asked, found, money_of(wanted, found, loaded), out, json=json)
         return
     question = question_of(wanted, work, batch, found)
     machine = with_optimizer(question.machine, found, loaded)

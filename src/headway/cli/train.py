@@ -10,12 +10,14 @@ import re
 import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from headway.cli.auto import AUTO, MEASURE, Automatic
+from headway.cli.carried import Carried, Name
 from headway.cli.console import note, say, say_json, show_error, warn
 from headway.cli.progress import ProgressDisplay, Tail
 from headway.cli.scene import count_ranks, read_scene
@@ -57,6 +59,7 @@ def train(
     plan: Path | None = None,
     cluster: str = MEASURE,
     fallback: Annotated[bool, Parameter(negative="")] = False,
+    collective: Name | None = None,
     schedule: Path | None = None,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     restarts: int = 3,
@@ -77,8 +80,11 @@ def train(
         resume: Go on from the last checkpoint; without --directory, of the newest run.
         plan: A plan.json, or auto: the fastest that a search finds for this machine; by default
             data parallelism over all processes.
-        cluster: For --plan auto: a cluster.toml or preset; by default this machine is measured.
+        cluster: For --plan auto and --collective: a cluster.toml or preset; by default --plan auto
+            measures this machine.
         fallback: For --plan auto: train data parallel where no plan can be found.
+        collective: Which program carries the sums of gradients: auto, all_reduce, hierarchical,
+            ring, direct, halving-doubling, servers, trees; by default what the plan says.
         schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         restarts: How often dead workers are started again without a new checkpoint between.
@@ -95,30 +101,42 @@ def train(
     checked = check_recipe(recipe, overrides)
     place = Place.here()
     scene = read_scene(emulate, faults, place, device)
+    network = None if cluster == MEASURE else cluster
+    carried = Carried(name=collective, cluster=network, emulate=emulate)
+    if plan != AUTO and collective is not None:
+        cluster = MEASURE  # it is for the collective alone
     auto = _automatic(recipe, overrides, plan, cluster, scene.device, fallback=fallback)
     if auto is not None:
-        auto.check(place)
         plan = None
         default = auto.ranks(processes)
     else:
         default = _default_ranks(checked, plan)
     ranks = count_ranks(place, processes, default, scene.cluster)
     scene.check(ranks)
-    _check_plan(checked, plan, ranks)
+    known = _check_plan(checked, plan, ranks)
     seconds = _seconds("--timeout", timeout)
     patience_seconds = _seconds("--patience", patience)
     with scene.nodes() as emulated:
         path = choose_directory(checked.name, directory, place, resume=resume)
+        find = None
         if not place.found_world:
             warm_up(ranks)  # its import of torch runs beside the one here
-        if auto is not None:
-            plan = auto.find(RunDirectory(path), ranks, emulated, resume=resume)
-
+            if auto is not None:
+                plan = auto.find(RunDirectory(path), ranks, emulated, resume=resume)
+        elif auto is not None:
+            find = partial(auto.find_in, directory=path, resume=resume)
+        if auto is not None and plan is not None:
+            known = Plan.load(plan)
+        told = place.rank == 0
+        by, carrier = carried.find(RunDirectory(path), known, ranks, resume=resume, told=told)
         job = TrainJob(
             recipe=recipe,
             overrides=overrides,
             directory=path,
             plan=plan,
+            find=find,
+            collective=by,
+            carrier=carrier,
             resume=resume,
             device=scene.device,
             timeout_seconds=seconds,
@@ -150,7 +168,8 @@ def _automatic(
         )
     if cluster != MEASURE or fallback:
         option = "--fallback" if fallback else f"--cluster {cluster}"
-        raise UsageError(f"{option} needs --plan auto", fix="Add it, or leave this option out.")
+        needs = "--plan auto" if fallback else "--plan auto or --collective"
+        raise UsageError(f"{option} needs {needs}", fix="Add it, or leave this option out.")
     return None
 
 
@@ -173,17 +192,18 @@ def _default_ranks(checked: CheckedRecipe, plan: Path | None) -> int:
     return _runnable(plan).ranks if plan else checked.document.stages or 1
 
 
-def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
-    """Find now, without torch, what every worker would find seconds later."""
+def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> Plan | None:
+    """Find now, without torch, what every worker would find seconds later; the plan, if known."""
     if plan is not None:
-        planned = Plan.load(plan).ranks
-        if planned != ranks:
+        found = Plan.load(plan)
+        if found.ranks != ranks:
             raise UsageError(
-                f"the plan is for {planned} processes, not for {ranks}",
+                f"the plan is for {found.ranks} processes, not for {ranks}",
                 where=str(plan),
-                fix=f"Use --processes {planned}, or another plan.",
+                fix=f"Use --processes {found.ranks}, or another plan.",
             )
-    elif isinstance(checked.document, RecipeDocument):
+        return found
+    if isinstance(checked.document, RecipeDocument):
         document = checked.document
         if document.tokens_per_sample is None:  # as the recipe that is made of it has it
             document = replace(document, tokens_per_sample=document.data.window)
@@ -200,8 +220,13 @@ def _check_plan(checked: CheckedRecipe, plan: Path | None, ranks: int) -> None:
             split=document.split,
         )
         check_mechanisms(made)
-    elif checked.document.stages:  # all else is known when the function has been called
-        check_copies(ranks, checked.document.stages)
+        return made
+    stages, layers = checked.document.stages or 1, checked.document.split
+    parts = layers.ranks if layers else 1  # all else is known when the function has been called
+    check_copies(
+        ranks, stages * parts, "ranks that split layers" if parts > 1 else "ranks of a pipeline"
+    )
+    return None
 
 
 def _runnable(path: Path) -> Plan:
@@ -295,7 +320,6 @@ def _launch(
     """Train in local workers of our own."""
     from headway.launch.local import launch_local
     from headway.run.policies import RestartPolicy
-    from headway.run.worker import train as train_rank
 
     causes: dict[int, str] = {}
     display = ProgressDisplay(job.directory, cause=lambda attempt: causes.get(attempt, ""))
@@ -307,7 +331,7 @@ def _launch(
         job = replace(job, before_step=happening)
     with display:
         result = launch_local(
-            train_rank,
+            "headway.run.worker:train",  # imported here, it would double the seconds of the start
             (job,),
             processes=processes,
             directory=job.directory,

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from headway.cli.console import note, say, say_json
 from headway.errors import NotEqual, UsageError
+from headway.launch.warm import uncollected, warm_up
 from headway.plan import Plan
 from headway.run.recipe_check import check_recipe
 from headway.units import format_seconds
@@ -90,12 +91,13 @@ def verify(
         directory: A run directory, in which the verdict is kept for its report.
         json: Print the facts as JSON.
     """
-    from headway.verification import VerifyJob  # imports torch
-
     check_recipe(recipe, overrides)
     counts = [Plan.load(plan).ranks] if plan else _counts(processes)
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
+    warm_up(1, ("headway.verification",))  # its imports run beside the one here
+    with uncollected():
+        from headway.verification import VerifyJob  # imports torch
     job = VerifyJob(recipe=recipe, overrides=overrides, steps=steps, plan=plan)
     verdicts = _prove(job, counts, pieces=microbatches, quiet=json)
     facts = [_facts(verdict) for verdict in verdicts]

@@ -92,7 +92,7 @@ class Cluster:
         between: Between nodes; None: as fast as the machine is.
         links: Pairs of nodes whose link differs.
         fabric: "switch": every node has one interface of the rate of `between`, which all its
-            links share. "mesh": every pair has a link of its own.
+            links share. "mesh": every pair has a link of its own; "links": those of `links` have.
         levels: All levels of links, from the innermost outwards, instead of `inside` and `between`.
         devices: Kinds of devices by name.
         device: Of the nodes that do not say otherwise; None: the only one of `devices`.
@@ -104,7 +104,7 @@ class Cluster:
     inside: Link | None = None
     between: Link | None = None
     links: tuple[Pair, ...] = ()
-    fabric: Literal["switch", "mesh"] = "switch"
+    fabric: Literal["switch", "mesh", "links"] = "switch"
     levels: tuple[Level, ...] = ()
     devices: dict[str, Device] = dataclasses.field(default_factory=dict)
     device: str | None = None
@@ -117,7 +117,7 @@ class Cluster:
         *,
         rate: str | None = None,
         latency: str = "0 s",
-        fabric: Literal["switch", "mesh"] = "switch",
+        fabric: Literal["switch", "mesh", "links"] = "switch",
     ) -> Cluster:
         """Like nodes, like links: Cluster.of(2, 2, rate="100 Mbit/s").
 
@@ -269,7 +269,7 @@ class Cluster:
     def interface_rate(self, name: str) -> float | None:
         """Bytes per second of a node's interface, in each direction; None: no limit."""
         own = self.node(name).rate
-        if own is not None or self.fabric == "mesh":
+        if own is not None or self.fabric != "switch":
             return own
         outer = next((level.rate for level in self.levels if not level.in_node), None)
         return self.between.rate if self.between else outer

@@ -19,7 +19,7 @@ from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
 _SHARES = ("efficiency", "depth", "sharpness", "overlap")
-_TIMES = ("kernel", "dispatch", "skew", "update")
+_TIMES = ("kernel", "dispatch", "skew", "update", "gather")
 NUMBERS = ("memory", "memory_rate", *_SHARES, *_TIMES)
 """Names of a device's numbers, as in `cost.DeviceModel`."""
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
@@ -50,27 +50,48 @@ Flops = Annotated[float, BeforeValidator(_flops)]
 
 @document
 class Pace:
-    """How fast one kind of kernel is: a pass takes its FLOPs over the one and its bytes over the
-    other, together. What is left out costs nothing.
+    """How fast one kind of kernel is: a pass takes the time of a call, and its FLOPs and its bytes
+    over their rates, together. What is left out costs nothing, but weights without a rate of their
+    own count as other bytes.
 
     Attributes:
         forward: FLOP/s of the forward pass.
         forward_stream: Bytes/s.
+        forward_weights: Bytes/s of parameters, which are packed anew for every call.
+        forward_call: What a call takes beyond its launch.
         backward: FLOP/s of all gradients.
         backward_stream: Bytes/s.
+        backward_weights: Bytes/s of parameters and of their gradients.
+        backward_call: As forward.
     """
 
     forward: Flops | None = None
     forward_stream: Rate | None = None
+    forward_weights: Rate | None = None
+    forward_call: Seconds | None = None
     backward: Flops | None = None
     backward_stream: Rate | None = None
+    backward_weights: Rate | None = None
+    backward_call: Seconds | None = None
 
-    def seconds(self, flops: float, moved: float, *, backward: bool) -> float:
-        """Of one pass."""
-        rates = (self.forward, self.forward_stream)
+    def seconds(self, flops: float, moved: float, weights: float = 0.0, *, backward: bool) -> float:
+        """Of one pass without its call.
+
+        Args:
+            flops: Of both gradients in backward, like the following.
+            moved: Bytes that are no parameters'.
+            weights: Bytes of parameters.
+            backward: Which pass.
+        """
+        rates = (self.forward, self.forward_stream, self.forward_weights)
         if backward:
-            rates = (self.backward, self.backward_stream)
-        return sum(n / rate for n, rate in zip((flops, moved), rates, strict=True) if rate)
+            rates = (self.backward, self.backward_stream, self.backward_weights)
+        work = (flops, moved, weights) if rates[2] else (flops, moved + weights, 0.0)
+        return sum(n / rate for n, rate in zip(work, rates, strict=True) if rate)
+
+    def call(self, *, backward: bool) -> float:
+        """Seconds of a call, however small."""
+        return (self.backward_call if backward else self.forward_call) or 0.0
 
 
 UPDATED = (2**12, 2**16, 2**20)
@@ -123,6 +144,7 @@ class Device:
         update: Seconds per parameter of the optimiser's step.
         updates: Of each optimiser's step alone, as `optimizer_name` calls it, and as "clip" of the
             norm of the gradients.
+        gather: Seconds that the host needs to put one tensor of one sample into a batch.
         overlap: Share of an exchange under way that computation beside it does not feel.
         kinds: Of kinds of kernels in a training step, by torch's names; linear layers for all
             products.
@@ -141,6 +163,7 @@ class Device:
     skew: Seconds | None = None
     sharpness: float | None = None
     update: Seconds | None = None
+    gather: Seconds | None = None
     overlap: float | None = None
     kinds: dict[str, Pace] = dataclasses.field(default_factory=dict)
     updates: dict[str, Update] = dataclasses.field(default_factory=dict)

@@ -20,11 +20,13 @@ class Timed:
         kind: By torch's name.
         forward: FLOPs, bytes, seconds.
         backward: The same, of all gradients.
+        weights: Bytes of parameters among those of forward, and of backward.
     """
 
     kind: str
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
+    weights: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Kernels:
         streams: Of sums of two tensors into a new one: bytes read and written, seconds.
         dispatch: Seconds to issue a tiny kernel, forward and backward.
         kernel: Seconds of a tiny kernel on the device beyond that.
+        gather: Seconds to put one tensor of one sample into a batch.
         skew: Seconds of waiting in a collective, per doubling of the ranks.
         memory: Bytes.
         spread: Usual time of a product over its shortest one.
@@ -58,6 +61,7 @@ class Kernels:
     spread: float
     kinds: tuple[Timed, ...] = ()
     overlap: float | None = None
+    gather: float | None = None
     updates: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
 

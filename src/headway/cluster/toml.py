@@ -19,10 +19,12 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     "memory": _SIZE,
     "memory_rate": _RATE,
     "rate": _RATE,
-    **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update"), _TIME),
+    **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update", "gather"), _TIME),
     **dict.fromkeys(("small", "middle", "large"), _TIME),
     **dict.fromkeys(("forward", "backward"), _FLOPS),
     **dict.fromkeys(("forward_stream", "backward_stream"), _RATE),
+    **dict.fromkeys(("forward_weights", "backward_weights"), _RATE),
+    **dict.fromkeys(("forward_call", "backward_call"), _TIME),
 }
 """By key of the file: units with their factors, the largest first."""
 _TABLES = {"peak": _FLOPS}

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.bound import sharp_bound
+from headway.collective.carrier import Carrier
 from headway.collective.chunks import cut
 from headway.collective.fusion import Buckets, backward_order, fill_buckets, merge_buckets
 from headway.collective.link import LinkFit
 from headway.collective.order import chunk_size, planned_order
 from headway.collective.play import Load, Played, play, ready_order
 from headway.collective.service import Network, Service, Speed, seen_link, service
-from headway.collective.wire import ELEMENTWISE, NOTHING, Traffic, bucket_traffic
+from headway.collective.traffic import NOTHING, Traffic
+from headway.collective.wire import ELEMENTWISE, bucket_traffic
 
 FIRST_BUCKET = 2**20
 """The first bucket is small, so that the link does not idle until a full one is there."""
@@ -62,7 +64,8 @@ class Scheme:
         compressor: Name.
         amount: Its density or rank.
         reduce: "mean", "sum" or "adasum".
-        collective: "all_reduce" or "hierarchical".
+        collective: "all_reduce", "hierarchical", or a program of `carrier.CARRIED`.
+        carrier: Of a program.
         bucket: Bytes; None: fitted to the link.
         overlap: Buckets leave while backward runs.
         priority: Chunks in planned order across the border of the step.
@@ -74,6 +77,7 @@ class Scheme:
     amount: float = 0.0
     reduce: str = "mean"
     collective: str = "all_reduce"
+    carrier: Carrier | None = None
     bucket: int | None = None
     overlap: bool = True
     priority: bool = False
@@ -333,6 +337,7 @@ def _traffic(
             collective=own.collective,
             compressor=own.compressor,
             amount=own.amount,
+            carrier=own.carrier,
             element_bytes=layers[bucket[0]].element_bytes,
         )
     return total

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import log2, prod
 from typing import Protocol
 
+from headway.collective.carrier import CARRIED
 from headway.collective.link import LinkFit, ring_factor
 from headway.collective.nodes import Nodes
 from headway.collective.payload import payloads
@@ -73,12 +74,14 @@ class Network:
         nodes: Which ranks share a node.
         inside: All-reduce inside a node.
         across: All-reduce with one rank per node, as fast as one of them alone can go.
+        carried: All-reduce by the program of the exchange, as played; None: as `link`.
     """
 
     link: LinkFit
     nodes: Nodes
     inside: LinkFit | None = None
     across: LinkFit | None = None
+    carried: LinkFit | None = None
 
     @staticmethod
     def flat(link: LinkFit) -> Network:
@@ -107,7 +110,10 @@ class Network:
         )
 
     def link_of(self, collective: str) -> LinkFit:
-        """The link that limits: of a hierarchical exchange that between the nodes."""
+        """The link that limits: of a hierarchical exchange that between the nodes; a program has a
+        fit of its own."""
+        if collective in CARRIED and self.carried is not None:
+            return self.carried
         if is_layered(self.nodes, collective) and self.across is not None:
             return self.across
         return self.link

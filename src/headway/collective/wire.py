@@ -2,20 +2,21 @@
 
 The figure that counters of the network must confirm. It follows how `comm` sends: Gloo's ring for
 all-reduces and gathers over all ranks, direct messages inside and across nodes, vector halving and
-distance doubling for Adasum. Headers of the transport (0.2 to 5 %) are not in it. Invariant: what
-the ranks send and what they receive add up to the same.
+distance doubling for Adasum, and the steps of programs where one carries the sums. Headers of the
+transport (0.2 to 5 %) are not in it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
+from headway.collective.carried import bucket_elements, carried_traffic
+from headway.collective.carrier import CARRIED, Carrier
 from headway.collective.link import ring_factor
 from headway.collective.nodes import Nodes
 from headway.collective.payload import INDEX_BYTES, payloads
+from headway.collective.traffic import NOTHING, Traffic
 
 ELEMENTWISE = frozenset({"none", "fp16", "bf16"})
 """Compressors of which any slice can be exchanged alone."""
@@ -25,51 +26,6 @@ NUMBER_BYTES = 8
 """Of each layer and level Adasum sums three numbers in double precision."""
 ALL_AT_ONCE = 8
 """Up to so many ranks Adasum's small sums go to all at once."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes by (sender, receiver), global ranks; pairs that exchange nothing are left out."""
-
-    sent: Mapping[tuple[int, int], float]
-
-    def __add__(self, other: Traffic) -> Traffic:
-        total = dict(self.sent)
-        for pair, size in other.sent.items():
-            total[pair] = total.get(pair, 0.0) + size
-        return Traffic(total)
-
-    @property
-    def total(self) -> float:
-        """What all ranks send."""
-        return math.fsum(self.sent.values())
-
-    def by_rank(self, rank: int) -> float:
-        """What one rank sends."""
-        return math.fsum(size for (sender, _), size in self.sent.items() if sender == rank)
-
-    def by_node(self, nodes: Nodes, node: int) -> float:
-        """What leaves a node through its network interface."""
-        home = set(nodes.members[node])
-        return math.fsum(
-            size
-            for (sender, receiver), size in self.sent.items()
-            if sender in home and receiver not in home
-        )
-
-    def busiest_rank(self) -> float:
-        """What the rank that sends most sends."""
-        totals: dict[int, float] = {}
-        for (sender, _), size in self.sent.items():
-            totals[sender] = totals.get(sender, 0.0) + size
-        return max(totals.values(), default=0.0)
-
-    def busiest_node(self, nodes: Nodes) -> float:
-        """What leaves the node that sends most."""
-        return max(self.by_node(nodes, node) for node in range(nodes.count))
-
-
-NOTHING = Traffic({})
 
 
 def ring_all_reduce(ranks: Sequence[int], num_bytes: float) -> Traffic:
@@ -157,6 +113,7 @@ def bucket_traffic(
     collective: str = "all_reduce",
     compressor: str = "none",
     amount: float = 0.0,
+    carrier: Carrier | None = None,
     element_bytes: int = 4,
 ) -> Traffic:
     """What the exchange of one bucket sends.
@@ -168,15 +125,19 @@ def bucket_traffic(
         collective: As in the plan's `Exchange`.
         compressor: Name, as in the plan's `Compression`.
         amount: Its density or rank.
+        carrier: As in the plan's `Exchange`.
         element_bytes: Of a gradient.
 
     Raises:
-        ValueError: A compressor that needs whole tensors, in a hierarchical exchange.
+        ValueError: A compressor that needs whole tensors, in a hierarchical exchange, or one that
+            is more than a sum, in one that a program carries.
     """
     ranks = sorted(rank for members in nodes.members for rank in members)
     if len(ranks) == 1:
         return NOTHING
-    elements = sum(map(math.prod, shapes)) + len(shapes)  # with a flag for each parameter
+    elements = bucket_elements(shapes)
+    if collective in CARRIED:
+        return carried_traffic(collective, carrier, ranks, elements, compressor, element_bytes)
     layered = is_layered(nodes, collective)
     if reduce == "adasum":
         whole = element_bytes * (elements - len(shapes))

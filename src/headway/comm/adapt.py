@@ -181,7 +181,8 @@ class AdaptiveExchange:
 
     def _rearrange(self, profile: Profile) -> None:
         self.now.profile = None
-        link = probe_link(self._device)
+        carried = self.description.carried  # by groups that send otherwise than the world's
+        link = probe_link(self._device, self._routes.own().group if carried else None)
         same = (
             self.link is not None
             and self._profile is not None
@@ -326,28 +327,31 @@ def _ordered(
     return Arrangement(layout, chunk, order, tuple(urgency))
 
 
-def probe_link(device: torch.device) -> LinkFit:
-    """Measure all-reduces over the world's group; collective, called by the training thread.
+def probe_link(device: torch.device, group: dist.ProcessGroup | None = None) -> LinkFit:
+    """Measure all-reduces over a group, by default the world's; collective, called by the training
+    thread.
 
     The rate is that of a stream of pieces, several in flight: shaped links (clouds have them, too)
     let a burst pass faster, which a step's traffic uses up in its first moments.
     """
-    first = _seconds(1, _PIECE, device)
+    first = _seconds(1, _PIECE, device, group)
     count = min(max(round(_STREAM_SECONDS / first), 2), _LONGEST_STREAM)
-    per_byte = _seconds(count, _PIECE, device) / (count * _PIECE)
-    middle = min(_seconds(1, _MIDDLE, device) for _ in range(3))
-    small = min(_seconds(1, _SMALL, device) for _ in range(_SMALL_PROBES))
+    per_byte = _seconds(count, _PIECE, device, group) / (count * _PIECE)
+    middle = min(_seconds(1, _MIDDLE, device, group) for _ in range(3))
+    small = min(_seconds(1, _SMALL, device, group) for _ in range(_SMALL_PROBES))
     latency = max(small - per_byte * _SMALL, 0.0)
     # Slower than the fit: unsteady. Faster: the burst of a shaped link, which is as it should be.
     error = max(middle / (latency + per_byte * _MIDDLE) - 1, 0.0)
     return LinkFit(latency, per_byte, error, dist.get_world_size())
 
 
-def _seconds(count: int, num_bytes: int, device: torch.device) -> float:
+def _seconds(
+    count: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None
+) -> float:
     """Of `count` all-reduces at once, on the slowest rank."""
     buffers = [torch.zeros(num_bytes // 4, device=device) for _ in range(count)]
     start = perf_counter()
-    works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+    works = [dist.all_reduce(buffer, async_op=True, group=group) for buffer in buffers]
     for work in works:
         assert work is not None
         work.wait()

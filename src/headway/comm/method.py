@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.collective import Nodes
+from headway.comm.backend import Choose, carrying
 from headway.errors import PlanError
 
 
@@ -172,7 +173,11 @@ def all_reduce(buffer: Tensor, route: Route) -> dist.Work:
 
 
 def make_route(
-    ranks: Sequence[int] | None, nodes: Nodes, *, hierarchical: bool = False
+    ranks: Sequence[int] | None,
+    nodes: Nodes,
+    *,
+    hierarchical: bool = False,
+    choose: Choose | None = None,
 ) -> Route | None:
     """Make the groups of a route; collective over all ranks of the world, in the same order.
 
@@ -180,6 +185,7 @@ def make_route(
         ranks: Who exchanges; None: all ranks of the world.
         nodes: Of the whole world.
         hierarchical: Make the groups inside and across nodes, too.
+        choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
 
     Returns:
         None where this process is not one of `ranks`.
@@ -198,15 +204,17 @@ def make_route(
     )
     if hierarchical:
         check_nodes(here)
-    group = dist.new_group(list(chosen), backend=_backend())
+    backend = _backend()
+    carried = None if choose is None or dist.get_backend() == "fake" else carrying(choose)
+    group = dist.new_group(list(chosen), backend=carried or backend)
     inside = across = None
     if hierarchical:
         for members in here.members:
-            made = dist.new_group(list(members), backend=_backend())
+            made = dist.new_group(list(members), backend=backend)
             inside = made if own in members and len(members) > 1 else inside
         for first in here.members[0]:
             column = here.across(first)
-            made = dist.new_group(list(column), backend=_backend())
+            made = dist.new_group(list(column), backend=backend)
             across = made if own in column and len(column) > 1 else across
     if own not in chosen:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from headway.collective import Nodes
+from headway.comm.backend import Choose, HeadwayGroup
 from headway.comm.method import Route, make_route
 from headway.comm.pacing import Pace
 
@@ -23,15 +24,37 @@ class Routes:
     Args:
         nodes: Which ranks share a node; None: all ranks are on one node.
         pace: The emulated interface of this node; None: links are what they are.
+        among: Who exchanges with whom, where nothing else is said: the ranks that hold the same
+            parts of layers; None: all with all. Collective then.
+        choose: Of the programs that carry the sums; None: Gloo's own all-reduce.
     """
 
-    def __init__(self, nodes: Nodes | None = None, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Nodes | None = None,
+        pace: Pace | None = None,
+        among: Partition | None = None,
+        choose: Choose | None = None,
+    ) -> None:
         self.pace = pace
         self.nodes = nodes or Nodes.one(dist.get_world_size())
+        self._among = among
+        self._choose = choose
+        self._own = None if among is None else self._make(among, hierarchical=False)
         self._made: dict[tuple[Partition | None, bool], list[Route]] = {}
 
-    def world(self) -> Route:
-        """All ranks over the world's own group; only for the thread that uses that group."""
+    @property
+    def size(self) -> int:
+        """Ranks over which gradients are summed, where nothing else is said."""
+        return self.nodes.ranks if self._own is None else self._own.size
+
+    def own(self) -> Route:
+        """Those ranks; all over the world's own group, unless a program carries the sums. Only for
+        the thread that uses that group."""
+        if self._own is not None:
+            return self._own
+        if self._choose is not None:
+            return self.get(1)[0]
         ranks = tuple(range(dist.get_world_size()))
         group = dist.group.WORLD
         assert group is not None
@@ -44,21 +67,29 @@ class Routes:
 
         Args:
             count: How many chunks may be in flight.
-            partition: Who exchanges with whom; None: all with all.
+            partition: Who exchanges with whom; None: as `among` says.
             hierarchical: With the groups inside and across nodes.
 
         Raises:
             PlanError: See `make_route`.
         """
+        partition = partition or self._among
         made = self._made.setdefault((partition, hierarchical), [])
         while len(made) < count:
-            made.append(self._make(partition, hierarchical))
+            made.append(self._make(partition, hierarchical=hierarchical))
         return tuple(made[:count])
 
-    def _make(self, partition: Partition | None, hierarchical: bool) -> Route:
+    def rest(self) -> None:
+        """End the threads of all groups, until programs are started again."""
+        for routes in self._made.values():
+            for route in routes:
+                if isinstance(route.group, HeadwayGroup):
+                    route.group.rest()
+
+    def _make(self, partition: Partition | None, *, hierarchical: bool) -> Route:
         own: Route | None = None
         for ranks in partition or (None,):
-            route = make_route(ranks, self.nodes, hierarchical=hierarchical)
+            route = make_route(ranks, self.nodes, hierarchical=hierarchical, choose=self._choose)
             own = route or own
         assert own is not None  # a plan's partition holds every rank
         return own

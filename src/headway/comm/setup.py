@@ -24,6 +24,7 @@ from headway.comm.buckets import (
     make_bucket,
     split_by_key,
 )
+from headway.comm.carried import check_alike
 from headway.comm.crossing import Applier, CrossingExchange
 from headway.comm.direct_lane import DirectLane
 from headway.comm.exchange import GradientExchange
@@ -118,14 +119,14 @@ def make_buckets(
     for number, (names, kind, method) in enumerate(zip(layout, kinds, methods, strict=True)):
         chosen: tuple[Route, ...]
         if inline:
-            chosen = (routes.world(),)
+            chosen = (routes.own(),)
         else:
             chosen = routes.get(
                 credit, kind.partition, hierarchical=description.collective == "hierarchical"
             )
         bucket = make_bucket(number, names, parameters, method, chosen)
         if description.reduce == "mean":
-            bucket.weight = routes.nodes.ranks / chosen[0].size
+            bucket.weight = routes.size / chosen[0].size
         _count_bytes(bucket, description, kind.compression, routes)
         found.append(bucket)
     return tuple(found)
@@ -143,6 +144,7 @@ def _count_bytes(
         collective=description.collective,
         compressor=compression.name,
         amount=compression.amount,
+        carrier=description.carrier,
         element_bytes=bucket.fused.buffer.element_size(),
     )
     bucket.wire_bytes = round(traffic.by_rank(route.rank))
@@ -163,7 +165,7 @@ def is_inline(description: Exchange, methods: list[Method], kinds: list[Key]) ->
 
 
 def _has_one_round(description: Exchange, methods: list[Method]) -> bool:
-    return description.collective == "all_reduce" and all(
+    return description.collective != "hierarchical" and all(
         method.elementwise and not method.blocking for method in methods
     )
 
@@ -192,14 +194,18 @@ def make_exchange(
     buckets = make_buckets(parameters, arrangement.layout, description, routes, seed=seed)
     methods = [bucket.method for bucket in buckets]
     kinds = [Key.of(bucket.names[0], description) for bucket in buckets]
-    if is_inline(description, methods, kinds):
+    inline = is_inline(description, methods, kinds)
+    on_gpu = any(bucket.fused.buffer.is_cuda for bucket in buckets)
+    if description.carried and not on_gpu:
+        _check_programs(buckets, kinds, description, arrangement)
+    if inline and not (description.carried and on_gpu):
         return GradientExchange(buckets, InlineLane(buckets), overlap=description.overlap)
-    if any(bucket.fused.buffer.is_cuda for bucket in buckets):
+    if on_gpu:
         raise PlanError(
             "this exchange cannot run here",
-            problems=["its progress thread handles gradients in host memory only, not on a GPU"],
-            fix='Leave out priority, ranks of parts, collective = "hierarchical" and compressors '
-            "other than fp16 and bf16, or use --device cpu.",
+            problems=["its thread and its programs handle gradients in host memory only, no GPU's"],
+            fix="Leave out priority, ranks of parts, every collective but all_reduce, and "
+            "compressors other than fp16 and bf16, or use --device cpu.",
         )
     sequence = _sequence(buckets, description, arrangement)
     kind = DirectLane if _has_one_round(description, methods) else RoundsLane
@@ -216,6 +222,23 @@ def make_exchange(
     applier = Applier({number: place for place, number in enumerate(urgency)})
     lane = make_lane(landed=applier.landed, idle=applier.apply_one)
     return CrossingExchange(buckets, lane, applier, model=model, optimizer=optimizer)
+
+
+def _check_programs(
+    buckets: tuple[Bucket, ...], kinds: list[Key], description: Exchange, arrangement: Arrangement
+) -> None:
+    """That all ranks make the same programs; collective."""
+    sizes = [
+        (chunk.buffer.numel(), _width(bucket, kind))
+        for bucket, kind in zip(buckets, kinds, strict=True)
+        for chunk in bucket.chunks(arrangement.chunk_bytes)
+    ]
+    check_alike(description, buckets[0].routes[0].size, sizes)
+
+
+def _width(bucket: Bucket, kind: Key) -> int:
+    """Bytes of an element as it travels."""
+    return 2 if kind.compression.name != "none" else bucket.fused.buffer.element_size()
 
 
 def _sequence(

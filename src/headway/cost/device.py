@@ -42,6 +42,7 @@ class DeviceModel:
         sharpness: How little host and device hinder each other, at least 1: 1, times add up; at
             infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step, gradient norm and conversions.
+        gather: Seconds of the host to put one tensor of one sample into a batch; 0: not measured.
         overlap: Share of an exchange under way that computation beside it does not feel.
         kinds: Kernels in a training step, by torch's names, linear layers for all products; with
             any of them known, an operator costs the sum of its kernels.
@@ -59,6 +60,7 @@ class DeviceModel:
     skew: float = 30e-6
     sharpness: float = 4.0
     update: float = 20e-12
+    gather: float = 0.0
     overlap: float = 1.0
     kinds: Mapping[str, Pace] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class DeviceModel:
             problems.append(f"efficiency is {self.efficiency:g}; between 0 and 1 is possible")
         if not self.sharpness >= 1:
             problems.append(f"sharpness is {self.sharpness:g}; it must be at least 1")
-        floors = ("depth", "kernel", "dispatch", "skew", "update")
+        floors = ("depth", "kernel", "dispatch", "skew", "update", "gather")
         problems += [f"{key} is negative" for key in floors if getattr(self, key) < 0]
         if problems:
             raise PlanError(f"no such device: {self.name}", problems=problems)

@@ -149,6 +149,7 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         skew=_rounded(found.skew),
         sharpness=1.0 if found.adds else None,
         update=_rounded(updates["AdamW"].large + updates["clip"].large) if updates else None,
+        gather=None if found.gather is None else _rounded(found.gather),
         overlap=None if found.overlap is None else float(f"{found.overlap:.2g}"),
         kinds=kinds,
         updates=updates,
@@ -166,6 +167,7 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         "sharpness": "host and device are one processor",
         "update": "AdamW and the norm of the gradients, large tensors",
         "updates": "a step of each optimiser, and the norm of the gradients, by size of tensors",
+        "gather": "collating tensors of small samples",
         "overlap": "products beside an all-reduce",
         "kinds": f"several shapes of each in small steps, {misses}",
     }

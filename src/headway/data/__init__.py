@@ -22,6 +22,7 @@ _HOMES = {
     "MicroBatch": "headway.data.loader",
     "NpySlabs": "headway.data.slab_readers",
     "Order": "headway.data.order",
+    "Parts": "headway.data.slabs",
     "RankBatch": "headway.data.loader",
     "SeededSource": "headway.data.source",
     "SlabCut": "headway.data.slabs",
@@ -30,8 +31,10 @@ _HOMES = {
     "SlabStore": "headway.data.slab_store",
     "Source": "headway.data.source",
     "TensorSource": "headway.data.source",
+    "ZarrSlabs": "headway.data.slab_readers",
     "as_source": "headway.data.source",
     "cached": "headway.data.cache",
+    "slabs_in": "headway.data.slab_readers",
     "take": "headway.data.cursor",
 }
 
@@ -48,6 +51,7 @@ __all__ = [
     "MicroBatch",
     "NpySlabs",
     "Order",
+    "Parts",
     "RankBatch",
     "SeededSource",
     "SlabCut",
@@ -56,8 +60,10 @@ __all__ = [
     "SlabStore",
     "Source",
     "TensorSource",
+    "ZarrSlabs",
     "as_source",
     "cached",
+    "slabs_in",
     "take",
 ]
 
@@ -67,9 +73,15 @@ if TYPE_CHECKING:
     from headway.data.cursor import Cursor, take
     from headway.data.loader import Loader, MicroBatch, RankBatch
     from headway.data.order import Order
-    from headway.data.slab_readers import Hdf5Slabs, NpySlabs, SlabReader
+    from headway.data.slab_readers import (
+        Hdf5Slabs,
+        NpySlabs,
+        SlabReader,
+        ZarrSlabs,
+        slabs_in,
+    )
     from headway.data.slab_store import SlabStore
-    from headway.data.slabs import SlabCut, SlabSource
+    from headway.data.slabs import Parts, SlabCut, SlabSource
     from headway.data.source import (
         ArraySource,
         DatasetSource,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -169,9 +169,9 @@ class Hdf5Slabs(_Files):
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
-        h5py = _h5py()
+        h5py = _package("h5py", "hdf5")
         _stat(path)
-        with _sound(path), _open_h5(h5py, path) as file:
+        with _sound(path, "HDF5 file"), _open_h5(h5py, path) as file:
             found = file.get(self.dataset)
             if not isinstance(found, h5py.Dataset) or found.ndim < 1:
                 names: list[str] = []
@@ -208,14 +208,90 @@ class NpySlabs(_Files):
         yield open_npy(path)
 
 
-def _h5py() -> Any:
+@final
+class ZarrSlabs(_Files):
+    """Samples in zarr arrays, which are folders. A chunk that was never written is its fill value.
+
+    Args:
+        paths: One array whose dimension 0 counts the samples, or a list, one per sample.
+        array: Name of the array where the paths are groups: "full".
+        shape: Of a sample, to be checked; None: that of the first one.
+
+    Raises:
+        MissingExtra: The zarr package is not installed.
+        DataError: The first array is missing or damaged, or has not what was asked for.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        array: str = "",
+        *,
+        shape: Shape | None = None,
+    ) -> None:
+        self.array, self._in = array, f", array {array!r}" if array else ""
+        super().__init__(paths, shape)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        zarr = _package("zarr", "zarr")
+        _stat(path)
+        with _sound(path, "zarr array"):
+            yield zarr.open_array(str(path), path=self.array, mode="r")
+
+
+def slabs_in(folder: str | Path, *names: str) -> tuple[SlabReader, ...]:
+    """Readers of the named arrays of all samples in a folder, one for each name.
+
+    Either NAME.npy or NAME.zarr, whose dimension 0 counts the samples, for every name; or files
+    *.hdf5 in sorted order, one for each sample, with data sets of these names.
+
+    Raises:
+        DataError: The folder holds neither, or what it holds is damaged.
+        MissingExtra: The h5py or zarr package is needed.
+    """
+    folder = Path(folder)
+    kinds: dict[str, Callable[[Path], SlabReader]] = {".npy": NpySlabs, ".zarr": ZarrSlabs}
+    for suffix, reader in kinds.items():
+        rows = [folder / f"{name}{suffix}" for name in names]
+        if any(path.exists() for path in rows):
+            return tuple(map(reader, rows))
+    paths = sorted(folder.glob("*.hdf5"))
+    if not paths:
+        raise DataError(
+            "no samples",
+            where=str(folder),
+            why=f"It has neither *.hdf5 nor .npy or .zarr of the names {', '.join(names)}.",
+            fix="Give the folder of the samples.",
+        )
+    return tuple(Hdf5Slabs(paths, name) for name in names)
+
+
+def write_sample(path: str | Path, arrays: Mapping[str, Array]) -> None:
+    """One HDF5 file with an array under each name; a file that is there is left alone.
+
+    Raises:
+        MissingExtra: The h5py package is not installed.
+    """
+    h5py, path = _package("h5py", "hdf5"), Path(path)
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    with h5py.File(aside, "w") as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array)
+    aside.replace(path)
+
+
+def _package(name: str, extra: str) -> Any:
     try:
-        return importlib.import_module("h5py")
+        return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtra(
-            "HDF5 files cannot be read",
-            why=f"The h5py package cannot be imported ({error}).",
-            fix="pip install headway[hdf5]",
+            f"{extra} files cannot be read",
+            why=f"The {name} package cannot be imported ({error}).",
+            fix=f"pip install headway[{extra}]",
         ) from None
 
 
@@ -240,14 +316,14 @@ def _stat(path: Path) -> None:
 
 
 @contextmanager
-def _sound(path: Path) -> Iterator[None]:
-    """Name the file in what HDF5 raises of damaged ones."""
+def _sound(path: Path, what: str) -> Iterator[None]:
+    """Name the file in what the library raises of damaged ones."""
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise DataError(
-            "not a sound HDF5 file",
+            f"not a sound {what}",
             where=str(path),
             why=str(error),
-            fix="It was cut short or damaged, or is no HDF5 file: restore it.",
+            fix=f"It was cut short or damaged, or is no {what}: restore it.",
         ) from error

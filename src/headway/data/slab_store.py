@@ -163,6 +163,12 @@ class SlabStore:
         self._held.clear()
         self._owners, self._confirmed = Owners(self._rooms, self._keep), False
 
+    def __enter__(self) -> SlabStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def _facts(self) -> dict[str, Any]:
         """What all ranks of the group must have been given alike."""
         return {

@@ -2,20 +2,23 @@
 
 Which box a rank reads is arithmetic (`SlabCut`) and the same as what spatial parallelism says that
 it owns. What the files of a sample give this rank lies in one packed block of bytes, so that it is
-kept, and sent, as one thing, in the type of the files.
+kept, and sent, as one thing, in the type of the files. A recipe gives a source that is not cut; the
+run asks for this rank's part of it (`SlabSource.parted`), whose batches say that they are `Parts`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.data.slab_owners import Keep
 from headway.data.slab_readers import Shape, SlabReader
 from headway.errors import DataError
 from headway.graph.ranges import Range, balanced
@@ -25,6 +28,18 @@ _ALIGNED = 16
 
 Finish = Callable[[tuple[Tensor, ...]], Any]
 """From the parts of a batch, as in the files, to the batch that is delivered."""
+
+
+class Parts(NamedTuple):
+    """A batch that does not hold whole samples.
+
+    Attributes:
+        data: What `finish` made of this rank's slabs.
+        extents: The last dimensions, those that are cut, as they are in whole samples.
+    """
+
+    data: Any
+    extents: Shape
 
 
 @dataclass(frozen=True)
@@ -94,9 +109,12 @@ class SlabSource:
         finish: Applied to the arrays of a batch (int16 to float, a logarithm); it must treat every
             number alike, since it sees this rank's slabs only. Without it a batch is a tuple of
             tensors, or one tensor, of the types in the files.
+        memory: Most that a rank of a run keeps of its slabs ("40 GiB"); None: half of what is its
+            share of the machine.
+        keep: What it keeps where not all fits, see `SlabStore`.
 
     Attributes:
-        cut: As given.
+        cut, memory, keep: As given.
         nbytes: Bytes of a packed slab.
         slabs_read: Samples of which this process has read its slab so far, and
         bytes_read: what that took, in bytes of numbers.
@@ -106,7 +124,12 @@ class SlabSource:
     """
 
     def __init__(
-        self, *readers: SlabReader, cut: SlabCut | None = None, finish: Finish | None = None
+        self,
+        *readers: SlabReader,
+        cut: SlabCut | None = None,
+        finish: Finish | None = None,
+        memory: int | str | None = None,
+        keep: Keep = "first",
     ) -> None:
         lengths = [len(reader) for reader in readers]
         if len(set(lengths)) != 1:
@@ -116,12 +139,46 @@ class SlabSource:
                 fix="Give files whose samples belong together.",
             )
         self.cut = cut or SlabCut()
+        self.memory, self.keep = memory, keep
+        self._extents: Shape | None = None
         self._readers, self._finish, self._length = readers, finish, lengths[0]
         self._parts, self.nbytes = _packed(readers, self.cut)
         self.slabs_read = self.bytes_read = 0
 
     def __len__(self) -> int:
         return self._length
+
+    def parted(self, cut: SlabCut) -> SlabSource:
+        """The same samples, of which one part is read; batches are `Parts`, and counters zero.
+
+        Raises:
+            DataError: This source is cut already, or the arrays that are cut differ in extent, or
+                none has the dimensions.
+        """
+        found = copy.copy(self)
+        found.cut, found._extents = cut, self._cut_extents(cut)
+        found._parts, found.nbytes = _packed(self._readers, cut)
+        found.slabs_read = found.bytes_read = 0
+        return found
+
+    def _cut_extents(self, cut: SlabCut) -> Shape:
+        """The last dimensions of all arrays that are cut: one for all of them."""
+        if self.cut.parts > 1:
+            raise DataError(
+                "samples that are cut already",
+                why=f"The source has {self.cut}; the plan splits samples as {cut.sizes}.",
+                fix="Give the source without `cut`: the run takes each rank's part.",
+            )
+        dims = len(cut.sizes)
+        shapes = [reader.shape for reader in self._readers]
+        found = {shape[len(shape) - dims :] for shape in shapes if len(shape) >= dims}
+        if len(found) != 1:
+            raise DataError(
+                f"samples of shapes {', '.join(map(str, shapes))} cannot be read in parts",
+                why=f"What is cut along the last {dims} dimensions must be of one extent.",
+                fix="Store it in one resolution, or read whole samples.",
+            )
+        return found.pop()
 
     def shapes(self, samples: int) -> tuple[Shape, ...]:
         """Shapes of the arrays of a batch if they were whole: what `SpatialContext.adopt` asks."""
@@ -157,9 +214,10 @@ class SlabSource:
             for row, slab in enumerate(slabs):
                 array[row].copy_(part.view(slab))
             arrays.append(array)
+        data: Any = arrays[0] if len(arrays) == 1 else tuple(arrays)
         if self._finish is not None:
-            return self._finish(tuple(arrays))
-        return arrays[0] if len(arrays) == 1 else tuple(arrays)
+            data = self._finish(tuple(arrays))
+        return data if self._extents is None else Parts(data, self._extents)
 
 
 def _packed(readers: Sequence[SlabReader], cut: SlabCut) -> tuple[tuple[_Part, ...], int]:

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 from headway.graph.model import ModelGraph
@@ -52,14 +53,15 @@ class Blocks:
         return {structure: count for structure, count in self.uses.items() if count > 1}
 
 
-def blocks(graph: ModelGraph, smallest: int = 3) -> Blocks:
+def blocks(graph: ModelGraph, smallest: int = 3, structures: Structures | None = None) -> Blocks:
     """The largest repeated modules, and what lies between them.
 
     Args:
         graph: The model.
         smallest: Operators that a block has at least; less is left between the blocks.
+        structures: Of the graph, where somebody has them.
     """
-    structures = Structures(graph)
+    structures = structures or Structures(graph)
     runs = list(_runs(structures, 0, len(graph.operators), 0))
     counts = Counter(run.structure for run in runs)
     chosen: list[Segment] = []
@@ -115,10 +117,32 @@ class Structures:
 
     graph: ModelGraph
     _specs: dict[str, str] = field(default_factory=dict)
-    _facts: dict[str, str] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def of(self, start: int, stop: int) -> str:
         """Of the operators from `start` to before `stop`."""
+        numbers: dict[str, int] = {}
+        key: list[int] = []
+        for fact, tensors in self._lines[start:stop]:
+            key.append(fact)
+            key += [numbers.setdefault(tensor, len(numbers)) for tensor in tensors]
+        line = tuple(key)
+        if line not in self._known:
+            self._known[line] = self._hash(start, stop)
+        return self._known[line]
+
+    @cached_property
+    def _lines(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Of every operator a number of what it is, with the specs of its tensors; and these."""
+        facts: dict[tuple[str, ...], int] = {}
+        found = []
+        for operator in self.graph.operators:
+            tensors = (*operator.inputs, *operator.outputs)
+            fact = self._fact(operator), *map(self._spec, tensors)
+            found.append((facts.setdefault(fact, len(facts)), tensors))
+        return found
+
+    def _hash(self, start: int, stop: int) -> str:
         numbers: dict[str, int] = {}
         lines = []
         for operator in self.graph.operators[start:stop]:
@@ -137,9 +161,7 @@ class Structures:
 
     def _fact(self, operator: Operator) -> str:
         """What does not depend on the operators before it."""
-        if operator.name not in self._facts:
-            trained = [tensor in operator.parameters for tensor in operator.inputs]
-            kept = sorted(saved.bytes for saved in operator.saved)
-            facts = f"{len(operator.inputs)} {trained} {kept}"
-            self._facts[operator.name] = f"{facts}\n{self.graph.descriptions[operator.name]}"
-        return self._facts[operator.name]
+        trained = [tensor in operator.parameters for tensor in operator.inputs]
+        kept = sorted(saved.bytes for saved in operator.saved)
+        facts = f"{len(operator.inputs)} {trained} {kept}"
+        return f"{facts}\n{self.graph.descriptions[operator.name]}"

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 Range: TypeAlias = tuple[int, int]
+Box: TypeAlias = tuple[Range, ...]
+"""A range for each dimension."""
+
+Way: TypeAlias = tuple[int, int, Box]
+"""Who sends, who receives, and what."""
 
 
 def balanced(extent: int, parts: int) -> tuple[Range, ...]:
@@ -143,3 +149,27 @@ def crossing(
 def halo(rank: int, have: Sequence[Range], want: Sequence[Range]) -> int:
     """Elements per line along the dimension that a rank receives; (k - 1)/2 a side for "same"."""
     return sum(length(received) for _, received in crossing(rank, have, want)[1])
+
+
+@lru_cache(maxsize=1024)
+def ways(have: tuple[Box, ...], want: tuple[Box, ...]) -> tuple[Way, ...]:
+    """What goes where when all dimensions change at once; by the rank that receives.
+
+    Args:
+        have: By rank, what it owns; boxes of two ranks are equal or apart.
+        want: By rank, what it wants.
+
+    Returns:
+        What a rank has itself it sends to itself. Of equal boxes the receivers take turns.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(have):
+        holders.setdefault(box, []).append(rank)
+    found = []
+    for receiver, wish in enumerate(want):
+        for box, ranks in holders.items():
+            common = tuple(overlap(a, b) for a, b in zip(box, wish, strict=True))
+            if all(map(length, common)):
+                sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
+                found.append((sender, receiver, common))
+    return tuple(found)

@@ -111,6 +111,21 @@ def traffic_of(call: Call, needs: Sequence[bool], trained: Sequence[bool], *, vi
     )
 
 
+def weights_of(kind: str, own: float, traffic: Work) -> Work:
+    """Bytes of parameters among those that an operator moves: as many, however many samples.
+
+    Args:
+        kind: Of the operator; of a table, forward reads rows alone, which samples choose.
+        own: Bytes of its parameters.
+        traffic: Of it.
+    """
+    return Work(
+        forward=0 if kind in TABLES else min(int(own), traffic.forward),
+        input_gradient=min(int(own), traffic.input_gradient),
+        weight_gradient=min(int(own), traffic.weight_gradient),
+    )
+
+
 def _rows(call: Call) -> int:
     """Bytes of the rows that are read from a table."""
     if call.kind != "embedding_bag":

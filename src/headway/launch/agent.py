@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import RunError
-from headway.launch.warm import environment
+from headway.launch.warm import environment, uncollected
 from headway.launch.watch import deaths_noted, spoke, stop_noted
 from headway.launch.worker import Job, work
 from headway.run.failure import FailureRecord, read_failures
@@ -62,9 +62,10 @@ def run_attempt(
     Raises:
         RunError: The workers could not be started.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    with uncollected():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
 
     statuses: dict[int, int] = {}
     stop: str | None = None

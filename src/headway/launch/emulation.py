@@ -32,6 +32,7 @@ from headway.launch.namespaces import (
     name_hosts,
     query,
     remove_stale,
+    said,
     start_of,
     tags_in_use,
 )
@@ -129,6 +130,17 @@ class Emulated:
                 int(found[node.port]["tx"]["bytes"]),
             )
             for node in self.nodes
+        }
+
+    def sent_to(self, name: str) -> dict[str, int]:
+        """Bytes that a node has sent to each other node, as its shaper counts them."""
+        node = self.node(name)
+        text = said("tc", "-s", "class", "show", "dev", INTERFACE, namespace=node.namespace)
+        counts = node.shape.sent(text)
+        return {
+            other.name: counts[node.shape.class_of(other.address)]
+            for other in self.nodes
+            if other.name != name
         }
 
     def set_link(self, first: str, second: str, rate: float | None) -> None:
@@ -246,6 +258,11 @@ def lost(cluster: Cluster) -> Iterator[str]:
         yield (
             f"the latency between nodes, up to {format_seconds(max(late))}, is not emulated: only "
             "rates are; small messages will be faster than on the real links"
+        )
+    if cluster.fabric == "links":
+        yield (
+            "pairs of nodes without a link of their own are not kept apart: they are as fast as "
+            "this machine is"
         )
     inside = cluster.link(names[0], names[0])
     if inside is not None:

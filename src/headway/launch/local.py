@@ -47,7 +47,7 @@ class LaunchResult:
 
 
 def launch_local(
-    entry: Callable[..., Any],
+    entry: Callable[..., Any] | str,
     arguments: tuple[Any, ...] = (),
     *,
     processes: int,
@@ -65,7 +65,8 @@ def launch_local(
     """Run entry(place, *arguments) in `processes` workers; restart them as the policy decides.
 
     Args:
-        entry: A function of a module (it is sent to the workers by name).
+        entry: A function of a module, or "module:function": then this process need not import
+            what only the workers need (it is sent to them by name in any case).
         arguments: Anything that pickles.
         processes: Number of workers; more than cores is a warning.
         directory: The run directory: failures are recorded there, its newest checkpoint is the

@@ -122,17 +122,24 @@ def _failed(tool: str, commands: list[str], said: str) -> str:
 
 def query(tool: str, *words: str, namespace: str = "") -> Any:
     """What `ip -json` or `tc -json` says, as plain data."""
+    return json.loads(said(tool, "-json", *words, namespace=namespace) or "[]")
+
+
+def said(tool: str, *words: str, namespace: str = "") -> str:
+    """What `ip` or `tc` says; classes have no JSON form.
+
+    Raises:
+        UsageError: It fails.
+    """
     where = ["-n", namespace] if namespace else []
-    done = subprocess.run(
-        [tool, "-json", *where, *words], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([tool, *where, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(
             "the emulated network cannot be read",
             where=f"{tool} {' '.join(words)}",
             why=" ".join(done.stderr.split()),
         )
-    return json.loads(done.stdout or "[]")
+    return done.stdout
 
 
 def enter_namespace(name: str) -> None:

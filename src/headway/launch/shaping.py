@@ -9,6 +9,7 @@ machines often lack netem, flower and iptables.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -46,6 +47,12 @@ class Shape:
     def class_of(self, address: str) -> str:
         """The id of the class through which everything to a peer goes."""
         return f"1:{_FIRST_PEER + list(self.peers).index(address):x}"
+
+    @staticmethod
+    def sent(text: str) -> dict[str, int]:
+        """Bytes by class, from what `tc -s class show` says."""
+        found = re.findall(r"^class \S+ (\S+) .*\n Sent (\d+) bytes", text, flags=re.MULTILINE)
+        return {number: int(count) for number, count in found}
 
     def commands(self) -> Iterator[str]:
         """For `tc -batch` on an interface without a qdisc."""

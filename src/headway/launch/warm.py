@@ -7,6 +7,7 @@ imports run beside each other. It never runs anything but imports, and ends with
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -19,7 +20,13 @@ from headway.launch.preflight import threads_for
 LONGEST = 60
 """Characters of a folder that leave room for what multiprocessing appends to a socket's 107."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
-PRELOAD = ("torch", "torch.distributed", "headway.launch.worker", "headway.run.warm")
+PRELOAD = (
+    "headway.launch.early",
+    "torch",
+    "torch.distributed",
+    "headway.launch.worker",
+    "headway.run.warm",
+)
 
 
 def warm_up(processes: int, preload: Sequence[str] = (), threads: int | None = None) -> None:
@@ -35,6 +42,18 @@ def warm_up(processes: int, preload: Sequence[str] = (), threads: int | None = N
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}), short_paths():
         forkserver.ensure_running()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports of torch: see `headway.launch.early`."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from headway.errors import HeadwayError, WorkerFailed
@@ -33,7 +34,7 @@ from headway.run.place import ATTEMPT, NODE, Place
 
 INTERRUPTED = 130
 STOPPED = 143
-LINGER_SECONDS = 0.5
+LINGER_SECONDS = 1.5
 REPORT_SECONDS = 3.0
 # What the agent sets for each worker must not be overwritten by the launcher's own variables.
 _OF_AGENT = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_")
@@ -45,7 +46,7 @@ class Job:
     """What every worker is sent.
 
     Attributes:
-        entry: Called as entry(place, *arguments).
+        entry: Called as entry(place, *arguments); a text is "module:function".
         arguments: Anything that pickles.
         outbox: Private directory of this attempt: results, failures, process ids.
         directory: The run directory, which gets a copy of the failures; None: none.
@@ -55,7 +56,7 @@ class Job:
         emulated: The nodes that the workers pretend to be on; None: they are on one machine.
     """
 
-    entry: Callable[..., Any]
+    entry: Callable[..., Any] | str
     arguments: tuple[Any, ...]
     outbox: Path
     directory: Path | None
@@ -82,7 +83,8 @@ def work(job: Job) -> None:
     with _signals_noticed() as signals:
         try:
             _set_threads(job.threads)
-            result = pickle.dumps(job.entry(place, *job.arguments))
+            entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
+            result = pickle.dumps(entry(place, *job.arguments))
             stopped_by = signals()
             if stopped_by:
                 note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())

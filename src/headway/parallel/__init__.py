@@ -9,6 +9,7 @@ from headway.parallel.row import Calls, Sync, Team
 from headway.parallel.stage_sums import StageSums
 from headway.parallel.stages import Entry, Exit, Stage, Stages
 from headway.parallel.standin import ModelCall, record_call
+from headway.parallel.streams import with_streams
 from headway.parallel.units import even_parts
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "record_call",
     "run_stages",
     "weigh_units",
+    "with_streams",
 ]

@@ -123,11 +123,12 @@ class Layout:
             found.append(_encode(numbers))
         return found
 
-    def buffers(self, device: torch.device) -> list[Tensor]:
-        """For what `pack` returns at the other end."""
-        found = [form.empty(device) for form in self.forms if form is not None]
+    @property
+    def packed(self) -> list[Form]:
+        """Of what `pack` returns at the other end."""
+        found = [form for form in self.forms if form is not None]
         if self.kinds:
-            found.append(torch.empty(2 * len(self.kinds), dtype=torch.int64, device=device))
+            found.append(Form((2 * len(self.kinds),), (), torch.int64, flows=False))
         return found
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Any]:

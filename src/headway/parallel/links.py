@@ -3,22 +3,26 @@
 `LocalLink` joins two stages of one rank, `RemoteLink` is one end of a link between two ranks. On
 the wire every micro-batch and direction of an edge has a tag of its own, so that neither end needs
 to care about order. The first message of its kind (same sizes of the micro-batch, same mode) is
-preceded by its layout; from then on both ends know it, and receives are posted ahead.
+preceded by its layout; from then on both ends know it, and receives are posted ahead. Two ranks of
+one machine may have a stream: then values are used where they lie in memory that both share.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel import Stream
 from headway.errors import RunError
-from headway.parallel.layout import Layout
+from headway.parallel.layout import Form, Layout
 
 
 class Link(ABC):
@@ -127,6 +131,8 @@ class LocalLink(Link):
 
 Sent = list[tuple[dist.Work, Tensor]]
 """What is under way, with the tensors that must stay as they are until then."""
+Coming = Callable[[], list[Tensor]]
+"""A message that is expected: waits for it."""
 
 
 class Wire:
@@ -136,39 +142,75 @@ class Wire:
         group: That both belong to; None: the default group.
         peer: The global rank of the other.
         device: Of what arrives.
+        own: Objects of which each end has its own in place of the other's, in the same order.
+        stream: For values and gradients; None: they go over the group, as all announcements do.
 
     Attributes:
         device: As given.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        peer: int,
+        device: torch.device,
+        own: Sequence[Any] = (),
+        stream: Stream | None = None,
+    ) -> None:
         self.device = device
         self._group = group
         self._peer = peer
+        self._own = own
+        self._stream = stream
 
     def send(self, tensors: Sequence[Tensor], tag: int) -> Sent:
         """Start to send."""
+        if self._stream is not None:
+            self._stream.put(tag, tensors)
+            return []
+        return self._start(tensors, tag)
+
+    def expect(self, forms: Sequence[Form], tag: int) -> Coming:
+        """Start to receive."""
+        if self._stream is not None:
+            return partial(self._stream.take, tag, [(f.shape, f.dtype) for f in forms])
+        buffers = [form.empty(self.device) for form in forms]
+        works = self._post(buffers, tag)
+
+        def come() -> list[Tensor]:
+            _wait(works)
+            return buffers
+
+        return come
+
+    def _start(self, tensors: Sequence[Tensor], tag: int) -> Sent:
         return [
             (_started(dist.isend(t, self._peer, self._group, tag)), t) for t in tensors if t.numel()
         ]
 
-    def post(self, buffers: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        """Start to receive."""
+    def _post(self, buffers: Sequence[Tensor], tag: int) -> list[dist.Work]:
         return [_started(dist.irecv(b, self._peer, self._group, tag)) for b in buffers if b.numel()]
 
     def announce(self, thing: Any, tag: int) -> Sent:
         """Send a plain value of unknown size."""
-        text = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        written = io.BytesIO()
+        pickler = pickle.Pickler(written)
+        places = {id(one): number for number, one in enumerate(self._own)}
+        pickler.persistent_id = lambda one: places.get(id(one))  # type: ignore[method-assign]
+        pickler.dump(thing)
+        text = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
         size = torch.tensor([len(text)])
-        return self.send([size.to(self.device), text.to(self.device)], tag)
+        return self._start([size.to(self.device), text.to(self.device)], tag)
 
     def hear(self, tag: int) -> Any:
         """Wait for what the other end announces."""
         size = torch.empty(1, dtype=torch.int64, device=self.device)
-        _wait(self.post([size], tag))
+        _wait(self._post([size], tag))
         text = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        _wait(self.post([text], tag))
-        return pickle.loads(text.cpu().numpy().tobytes())
+        _wait(self._post([text], tag))
+        unpickler = pickle.Unpickler(io.BytesIO(text.cpu().numpy().tobytes()))
+        unpickler.persistent_load = self._own.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
 
 
 class RemoteLink(Link):
@@ -186,7 +228,7 @@ class RemoteLink(Link):
         self._wire = wire
         self._tag = tag
         self._leaving: dict[int, tuple[Layout | None, list[Tensor]]] = {}
-        self._posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = {}
+        self._posted: dict[int, Coming] = {}
         self._arrived: dict[int, list[Tensor]] = {}
 
     # -- the earlier stage -------------------------------------------------------------------
@@ -207,18 +249,13 @@ class RemoteLink(Link):
         """Be ready for the gradients, if it is known by now what they are."""
         layout = self._layouts.get(self._keys[microbatch])
         if layout is not None and microbatch not in self._posted:
-            buffers = [
-                form.empty(self._wire.device) for form in layout.forms if form and form.flows
-            ]
-            tag = self._tag + 2 * microbatch + 1
-            self._posted[microbatch] = buffers, self._wire.post(buffers, tag)
+            forms = [form for form in layout.forms if form and form.flows]
+            self._posted[microbatch] = self._wire.expect(forms, self._tag + 2 * microbatch + 1)
 
     def receive_back(self, microbatch: int) -> None:
         """Wait for the gradients."""
         self.post_back(microbatch)
-        buffers, works = self._posted.pop(microbatch)
-        _wait(works)
-        self._arrived[microbatch] = buffers
+        self._arrived[microbatch] = self._posted.pop(microbatch)()
 
     def take_back(self, microbatch: int) -> Sequence[Tensor]:
         forms = [f for f in self._layouts[self._keys[microbatch]].forms if f and f.flows]
@@ -230,9 +267,7 @@ class RemoteLink(Link):
         """Be ready for the values, if it is known by now what they are."""
         layout = self._layouts.get(self._keys[microbatch])
         if layout is not None and microbatch not in self._posted:
-            buffers = layout.buffers(self._wire.device)
-            tag = self._tag + 2 * microbatch
-            self._posted[microbatch] = buffers, self._wire.post(buffers, tag)
+            self._posted[microbatch] = self._wire.expect(layout.packed, self._tag + 2 * microbatch)
 
     def receive(self, microbatch: int) -> None:
         """Wait for the values."""
@@ -241,9 +276,7 @@ class RemoteLink(Link):
                 layout = self._wire.hear(self._tag + 2 * microbatch)
                 self._layouts[self._keys[microbatch]] = layout
             self.post(microbatch)
-        buffers, works = self._posted.pop(microbatch)
-        _wait(works)
-        self._arrived[microbatch] = buffers
+        self._arrived[microbatch] = self._posted.pop(microbatch)()
 
     def take(self, microbatch: int) -> tuple[Layout, list[Any]]:
         layout = self._layouts[self._keys[microbatch]]

@@ -7,7 +7,7 @@ everything that can be known from the table is worked out when the row is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel import Stream
 from headway.parallel.blocks import Blocks
 from headway.parallel.links import LocalLink, RemoteLink, Sent, Wire, let_go
 from headway.parallel.retirement import retirements
@@ -52,12 +53,21 @@ class Team:
         group: To which all of them belong; used for messages between two ranks only. None: the
             default group.
         device: Of this rank.
+        own: What values between stages refer to and each rank has its own of; see `links.Wire`.
+        streams: By global rank: to those with whom memory is shared; see `streams.with_streams`.
     """
 
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    own: tuple[Any, ...] = ()
+    streams: Mapping[int, Stream] = field(default_factory=dict)
+
+    def wire(self, rank: int) -> Wire:
+        """To a rank of the table."""
+        peer = self.ranks[rank]
+        return Wire(self.group, peer, self.device, self.own, self.streams.get(peer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +194,7 @@ class Row:
     # -- what the row needs ------------------------------------------------------------------
 
     def _make_links(self) -> None:
-        rank, ranks = self._team.rank, self._team.ranks
-        tag = 0
+        rank, tag = self._team.rank, 0
         for pipe in self._schedule.pipes:
             for a, b in self._schedule.edges:
                 source, target = pipe.placement[a], pipe.placement[b]
@@ -193,8 +202,7 @@ class Row:
                 if source == target == rank:
                     self._local[key] = LocalLink(name, self._keys)
                 elif rank in (source, target):
-                    peer = ranks[target if rank == source else source]
-                    wire = Wire(self._team.group, peer, self._team.device)
+                    wire = self._team.wire(target if rank == source else source)
                     self._remote[key] = RemoteLink(name, self._keys, wire, tag)
                 tag += 2 * len(self._keys)
 

@@ -49,7 +49,7 @@ class ShardSum:
         self, module: nn.Module, places: Sequence[Place], equal: dist.ProcessGroup | None
     ) -> None:
         self._module = module
-        self._places = [place for place in places if place.sharded.requires_grad]
+        self._places = places
         self._equal = equal
         self._buckets: list[_Bucket] = []
 
@@ -59,6 +59,8 @@ class ShardSum:
             part.unshard()  # nothing to do but for a block that no micro-batch came to
         together: dict[tuple[str, torch.dtype], list[Place]] = {}
         for place in self._places:
+            if not place.sharded.requires_grad:
+                continue
             group = _group(place)[0]
             together.setdefault((group.group_name, place.sharded.dtype), []).append(place)
         self._buckets = [_scattered(places) for places in together.values()]
@@ -94,8 +96,8 @@ def _scattered(places: Sequence[Place]) -> _Bucket:
         now = place.now
         gradient, now.grad = now.grad, None
         flags.append(float(gradient is not None))
-        full = local(now.detach() if gradient is None else gradient, now)
-        rows.append(_row(full, size, _group(place)[2], used=gradient is not None))
+        full = local(torch.zeros_like(now) if gradient is None else gradient, now)
+        rows.append(_row(full.detach(), size, _group(place)[2]))
     kind = places[0].sharded
     flag = torch.tensor(flags, device=rows[0].device).expand(size, -1)
     packed = torch.cat([*rows, flag], dim=1).to(kind.dtype)
@@ -105,11 +107,11 @@ def _scattered(places: Sequence[Place]) -> _Bucket:
     return _Bucket(places, [row.shape[1] for row in rows], flat, work)
 
 
-def _row(full: Tensor, size: int, dim: int, *, used: bool) -> Tensor:
+def _row(full: Tensor, size: int, dim: int) -> Tensor:
     """A parameter's chunks, one for each rank, each filled up to the first one's length."""
     chunks = torch.chunk(full, size, dim)
     found = full.new_zeros(size, chunks[0].numel())
-    for row, chunk in zip(found, chunks if used else (), strict=False):
+    for row, chunk in zip(found, chunks, strict=False):
         row[: chunk.numel()] = chunk.reshape(-1)
     return found
 

@@ -173,8 +173,9 @@ class Place:
     @property
     def now(self) -> Tensor:
         """The parameter as it is: gathered, or sharded."""
-        found: Tensor = getattr(self.owner, self.key)
-        return found
+        # Not by getattr: modules of split layers answer with something else.
+        held = self.owner.named_parameters(recurse=False, remove_duplicate=False)
+        return dict(held)[self.key]
 
     @property
     def shard(self) -> tuple[int, ...]:

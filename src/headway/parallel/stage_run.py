@@ -23,6 +23,7 @@ from headway.parallel.links import Link
 from headway.parallel.split_backward import WeightGradients, input_gradients
 from headway.parallel.stages import INPUT, Stage, Stages
 from headway.parallel.standin import Loss, Passed, StandIn
+from headway.parallel.structure import is_like_a_tensor
 from headway.parallel.versions import LIVE, Versions
 
 Phase = Literal["forward", "again", "backward"]
@@ -336,4 +337,4 @@ def _sources(stages: Stages, number: int, before: Sequence[int]) -> list[tuple[i
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+    return [value.clone() if is_like_a_tensor(value) else value for value in values]

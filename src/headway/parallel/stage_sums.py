@@ -3,7 +3,8 @@
 Every stage has a group of its own, so that ranks that hold different stages may start their sums in
 any order. A parameter that several stages use is summed once, over the holders of all of them, when
 the last of its stages on this rank is. One flag per parameter travels along: what no rank used has
-no gradient afterwards, as in the serial run. What FSDP2 shards is summed by `shard_sums`.
+no gradient afterwards, as in the serial run. What is kept in
+parts is summed by `shard_sums`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class StageSums:
         team: Its ranks.
         copies: The ranks of every copy of the whole pipeline, this one's among them. With tensor
             parallelism: those at this rank's place in it. None: this one is alone.
+        kept: Logical name -> place, of parameters that `StageShards` keeps in parts.
 
     Raises:
         PlanError: The table is for another number of stages; `fully_shard` was called, and
@@ -50,6 +52,7 @@ class StageSums:
         team: Team,
         *,
         copies: Sequence[tuple[int, ...]] | None = None,
+        kept: Mapping[str, Place] | None = None,
     ) -> None:
         if problems := stages.unlike(schedule):
             raise PlanError(
@@ -65,18 +68,24 @@ class StageSums:
                 problems=["fully_shard splits their parameters over copies of the pipeline"],
                 fix="Say which ranks these are: StageSums(..., copies=[...]).",
             )
+        for stage in own:
+            names = stages[stage].parameters
+            places[stage] |= {n: place for n, place in (kept or {}).items() if n in names}
         self._modules = {stage: stages[stage].module for stage in own}
         self._at: dict[int, list[_Sum | ShardSum]] = {stage: [] for stage in own}
         contributors = _Contributors(schedule, copies or [team.ranks])
         plain, sharded = _by_ranks(stages, places, contributors)
         groups = _new_groups([*plain, *sharded])
         order = [a.stage for a in schedule.order[team.rank] if a.kind == Kind.SYNC]
+
+        def last(where: Where) -> int:
+            return max((s for s in where if s in own), key=lambda s: _last(order, s))
+
         for key, parameters in plain.items():
             if key in groups:
-                last = max((s for s in key[0] if s in own), key=lambda s: _last(order, s))
-                self._at[last].append(_Sum(parameters, groups[key]))
+                self._at[last(key[0])].append(_Sum(parameters, groups[key]))
         for key, found in sharded.items():
-            stage = key[0][0]
+            stage = last(key[0])
             self._at[stage].append(ShardSum(self._modules[stage], found, groups.get(key)))
 
     def start(self, stage: int) -> None:
@@ -115,7 +124,7 @@ def _by_ranks(
     everywhere: list[dict[str, tuple[int, ...]]] = _gathered(shards)
     plain: dict[Wanted, dict[str, nn.Parameter]] = {}
     sharded: dict[Wanted, list[Place]] = {}
-    for name, where in _stages_of(stages).items():
+    for name, where in stages.users.items():
         here = [stage for stage in where if stage in places]
         if here and name not in shards:
             key = where, contributors.of(where)
@@ -123,7 +132,7 @@ def _by_ranks(
         elif here:
             ranks = contributors.of(where)
             equal = tuple(r for r in ranks if everywhere[r].get(name) == shards[name])
-            sharded.setdefault((where, equal), []).append(places[where[0]][name])
+            sharded.setdefault((where, equal), []).append(places[here[0]][name])
     return plain, sharded
 
 
@@ -140,14 +149,6 @@ def _gathered(thing: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found
-
-
-def _stages_of(stages: Stages) -> dict[str, Where]:
-    found: dict[str, list[int]] = {}
-    for stage in stages:
-        for name in stage.parameters:
-            found.setdefault(name, []).append(stage.number)
-    return {name: tuple(where) for name, where in found.items()}
 
 
 def _last(order: Sequence[int], stage: int) -> int:

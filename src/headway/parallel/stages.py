@@ -124,13 +124,18 @@ class Stages:
         return tuple((a, b) for a, b in self.edges if b != a + 1)
 
     @property
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """Logical name -> stages, of parameters in more than one: their gradients are summed."""
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """Logical name of each parameter -> the stages that use it."""
         found: dict[str, list[int]] = {}
         for stage in self.stages:
             for name in stage.parameters:
                 found.setdefault(name, []).append(stage.number)
-        return {name: tuple(where) for name, where in found.items() if len(where) > 1}
+        return {name: tuple(where) for name, where in found.items()}
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Of parameters in more than one stage: their gradients are summed."""
+        return {name: where for name, where in self.users.items() if len(where) > 1}
 
     @property
     def foreign(self) -> dict[Tensor, str]:

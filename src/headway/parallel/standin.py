@@ -42,7 +42,7 @@ class ModelCall:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCall:
-        leaves, structure = flatten((args, dict(kwargs)), _varies)
+        leaves, structure = flatten((args, dict(kwargs)), _varies, open_parts=False)
         return ModelCall(tuple(leaves), structure)
 
     def arguments(self, leaves: tuple[Any, ...] | None = None) -> tuple[Any, dict[str, Any]]:

@@ -32,7 +32,8 @@ class ShardedState:
 
     Args:
         model: Equal on all ranks.
-        optimizer: Over its parameters; its groups then hold the sharded ones.
+        optimizer: Over its parameters; its groups then hold the sharded ones. None: it follows
+            otherwise.
         mesh: Of one dimension, or of two: copies x parts.
         zero: 1 to 3, see `plan.MemoryPolicy`.
         counted: How often each gradient counts in their sum: ranks that share a sample.
@@ -47,7 +48,7 @@ class ShardedState:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         mesh: DeviceMesh,
         zero: Literal[1, 2, 3],
         *,
@@ -74,7 +75,8 @@ class ShardedState:
             # Gradients are of shares of the global mean: they are summed, not averaged.
             part.set_gradient_divide_factor(float(counted))
             part.set_force_sum_reduction_for_comms(True)
-        follow_parameters(optimizer, names, dict(model.named_parameters()))
+        if optimizer is not None:
+            follow_parameters(optimizer, names, dict(model.named_parameters()))
 
     def begin(self) -> None:
         """A step begins: parameters stay gathered and gradients whole as long as `zero` allows."""
@@ -89,6 +91,23 @@ class ShardedState:
             part.set_is_last_backward(True)
             part.set_requires_gradient_sync(True, recurse=False)
             part.set_reshard_after_backward(True, recurse=False)
+
+    def sum_whole(self, factor: float) -> None:
+        """Sum the gradients of what is not sharded; collective.
+
+        Args:
+            factor: They are multiplied by it.
+        """
+        gradients = [p.grad for p in self.whole.values() if p.requires_grad]
+        if all(gradient is None for gradient in gradients):
+            return
+        found = [torch.zeros(()) if g is None else g.cpu() for g in gradients]
+        shared = torch.stack([g.double() for g in found]).to(self.mesh.device_type)
+        for group in self.mesh.get_all_groups():
+            torch.distributed.all_reduce(shared, group=group)
+        for gradient, total in zip(gradients, shared, strict=True):
+            if gradient is not None:
+                gradient.copy_(total * factor)
 
     @contextmanager
     def called(self) -> Iterator[None]:
@@ -180,7 +199,13 @@ def split_as(parameter: Tensor, value: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; collective where it is kept in parts."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim in reversed(range(len(placements))):  # torch warns of several dims at once
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def square_of_norm(gradients: dict[str, Tensor]) -> Tensor:

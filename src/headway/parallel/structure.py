@@ -20,6 +20,8 @@ from torch import Tensor
 class Structure:
     """How a value is put together.
 
+    A dataclass with a class attribute `whole_in_messages` that is true is a constant.
+
     Attributes:
         kind: "leaf", "constant", "tuple", "list", "dict", "named" (tuples with names) or "object"
             (dataclasses).
@@ -57,20 +59,39 @@ def is_payload(value: Any) -> bool:
     return isinstance(value, Tensor) or type(value) in (int, float)
 
 
-def flatten(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+def flatten(
+    value: Any, is_leaf: Callable[[Any], bool], *, open_parts: bool = True
+) -> tuple[list[Any], Structure]:
     """The leaves of a value in order, and its structure.
 
     Args:
         value: Anything.
         is_leaf: Asked for everything that is not a tuple, list, dict or dataclass; what is no leaf
             is a constant.
+        open_parts: A dataclass that answers for functions of torch (this rank's part of a tensor)
+            is taken apart as well; it is a leaf otherwise.
     """
     leaves: list[Any] = []
-    return leaves, _take_apart(value, is_leaf, leaves)
+
+    def is_one(found: Any) -> bool:
+        closed = not open_parts and is_like_a_tensor(found)
+        return closed or isinstance(found, Tensor)
+
+    return leaves, _take_apart(value, is_leaf, is_one, leaves)
 
 
-def _take_apart(value: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> Structure:
-    if isinstance(value, Tensor):
+def is_like_a_tensor(value: Any) -> bool:
+    """Whether functions of torch can be called on it."""
+    return hasattr(type(value), "__torch_function__")
+
+
+def _take_apart(
+    value: Any,
+    is_leaf: Callable[[Any], bool],
+    is_one: Callable[[Any], bool],
+    leaves: list[Any],
+) -> Structure:
+    if is_one(value):
         leaves.append(value)
         return LEAF
     kind = _kind(value)
@@ -86,7 +107,7 @@ def _take_apart(value: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -
     elif kind == "object":
         keys = tuple(entry.name for entry in dataclasses.fields(value))
         inner = [getattr(value, key) for key in keys]
-    parts = tuple(_take_apart(part, is_leaf, leaves) for part in inner)
+    parts = tuple(_take_apart(part, is_leaf, is_one, leaves) for part in inner)
     example = _like(value, dict.fromkeys(keys)) if kind == "object" else None
     return Structure(kind, type(value), keys, parts, example=example)
 
@@ -102,7 +123,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "named"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return "object"
+        return "" if getattr(type(value), "whole_in_messages", False) else "object"
     return ""
 
 

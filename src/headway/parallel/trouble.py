@@ -29,11 +29,14 @@ def explained(
     where = f"rank {rank} of the pipeline stands at {stand(row, position)}"
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
-    broken = isinstance(error, dist.DistError) or _EXCHANGE.search(text)
-    if not (ours and broken and isinstance(error, RuntimeError)):
+    of_group = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _EXCHANGE.search(text)
+    )
+    of_stream = isinstance(error, PeerLost | Stalled)
+    if not (ours and (of_group or of_stream)):
         error.add_note(where)
         return None
-    if _TIMED_OUT.search(text):
+    if isinstance(error, Stalled) or (of_group and _TIMED_OUT.search(text)):
         return Stalled(
             f"{where}, and what it waits for does not come",
             why=text,

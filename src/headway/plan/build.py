@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from headway.collective.carrier import Carrier
 from headway.errors import PlanError
 from headway.plan.batch import BatchSplit, whole_shares
-from headway.plan.exchange import Exchange
+from headway.plan.exchange import Collective, Exchange
 from headway.plan.layer_split import LayerSplit
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.pipeline import AXIS, Pipeline
@@ -136,9 +137,7 @@ def pipelined(
     if pipe.microbatches is None and microbatch and not pipe.table:
         pipe = replace(pipe, microbatches=-(-share // microbatch))
     plan = Plan(
-        mesh=Mesh(
-            axes=(Axis(name="data", size=copies), Axis(name=AXIS, size=stages), *layers.axes)
-        ),
+        mesh=Mesh(axes=(*data_axes(copies, shards), Axis(name=AXIS, size=stages), *layers.axes)),
         split=layers,
         batch=BatchSplit(
             samples=batch,
@@ -166,3 +165,20 @@ def check_copies(processes: int, ranks: int, what: str = "ranks of a pipeline") 
             fix=f"Start {max(1, processes // max(ranks, 1)) * max(ranks, 1)} processes.",
         )
     return processes // ranks
+
+
+def carried_by(plan: Plan, collective: Collective, carrier: Carrier | None) -> Plan:
+    """The same plan with another path of its exchange.
+
+    Args:
+        plan: A legal one.
+        collective: See `Exchange.collective`.
+        carrier: See `Exchange.carrier`.
+
+    Raises:
+        PlanError: Says by name what of the plan does not go with it.
+    """
+    exchange = replace(plan.exchange, collective=collective, carrier=carrier)
+    found = replace(plan, exchange=exchange)
+    found.check()
+    return found

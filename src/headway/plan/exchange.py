@@ -1,9 +1,9 @@
 """How gradients become the same on all ranks, as data: one decision in five parts.
 
 What is sent (`compress`), when (`bucket`, `overlap`, `priority`, `chunk`, `credit`), along which
-path (`collective`), how it is combined (`reduce`, `values`), and for which parameters something
-else holds (`parts`). Spec: MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum (Maleki et al.
-2020). Which parts can be combined is decided here and nowhere else.
+path (`collective`, `carrier`), how it is combined (`reduce`, `values`), and for which parameters
+something else holds (`parts`). Spec: MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum
+(Maleki et al. 2020). Which parts can be combined is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from headway.collective.carrier import CARRIED, SUMMED, Carrier, carrier_problems
 from headway.documents import document
 from headway.plan.compression import Compression, parse_compression
 from headway.units import parse_bytes
 
 Reduce = Literal["mean", "sum", "adasum"]
-Collective = Literal["all_reduce", "hierarchical"]
+Collective = Literal[
+    "all_reduce", "hierarchical", "ring", "direct", "halving-doubling", "servers", "trees"
+]
 
 
 @document
@@ -47,7 +50,9 @@ class Exchange:
         values: What is combined: "gradients", or the "updates" that each rank's own optimiser step
             would make (the combining optimiser of Adasum).
         collective: "all_reduce" over all ranks, or "hierarchical": reduce-scatter inside a node,
-            exchange between nodes, all-gather inside.
+            exchange between nodes, all-gather inside; or the name of a program that carries the
+            sums (see docs/collectives.md).
+        carrier: What the program needs besides: chunks, the order of a ring, packed trees.
         compress: A compressor of `headway.plan.compression`; "auto": chosen from the measured link.
         bucket: Gradients are fused into buckets of about this size ("8 MiB"), or "auto": fitted to
             the measured latency and bandwidth (MG-WFBP).
@@ -65,6 +70,7 @@ class Exchange:
     reduce: Reduce = "mean"
     values: Literal["gradients", "updates"] = "gradients"
     collective: Collective = "all_reduce"
+    carrier: Carrier | None = None
     compress: str = "none"
     bucket: str = "8 MiB"
     overlap: bool = True
@@ -79,7 +85,7 @@ class Exchange:
         return ", ".join(
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
+            if field.name != "carrier" and getattr(self, field.name) != getattr(default, field.name)
         )
 
     @property
@@ -96,6 +102,11 @@ class Exchange:
     def compression(self) -> Compression | None:
         """None: to be chosen."""
         return None if self.compress == "auto" else parse_compression(self.compress)
+
+    @property
+    def carried(self) -> bool:
+        """Whether a program carries the sums, on the backend headway."""
+        return self.collective in CARRIED
 
     @property
     def exact(self) -> bool:
@@ -119,6 +130,7 @@ class Exchange:
             found.append("exchange.priority needs overlap; leave out overlap = false")
         found.extend(_adasum(self))
         found.extend(_hierarchical(self))
+        found.extend(_carried(self, ranks))
         found.extend(
             f"exchange.parts {part.parameters}: groups {list(map(list, part.ranks))} are not a "
             f"partition of the ranks 0 to {ranks - 1}"
@@ -172,6 +184,27 @@ def _hierarchical(exchange: Exchange) -> list[str]:
         for text in texts
         if text.partition(":")[0] not in HIERARCHICAL
     ]
+
+
+def _carried(exchange: Exchange, ranks: int) -> list[str]:
+    found = [*carrier_problems(exchange.collective, exchange.carrier, ranks)]
+    if not exchange.carried:
+        return found
+    with_it = f"with collective {exchange.collective}"
+    texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
+    found += [
+        f"exchange.compress {text} {with_it}: a program carries sums; one of {', '.join(SUMMED)}"
+        for text in texts
+        if text.partition(":")[0] not in SUMMED
+    ]
+    if exchange.reduce == "adasum":
+        found.append(f"exchange.reduce adasum {with_it}: it has a program of its own")
+    found += [
+        f"exchange.parts {part.parameters}: ranks {with_it}, which is for all ranks together"
+        for part in exchange.parts
+        if part.ranks is not None
+    ]
+    return found
 
 
 def _adasum(exchange: Exchange) -> list[str]:

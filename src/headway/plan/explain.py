@@ -49,6 +49,7 @@ def explain_pipeline(plan: Plan) -> str:
             else "; updates within a step, by gradients of older weights: inexact"
         )
         + (f"; {schedule.recomputes}" if schedule.recompute else "")
+        + ("" if pipeline.shared_memory else "; values go over the process group")
     )
 
 
@@ -74,7 +75,8 @@ def explain_exchange(plan: Plan) -> str:
     how = _HOW[exchange.reduce].replace("gradients", exchange.values)
     if plan.memory.zero:
         return "gradients are summed during the backward pass, where they are kept; exact"
-    where = f"{how} over {exchange.axis} by {exchange.collective}"
+    by = exchange.collective + (f" ({text})" if (text := str(exchange.carrier or "")) else "")
+    where = f"{how} over {exchange.axis} by {by}"
     if exchange.compress != "none":
         where += f", compressed by {exchange.compress}"
     if exchange.priority:

@@ -19,6 +19,34 @@ TENSOR, SPACE = "tensor", "space"
 """Axes of the mesh; their ranks lie next to each other, those that split tensors innermost."""
 
 
+Form = Literal["auto", "classic", "cuboid", "summa"]
+Head = Literal["auto", "gathered", "samples"]
+
+
+@document
+class ModuleSplit:
+    """Modules that the same ranks split otherwise than the rest of the model.
+
+    Attributes:
+        modules: A pattern of names: "blocks.*.mlp".
+        tensor: As `LayerSplit.tensor`.
+        form: As `LayerSplit.form`.
+    """
+
+    modules: str
+    tensor: tuple[int, ...]
+    form: Form = "auto"
+
+    @property
+    def grid(self) -> TensorGrid:
+        """Of the sizes.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return grid_of(self.tensor, self.form)
+
+
 @document
 class LayerSplit:
     """The decision; the default splits nothing.
@@ -28,25 +56,37 @@ class LayerSplit:
             layers, [q, q] 2-D, [i, j, l] a cuboid ([1, p, 1] is 1-D with activations in parts).
         form: "auto": as the number of sizes says; "summa" with [d, q, q]: 2.5-D.
         whole: Names of parameters or modules, or patterns, that are not split.
+        only: Those that may be split; none: all.
+        by: Modules that are split over a grid of their own; `tensor` is [p] then, and `whole` and
+            `only` are about the rest. The first pattern that means a module counts.
         spatial: Ranks that split the last dimensions of samples: [2, 2, 1] for depth, height and
             width.
         min_width: See `parallel.spatial.SpatialContext`.
+        head: What layers behind the split of space work on: "gathered": every rank on all samples;
+            "samples": each rank on its share of them; "auto": the latter where there are several.
     """
 
     tensor: tuple[int, ...] = ()
-    form: Literal["auto", "classic", "cuboid", "summa"] = "auto"
+    form: Form = "auto"
     whole: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    by: tuple[ModuleSplit, ...] = ()
     spatial: tuple[int, ...] = ()
     min_width: int = 1
+    head: Head = "auto"
 
     def __str__(self) -> str:
         """ "linear layers over 2 x 2 ranks (summa); samples over 2 x 1 x 1 ranks"."""
         found = []
         if self.grid is not None:
-            left = f"; whole: {', '.join(self.whole)}" if self.whole else ""
-            found.append(f"linear layers over {_by(self.tensor)} ranks ({self.grid.form}){left}")
+            said = f"linear layers over {_by(self.tensor)} ranks ({self.grid.form})"
+            only = [f"only {', '.join(self.only)}"] if self.only else []
+            left = [f"whole: {', '.join(self.whole)}"] if self.whole else []
+            others = [f"{o.modules} over {_by(o.tensor)} ({o.grid.form})" for o in self.by]
+            found.append("; ".join([said, *only, *left, *others]))
         if self.spatial:
-            found.append(f"the last dimensions of samples over {_by(self.spatial)} ranks")
+            head = "" if self.head == "auto" else f", then {_HEADS[self.head]}"
+            found.append(f"the last dimensions of samples over {_by(self.spatial)} ranks{head}")
         return "; ".join(found) or "none"
 
     @property
@@ -63,18 +103,12 @@ class LayerSplit:
     @property
     def grid(self) -> TensorGrid | None:
         """Of the tensor split; None: there is none."""
-        match self.tensor, self.form:
-            case (), _:
-                return None
-            case (p,), "auto" | "classic":
-                return TensorGrid.classic(p)
-            case (q, r), "auto" | "summa" if q == r:
-                return TensorGrid.summa(q)
-            case (d, q, r), "summa" if q == r:
-                return TensorGrid.summa(q, d)
-            case (i, j, k), "auto" | "cuboid":
-                return TensorGrid.cuboid(i, j, k)
-        raise ValueError(f"{list(self.tensor)} are no sizes of a grid of form {self.form}")
+        return grid_of(self.tensor, self.form) if self.tensor else None
+
+    @property
+    def others(self) -> tuple[tuple[str, TensorGrid], ...]:
+        """Patterns of modules with a grid of their own, and those grids."""
+        return tuple((one.modules, one.grid) for one in self.by)
 
     def problems(self, mesh: Mesh, exchange: Exchange) -> Iterator[str]:
         """Why the split cannot be, one line each.
@@ -88,6 +122,7 @@ class LayerSplit:
                 yield f"{name} is {list(sizes)}; sizes of at least 1"
         try:
             assert self.grid is None or self.grid.ranks
+            yield from self._problems_of_others()
         except ValueError as error:
             yield f"split.tensor: {error}; [p], [q, q], [i, j, l], or [d, q, q] with form summa"
         wanted = {axis.name: axis.size for axis in self.axes}
@@ -97,10 +132,77 @@ class LayerSplit:
                     f"mesh axis {name} has size {mesh.degree(name)}; the split has "
                     f"{wanted.get(name, 1)} ranks"
                 )
-        if self.tensor and (not exchange.exact or exchange != Exchange(axis=exchange.axis)):
-            yield "exchange: with split.tensor gradients are summed exactly; leave it as it is"
+        if self.head != "auto" and not self.spatial:
+            yield f"split.head is {self.head!r}: it needs split.spatial"
+        if self.tensor:
+            yield from _exchange_problems(exchange)
         if self.ranks > 1 and exchange.reduce != "mean":
             yield f"exchange.reduce is {exchange.reduce!r}: with a split it can only be 'mean'"
+
+    def _problems_of_others(self) -> Iterator[str]:
+        """Of `by`.
+
+        Raises:
+            ValueError: Sizes are no grid's.
+        """
+        ranks = math.prod(self.tensor)
+        if self.by and (self.grid is None or self.grid.form != "classic"):
+            yield (
+                f"split.by: with split.tensor {list(self.tensor)} activations are nowhere whole "
+                "between modules; let it be [p]"
+            )
+        for one in self.by:
+            if one.grid.ranks != ranks:
+                yield (
+                    f"split.by {one.modules}: {_by(one.tensor)} are {one.grid.ranks} ranks; "
+                    f"split.tensor has {ranks}"
+                )
+            if any(size < 1 for size in one.tensor):
+                yield f"split.by {one.modules}: {list(one.tensor)}; sizes of at least 1"
+
+
+def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
+    """The grid of sizes.
+
+    Raises:
+        ValueError: There is none.
+    """
+    match sizes, form:
+        case (p,), "auto" | "classic":
+            return TensorGrid.classic(p)
+        case (q, r), "auto" | "summa" if q == r:
+            return TensorGrid.summa(q)
+        case (d, q, r), "summa" if q == r:
+            return TensorGrid.summa(q, d)
+        case (i, j, k), "auto" | "cuboid":
+            return TensorGrid.cuboid(i, j, k)
+    raise ValueError(f"{list(sizes)} are no sizes of a grid of form {form}")
+
+
+def _exchange_problems(exchange: Exchange) -> Iterator[str]:
+    """What gradients of parts of layers cannot be exchanged by."""
+    if exchange.compress.partition(":")[0] not in ("none", "fp16", "bf16", "int8"):
+        yield (
+            f"exchange.compress is {exchange.compress!r}: what it keeps back of split layers no "
+            "checkpoint could give to another plan; with split.tensor none, fp16, bf16 or int8"
+        )
+    if exchange.priority:
+        yield (
+            "exchange.priority with split.tensor: the update of a bucket may need all ranks "
+            "(norms of layers), and buckets are not updated in the same order everywhere"
+        )
+    if exchange.values != "gradients":
+        yield f"exchange.values is {exchange.values!r}: with split.tensor only 'gradients'"
+    if exchange.carried:
+        yield (
+            f"exchange.collective {exchange.collective} with split.tensor: a program is for all "
+            "ranks together, and those that hold the same parts sum apart"
+        )
+    if exchange.parts:
+        yield "exchange.parts: with split.tensor all gradients are summed alike"
+
+
+_HEADS = {"gathered": "all of them on every rank", "samples": "whole samples on each rank"}
 
 
 def _by(sizes: tuple[int, ...]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.errors import PlanError
-from headway.plan.layer_split import TENSOR
 from headway.plan.plan import Plan
 
 
@@ -14,12 +13,15 @@ def lacking(plan: Plan) -> Iterator[str]:
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
-    if plan.mesh.degree(TENSOR) > 1 and zero:
-        yield f"split.tensor with memory.zero {zero}: parts of parts"
-    if split and plan.pipe_degree > 1:
-        yield "split with a pipeline: stages do not split their layers by plan"
-    if zero and plan.pipe_degree > 1:
-        yield f"memory.zero {zero} with a pipeline: stages keep their state whole"
+    if plan.split.by and plan.pipe_degree > 1:
+        yield "split.by with a pipeline: stages split their layers alike"
+    if not plan.flushes and split:
+        yield f"split with a pipeline of {plan.pipeline.schedule}, without a flush"
+    if zero and not plan.flushes:
+        yield (
+            f"memory.zero {zero} with a pipeline of {plan.pipeline.schedule}, without a flush: "
+            "several versions of the weights are whole"
+        )
 
 
 def check_mechanisms(plan: Plan) -> None:

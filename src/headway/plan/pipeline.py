@@ -59,6 +59,8 @@ class Pipeline:
             makes the chain of stages, for each a list of modules that are called one after the
             other (`headway.parallel.cut_by_hand`).
         table: The CSV text of a schedule, in place of its name.
+        shared_memory: Ranks of one machine hand values and gradients over in memory that both
+            share; else, and between machines and on GPUs, over the process group.
     """
 
     schedule: Annotated[str, AfterValidator(_name)] = "1f1b"
@@ -73,6 +75,7 @@ class Pipeline:
     balance: Literal["parameters", "time"] = "parameters"
     by_hand: str = ""
     table: str = ""
+    shared_memory: bool = True
 
     def make(self, ranks: int, parts: int) -> PipelineSchedule:
         """The schedule of a step.

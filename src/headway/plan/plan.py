@@ -112,10 +112,19 @@ class Plan:
     @property
     def exchange_degree(self) -> int:
         """Ranks over which the exchange sums; 1 where something else has the sums: a pipeline's
-        schedule, the sharding of the state, the splitting of layers."""
-        if self.pipe_degree > 1 or self.memory.zero or self.split.tensor:
+        schedule, the sharding of the state."""
+        if self.pipe_degree > 1 or self.memory.zero:
             return 1
         return self.data_degree * self.mesh.degree(SPACE)
+
+    @property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same parts of split layers, group by group."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rank in range(self.ranks):
+            place = self.mesh.coordinate(rank).get(TENSOR, 0)
+            found[place] = (*found.get(place, ()), rank)
+        return tuple(found.values())
 
     @cached_property
     def flushes(self) -> bool:
@@ -146,8 +155,15 @@ class Plan:
             del found["prediction"]
         if self.split == LayerSplit():
             del found["split"]
-        if not self.memory.zero:  # plans of before the entry existed keep their hash
+        else:
+            late = {"only": (), "by": (), "head": "auto"}  # plans of before keep their hash
+            found["split"] = {k: v for k, v in found["split"].items() if v != late.get(k, ...)}
+        if not self.memory.zero:
             del found["memory"]["zero"]
+        if self.exchange.carrier is None:
+            del found["exchange"]["carrier"]
+        if self.pipeline.shared_memory:
+            del found["pipeline"]["shared_memory"]
         return found
 
     def to_json(self) -> str:

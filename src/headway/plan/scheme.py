@@ -17,6 +17,7 @@ def scheme_of(exchange: Exchange) -> Scheme:
         amount=compression.amount if compression else 0.0,
         reduce=exchange.reduce,
         collective=exchange.collective,
+        carrier=exchange.carrier,
         bucket=exchange.bucket_bytes,
         overlap=exchange.overlap,
         priority=exchange.priority,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from headway.planner.schemes import PLAIN
 from headway.planner.search import Question, Search, search
 from headway.units import format_bytes
 
-STEPS = (2, 4)
+Found = TypeVar("Found")
+"""What a search finds: `Point`, or `MixedPoint`."""
+_STEPS = (2, 4)
 """How much faster each level of links is tried."""
 
 
@@ -33,7 +36,7 @@ class Part:
     """A part of a step.
 
     Attributes:
-        name: "compute", "bubble", "messages", "exchange" or "update".
+        name: "compute", "bubble", "messages", "exchange", "update" or "data".
         seconds: Of a step.
         share: Of the step.
         level: Of links, where it is their time.
@@ -91,7 +94,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(Generic[Found]):
     """Other hardware.
 
     Attributes:
@@ -103,7 +106,7 @@ class Change:
 
     name: str
     own: float
-    best: Point | None
+    best: Found | None
     changed: bool
 
 
@@ -111,9 +114,11 @@ def parts(question: Question, point: Point) -> tuple[Part, ...]:
     """The terms of a step, the largest first; those of nothing are left out, but for an exchange
     that is hidden as a whole."""
     degrees, network = point.degrees, question.machine.network
+    known = (point.busy, point.messages, point.exchange, point.update, point.reading)
     terms = {
         "compute": point.busy,
-        "bubble": point.seconds - point.messages - point.exchange - point.update - point.busy,
+        "data": point.reading,
+        "bubble": point.seconds - sum(known),
         "messages": point.messages,
         "exchange": point.exchange,
         "update": point.update,
@@ -148,15 +153,16 @@ def holding(question: Question, point: Point) -> Holding:
     number = max(range(len(point.stages)), key=lambda n: point.stages[n].bytes)
     stage = point.stages[number]
     weights = stage.params / (point.degrees.data if point.degrees.zero >= 3 else 1)
-    updates = stage.passing > stage.kept + stage.transient
+    updates = stage.passing > stage.kept + stage.moment
+    absent = 0.0 if updates else max(0.0, -stage.moment)  # gradients that are not there yet
     return Holding(
         stage=number,
         bytes=stage.bytes,
         share=point.bytes / question.cap,
         weights=weights,
-        training=stage.state - weights,
+        training=stage.state - weights - absent,
         activations=0.0 if updates else stage.kept,
-        again=0.0 if updates else stage.transient,
+        again=0.0 if updates else max(0.0, stage.moment),
         update=stage.passing if updates else 0.0,
     )
 
@@ -271,7 +277,7 @@ def fastest_of_today(question: Question, devices: int) -> Question:
     return replace(runnable(question), devices=(devices,), objective="fastest")
 
 
-def changes(question: Question, priced: Callable[[Search], Point]) -> Iterator[Change]:
+def changes(question: Question, priced: Callable[[Search], Point]) -> Iterator[Change[Point]]:
     """Each level of links 2 and 4 times faster, memory and compute twice, one at a time.
 
     Args:
@@ -303,18 +309,8 @@ def _identity(point: Point | None) -> object:
 
 def _others(question: Question) -> Iterator[tuple[str, Question]]:
     machine = question.machine
-    ranks = question.devices[-1]
-    outermost = level_of(machine.network, ranks).name
-    for number, level in enumerate(machine.network.levels):
-        if np.isfinite(level.link.rate):
-            for factor in STEPS:
-                network = _faster(machine.network, number, factor)
-                yield (
-                    f"{level.name} links {factor}x",
-                    replace(question, machine=replace(machine, network=network)),
-                )
-        if level.name == outermost:
-            break
+    for name, network in faster_networks(machine.network, question.devices[-1]):
+        yield name, replace(question, machine=replace(machine, network=network))
     device = machine.device
     memory = replace(machine, device=replace(device, memory=2 * device.memory))
     twice = None if question.memory is None else 2 * question.memory
@@ -324,6 +320,17 @@ def _others(question: Question) -> Iterator[tuple[str, Question]]:
         "compute 2x",
         replace(question, machine=replace(machine, device=replace(device, peak=peak))),
     )
+
+
+def faster_networks(network: Network, ranks: int) -> Iterator[tuple[str, Network]]:
+    """Each level of links that so many ranks use 2 and 4 times faster, one at a time."""
+    outermost = level_of(network, ranks).name
+    for number, level in enumerate(network.levels):
+        if np.isfinite(level.link.rate):
+            for factor in _STEPS:
+                yield f"{level.name} links {factor}x", _faster(network, number, factor)
+        if level.name == outermost:
+            break
 
 
 def _faster(network: Network, number: int, factor: int) -> Network:

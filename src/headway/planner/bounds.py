@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.planner.degrees import Degrees, state_per_byte
+from headway.planner.degrees import Degrees, least_state_per_byte
 from headway.planner.operators import Floats, Setting, check_force, kernels, roofline
 from headway.planner.room import ROUNDING
 from headway.planner.row import Stretches, Unit, stretches, units
@@ -136,9 +136,8 @@ class Bounds:
         """Work alone, evenly spread; state, and what is kept without or with recomputation."""
         question = self.question
         p, b = degrees.pipeline, degrees.microbatch
-        per_byte = state_per_byte(
-            question.itemsize, degrees.zero, degrees.data, question.work.optimiser.state
-        )
+        copies = question.work.optimiser.state
+        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
         state = self.held * per_byte * degrees.pipes
         forward, backward = self._least_seconds(degrees.tensor, b)
         passes = np.array([backward, forward + backward])

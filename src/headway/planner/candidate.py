@@ -62,7 +62,9 @@ class Candidate(Prepared):
         own = rows[0, list(self._passes)]
         value = self.degrees.microbatches * own[..., Rows.SECONDS] + own[..., Rows.TAIL]
         held = own[..., Rows.STATE] + own[..., Rows.KEPT]
-        held = np.maximum(held + own[..., Rows.MORE], self.pricing.updated(own))
+        first = self.first(rows)
+        more = own[..., Rows.MORE] if first is None else first[0, list(self._passes)]
+        held = np.maximum(held + more, self.pricing.updated(own))
         value = np.where(held <= cap, value, np.inf).ravel()
         best: Point | None = None
         for place in np.argsort(value, kind="stable").tolist():
@@ -126,15 +128,16 @@ class Candidate(Prepared):
             sums = min(sums, floor + (weight - 1) * known / m)
         for width in self._widths:
             times, picks = self._picked(border, cap, width)
-            lines = self.tables.classes.by_number[:, : width or None]
             if self._starts:
                 own, times = without_crossing(of, times, self._starts)
                 cuts = cut(own, times, weight, floor, sums)
             else:
-                cuts = cut(of, times, weight, floor, sums, lines)
+                cuts = cut(of, times, weight, floor, sums, self.tables.classes.within(width))
             found = sums if cuts is None else cuts.seconds(weight)
             if not width or floor + (weight - 1) * self.tables.least_of(width + 1) > found:
                 break  # no longer stage is of use
+            if width >= self._most_units(cap):
+                break  # none fits
         if cuts is None:
             return None
         prices = len(self._prepared(border, width)[1])
@@ -208,6 +211,8 @@ class Candidate(Prepared):
         """From (start, stop, class, recomputation, place among the prices) of each; `width` as in
         `_prepared`."""
         rows, prices = self._prepared(border, width)
+        setting, several = self.tables.setting, self.degrees.pipeline > 1
+        firsts, made = self.tables.transients.first(setting, several=several)
         stages = []
         for place, (start, stop, number, again, price) in enumerate(chosen):
             one = rows[number, again, price]
@@ -229,6 +234,9 @@ class Candidate(Prepared):
                     state=float(one[Rows.STATE]),
                     kept=float(one[Rows.KEPT]) * self._in_flight[place],
                     transient=float(one[Rows.MORE]),
+                    first=float(firsts[number, again]),
+                    gradients=float(made[number, again]) if self.is_late(place) else 0.0,
+                    flights=self._in_flight[place],
                     passing=float(one[Rows.STATE]) * self.pricing.passing,
                     params=float(one[Rows.PARAMS]),
                     forward=forward,
@@ -282,6 +290,7 @@ class Candidate(Prepared):
             exchange=price.exposed,
             hidden=price.hidden,
             update=price.update,
+            reading=price.reading,
             busy=price.busy,
             ranks=ranks,
             bucket=price.bucket,
@@ -294,7 +303,7 @@ class Candidate(Prepared):
         return tuple(
             sum(stages[number].state for number in hosted)
             + max(
-                self.book.held(rank, kept) + max(stages[number].transient for number in hosted),
+                self.book.held(rank, kept) + max(stages[number].moment for number in hosted),
                 sum(stages[number].passing for number in hosted),
             )
             for rank, hosted in enumerate(self.book.table.hosted)

@@ -17,6 +17,8 @@ from headway.planner.schemes import PLAIN, Scheme
 
 FULL = 4.0
 """Bytes of a number in 32 bits."""
+COUNTED = ("1f1b", "gpipe")
+"""Schedules of which `Degrees.in_flight` says how many micro-batches each stage holds."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -68,6 +70,16 @@ class Degrees:
         if self.schedule == "gpipe":
             return self.microbatches
         return min(self.microbatches, behind + 1)
+
+    @property
+    def late_gradients(self) -> bool:
+        """Whether some stage holds all its micro-batches before the first backward makes gradients.
+
+        Where a stage has copies, its gradients have buffers that stay.
+        """
+        alone = self.tensor * self.data * self.virtual * self.pipes == 1 and not self.zero
+        most = self.in_flight(self.pipeline - 1)
+        return alone and self.schedule in COUNTED and most == self.microbatches
 
 
 def sizes(degrees: Degrees, microbatch: str) -> list[str]:
@@ -160,6 +172,17 @@ def combinations(
                             )
 
 
+def gradients_per_byte(itemsize: int) -> float:
+    """Bytes of gradients per byte of parameters."""
+    return GRADIENTS / itemsize if itemsize == HALF else 1.0
+
+
+def least_state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
+    """As `state_per_byte`, of what is there at any moment of a step."""
+    late = gradients_per_byte(itemsize) if degrees.late_gradients else 0.0
+    return state_per_byte(itemsize, degrees.zero, degrees.data, copies) - late
+
+
 def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> float:
     """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
 
@@ -167,11 +190,10 @@ def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> floa
     weights in 32 bits; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the last two (2) or all (3)
     by the data degree (Rajbhandari et al. 2020).
     """
-    weights, gradients, state = (
-        (WEIGHTS, GRADIENTS, FULL + copies * FULL)
-        if itemsize == HALF
-        else (itemsize, itemsize, copies * itemsize)
+    weights, state = (
+        (WEIGHTS, FULL + copies * FULL) if itemsize == HALF else (itemsize, copies * itemsize)
     )
+    gradients = gradients_per_byte(itemsize) * itemsize
     total = weights / (data if zero >= 3 else 1)
     total += gradients / (data if zero >= 2 else 1)
     total += state / (data if zero >= 1 else 1)

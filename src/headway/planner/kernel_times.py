@@ -1,16 +1,24 @@
 """What an operator costs on a device that was measured kind by kind.
 
 Eager kernels run one after another: an operator into which others were folded costs the sum of its
-kernels. Kinds that were measured have their own pace, products that of linear layers, all others
-stream. Invariant: times grow with the samples, and what parameters move does not.
+kernels. Kinds that were measured have their own pace, products that of linear layers, convolutions
+of lines and of volumes that of images, all others stream. Invariant: times grow with the samples;
+what parameters move and what a call costs do not, and no split makes calls cheaper.
 """
 
 from __future__ import annotations
 
 from headway.cost.device import DeviceModel
-from headway.graph import Operator
+from headway.graph import Operator, Work
+from headway.graph.work import weights_of
 
 PRODUCTS = frozenset(["addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "matmul", "mm", "mv"])
+ALIKE = {
+    **dict.fromkeys(PRODUCTS, "linear"),
+    **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose3d"), "conv_transpose2d"),
+}
+"""Kinds that have the pace of another one, unless they were measured themselves."""
 
 
 def seconds_of(
@@ -21,8 +29,9 @@ def seconds_of(
     dtype: str,
     scale: float,
     moved_weights: float = 1.0,
+    parts: int = 1,
 ) -> tuple[float, float]:
-    """Forward and backward of the whole operator on one device, without launches.
+    """Forward and backward of an operator on one device, without launches.
 
     Args:
         device: With `kinds`.
@@ -30,31 +39,37 @@ def seconds_of(
         own: Bytes of its parameters.
         dtype: Of its products.
         scale: Samples of a micro-batch over those of the capture.
-        moved_weights: Share of what its parameters move that counts; 0: nothing that few samples
-            make slower counts, so that times are proportional to samples, a bound from below.
+        moved_weights: Share of what its parameters move and its calls cost that counts; 0: nothing
+            that few samples make slower counts, so that times are proportional to samples, a bound
+            from below.
+        parts: Into which the operator is split.
     """
     forward = backward = 0.0
     for kernel in operator.kernels:
-        weights = kernel.traffic.weight_gradient or len(operator.kernels) == 1
-
-        def moved(bytes_: int, own: float = own if weights else 0.0) -> float:
-            fixed = min(own, bytes_)
-            return (bytes_ - fixed) * scale + fixed * moved_weights
-
-        streams = moved(kernel.traffic.input_gradient) + moved(kernel.traffic.weight_gradient)
-        gradients = kernel.flops.input_gradient + kernel.flops.weight_gradient
-        ahead = moved(kernel.traffic.forward)
-        product = kernel.kind in PRODUCTS
-        pace = device.kinds.get("linear" if product else kernel.kind)
-        if pace is None:
-            rate = device.rate(dtype) if kernel.flops.total else 1.0
-            forward += max(kernel.flops.forward * scale / rate, ahead / device.memory_rate)
-            backward += max(gradients * scale / rate, streams / device.memory_rate)
-        else:
-            slow = scale * (_slower(device, dtype) if product else 1.0)
-            forward += pace.seconds(kernel.flops.forward * slow, ahead, backward=False)
-            backward += pace.seconds(gradients * slow, streams, backward=True)
+        held = own if kernel.traffic.weight_gradient or len(operator.kernels) == 1 else 0.0
+        fixed = weights_of(kernel.kind, held, kernel.traffic)
+        pace = device.kinds.get(kernel.kind) or device.kinds.get(ALIKE.get(kernel.kind, ""))
+        slow = scale * (_slower(device, dtype) if kernel.kind in PRODUCTS else 1.0)
+        passes = []
+        for flops, moved, weights, backward_ in (
+            (kernel.flops.forward, kernel.traffic.forward, fixed.forward, False),
+            (_gradients(kernel.flops), _gradients(kernel.traffic), _gradients(fixed), True),
+        ):
+            streams, weights = (moved - weights) * scale, weights * moved_weights
+            if pace is None:
+                rate = device.rate(dtype) if kernel.flops.total else 1.0
+                seconds = max(flops * scale / rate, (streams + weights) / device.memory_rate)
+                passes.append(seconds / parts)
+            else:
+                seconds = pace.seconds(flops * slow, streams, weights, backward=backward_)
+                call = pace.call(backward=backward_) * moved_weights if moved else 0.0
+                passes.append(seconds / parts + call)
+        forward, backward = forward + passes[0], backward + passes[1]
     return forward, backward
+
+
+def _gradients(work: Work) -> float:
+    return work.input_gradient + work.weight_gradient
 
 
 def _slower(device: DeviceModel, dtype: str) -> float:

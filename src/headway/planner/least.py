@@ -16,14 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.planner.candidate import Candidate, Point
-from headway.planner.degrees import Degrees, state_per_byte
+from headway.planner.degrees import COUNTED, Degrees, least_state_per_byte
 from headway.planner.operators import Floats
 from headway.planner.pricing import Rows
 from headway.planner.question import Question
 from headway.planner.search import Search
 
-PLAIN = ("1f1b", "gpipe")
-"""Schedules of which `Degrees.in_flight` says how many micro-batches each stage holds."""
 MOST = 256
 """Combinations that are opened to find the least memory."""
 
@@ -108,12 +106,8 @@ def _by_memory(engine: Search, cap: float) -> Iterator[tuple[float, Candidate]]:
 
 def _first(engine: Search, degrees: Degrees) -> float:
     """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
-    per_byte = state_per_byte(
-        engine.question.itemsize,
-        degrees.zero,
-        degrees.data,
-        engine.question.work.optimiser.state,
-    )
+    question = engine.question
+    per_byte = least_state_per_byte(question.itemsize, degrees, question.work.optimiser.state)
     kept = degrees.microbatch * min(engine.kept, engine.crossing)
     state = engine.held * per_byte * degrees.pipes
     return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))
@@ -121,7 +115,8 @@ def _first(engine: Search, degrees: Degrees) -> float:
 
 def _second(candidate: Candidate) -> float:
     """The same from the candidate's own tables."""
-    rows = candidate.least_rows[..., [Rows.STATE, Rows.KEPT]]
+    rows = candidate.least_rows
+    rows = np.stack([candidate.there(rows), rows[..., Rows.KEPT]], axis=-1)
     return max(float(_spread(rows, candidate.degrees).min()), candidate.bound()[1])
 
 
@@ -131,7 +126,7 @@ def _spread(rows: Floats, degrees: Degrees) -> Floats:
     end in (state, kept) of the model."""
     state, kept, p = rows[..., 0], rows[..., 1], degrees.pipeline
     alike = (state + kept) / p
-    if degrees.schedule not in PLAIN:
+    if degrees.schedule not in COUNTED:
         return alike
     under_way = [degrees.in_flight(behind) for behind in range(p)]
     fair = (state / max(under_way) + kept) / sum(1.0 / number for number in under_way)

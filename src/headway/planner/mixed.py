@@ -306,7 +306,7 @@ class MixedSearch:
         if key not in self._candidates:
             while len(self._candidates) >= KEPT:
                 self._candidates.pop(next(iter(self._candidates)))
-            self._candidates[key] = self.engines[kind].candidate(degrees)
+            self._candidates[key] = self.engines[kind].candidate(degrees, late=False)
         return self._candidates[key]
 
     def _took(self, point: MixedPoint) -> Floats:

@@ -32,8 +32,13 @@ def ranks_of(point: MixedPoint) -> tuple[str, ...]:
 
 def missing(point: MixedPoint) -> str:
     """What the executor lacks for a point; "" where it can run it."""
-    again = any(stage.recompute for stage in point.stages)
-    return lacking(point.combination.degrees(1), again)
+    degrees = point.combination.degrees(1)
+    found = [lacking(degrees, any(stage.recompute for stage in point.stages))]
+    if degrees.tensor > 1:
+        found.append("tensor axis on unequal devices")
+    if degrees.zero:
+        found.append(f"ZeRO {degrees.zero} on unequal devices")
+    return ", ".join(filter(None, found))
 
 
 def to_plan(outcome: MixedOutcome, point: MixedPoint) -> Plan:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from headway.planner.candidate import Stage
 from headway.planner.degrees import Degrees
 from headway.planner.mixed_mesh import Cells
+from headway.planner.point import Point
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -105,6 +106,8 @@ class MixedPoint:
         stages: From the first.
         seconds: Of a step.
         messages: Of those, between stages.
+        slowest: As if every copy were as slow as the slowest in everything, which is how it is
+            priced.
     """
 
     combination: Combination
@@ -113,6 +116,7 @@ class MixedPoint:
     stages: tuple[MixedStage, ...]
     seconds: float
     messages: float
+    slowest: Point
 
     @property
     def bytes(self) -> float:

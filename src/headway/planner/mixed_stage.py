@@ -9,7 +9,7 @@ parameters. Invariant: what a point says is what `Candidate`'s rows of its types
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from headway.planner.borders import without_crossing
-from headway.planner.candidate import Candidate, Stage
+from headway.planner.candidate import Candidate, Point, Stage
 from headway.planner.degrees import Degrees
 from headway.planner.mixed_point import Combination, MixedPoint, MixedStage, Part
 from headway.planner.operators import Floats
@@ -118,6 +118,24 @@ class Sharing:
             if point is not None and point.seconds < known:
                 best, known = point, point.seconds
         return best
+
+    def planned(self, borders: Sequence[int], recompute: Collection[int] = ()) -> MixedPoint:
+        """The plan that is cut there, whether it fits or not; whole tensors cross its borders.
+
+        Args:
+            borders: The first unit of each stage, and the number of units.
+            recompute: Numbers of the stages whose units keep only what enters them.
+        """
+        tables = self.of(next(iter(self.combination.cells.types_of(0)))).tables
+        chosen = []
+        for stage, (start, stop) in enumerate(pairwise(borders)):
+            number = int(tables.classes.of[start, stop]) if len(borders) > 2 else 0
+            again = int(stage in recompute)
+            cells = sorted(self.combination.cells.types_of(stage))
+            lines = [self._lines(cell, "R", again) for cell in cells]
+            prices = [int(line.seconds[number].argmin()) for line in lines]
+            chosen.append((start, stop, number, [again, *prices]))
+        return self._point("R", chosen)
 
     def _enough(self, caps: Mapping[str, float], known: float) -> bool:
         """Whether the stages of every copy may have room for all units."""
@@ -290,32 +308,27 @@ class Sharing:
             MixedStage(start=start, stop=stop, recompute=bool(pick[0]), parts=tuple(own_parts))
             for (start, stop, _, pick), own_parts in zip(chosen, parts, strict=True)
         )
-        seconds, messages = self._price(border, made, [point.seconds for point in steps])
+        slowest = max(steps, key=lambda one: one.seconds) if steps else self._slowest(border, made)
         return MixedPoint(
             combination=self.combination,
             sizes=self.sizes,
             border=border,
             stages=made,
-            seconds=seconds,
-            messages=messages,
+            seconds=slowest.seconds,
+            messages=slowest.messages,
+            slowest=slowest,
         )
 
-    def _price(
-        self, border: str, stages: Sequence[MixedStage], alone: Sequence[float]
-    ) -> tuple[float, float]:
-        """(seconds of a step, of those of messages): as if every copy were as slow as the slowest.
+    def _slowest(self, border: str, stages: Sequence[MixedStage]) -> Point:
+        """A step of a pipeline as if every copy were as slow as the slowest.
 
         Args:
             border: Placement of what crosses from stage to stage.
             stages: From the first.
-            alone: Seconds of a step on each type, where there is one stage.
         """
-        if alone:
-            return max(alone), 0.0
         largest = max(range(len(self.sizes)), key=self.sizes.__getitem__)
         candidate = self.of((largest, self.combination.cells.classes[largest][0][0]))
-        price = candidate._point(border, tuple(_slowest(stage) for stage in stages))
-        return price.seconds, price.messages
+        return candidate._point(border, tuple(_slowest(stage) for stage in stages))
 
 
 class _Lines(NamedTuple):

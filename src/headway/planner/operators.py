@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +59,13 @@ class Workload:
         graph: Folded.
         samples: In the micro-batch with which it was captured.
         optimiser: What it keeps and needs.
+        reads: Ranks read their samples between steps, not processes of their own beside them.
     """
 
     graph: ModelGraph
     samples: int
     optimiser: Optimiser = OPTIMISERS["adamw"]
+    reads: bool = True
 
     @cached_property
     def fixed(self) -> frozenset[str]:
@@ -344,10 +346,15 @@ def _passes(
     dtype = dtype_of(setting, outputs)
     cut = _parts_of_sum(rule)
     if device.kinds:
-        one, two = seconds_of(
-            device, operator, own, dtype=dtype, scale=scale, moved_weights=moved_weights
+        return seconds_of(
+            device,
+            operator,
+            own,
+            dtype=dtype,
+            scale=scale,
+            moved_weights=moved_weights,
+            parts=rule.parts,
         )
-        return one / rule.parts, two / rule.parts
     rate = device.rate(dtype)
 
     def seconds(work: float, moved: float, results: float, cut: float) -> float:
@@ -366,9 +373,12 @@ def _passes(
 
 def kernels(operator: Operator) -> int:
     """Kernels of its forward pass: what was folded into it counts unless it is a view."""
-    kinds = {part.rstrip("0123456789").rstrip("_") or part for part in operator.parts}
-    launched = sum(part.rstrip("0123456789").rstrip("_") not in _VIEWS for part in operator.parts)
-    return max(1, launched if kinds else 1)
+    return _launched(operator.parts)
+
+
+@lru_cache(maxsize=4096)
+def _launched(parts: tuple[str, ...]) -> int:
+    return max(1, sum(part.rstrip("0123456789").rstrip("_") not in _VIEWS for part in parts))
 
 
 def dtype_of(setting: Setting, outputs: tuple[TensorSpec, ...]) -> str:

@@ -29,6 +29,8 @@ class Ordered(NamedTuple):
         kept: Bytes of one micro-batch.
         more: Bytes for a moment.
         updated: Bytes while the update runs.
+        all: How many are all micro-batches of a step.
+        first: As `more`, with all of them under way; None: the same.
     """
 
     place: np.ndarray
@@ -37,6 +39,8 @@ class Ordered(NamedTuple):
     kept: Floats
     more: Floats
     updated: Floats
+    all: int
+    first: Floats | None = None
 
     def fitting(self, cap: float, most: int) -> np.ndarray:
         """(classes, n): how many micro-batches under way fit into so many bytes, at most `most`."""
@@ -63,17 +67,24 @@ class Ordered(NamedTuple):
         """
         upto = np.maximum.accumulate(self.fitting(cap, int(flights[-1])), axis=1)
         ways = _first_above(upto, flights)
+        if self.first is not None and flights[-1] == self.all:
+            held = self.state + self.all * self.kept + self.first
+            fits = (held <= cap) & (self.updated <= cap)
+            ways[:, -1] = np.where(fits.any(axis=1), fits.argmax(axis=1), fits.shape[1])
         lines = np.arange(len(ways))[:, None]
         return self.seconds[lines, ways].T, self.place[lines, ways].T
 
 
-def ordered(rows: Floats, microbatches: int, passing: float) -> Ordered:
+def ordered(
+    rows: Floats, microbatches: int, passing: float, first: Floats | None = None
+) -> Ordered:
     """From rows (classes, ways, K, columns) as `Rows` says.
 
     Args:
         rows: Without recomputation, and with it where that may be.
         microbatches: Over which a step's end is spread.
         passing: Bytes that the update needs for a moment, per byte of state.
+        first: (classes, ways, K) bytes for a moment with all micro-batches under way.
     """
     flat = (len(rows), -1)
     value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / microbatches).reshape(flat)
@@ -91,6 +102,8 @@ def ordered(rows: Floats, microbatches: int, passing: float) -> Ordered:
         kept,
         more,
         state * (1.0 + passing),
+        microbatches,
+        None if first is None else np.take_along_axis(first.reshape(flat), order, 1),
     )
 
 

@@ -4,24 +4,25 @@
 
 by enumeration of the largest stage time: for each bound the dynamic programme F(s, i), the least
 sum for the units from i on with s stages left, over stages within the bound; bounds rise from the
-least that is possible, and end where they alone cost more than what is known. Invariant: the result
-is the minimum over all cuts. Source: Zheng et al. 2022 (Alpa), equations 2 to 4 and section 5.2.
+least that is possible, and end where they alone cost more than what is known. What numbers of units
+alone say (how many a stage has room for, what they take at least) is not tried. Invariant: the
+result is the minimum over all cuts. Source: Zheng et al. 2022 (Alpa), equations 2 to 4 and
+section 5.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from headway.planner.operators import Floats
 
-_CELLS = 5_000_000
-"""Stages times pairs of borders up to which the least longest stage is sought within the highest
-bound at once."""
-_LAID_OUT = 1_000_000
-"""The same, up to which all their times are laid out at once: more do not fit into a cache."""
+_ROUNDING = 1e-9
+"""Share by which a sum of many numbers may be off."""
+_HALVINGS = 12
+"""Of the price of a unit, when a sum is bounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +43,42 @@ class Cuts:
         return self.total + (microbatches - 1) * self.slowest
 
 
+class Lines(NamedTuple):
+    """Stretches by their number of units.
+
+    Attributes:
+        of: (W, L): the class of the k + 1 units from i on; -1 where there are no more so many.
+        units: (classes,) how many units those of a class have.
+        begin: (classes,) the last unit with which some of them begin.
+        end: (classes,) the first unit before which some of them end.
+    """
+
+    of: np.ndarray
+    units: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+
 def cut(
     of: np.ndarray,
     times: Floats,
     microbatches: int,
     floor: float | None = None,
     known: float = np.inf,
-    lines: np.ndarray | None = None,
+    lines: Lines | None = None,
 ) -> Cuts | None:
     """The best cut into `len(times)` stages.
 
     Args:
-        of: (L, L + 1): the class of the units from i to before j; -1 where j <= i.
+        of: (L, L + 1): the class of the units from i to before j; -1 where j <= i. Stretches of a
+            class have as many units, but for one that never fits.
         times: (p, classes): row s is of a stage that has s more behind it; infinite where it does
             not fit.
         microbatches: m.
         floor: What the stage times of any cut add up to at least, where that is known.
         known: What is not of interest: a cut that takes as long, or longer.
-        lines: `by_number` of `of`, where somebody has it.
+        lines: `by_number` of `of`, where somebody has it; of short stages alone: others are not
+            tried.
 
     Returns:
         None where no cut fits, or none is faster than `known`.
@@ -75,27 +94,38 @@ def cut(
         free = programme.solve(np.inf)
         floor = free.total if free else 0.0
     most = (known - floor) / (microbatches - 1) if microbatches > 1 else np.inf
-    differs = np.append(True, (times[1:] != times[:-1]).any(axis=1))
-    some = times[differs]
-    least = floor / stages * (1 - 1e-9)  # what the slowest stage takes at least
-    bounds = np.unique(some[np.isfinite(some) & (some >= least) & (some < most)])
-    first = _least_bound(programme, bounds)
-    if first is None:
+    least = floor / stages * (1 - _ROUNDING)  # what the slowest stage takes at least
+    some = times[np.append(True, (times[1:] != times[:-1]).any(axis=1))]
+    some = some[(some >= max(least, programme.least)) & (some < most) & np.isfinite(some)]
+    if not len(some):
         return None
-    return _best(programme, bounds[first:], microbatches, floor)
+    best = programme.solve(float(some.min()))
+    if best is None:
+        best = _shortest(programme, np.unique(some)[1:])
+    if best is None:
+        return None
+    within = (some >= best.slowest) & (
+        floor + (microbatches - 1) * some < best.seconds(microbatches)
+    )
+    return _best(programme, np.unique(some[within]), microbatches, floor, best)
 
 
-def _best(programme: _Programme, bounds: Floats, microbatches: int, floor: float) -> Cuts | None:
+def _best(
+    programme: _Programme, bounds: Floats, microbatches: int, floor: float, best: Cuts
+) -> Cuts:
     """The best cut within any of these bounds; of equals, that within the least bound.
 
     A higher bound gives no greater sum: all bounds between two cost at least the sum within the
     upper one, and m - 1 times the lower one.
+
+    Args:
+        programme: Of the row.
+        bounds: Ascending, from that of `best` on.
+        microbatches: m.
+        floor: As for `cut`.
+        best: That with the least longest stage.
     """
-    m = microbatches - 1
-    best, place = programme.solve(float(bounds[0])), 0
-    if best is None:
-        return None
-    last = int(np.searchsorted(floor + m * bounds, best.seconds(microbatches))) - 1
+    m, place, last = microbatches - 1, 0, len(bounds) - 1
     waiting = [(0, last + 1, floor)]
     while waiting:
         low, high, total = waiting.pop()  # open at both ends
@@ -103,6 +133,8 @@ def _best(programme: _Programme, bounds: Floats, microbatches: int, floor: float
             continue
         least, known = total + m * bounds[low + 1], best.seconds(microbatches)
         if least > known or (least == known and place <= low):
+            continue
+        if programme.sum_of(float(bounds[high - 1])) + m * bounds[low + 1] > known:
             continue
         middle = last if high > last else (low + high) // 2
         found = programme.solve(float(bounds[middle]))
@@ -116,102 +148,184 @@ def _best(programme: _Programme, bounds: Floats, microbatches: int, floor: float
     return best
 
 
-def _least_bound(programme: _Programme, bounds: Floats) -> int | None:
-    """The place of the least bound with which there is a cut: that of the least longest stage,
-    sought within the lowest bound first, then within one 5 % higher, 10 %, 20 % and so on."""
-    if not len(bounds):
-        return None
-    high = len(bounds) - 1 if programme.small else 0
-    step = 1.05
-    longest = programme.longest(float(bounds[high]))
-    while not np.isfinite(longest) and high < len(bounds) - 1:
+def _shortest(programme: _Programme, bounds: Floats) -> Cuts | None:
+    """The cut within the least bound that has one: that of the least longest stage, sought within
+    the lowest bound first, then within one 5 % higher, 10 %, 20 % and so on."""
+    high, step, longest = 0, 1.05, np.inf
+    while high < len(bounds) and not np.isfinite(longest := programme.longest(bounds[high])):
         further = int(np.searchsorted(bounds, bounds[high] * step))
-        high = min(max(further, high + 1), len(bounds) - 1)
-        longest = programme.longest(float(bounds[high]))
+        last = len(bounds) - 1
+        high = len(bounds) if high == last else min(max(further, high + 1), last)
         step *= step
-    return int(np.searchsorted(bounds, longest)) if np.isfinite(longest) else None
+    return programme.solve(longest) if np.isfinite(longest) else None
+
+
+class _Band(NamedTuple):
+    """F of a stage: `values` where it begins with unit `low`, or one behind it, and has so many
+    units at least and at most."""
+
+    low: int
+    shortest: int
+    widest: int
+    values: Floats
 
 
 class _Programme:
-    """F(s, i) for one row of units, with any bound."""
+    """F(s, i) for one row of units, with any bound.
 
-    def __init__(self, classes: np.ndarray, times: Floats) -> None:
-        self.length = len(classes)
-        self.times = np.concatenate([times, np.full((len(times), 1), np.inf)], axis=1)
-        self.classes = classes
-        self.least = self.times.min(axis=0)[self.classes].min(axis=0)  # of each number of units
-        self.small = self.classes.size * len(times) <= _CELLS
-        few = self.classes.size * len(times) <= _LAID_OUT
-        self._cells = self.times[:, self.classes] if few else None
-        self._rows = np.arange(self.length)
+    Attributes:
+        least: The longest stage of any cut takes so long, or longer.
+    """
+
+    def __init__(self, lines: Lines, times: Floats) -> None:
+        self.width, self.length = lines.of.shape
+        self.lines, self.times = lines, times
+        self._number = np.arange(1.0, self.width + 1)
+        self._each = _least_of_each(lines, times)
+        above = np.minimum.accumulate(self._each[:, ::-1], axis=1)[:, ::-1]
+        self._above = above  # of so many units, or more
+        # a stage has room for as many units as there are numbers within the bound
+        last = self.length - 1
+        self.least = float(np.partition(above, last, None)[last]) if above.size > last else np.inf
+
+    def sum_of(self, bound: float) -> float:
+        """What the stages of any cut within a bound add up to at least.
+
+        For any price of a unit: p cheapest stages at this price, and the price of all units.
+        """
+        times = np.where(self._each <= bound, self._each, np.inf)
+        low, high, most = 0.0, 2.0 * bound, 0.0
+        for _ in range(_HALVINGS):
+            price = (low + high) / 2
+            paid = times - price * self._number
+            picks = paid.argmin(axis=1)
+            least = np.take_along_axis(paid, picks[:, None], 1).sum()
+            most = max(most, float(least + price * self.length))
+            if picks.sum() + len(picks) < self.length:
+                low = price
+            else:
+                high = price
+        return most * (1 - _ROUNDING)
 
     def longest(self, bound: float) -> float:
         """The least longest stage of all cuts; infinite if it is above the bound."""
-        left, done = np.inf, 0
-        for _, _, each, rest, put in self._stages(bound, -np.inf):
-            left, done = put(np.maximum(each, rest).min(axis=1)), done + 1
-        return left if done == len(self.times) and left <= bound else np.inf
+        found = self._values(bound, np.maximum, -np.inf)
+        return float(found[-1].values[0]) if found else np.inf
 
     def solve(self, bound: float) -> Cuts | None:
         """The least sum of stage times of which none is above the bound."""
-        left, picks = np.inf, []
-        for low, high, each, rest, put in self._stages(bound, 0.0):
-            sums = each + rest
-            sums[each > bound] = np.inf
-            pick = sums.argmin(axis=1)
-            left = put(sums[self._rows[: high - low], pick])
-            picks.append((low, pick))
-        whole = len(picks) == len(self.times) and np.isfinite(left)
-        return self._unrolled(picks) if whole else None
+        found = self._values(bound, np.add, 0.0)
+        return self._unrolled(bound, found) if found and np.isfinite(found[-1].values[0]) else None
 
-    def _stages(
-        self, bound: float, nothing: float
-    ) -> Iterator[tuple[int, int, Floats, Floats, Callable[[Floats], float]]]:
-        """From the last stage: where one can begin that has so many behind it (low, high), times
-        of those by number of units, values of what is left behind each, and where to put its own,
-        which tells that of the whole row; ends early where there is no cut."""
-        fitting = np.flatnonzero(self.least <= bound)
-        if not len(fitting):
-            return
-        width = int(fitting[-1]) + 1  # no stage has more units
-        left = np.full(self.length + width + 1, np.inf)
+    def _bands(self, bound: float) -> list[tuple[int, int, int, int]]:
+        """From the last stage: between which units one can begin that has so many behind it, and
+        how many it can have; nothing where there is no cut."""
+        fits = self._each <= bound
+        most, fewest = (self._above <= bound).sum(axis=1), fits.argmax(axis=1) + 1
+        if (most == 0).any() or most.sum() < self.length or fewest.sum() > self.length:
+            return []
+        behind, least = most.cumsum(), fewest.cumsum()
+        low = np.maximum(self.length - behind, least[-1] - least)
+        high = np.minimum(self.length - least, behind[-1] - behind)
+        if (low > high).any():
+            return []
+        first, last = (np.append(self.length, ends[:-1]) for ends in (low, high))
+        shortest, widest = np.maximum(fewest, first - high), np.minimum(most, last - low)
+        return list(zip(*(part.tolist() for part in (low, high, shortest, widest)), strict=True))
+
+    def _values(self, bound: float, join: np.ufunc, nothing: float) -> list[_Band]:
+        """F of every stage from the last one on; nothing where there is no cut."""
+        bands = self._bands(bound)
+        if not bands:
+            return []
+        classes = self._classes(bound, max(band[3] for band in bands))
+        left = np.full(self.length + self.width + 1, np.inf)
         left[self.length] = nothing
-        stages, step = len(self.times), left.itemsize
-        for behind in range(stages):
-            low = max(0, self.length - (behind + 1) * width)
-            high = min(self.length - 1 - behind, (stages - 1 - behind) * width) + 1
-            if low >= high:
-                return
-            each = (
-                self.times[behind][self.classes[low:high, :width]]
-                if self._cells is None
-                else self._cells[behind, low:high, :width]
-            )
+        step, found = left.itemsize, []
+        before = slice(self.length, self.length + 1)
+        for times, (low, high, shortest, widest) in zip(classes, bands, strict=True):
+            sums = times.take(self.lines.of[shortest - 1 : widest, low : high + 1])
             rest: Floats = np.ndarray(
-                (high - low, width), left.dtype, left, (low + 1) * step, (step, step)
+                sums.shape, left.dtype, left, (low + shortest) * step, (step, step)
             )
+            values = (
+                join(sums, rest, out=sums).min(axis=0) if len(sums) > 1 else join(sums, rest)[0]
+            )
+            left[before] = np.inf
+            before = slice(low, high + 1)
+            left[before] = values
+            found.append(_Band(low, shortest, widest, values))
+        return found
 
-            def put(values: Floats, low: int = low, high: int = high) -> float:
-                left.fill(np.inf)
-                left[low:high] = values
-                return float(left[0])
+    def _classes(self, bound: float, widest: int) -> Floats:
+        """(p, some classes + 1): times within the bound, of all that have at most so many units;
+        infinite in the last column, for -1."""
+        last = int(np.flatnonzero(self.lines.units <= widest)[-1]) + 1
+        times = np.full((len(self.times), last + 1), np.inf)
+        np.copyto(times[:, :-1], self.times[:, :last], where=self.times[:, :last] <= bound)
+        return times
 
-            yield low, high, each, rest, put
-
-    def _unrolled(self, picks: list[tuple[int, np.ndarray]]) -> Cuts:
+    def _unrolled(self, bound: float, bands: list[_Band]) -> Cuts:
         borders, each = [0], []
-        for stage in range(len(picks) - 1, -1, -1):
-            start = borders[-1]
-            low, pick = picks[stage]
-            number = int(pick[start - low])
-            each.append(float(self.times[stage, self.classes[start, number]]))
-            borders.append(start + number + 1)
+        for stage in range(len(bands) - 1, -1, -1):
+            start, band = borders[-1], bands[stage]
+            own = self.lines.of[band.shortest - 1 : band.widest, start]
+            times = _times_of(self.times[stage], own)
+            times[times > bound] = np.inf
+            sums = times + self._rest(bands, stage, start)
+            number = int(sums.argmin())
+            each.append(float(times[number]))
+            borders.append(start + number + band.shortest)
         return Cuts(borders=tuple(borders), total=float(sum(each)), slowest=max(each))
 
+    def _rest(self, bands: list[_Band], stage: int, start: int) -> Floats:
+        """F behind each number of units that a stage may have which begins there."""
+        band = bands[stage]
+        found = np.full(band.widest - band.shortest + 1, np.inf)
+        first = start + band.shortest
+        low, values = self.length, np.zeros(1)
+        if stage:
+            low, values = bands[stage - 1].low, bands[stage - 1].values
+        begin, end = max(first, low), min(first + len(found), low + len(values))
+        found[begin - first : end - first] = values[begin - low : end - low]
+        return found
 
-def by_number(of: np.ndarray) -> np.ndarray:
-    """(L, L): the class of the k + 1 units from i on; -1 where there are no more so many."""
+
+def _least_of_each(lines: Lines, times: Floats) -> Floats:
+    """(p, W): the least time of each stage with so many units; the first stage begins the row, the
+    last one ends it, and each of those between has a unit, too."""
+    width, length = lines.of.shape
+    some = np.argsort(lines.units, kind="stable")
+    some = some[lines.units[some] > 0]
+    behind = np.arange(len(times))[:, None]
+    far = (lines.begin[some] < len(times) - 1 - behind) | (lines.end[some] > length - behind)
+    own = np.where(far, np.inf, times[:, some])
+    numbers, first = np.unique(lines.units[some], return_index=True)
+    found = np.full((len(times), width), np.inf)
+    found[:, numbers - 1] = np.minimum.reduceat(own, first, axis=1)
+    ends = length - 1 - np.arange(width)
+    found[-1] = _times_of(times[-1], lines.of[:, 0])
+    found[0] = _times_of(times[0], lines.of[np.arange(width), ends])
+    return found
+
+
+def _times_of(times: Floats, classes: np.ndarray) -> Floats:
+    """Infinite where there is no such stretch."""
+    found: Floats = np.where(classes < 0, np.inf, times[classes])
+    return found
+
+
+def by_number(of: np.ndarray) -> Lines:
+    """`of` as `cut` takes it, by number of units."""
     length, step = len(of), of.itemsize
     lines = np.concatenate([of.ravel(), np.full(length, -1, of.dtype)])
     # behind the end of a line are the first columns of the next one, up to its diagonal: -1
-    return np.ndarray((length, length), of.dtype, lines, step, ((length + 2) * step, step))
+    found = np.ndarray((length, length), of.dtype, lines, step, (step, (length + 2) * step)).copy()
+    units = np.zeros(found.max() + 2, dtype=np.int64)  # with one for -1
+    units[found] = np.arange(1, length + 1)[:, None]
+    begin, end = np.zeros_like(units), np.full_like(units, length)
+    for number, line in enumerate(found):  # of equal classes the last one counts
+        own = line[: length - number]
+        begin[own] = np.arange(len(own))
+        end[own[::-1]] = np.arange(length, number, -1)
+    return Lines(found, units[:-1], begin[:-1], end[:-1])

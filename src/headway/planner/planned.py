@@ -34,8 +34,8 @@ def degrees_of(plan: Plan) -> Degrees:
     grid = plan.split.grid
     if plan.split.spatial:
         problems.append("split.spatial")
-    if grid is not None and (grid.form != "classic" or plan.split.whole):
-        problems.append(f"split.tensor: {plan.split}; only 1-D, and nothing left whole")
+    if grid is not None and (grid.form != "classic" or plan.split.by):
+        problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
     if several and pipeline.table:
         problems.append("pipeline.table: a table of one's own")
     elif several and pipeline.schedule not in PRICED:
@@ -82,15 +82,25 @@ def point_of(plan: Plan, search: Search) -> Point:
         PlanError: The search has no price for it, or the model has no such borders.
     """
     candidate = candidate_of(search, degrees_of(plan))
-    borders = _borders(plan, search.row, candidate)
-    again = plan.pipeline.recompute_stages or tuple(range(len(borders) - 1))
-    recompute = again if plan.pipe_degree > 1 and plan.pipeline.recompute else ()
+    borders = borders_of(plan, search.row, candidate)
+    recompute = recomputed_of(plan, len(borders) - 1)
     bucket = plan.exchange.bucket_bytes
     buckets = BUCKETS if bucket is None else (float(bucket),)
     return candidate.planned(borders, recompute, buckets=buckets, overlap=plan.exchange.overlap)
 
 
-def _borders(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[int, ...]:
+def recomputed_of(plan: Plan, stages: int) -> tuple[int, ...]:
+    """Numbers of the stages that compute again in backward."""
+    again = plan.pipeline.recompute_stages or tuple(range(stages))
+    return again if plan.pipe_degree > 1 and plan.pipeline.recompute else ()
+
+
+def borders_of(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple[int, ...]:
+    """The first unit of each stage, and the number of units.
+
+    Raises:
+        PlanError: The model has no such borders, or too few.
+    """
     if plan.pipe_degree == 1:
         return 0, len(row)
     if not plan.pipeline.cut:
@@ -130,9 +140,9 @@ def simplified(plan: Plan) -> Iterator[str]:
     sizes = (len(part) for share in _shares(plan) for part in plan.batch.microbatches(share))
     if len({*map(len, _shares(plan))}) > 1 or len({*sizes}) > 1:
         yield "shares or micro-batches are not all alike: all count as the largest"
-    special = exchange.compress != "none" or exchange.parts or exchange.priority
+    special = exchange.compress != "none" or exchange.parts or exchange.priority or exchange.carried
     if special and plan.exchange_degree > 1:
-        yield "the exchange counts as a plain sum: no compression, no priority"
+        yield "the exchange counts as a plain sum: no compression, no priority, no program"
     if plan.split.tensor:
         yield "which layers the tensor axis splits, and how, is taken as what is fastest"
     if plan.memory.zero and plan.mesh.degree(SHARD) > 1:

@@ -167,6 +167,8 @@ def _stage(search: Search, point: Point, number: int, inside: tuple[float, float
         state=stage.state,
         kept=sum(line[4] for line in units),
         transient=stage.transient,
+        gradients=stage.gradients,
+        first=stage.first,
         passing=stage.passing,
     )
 

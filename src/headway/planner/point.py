@@ -24,6 +24,10 @@ class Stage:
         state: Bytes of weights, gradients and optimiser.
         kept: Bytes kept for backward, of all micro-batches under way.
         transient: Bytes for a moment above these, while a micro-batch passes.
+        gradients: Of `state`, bytes that are made in the first backward of a step, where all
+            micro-batches are under way before it; 0: some are not.
+        first: Bytes for a moment above `state` and `kept` in that backward; may be below 0.
+        flights: Micro-batches under way.
         passing: Bytes above `state` while the update runs, when nothing is kept.
         params: Bytes of parameters that it holds.
         forward: Of `seconds`, those of the forward pass.
@@ -45,10 +49,22 @@ class Stage:
     weight: float = 0.0
     after: float = 0.0
     passing: float = 0.0
+    gradients: float = 0.0
+    first: float = 0.0
+    flights: int = 1
+
+    @property
+    def moment(self) -> float:
+        """Bytes for a moment above `state` and `kept` at the fullest moment."""
+        if not self.gradients:
+            return self.transient
+        if self.flights == 1:
+            return self.first
+        return max(self.first, self.transient - self.kept / self.flights)
 
     @property
     def bytes(self) -> float:
-        return self.state + max(self.kept + self.transient, self.passing)
+        return self.state + max(self.kept + self.moment, self.passing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +81,7 @@ class Point:
             computation waits for.
         hidden: Seconds of the same beside which computation goes on.
         update: Of `seconds`, of the optimiser.
+        reading: Of `seconds`, of samples put together into batches.
         busy: Of `seconds`, those in which the busiest rank computes.
         ranks: Bytes of each rank of a pipeline.
         bucket: Bytes of the buckets in which gradients travel; 0: not in buckets.
@@ -78,6 +95,7 @@ class Point:
     exchange: float = 0.0
     hidden: float = 0.0
     update: float = 0.0
+    reading: float = 0.0
     busy: float = 0.0
     ranks: tuple[float, ...] = ()
     bucket: float = 0.0

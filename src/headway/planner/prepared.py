@@ -11,7 +11,7 @@ import numpy as np
 
 from headway.planner.borders import forced_starts
 from headway.planner.bounds import crowded, hull_bound, least_step
-from headway.planner.degrees import Degrees
+from headway.planner.degrees import Degrees, gradients_per_byte
 from headway.planner.operators import Floats
 from headway.planner.ordered import Ordered, ordered
 from headway.planner.pricing import Pricing, Rows
@@ -20,7 +20,7 @@ from headway.planner.shared import Shared
 from headway.planner.stages import Tables
 
 WIDTH = 4
-"""Times the mean number of units of a stage: cuts with longer stages are sought at last."""
+"""Times the mean number of units of a stage: cuts with longer stages are sought later."""
 
 
 class Prepared:
@@ -32,6 +32,7 @@ class Prepared:
         itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
+        late: Whether memory knows that a step begins without gradients.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Prepared:
         shared: Shared | None = None,
         *,
         may_recompute: bool = True,
+        late: bool = True,
     ) -> None:
         self.tables = tables
         self.degrees = degrees
         self.itemsize = itemsize
         self.shared = shared or Shared(tables.setting.work, tables.row, tables.classes)
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
+        self.late = gradients_per_byte(itemsize) if late and degrees.late_gradients else 0.0
         self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[tuple[str, int], tuple[Floats, np.ndarray]] = {}
         self._orders: dict[tuple[str, int], Ordered] = {}
@@ -89,8 +92,32 @@ class Prepared:
         if degrees.virtual * degrees.pipes == 1:  # else sums may leave while a rank computes
             own = m * rows[..., Rows.SECONDS] + rows[..., Rows.TAIL]
             seconds = np.maximum(seconds, own / p)
-        held = (degrees.pipes * rows[..., Rows.STATE] + rows[..., Rows.KEPT]) / p
+        held = (degrees.pipes * self.there(rows) + rows[..., Rows.KEPT]) / p
         return seconds.ravel(), held.ravel()
+
+    def there(self, rows: Floats) -> Floats:
+        """Bytes of state at any moment of a step; rows (..., columns) as `Rows` says."""
+        found: Floats = rows[..., Rows.STATE] * (1.0 - self.late / self.pricing.per_byte)
+        return found
+
+    def is_late(self, stage: int) -> bool:
+        """Whether a stage holds all its micro-batches before its gradients are made."""
+        return self.late > 0 and self._in_flight[stage] == self.degrees.microbatches
+
+    def first(self, rows: Floats) -> Floats | None:
+        """(classes, 2, K) bytes for a moment above state and kept ones, of a late stage; None:
+        none is late. In the second backward all gradients are there, and a micro-batch less.
+
+        Args:
+            rows: (classes, 2, K, 9) as `Rows` says.
+        """
+        if not self.late:
+            return None
+        setting, several = self.tables.setting, self.degrees.pipeline > 1
+        first = self.tables.transients.first(setting, several=several)[0][: len(rows), :, None]
+        if self.degrees.microbatches == 1:
+            return np.broadcast_to(first, rows.shape[:-1])
+        return np.maximum(first, rows[..., Rows.MORE] - rows[..., Rows.KEPT])
 
     @cached_property
     def _crowded(self) -> float:
@@ -112,6 +139,7 @@ class Prepared:
             state=per_byte,
             passing=self.pricing.passing,
             tied=float(self.shared.whole[0]) / self.degrees.tensor * per_byte,
+            late=self.late,
             cap=cap,
             known=known,
             whole=whole,
@@ -134,16 +162,30 @@ class Prepared:
         """The strategies of every class, the fastest first."""
         key = border, width
         if key not in self._orders:
-            rows = self._prepared(border, width)[0][:, : len(self._passes)]
-            self._orders[key] = ordered(rows, self.degrees.microbatches, self.pricing.passing)
+            rows = self._prepared(border, width)[0]
+            first, some = self.first(rows), len(self._passes)
+            self._orders[key] = ordered(
+                rows[:, :some],
+                self.degrees.microbatches,
+                self.pricing.passing,
+                None if first is None else first[:, :some],
+            )
         return self._orders[key]
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        """How many units a stage may have, as a cut is sought first, and then (0) any number."""
+        """How many units a stage may have, as a cut is sought first, then, and (0) any number."""
         length = len(self.tables.row)
-        few = WIDTH * -(-length // self.degrees.stages)
-        return (few, 0) if few < length / 2 and not self._starts else (0,)
+        few = [WIDTH * -(-length // self.degrees.stages)]
+        while few[-1] < length / 2:
+            few.append(few[-1] * WIDTH)
+        return (0,) if self._starts else (*few[:-1], 0)
+
+    def _most_units(self, cap: float) -> int:
+        """No stage with more units fits into so many bytes."""
+        counts = self.tables.room.counts
+        places = self.places(cap, np.inf, float(self.tables.room.whole.sum()))
+        return int(np.minimum(places, counts).sum(axis=0).max())
 
     def _picked(self, border: str, cap: float, width: int = 0) -> tuple[Floats, np.ndarray]:
         """(stages, classes): the least time of a stage with so many behind it, and its strategy;

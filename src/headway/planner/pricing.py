@@ -51,6 +51,7 @@ class Price:
     update: float
     busy: float
     bucket: float = 0.0
+    reading: float = 0.0
 
 
 class Pricing:
@@ -135,6 +136,19 @@ class Pricing:
         return step + device.seconds_of_elementwise(moved * params)
 
     @cached_property
+    def reading(self) -> float:
+        """Putting a step's samples together, which each rank does for its copy before it begins:
+        one by one, and what they move."""
+        setting, degrees = self.tables.setting, self.degrees
+        tensors = [t for t in setting.work.graph.inputs if t in setting.work.batch_dims]
+        samples = degrees.microbatch * degrees.microbatches
+        if not self.machine.device.gather or not setting.work.reads:
+            return 0.0
+        moved = 2.0 * degrees.microbatches * sum(setting.bytes_of(t) for t in tensors)
+        one_by_one = self.machine.device.gather * samples * len(tensors)
+        return one_by_one + float(self.machine.device.seconds_of_elementwise(moved))
+
+    @cached_property
     def _stride(self) -> int:
         return self.degrees.stride("data")
 
@@ -211,12 +225,13 @@ class Pricing:
         update = float(self._update(params))
         late = exposed + after - update
         return Price(
-            seconds=compute + late + update,
+            seconds=compute + late + update + self.reading,
             exposed=late,
             hidden=sent - exposed,
             update=update,
             busy=compute,
             bucket=bucket,
+            reading=self.reading,
         )
 
     def own(self, held: Floats, start: int = 0) -> Floats:
@@ -303,7 +318,7 @@ class Pricing:
         held = max(sum(params[stage] for stage in stages) for stages in hosted)
         update = float(self._update(held))
         if not parts:
-            whole = book.play(work, wire, sums).finish + last
+            whole = book.play(work, wire, sums).finish + last + self.reading
             return Price(seconds=whole, exposed=0.0, hidden=0.0, update=update, busy=0.0)
         bare = book.play(work).finish
         sent = book.play(work, wire).finish if any(map(any, wire)) else bare
@@ -314,12 +329,13 @@ class Pricing:
         )
         exposed = summed - sent
         return Price(
-            seconds=summed + last,
+            seconds=summed + last + self.reading,
             messages=sent - bare,
             exposed=exposed + last - update,
             hidden=max(0.0, max(sums) - exposed),
             update=update,
             busy=busy,
+            reading=self.reading,
         )
 
     def wire(self, book: Book, border: str, starts: Sequence[int]) -> Wire:

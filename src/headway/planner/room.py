@@ -64,6 +64,7 @@ class Room(NamedTuple):
         state: float,
         passing: float,
         tied: float,
+        late: float,
         cap: float,
         known: float,
         whole: float,
@@ -77,6 +78,8 @@ class Room(NamedTuple):
             state: Bytes of state per byte of parameters.
             passing: Bytes while the update runs, above the state and per byte of it.
             tied: Bytes of state that units count more than once.
+            late: Of `state`, gradients that are not there yet in stages with all micro-batches
+                under way; 0: they are.
             cap: Bytes of a device.
             known: Seconds of a step that are too many.
             whole: Seconds that all units take at least.
@@ -87,8 +90,9 @@ class Room(NamedTuple):
             longest = self._longest(degrees, number, known, whole)
             updated = (cap + tied) / (own * (1.0 + passing))
             for again in passes:
-                left = cap + tied - self.peak[again]
-                held = np.where(left < 0, 0.0, left / (own + (number - 1.0) * self.kept[again]))
+                there = own - np.where(number == degrees.microbatches, self.params * late, 0.0)
+                left = cap + tied - self.peak[again] * (there == own)
+                held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * self.kept[again]))
                 whole = np.minimum(np.minimum(held, updated), longest / self.seconds[again])
                 room = np.maximum(room, np.nan_to_num(whole, nan=np.inf, posinf=np.inf))
         found: Floats = np.floor(room * (1.0 + ROUNDING))
@@ -117,7 +121,7 @@ def room_of(tables: Tables) -> Room:
     for kind in kinds:
         rows = tables.solved(kind).rows.reshape(2, -1, 5)
         forward, backward = rows[..., 0], rows[..., 1] + np.arange(2.0)[:, None] * rows[..., 0]
-        kept, more, again = moments[kind]
+        kept, more, again, *_ = moments[kind]
         entry = tables.setting.bytes_of(entries[kind]) if entries[kind] else 0.0
         twice = tables.transients.twice(kind, tables.setting)
         least = rows[..., 4].min(axis=1)

@@ -14,7 +14,7 @@ import numpy as np
 from headway.graph import blocks, cuts
 from headway.graph.block import Structures
 from headway.planner.operators import Workload
-from headway.planner.pipeline_cuts import by_number
+from headway.planner.pipeline_cuts import Lines, by_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class Unit:
 def units(work: Workload) -> tuple[Unit, ...]:
     """The finest row of units: repeated blocks whole, what lies between them cut where possible."""
     graph = work.graph
-    segments = blocks(graph).segments
+    structures = Structures(graph)
+    segments = blocks(graph, structures=structures).segments
     counts: dict[str, int] = {}
     for segment in segments:
         counts[segment.structure] = counts.get(segment.structure, 0) + 1
@@ -57,7 +58,6 @@ def units(work: Workload) -> tuple[Unit, ...]:
             borders.append((cut.place, cut.tensors[0]))
     borders.append((len(graph.operators), ""))
     kinds: dict[object, int] = {}
-    structures = Structures(graph)
     found = []
     for (start, entry), (stop, exit_) in pairwise(borders):
         operators = graph.operators[start:stop]
@@ -90,9 +90,14 @@ class Stretches:
     lengths: tuple[tuple[int, int], ...]
 
     @cached_property
-    def by_number(self) -> np.ndarray:
-        """`of` as `pipeline_cuts.by_number` lays it out."""
+    def lines(self) -> Lines:
+        """`of` by numbers of units."""
         return by_number(self.of)
+
+    def within(self, width: int) -> Lines:
+        """Of stretches of at most so many units; 0: of all."""
+        whole, last = self.lines, self.lengths[width - 1][1]
+        return Lines(whole.of[: width or None], *(part[:last] for part in whole[1:]))
 
 
 def stretches(row: tuple[Unit, ...]) -> Stretches:

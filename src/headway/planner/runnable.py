@@ -25,9 +25,17 @@ RUNS = tuple(dict.fromkeys(scheme.name for scheme in SCHEMES))
 """Schedules that the executor runs and the search can price."""
 
 
-def runnable(question: Question) -> Question:
-    """The same question about plans that today's executor can run."""
-    return replace(question, tensor=(1,), zero=(0,), recompute="pipeline")
+def runnable(question: Question, *, zero: tuple[int, ...] = (0,)) -> Question:
+    """The same question about plans that today's executor can run.
+
+    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
+    may be that of another split.
+
+    Args:
+        question: Any.
+        zero: Degrees of ZeRO to look at.
+    """
+    return replace(question, tensor=(1,), zero=zero, recompute="pipeline")
 
 
 def missing(point: Point) -> str:
@@ -37,14 +45,7 @@ def missing(point: Point) -> str:
 
 def lacking(degrees: Degrees, recompute: bool) -> str:
     """The same of degrees, and whether some stage recomputes."""
-    found = []
-    if degrees.tensor > 1:
-        found.append("tensor axis")
-    if degrees.zero and degrees.pipeline > 1:
-        found.append(f"ZeRO {degrees.zero} with a pipeline")
-    if degrees.pipeline == 1 and recompute:
-        found.append("recomputation without a pipeline")
-    return ", ".join(found)
+    return "recomputation without a pipeline" if degrees.pipeline == 1 and recompute else ""
 
 
 def refuse(lacks: str) -> None:
@@ -64,6 +65,12 @@ def refuse(lacks: str) -> None:
 def zero_of(degrees: Degrees) -> Zero:
     """As a plan has it."""
     return cast(Zero, degrees.zero)
+
+
+def _split(question: Question, tensor: int) -> LayerSplit | None:
+    """Of the tensor axis; what is forced to be replicated is left whole."""
+    whole = tuple(pattern for pattern, how in question.force if how == "replicate")
+    return LayerSplit(tensor=(tensor,), whole=whole) if tensor > 1 else None
 
 
 def to_plan(outcome: Outcome, point: Point) -> Plan:
@@ -98,7 +105,7 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
         precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
         exchange=Exchange(bucket=format_bytes(bucket)) if bucket else None,
         zero=zero_of(degrees),
-        split=LayerSplit(tensor=(degrees.tensor,)) if degrees.tensor > 1 else None,
+        split=_split(outcome.question, degrees.tensor),
     )
     if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
         # The last axis of a mesh varies fastest: data inside of pipe.

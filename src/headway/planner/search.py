@@ -131,12 +131,12 @@ class Search(Bounds):
                 one_level=int(min(inner, devices)),
             )
 
-    def candidate(self, degrees: Degrees) -> Candidate:
-        """A combination of degrees on the search's tables."""
+    def candidate(self, degrees: Degrees, *, late: bool = True) -> Candidate:
+        """A combination of degrees on the search's tables; `late` as for `Prepared`."""
         shared = self.tables_of(degrees.tensor, degrees.microbatch)
         recompute = self.question.recompute == "any" or degrees.pipeline > 1
         return Candidate(
-            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute
+            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute, late=late
         )
 
     _candidate = candidate

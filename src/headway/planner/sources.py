@@ -156,6 +156,8 @@ def numbers(question: Question) -> Iterator[Number]:
         "sharpness": f"{device.sharpness:.3g}",
         "update": f"{device.update:.3g} s",
     }
+    if device.gather:
+        plain["gather"] = format_seconds(device.gather)
     for name, value in plain.items():
         yield Number(name=f"device.{name}", value=value, source=said.get(name, "assumed"))
     for place, level in enumerate(question.machine.network.levels):

@@ -68,6 +68,7 @@ class Tables:
     _solved: dict[int, Solved] = field(default_factory=dict)
     _cells: dict[tuple[str, int], Cells] = field(default_factory=dict)
     _priced: dict[int, Floats] = field(default_factory=dict)
+    _picks: dict[int, np.ndarray] = field(default_factory=dict)
     _least: list[Cells] = field(default_factory=list)
     _least_of: dict[int, float] = field(default_factory=dict)
     _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -124,8 +125,8 @@ class Tables:
             found = self.solved(self.classes.last[number]).rows
             self._known[number] = found
         for number in reversed(way):
-            found, _ = self._with(found, self.classes.last[number])
-            self._known[number] = found
+            found, picks = self._with(found, self.classes.last[number])
+            self._known[number], self._picks[number] = found, picks.astype(np.int8)
         return found
 
     def _with(self, left: Floats, last: int) -> tuple[Floats, np.ndarray]:
@@ -149,8 +150,9 @@ class Tables:
                     groups.setdefault((last, self._known[before].shape), []).append(number)
             for (last, _), numbers in groups.items():
                 left = np.stack([self._known[self.classes.before[n]] for n in numbers])
-                rows, _ = self._with(left, last)
+                rows, picks = self._with(left, last)
                 self._known.update(zip(numbers, rows, strict=True))
+                self._picks.update(zip(numbers, picks.astype(np.int8), strict=True))
 
     @cached_property
     def transient(self) -> float:
@@ -240,18 +242,14 @@ class Tables:
     def _path(
         self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
     ) -> tuple[tuple[int, int], ...]:
+        number, (entry, exit_) = int(self.classes.of[start, stop]), ends
+        self.stretch(number)
         states = []
-        way = (slice(again, again + 1), slice(price, price + 1))
-        entry, exit_ = slice(ends[0], ends[0] + 1), ends[1]
-        for place in range(stop - 1, start, -1):
-            left = self.stretch(int(self.classes.of[start, place]))
-            right = self.solved(self.row[place].kind).rows
-            right = right[*way, :, exit_ : exit_ + 1]
-            _, picks = _joined(left[*way, entry], right, self.weights[way])
-            between = int(picks[0, 0, 0, 0])
+        while self.classes.before[number] >= 0:
+            between = int(self._picks[number][again, price, entry, exit_])
             states.append((between, exit_))
-            exit_ = between
-        return ((ends[0], exit_), *reversed(states))
+            number, exit_ = self.classes.before[number], between
+        return ((entry, exit_), *reversed(states))
 
 
 def _price(rows: Floats, weights: Floats) -> Floats:

@@ -4,7 +4,9 @@ While a micro-batch passes an operator, forward or backward, activations and gra
 that nobody keeps; what later operators keep is not there yet, or not any more. With k_i kept by the
 units up to operator i and t_i alive beside it, a stretch needs max_i (k_i + t_i) for a micro-batch:
 that much more than its kept bytes K. What two neighbouring units both keep counts once. Invariant:
-more(AB) = max(more(A) - K(B), more(B)), so that all stretches follow from their last units.
+more(AB) = max(more(A) - K(B), more(B)), so that all stretches follow from their last units. In the
+first backward of a step the gradients G of operators up to i are not there yet: it needs
+first = max_i (k_i + t_i - G_i) - K, and first(AB) = max(first(A) - K(B), first(B) - G(A)).
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from headway.planner.row import Stretches, Unit
 
 class _Facts(NamedTuple):
     """Of a unit with the micro-batch of the capture, in bytes: of each operator whether it runs
-    over samples, what it keeps first, what passes, and gradients of weights; of what enters, where
-    it is kept or there before the first operator, bytes and whether it has samples."""
+    over samples, what it keeps first, what passes, gradients of weights while it makes them, and
+    those that no other operator adds to; of what enters, where it is kept or there before the first
+    operator, bytes and whether it has samples."""
 
-    operators: tuple[tuple[bool, int, int, int], ...]
+    operators: tuple[tuple[bool, int, int, int, int], ...]
     entry: tuple[int, bool]
 
 
@@ -57,20 +60,44 @@ class Transients:
                 }
                 known.update(own)
                 batched, moment = operator.name in self.work.batch_loops, operator.footprint
-                operators.append((batched, sum(own.values()), moment.passing, moment.weights))
+                operators.append(
+                    (
+                        batched,
+                        sum(own.values()),
+                        moment.passing,
+                        moment.weights,
+                        self._gradients.get(operator.name, 0),
+                    )
+                )
             entry = 0, False
             if unit.entry in known or unit.entry in graph.held:
                 entry = graph.tensors[unit.entry].bytes, unit.entry in self.work.batch_dims
             found.setdefault(unit.kind, {})[_Facts(tuple(operators), entry)] = None
         return found
 
-    def units(self, setting: Setting) -> dict[int, tuple[float, float, float]]:
-        """By kind of unit: (kept, more; what is alive at most in one that is computed again)."""
-        found: dict[int, tuple[float, float, float]] = {}
+    @cached_property
+    def _gradients(self) -> dict[str, int]:
+        """By operator: bytes of gradients that are there behind its backward and not before."""
+        graph = self.work.graph
+        last = {
+            name: operator.name
+            for operator in graph.operators
+            for name in operator.inputs
+            if name in graph.parameters and name not in graph.frozen
+        }
+        found: dict[str, int] = {}
+        for name, operator in last.items():
+            found[operator] = found.get(operator, 0) + graph.parameters[name].bytes
+        return found
+
+    def units(self, setting: Setting) -> dict[int, tuple[float, ...]]:
+        """By kind of unit: (kept, more; what is alive at most in one that is computed again; first;
+        the same of the first backward of one that is computed again; gradients)."""
+        found: dict[int, tuple[float, ...]] = {}
         for kind, several in self._facts.items():
             each = [_unit(facts, setting) for facts in several]
-            more, again = max(line[1] for line in each), max(line[2] for line in each)
-            found[kind] = each[-1][0], more, again
+            most = [max(line[n] for line in each) for n in range(1, 5)]
+            found[kind] = each[-1][0], *most, min(line[5] for line in each)
         return found
 
     @cached_property
@@ -91,8 +118,8 @@ class Transients:
         return self._both.get(kind, 0) * setting.scale
 
     def of(self, setting: Setting, several: bool) -> Floats:
-        """(classes, 2, 3): without and with recomputation (kept, more, kept by two units) of a
-        micro-batch, whole.
+        """(classes, 2, 5): without and with recomputation (kept, more, kept by two units, first,
+        gradients) of a micro-batch, whole.
 
         Args:
             setting: With the size of a micro-batch; of any tensor degree.
@@ -106,23 +133,34 @@ class Transients:
     def _all(self, setting: Setting) -> Floats:
         units = self.units(setting)
         crossing = {u.kind: setting.bytes_of(u.entry) if u.entry else 0.0 for u in self.row}
-        ways = np.zeros((max(units) + 1, 2, 3))  # by kind: (kept, above, kept by two)
-        for kind, (kept, more, again) in units.items():
-            ways[kind, 0] = kept, more, self.twice(kind, setting)
-            ways[kind, 1] = crossing[kind], max(again - crossing[kind], 0.0), 0.0
+        ways = np.zeros((max(units) + 1, 2, 5))  # by kind: (kept, above, by two, first, gradients)
+        for kind, (kept, more, again, first, first_again, made) in units.items():
+            entry = crossing[kind]
+            ways[kind, 0] = kept, more, self.twice(kind, setting), first, made
+            ways[kind, 1] = entry, max(again - entry, 0.0), 0.0, first_again - entry, made
         last = ways[np.array(self.classes.last)]
         before = np.array(self.classes.before)
-        found = np.zeros((len(before), 2, 3))
+        found = np.zeros((len(before), 2, 5))
         for low, high in self.classes.lengths:
-            held, above, twice = np.moveaxis(last[low:high], -1, 0)
+            held, above, twice, first, made = np.moveaxis(last[low:high], -1, 0)
             if before[low] < 0:
                 found[low:high, :, 0], found[low:high, :, 1] = held, np.maximum(above, 0.0 - held)
+                found[low:high, :, 3], found[low:high, :, 4] = first, made
                 continue
-            total, known, both = np.moveaxis(found[before[low:high]], -1, 0)
+            total, known, both, early, gradients = np.moveaxis(found[before[low:high]], -1, 0)
             found[low:high, :, 0] = total + held
             found[low:high, :, 1] = np.maximum(known - held + twice, above)
             found[low:high, :, 2] = both + twice
+            found[low:high, :, 3] = np.maximum(early - held + twice, first - gradients)
+            found[low:high, :, 4] = gradients + made
         return found
+
+    def first(self, setting: Setting, *, several: bool) -> tuple[Floats, Floats]:
+        """(classes, 2): bytes above state and kept ones in the first backward of a step, whose
+        gradients count as state (it may be below 0); and those gradients. Arguments as `beside`.
+        """
+        known = self.of(setting, several)
+        return known[..., 3], known[..., 4]
 
     def beside(self, setting: Setting, kept: Floats, *, several: bool) -> tuple[Floats, Floats]:
         """Of strategies, (2, classes, K): kept bytes, without what two units keep and both count,
@@ -135,7 +173,7 @@ class Transients:
             several: As for `of`.
         """
         known = self.of(setting, several)[: kept.shape[1]]
-        own, more, twice = known.transpose(2, 1, 0)[..., None]
+        own, more, twice = known.transpose(2, 1, 0)[:3, ..., None]
         part = 1.0 / setting.tensor
         least = np.full(kept.shape, part)
         own = np.broadcast_to(own, kept.shape)
@@ -143,10 +181,15 @@ class Transients:
         return np.maximum(kept - twice * share, 0.0), more * share
 
 
-def _unit(facts: _Facts, setting: Setting) -> tuple[float, float, float]:
-    kept = most = 0.0
-    for batched, own, passing, weights in facts.operators:
+def _unit(facts: _Facts, setting: Setting) -> tuple[float, ...]:
+    """As `Transients.units` says."""
+    kept = made = 0.0
+    most, early = 0.0, -np.inf
+    for batched, own, passing, weights, gradients in facts.operators:
         kept += own * (setting.scale if batched else 1.0)
-        most = max(most, kept + passing * setting.scale + weights)
+        made += gradients
+        now = kept + passing * setting.scale + weights
+        most, early = max(most, now), max(early, now - made)
     entered, batched = facts.entry
-    return kept, most - kept, most - entered * (setting.scale if batched else 1.0)
+    entry = entered * (setting.scale if batched else 1.0)
+    return kept, most - kept, most - entry, early - kept, early - entry, made

@@ -133,9 +133,9 @@ class _Graph:
     def _operators(self) -> None:
         counted: set[str] = set()
         graph = self.setting.work.graph
-        held = {*graph.parameters, *graph.buffers, *graph.inputs}
         for operator in self.operators:
-            own = [s.name for s in operator.saved if s.name not in held and s.name not in counted]
+            names = (saved.name for saved in operator.saved)
+            own = [name for name in names if name not in graph.held and name not in counted]
             counted.update(own)
             self.nodes[operator.name] = np.array(
                 [cost(self.setting, operator, r, tuple(own)) for r in self.rules[operator.name]]

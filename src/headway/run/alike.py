@@ -72,15 +72,15 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
             )
 
 
-def checksums(model: nn.Module, away: Collection[Tensor]) -> dict[str, int]:
+def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) -> dict[str, int]:
     """Of what this rank has of each parameter: "name" or, of a part, "name at (0, 4)".
 
     Args:
-        model: Whole, cut or sharded.
-        away: Parameters that other ranks hold.
+        parameters: By logical name; whole, or in parts.
+        away: Those that other ranks hold.
     """
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter not in away:
             box = box_of(parameter)
             key = name if box is None else f"{name} at {box.offsets}"

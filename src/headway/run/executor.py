@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
+from headway.data import Cursor, MicroBatch, RankBatch
 from headway.plan import Plan
 from headway.run import alike, parts
 from headway.run.group_means import check_last_batch
 from headway.run.hands import hands_for
+from headway.run.loading import RankLoader, loader_of, source_of
 from headway.run.pipeline import Means, PipelineSteps
 from headway.run.program import Instruction, StepProgram, compile_step
 from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
@@ -86,7 +87,7 @@ class Executor:
         self.steps_done = 0
         self.record = StepRecord()
         self.wants_stop = False
-        self._loss = spread(loss, self.plan, self.world)
+        self._loss = loss if self.plan.pipe_degree > 1 else spread(loss, self.plan, self.world)
         self._clip = clip
         self._next_epoch = 0
         self._sites: Sites | None = None
@@ -152,19 +153,13 @@ class Executor:
         with loader:
             yield from loader
 
-    def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> Loader:
-        """The loader behind `batches`; `options` are those of `headway.data.Loader`."""
-        source = as_source(examples)
+    def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> RankLoader:
+        """The loader behind `batches`; see `headway.run.loading.loader_of` for `options`."""
+        source = source_of(examples, self.plan, self.world.rank)
         if not options.get("drop_last"):
             check_last_batch(self.plan, len(source))
-        return Loader(
-            source,
-            self.plan.batch,
-            rank=self.plan.data_rank(self.world.rank),
-            ranks=self.plan.data_degree,
-            cursor=cursor or Cursor(seed=self.seed, epoch=0, position=0),
-            **options,
-        )
+        options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)
+        return loader_of(source, self.plan, self.world, **options)
 
     @property
     def pipeline(self) -> PipelineSteps | None:
@@ -193,7 +188,7 @@ class Executor:
         self._next_epoch = batch.start.epoch + 1
         return self.record.loss
 
-    def evaluate(self, batches: Loader) -> tuple[float, int]:
+    def evaluate(self, batches: RankLoader) -> tuple[float, int]:
         """The mean loss over all samples of a loader and their number; equal on every rank.
 
         Buffers become those of rank 0, resp. of the first rank that holds them.
@@ -228,10 +223,9 @@ class Executor:
             self._sites = self.gradients.divide(batch, self._loss, self._prepare, self._probe)
         if self._pipeline is None or self._pipeline.homes is not None:
             return
-        assert isinstance(self.gradients, StageGradients)
         if not self.model.training:
             self.model.train()
-        self.gradients.keep_own(self._pipeline.cut(batch))
+        self._pipeline.cut(batch)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -330,7 +324,7 @@ class Executor:
             prepare=self._prepare,
             probe=self._probe,
             remark=self.gradients.remarks.append,
-            step=gradients.step,
+            hands=gradients,
         )
 
     # -- one micro-batch ---------------------------------------------------------------------

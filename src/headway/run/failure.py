@@ -24,6 +24,7 @@ from headway.run.place import Place
 FOLDER = "failures"
 _STEP = "headway_step"
 _SPEAKS = "headway_speaks"
+_ELSEWHERE = "headway_told_elsewhere"
 _OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
 
 
@@ -93,6 +94,12 @@ def speak_for_all(error: HeadwayError) -> HeadwayError:
     return error
 
 
+def told_elsewhere(error: HeadwayError) -> HeadwayError:
+    """Mark an error as that of another rank, which tells it itself."""
+    setattr(error, _ELSEWHERE, True)
+    return error
+
+
 def is_to_be_told(record: FailureRecord, error: BaseException) -> bool:
     """Whether this rank tells the user: of its own errors, and where it speaks for all."""
     return not record.secondary or getattr(error, _SPEAKS, False) is True
@@ -122,7 +129,7 @@ def describe_failure(
         fix=known.fix,
         code=known.code,
         exit_code=known.exit_code,
-        secondary=secondary or isinstance(error, PeerLost),
+        secondary=secondary or isinstance(error, PeerLost) or hasattr(error, _ELSEWHERE),
         time=time.time(),
         trace="".join(traceback.format_exception(error)),
         problems=tuple(getattr(known, "problems", ())),

@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.collective import Nodes
-from headway.comm import AdaptiveExchange, GradientExchange, Routes, Updates
-from headway.comm.pacing import Pace
+from headway.comm import AdaptiveExchange, GradientExchange, Updates
 from headway.comm.saved import collect, share_out
 from headway.errors import Diverged, Stalled
 from headway.optim import fit_exchange
@@ -27,8 +23,9 @@ from headway.plan import Plan
 from headway.plan.layer_split import SPACE
 from headway.run import alike
 from headway.run.record import StepRecord
+from headway.run.routes import routes_of
 from headway.run.tally import Tally
-from headway.run.training_state import Trained
+from headway.run.training_state import Layout, Trained
 from headway.run.world import World
 
 _MOST_BUCKETS = 4
@@ -49,7 +46,10 @@ class Gradients:
 
     Attributes:
         remarks: Sentences for the journal: what has been re-arranged.
+        layout: Where parameters are held otherwise than they are saved; None: nowhere.
     """
+
+    layout: Layout | None = None
 
     def __init__(
         self,
@@ -76,13 +76,11 @@ class Gradients:
         self._all = dict(model.named_parameters())
         self._parameters: dict[str, nn.Parameter] = {}
         self._exchange: AdaptiveExchange | None = None
-        pace = Pace.of(*world.place.pace) if world.place.pace else None
-        self._routes = Routes(find_nodes(world), pace) if plan.exchange_degree > 1 else None
+        self._routes = routes_of(plan, world) if plan.exchange_degree > 1 else None
         self._updates = Updates(optimizer) if plan.exchange.values == "updates" else None
         fit_exchange(optimizer, plan.exchange, ranks=plan.exchange_degree)
         self._tally: Tally | None = None
-        self._record = StepRecord()
-        self._own = 0
+        self._record, self._own = StepRecord(), 0
         self._counts = plan.counts(world.rank)
         self._doing = ""
 
@@ -113,7 +111,7 @@ class Gradients:
         if self._routes is None or not trainable:
             return
         self._exchange = AdaptiveExchange(
-            trainable,
+            self._sources(),
             self._plan.exchange,
             self._routes,
             seed=self._seed,
@@ -134,6 +132,15 @@ class Gradients:
     def whole(self) -> nn.Module:
         """The model; after `make_whole` it is whole on rank 0."""
         return self._model
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What the optimiser has, by logical name; whole, or in parts."""
+        return self._all
+
+    def _sources(self) -> Mapping[str, nn.Parameter]:
+        """Where backward leaves the gradients of what is trained."""
+        return self._parameters
 
     def _place(self) -> None:
         """Make what is needed before the parameters are looked at; collective."""
@@ -169,6 +176,8 @@ class Gradients:
             self._exchange.close()
             self._exchange = None
             self._parameters = {}
+        if self._routes is not None:
+            self._routes.rest()
 
     def tensors(self) -> dict[str, Tensor]:
         """What compressors have kept back, for a checkpoint; collective."""
@@ -389,12 +398,3 @@ class Gradients:
                 waiting = itertools.islice(self._exchange.now.waiting(), _MOST_BUCKETS)
                 error.why = "\n  ".join([error.why, *(f"here {line}" for line in waiting)])
             raise
-
-
-def find_nodes(world: World) -> Nodes:
-    """Which ranks share a node; collective."""
-    place = world.place
-    own = place.node_name or f"{socket.gethostname()} {place.node_rank}"
-    names: list[str | None] = [None] * world.ranks
-    dist.all_gather_object(names, own, group=world.side_group)
-    return Nodes.of([str(name) for name in names])

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headway.collective.carrier import Carrier
+from headway.plan import Plan
+from headway.plan.exchange import Collective
 from headway.run.place import Place
+
+if TYPE_CHECKING:
+    from headway.run.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +25,10 @@ class TrainJob:
         overrides: "key=value" changes to the recipe.
         directory: The run directory; all ranks must see it.
         plan: A plan file; None: data parallelism over all ranks.
+        find: Called on every rank instead, in the world that has been joined: the plan, the same
+            on all ranks, or None.
+        collective: Put into the plan's exchange, with `carrier`; None: the plan's own.
+        carrier: See `Exchange.carrier`.
         resume: Go on from the newest sound checkpoint of the directory.
         device: "cpu", "cuda" or "auto".
         timeout_seconds: Longest wait for another rank.
@@ -31,6 +42,9 @@ class TrainJob:
     directory: Path
     overrides: tuple[str, ...] = ()
     plan: Path | None = None
+    find: Callable[[World], Plan | None] | None = None
+    collective: Collective | None = None
+    carrier: Carrier | None = None
     resume: bool = False
     device: str = "auto"
     timeout_seconds: float = 300.0

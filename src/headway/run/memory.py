@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -21,6 +22,21 @@ def resident_bytes(device: torch.device) -> int:
         # Not Linux: the largest resident set so far, which getrusage gives in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return pages * resource.getpagesize()
+
+
+def share_of_memory(local_ranks: int) -> int:
+    """Bytes that a rank may fill with samples: half of its share of what this machine gives.
+
+    Args:
+        local_ranks: Processes of the job on this machine.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = Path("/sys/fs/cgroup/memory.max")
+    text = container.read_text().strip() if container.is_file() else ""
+    shared = min(machine, int(text)) if text.isdigit() else machine
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    own = (limit for limit in limits if limit != resource.RLIM_INFINITY)
+    return min((shared // local_ranks, *own)) // 2
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -1,27 +1,53 @@
 """What all hands share whose ranks keep parts of parameters: numbers, norm, and the whole model.
 
-Parameters are DTensors. A model without memory is kept beside the one that trains, so that `whole`
-can be made without undoing what has been done to the modules.
+Parameters are DTensors. `whole` is a second model, made of a `skeleton`.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import contextlib
 
 import torch
 from torch import Tensor, nn
 
-from headway.errors import UsageError
-from headway.parallel.state_sharding import square_of_norm, whole
+from headway.parallel.state_sharding import ShardedState, square_of_norm, whole
 from headway.run.gradients import Gradients
+from headway.run.record import StepRecord
+from headway.run.skeleton import filled, require
+from headway.run.training_state import Layout, Trained
 
 
 class PartGradients(Gradients):
-    """As `Gradients`; `_skeleton` is set by `skeleton` before the model is changed."""
+    """As `Gradients`; `_skeleton` is set by `skeleton` before the model is changed.
 
+    Attributes:
+        sharded: The state that FSDP2 keeps and sums; None: gradients are summed otherwise.
+        layout: None: parameters are held as they are saved.
+    """
+
+    sharded: ShardedState | None = None
+    layout: Layout | None = None
     _skeleton: nn.Module | None = None
     _whole: nn.Module | None = None
+
+    def calling(self) -> contextlib.AbstractContextManager[None]:
+        return super().calling() if self.sharded is None else self.sharded.called()
+
+    def begin(self, record: StepRecord, own: int, doing: str) -> None:
+        super().begin(record, own, doing)
+        if self.sharded is not None:
+            self.sharded.begin()
+
+    def arm(self) -> None:
+        super().arm()
+        if self.sharded is not None:
+            self.sharded.arm()
+
+    def receive(self) -> None:
+        super().receive()
+        if self.sharded is not None:
+            with self.exchanging():
+                self.sharded.sum_whole(self._weight)
 
     @property
     def whole(self) -> nn.Module:
@@ -40,45 +66,31 @@ class PartGradients(Gradients):
     def numbers(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
         with self.exchanging():
-            for kind, tensors in super().numbers().items():
+            for kind, tensors in self._trained.numbers().items():
                 for name, tensor in tensors.items():
                     owner = name.rpartition(".")[0] if kind == "optimizer" else name
                     found.setdefault(kind, {})[name] = whole(self.logical(owner, tensor))
         return found
 
+    @property
+    def _trained(self) -> Trained:
+        return Trained(self._model, self._optimizer, self._scheduler, layout=self.layout)
+
     def make_whole(self) -> None:
         """A second model, whole, on rank 0."""
-        if self._skeleton is None:
-            raise UsageError(
-                f"{type(self._model).__name__} cannot be made whole",
-                why="A copy of it is needed, and copy.deepcopy fails.",
-                fix="Let the model be copied, or save a checkpoint and convert that.",
-            )
-        forms = dict((*self._skeleton.named_parameters(), *self._skeleton.named_buffers()))
-        now: dict[int, Tensor] = {}
+        kept = require(self._skeleton, self._model)
+        now: dict[str, Tensor] = {}
         with self.exchanging(), torch.no_grad():
-            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            for name, tensor in (*self._all.items(), *self._model.named_buffers()):
                 full = whole(self.logical(name, tensor.detach()))
                 if self._world.rank == 0:
-                    now[id(forms[name])] = _like(tensor, full.clone())
+                    now[name] = _like(tensor, full.clone())
         if self._world.rank == 0:
-            self._whole = copy.deepcopy(self._skeleton, dict(now))
+            self._whole = filled(kept, now)
             self._whole.train(self._model.training)
 
     def let_go(self) -> None:
         self._whole = None
-
-
-def skeleton(model: nn.Module) -> nn.Module | None:
-    """The model without memory for its parameters; None where it cannot be copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception:
-        return None
 
 
 def _like(tensor: Tensor, full: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ sums over all micro-batches of the global batch, as in the serial run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter, time
@@ -17,12 +17,17 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.data import RankBatch
-from headway.parallel import Calls, Pipeline, Stages, StageSums, Team
+from headway.data import Parts, RankBatch
+from headway.errors import PlanError
+from headway.parallel import Calls, Pipeline, Stages, StageSums, Team, with_streams
 from headway.parallel.agreement import run_stages
 from headway.parallel.cut import at_call
+from headway.parallel.sharded import Place
+from headway.parallel.spatial import SpatialContext
 from headway.plan import Plan
+from headway.plan.layer_split import SPACE
 from headway.plan.pipeline import AXIS
+from headway.plan.sharding import SHARD
 from headway.run.group_means import GroupMeans
 from headway.run.homes import Homes, homes_of
 from headway.run.parts import sum_and_count
@@ -30,6 +35,8 @@ from headway.run.pipeline_notes import PipelineNotes, StageSum
 from headway.run.randomness import Sites
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord
+from headway.run.routes import find_nodes
+from headway.run.spatial import SpatialInputs
 from headway.run.stage_cut import cut_as_planned
 from headway.run.stage_evaluation import StageEvaluation
 from headway.run.stage_randomness import StageRandomness
@@ -38,10 +45,27 @@ from headway.schedule import Action, Kind, PipelineSchedule
 from headway.schedule.lowering import lower
 
 
-class Step(Protocol):
-    """STEP: updates a stage, where the table does that; see `LateGradients.step`."""
+class Hands(Protocol):
+    """Of the stages' weights and gradients; see `StageGradients`."""
 
-    def __call__(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None: ...
+    def step(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """STEP: updates a stage, where the table does that."""
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """What values between stages refer to, once the model is cut."""
+
+    def keep_own(self, homes: Homes, stages: Stages, loss: Loss, data: Any) -> Mapping[str, Place]:
+        """The model has been cut."""
+
+    def entering(self, model: Any) -> Any:
+        """What a loss calls in place of a stage."""
+
+    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
+        """Around a step, or a batch of a validation."""
+
+    def at(self, stage: int) -> AbstractContextManager[None]:
+        """Around one action of a stage."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +80,7 @@ class Means:
         seed: Of the run.
         arithmetic: The context of a forward pass (autocast).
         prepare: Puts the data of a micro-batch on the device.
-        step: Updates a stage.
+        hands: Of weights and gradients.
         probe: Finds the random draws of the whole model, from the data of a micro-batch.
         remark: Told what the user should know about the cut.
     """
@@ -70,7 +94,7 @@ class Means:
     prepare: Callable[[Any], Any]
     probe: Callable[[Any], Sites]
     remark: Callable[[str], None]
-    step: Step
+    hands: Hands
 
 
 class PipelineSteps:
@@ -88,10 +112,12 @@ class PipelineSteps:
     def __init__(self, means: Means) -> None:
         self._means = means
         plan, rank = means.plan, means.world.rank
+        self._inputs = SpatialInputs(plan, means.world) if plan.split.spatial else None
         self._team = Team(
             rank=plan.mesh.coordinate(rank)[AXIS],
             ranks=plan.mesh.peers(rank, AXIS),
             device=means.world.device,
+            own=() if self._inputs is None else _own(self._inputs.context),
         )
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
@@ -104,6 +130,7 @@ class PipelineSteps:
         self._notes: dict[int, PipelineNotes] = {}
         self._summed: dict[int, StageSum] = {}
         self._evaluation: StageEvaluation | None = None
+        self._copies = _copies(plan, rank)
         self._batch: RankBatch | None = None
         self._shares: dict[int, tuple[Tensor, Tensor | float]] = {}
         self._groups = None if plan.flushes else GroupMeans(plan)
@@ -128,6 +155,11 @@ class PipelineSteps:
         self.losses, self.counts = [], []
         if self._groups is not None:
             self._groups.begin(batch)
+        ragged = batch.samples != self._means.plan.batch.samples
+        with self._means.hands.weights(each_action=not ragged):
+            self._run(batch, record, node)
+
+    def _run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
         if not batch.micros:
             self._sum_late()
             return
@@ -147,22 +179,30 @@ class PipelineSteps:
     def evaluate(self, batch: RankBatch) -> Tensor:
         """Sums over what of a batch ends here: loss, what it is over, samples; in eval mode."""
         assert self._evaluation is not None
-        return self._evaluation.run(batch.micros, self._means.prepare)
+        with self._means.hands.weights():
+            return self._evaluation.run(batch.micros, self._means.prepare)
 
     # -- once ------------------------------------------------------------------------------------
 
-    def cut(self, batch: RankBatch | None) -> Homes:
+    def cut(self, batch: RankBatch | None) -> None:
         """Cut the model by the first micro-batch of rank 0, which always has one; collective.
+
+        This rank keeps what is its own.
 
         Args:
             batch: Only that of rank 0 is looked at.
         """
         found = [batch.micros[0].data if batch is not None and batch.micros else None]
         dist.broadcast_object_list(found, src=0)
-        self.homes = self._cut(self._means.prepare(found[0]))
-        return self.homes
+        if isinstance(found[0], Parts):
+            raise PlanError(
+                "the model cannot be cut into stages",
+                problems=["samples are read in parts, and no rank has one to cut the model by"],
+                fix="Read whole samples, or leave out the pipeline.",
+            )
+        self._cut(self._means.prepare(found[0]))
 
-    def _cut(self, data: Any) -> Homes:
+    def _cut(self, data: Any) -> None:
         means, plan = self._means, self._means.plan
         assert plan.batch.parts is not None
         full = self._schedule(plan.batch.parts)
@@ -185,19 +225,34 @@ class PipelineSteps:
         )
         table = lower(full, sync=plan.pipeline.sync)
         self._syncs = tuple(a.stage for a in table.order[self._team.rank] if a.kind == Kind.SYNC)
-        copies = [plan.mesh.peers(rank, AXIS) for rank in plan.mesh.peers(0, plan.exchange.axis)]
-        self._sums = StageSums(stages, table, self._team, copies=copies)
-        self._summed = _summed(stages, table, len(copies))
+        self.homes = homes_of(stages, full, self._copies, means.world.rank)
+        kept = means.hands.keep_own(self.homes, stages, means.loss, data)
+        self._team = replace(self._team, own=self._team.own + means.hands.own)
+        self._team = self._with_streams(table)
+        self._sums = StageSums(stages, table, self._team, copies=self._copies, kept=kept)
+        self._summed = _summed(stages, table, len(self._copies))
         self._pipelines[table.num_microbatches] = self._make(stages, table)
         self._evaluation = StageEvaluation(
             stages,
             table,
             self._team,
-            loss=means.loss,
+            loss=self._loss,
             arithmetic=means.arithmetic,
             doing=self._doing,
         )
-        return homes_of(stages, full, copies, means.world.rank)
+
+    def _with_streams(self, table: PipelineSchedule) -> Team:
+        world = self._means.world
+        if (
+            not self._means.plan.pipeline.shared_memory
+            or world.device.type != "cpu"
+            or world.backend != "gloo"
+        ):
+            return self._team
+        nodes = find_nodes(world)
+        return with_streams(
+            self._team, table, lambda a, b: b in nodes.inside(a), timeout=world.timeout_seconds
+        )
 
     def _run_all(self, stages: Stages, data: Any) -> None:
         with self._means.arithmetic():
@@ -229,11 +284,11 @@ class PipelineSteps:
         def step(stage: int) -> None:
             made[stage] += 1
             last = made[stage] % steps[stage] == 0
-            self._means.step(stages[stage].parameters.values(), last=last)
+            self._means.hands.step(stages[stage].parameters.values(), last=last)
 
         assert self._randomness is not None
         calls = Calls(
-            loss=self._means.loss,
+            loss=self._loss,
             share=self._share,
             around=self._around,
             entering=self._randomness.entering,
@@ -259,11 +314,18 @@ class PipelineSteps:
         total, count = sum_and_count(value, len(micro.positions))
         share = total / self._batch.samples
         self._shares[microbatch] = share.detach(), count
-        return share * groups.factor(microbatch, count) if groups else share
+        if groups:
+            return share * groups.factor(microbatch, count)
+        return share / self._means.plan.mesh.degree(SPACE)  # all of them hold the whole loss
+
+    def _loss(self, model: Any, data: Any) -> Any:
+        model = self._means.hands.entering(model)
+        return self._means.loss(model, data if self._inputs is None else self._inputs(data))
 
     def _around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
         assert self._randomness is not None
         stack = ExitStack()
+        stack.enter_context(self._means.hands.at(stage))
         if phase != "backward":
             stack.enter_context(self._means.arithmetic())
         stack.enter_context(self._randomness.around(stage, microbatch, phase))
@@ -279,6 +341,23 @@ class PipelineSteps:
 
     def _doing(self, action: Action) -> None:
         self._means.world.doing("waits in cell %s", action)
+
+
+def _own(context: SpatialContext) -> tuple[Any, ...]:
+    everyone = () if context.everyone is None else (context.everyone,)
+    return context, *context.axes.values(), *everyone
+
+
+def _copies(plan: Plan, rank: int) -> list[tuple[int, ...]]:
+    """The ranks of every copy of the pipeline that has this one's parts of layers."""
+    place = plan.mesh.coordinate(rank)
+    apart = [name for name in plan.mesh.names if name not in (plan.exchange.axis, SHARD, SPACE)]
+    first = {name: 0 if name == AXIS else place[name] for name in apart}
+    return [
+        plan.mesh.peers(other, AXIS)
+        for other in range(plan.ranks)
+        if all(plan.mesh.coordinate(other)[name] == first[name] for name in apart)
+    ]
 
 
 def _summed(stages: Stages, table: PipelineSchedule, copies: int) -> dict[int, StageSum]:

@@ -7,10 +7,7 @@ each rank makes of its own parts. Invariant: between steps all is sharded.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from headway.parallel.state_sharding import ShardedState
@@ -18,8 +15,8 @@ from headway.plan import Plan
 from headway.plan.layer_split import SPACE
 from headway.plan.sharding import SHARD
 from headway.run.memory import give_back_freed_memory
-from headway.run.part_gradients import PartGradients, skeleton
-from headway.run.record import StepRecord
+from headway.run.part_gradients import PartGradients
+from headway.run.skeleton import skeleton
 from headway.run.world import World
 
 
@@ -39,28 +36,6 @@ class ShardedGradients(PartGradients):
                 counted=plan.mesh.degree(SPACE),
             )
         give_back_freed_memory()
-
-    def calling(self) -> contextlib.AbstractContextManager[None]:
-        return self.sharded.called()
-
-    def begin(self, record: StepRecord, own: int, doing: str) -> None:
-        super().begin(record, own, doing)
-        self.sharded.begin()
-
-    def arm(self) -> None:
-        self.sharded.arm()
-
-    def receive(self) -> None:
-        """Sum the gradients of what is not sharded."""
-        gradients = [p.grad for p in self.sharded.whole.values() if p.requires_grad]
-        if any(gradient is not None for gradient in gradients):
-            found = [torch.zeros(()) if g is None else g.cpu() for g in gradients]
-            shared = torch.stack([g.double() for g in found]).to(self._world.device)
-            with self.exchanging():
-                dist.all_reduce(shared)
-            for gradient, total in zip(gradients, shared, strict=True):
-                if gradient is not None:
-                    gradient.copy_(total * self._weight)
 
 
 def mesh_of(plan: Plan, world: World) -> DeviceMesh:

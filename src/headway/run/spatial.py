@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from headway.data import Parts
 from headway.parallel.spatial import SpatialContext
 from headway.plan import Plan
 from headway.plan.layer_split import SPACE
@@ -16,7 +19,7 @@ from headway.run.world import World
 
 
 class SpatialInputs:
-    """Cuts the tensors of a batch that have the dimensions that are split.
+    """Cuts the tensors of a batch that have the dimensions that are split, or adopts their parts.
 
     Those are tensors with at least one dimension, the samples, in front of the split ones: [N, C,
     D, H, W] and labels [N, D, H, W], but not targets [N, 4].
@@ -28,6 +31,7 @@ class SpatialInputs:
 
     def __init__(self, plan: Plan, world: World) -> None:
         sizes = plan.split.spatial
+        self._least = len(sizes) + 1
         axes = {f"{SPACE}_{number}": size for number, size in enumerate(sizes)}
         with world.explained("making the groups that split samples"):
             mesh = refined_mesh(plan, world, SPACE, axes)
@@ -36,16 +40,38 @@ class SpatialInputs:
                 for number, (name, size) in enumerate(axes.items())
                 if size > 1
             }
-        self._least = len(sizes) + 1
-        self.context = SpatialContext.of(groups, min_width=plan.split.min_width)
+            together = self._together(plan, world) if len(groups) > 1 else None
+        self.context = SpatialContext.of(
+            groups, min_width=plan.split.min_width, head=plan.split.head, together=together
+        )
+
+    def _together(self, plan: Plan, world: World) -> dist.ProcessGroup | None:
+        """All ranks that share this one's samples; collective."""
+        if plan.split.head == "gathered":
+            return None
+        everyone = dict.fromkeys(plan.mesh.peers(rank, SPACE) for rank in range(plan.ranks))
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {
+            ranks: dist.new_group(list(ranks)) for ranks in everyone
+        }
+        return made[plan.mesh.peers(world.rank, SPACE)]
 
     def __call__(self, data: Any) -> Any:
-        """This rank's parts of a micro-batch that it has whole."""
+        """This rank's parts of a micro-batch that it has whole, or has read in parts.
 
-        def cut(tensor: Tensor) -> Any:
-            return self.context.split(tensor) if tensor.ndim >= self._least else tensor
+        Raises:
+            PlanError: What it has read is not its part.
+        """
+        if isinstance(data, Parts):
+            return map_tensors(data.data, partial(self._adopted, extents=data.extents))
+        return map_tensors(data, self._cut)
 
-        return map_tensors(data, cut)
+    def _cut(self, tensor: Tensor) -> Any:
+        return self.context.split(tensor) if tensor.ndim >= self._least else tensor
+
+    def _adopted(self, tensor: Tensor, extents: tuple[int, ...]) -> Any:
+        if tensor.ndim < self._least:
+            return tensor
+        return self.context.adopt(tensor, (*tensor.shape[: -len(extents)], *extents))
 
 
 def spread(loss: Loss, plan: Plan, world: World) -> Loss:

@@ -1,31 +1,31 @@
 """The hands on the gradients where layers are split: each rank has its parts of the parameters.
 
-The model is split at its first batch (`split`). Backward then leaves on every rank the gradients of
-its parts; those are summed over the ranks that hold the same parts of other samples.
+The model is split at its first batch (`split`). Its modules then hold parts as plain parameters, so
+that the exchange, or FSDP2 where the state is sharded as well, takes them for those of a smaller
+model; ranks that hold the same parts of other samples are its copies. The optimiser has DTensors
+over the same memory, which know what they are parts of. Invariant: both have the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
-from headway.checkpoint.staging import local
 from headway.data import RankBatch
-from headway.errors import HeadwayError
-from headway.parallel.state_sharding import follow_parameters
-from headway.parallel.tensor import Decisions, Grid, Split, obey, survey
+from headway.parallel.state_sharding import ShardedState, follow_parameters
+from headway.parallel.tensor import Decisions, Grid, Home, Settings, Split, obey, survey
 from headway.plan.layer_split import TENSOR
+from headway.plan.sharding import SHARD
+from headway.run.first import found_by_first
 from headway.run.memory import give_back_freed_memory
-from headway.run.meshes import refined_mesh
-from headway.run.part_gradients import PartGradients, skeleton
+from headway.run.meshes import grid_axes, refined_mesh
+from headway.run.part_gradients import PartGradients
 from headway.run.randomness import Sites
-
-BUCKET = 25 * 2**20
-"""Bytes that are summed at once."""
+from headway.run.record import StepRecord
+from headway.run.skeleton import skeleton
 
 
 class SplitGradients(PartGradients):
@@ -37,15 +37,23 @@ class SplitGradients(PartGradients):
 
     split: Split | None = None
     _sites: Sites | None = None
+    _leaves: Mapping[str, nn.Parameter] = {}
+    _wrapped: dict[str, tuple[Tensor, Tensor]]
 
     def _place(self) -> None:
         plan, grid = self._plan, self._plan.split.grid
         assert grid is not None
-        axes = {f"{TENSOR}_{axis}": size for axis, size in grid.sizes}
+        self.layout = self
         with self._world.explained("making the groups that split layers"):
-            mesh = refined_mesh(plan, self._world, TENSOR, axes)
-            self._grid = Grid.of(grid, mesh[tuple(axes)])
-            self._copies = mesh.get_group(plan.exchange.axis) if plan.data_degree > 1 else None
+            self._meshes = {
+                one: refined_mesh(plan, self._world, TENSOR, grid_axes(one), first=True)
+                for one in dict.fromkeys((grid, *(other for _, other in plan.split.others)))
+            }
+        self._grids = {
+            one: Grid.of(one, m[tuple(grid_axes(one))]) for one, m in self._meshes.items()
+        }
+        self._grid = self._grids[grid]
+        self._wrapped = {}
 
     def divide(
         self,
@@ -67,36 +75,94 @@ class SplitGradients(PartGradients):
         """
         if self._sites is not None:
             return self._sites
-        found: list[Any] = [None]
-        if self._world.rank == 0:
-            try:
-                assert batch is not None
-                data = prepare(batch.micros[0].data)
-                decisions = survey(
-                    self._model, loss, data, self._grid.plan, whole=self._plan.split.whole
-                )
-                found = [(decisions, probe(data))]
-            except HeadwayError as error:
-                found = [error]
-        with self.exchanging():
-            dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], HeadwayError):
-            raise found[0]
-        decided, self._sites = found[0]
+
+        def look() -> tuple[Decisions, Sites]:
+            assert batch is not None
+            data = prepare(batch.micros[0].data)
+            said = self._plan.split
+            decisions = survey(
+                self._model, loss, data, self._grid.plan,
+                whole=said.whole, only=said.only, by=said.others,
+            )  # fmt: skip
+            return decisions, probe(data)
+
+        decided, self._sites = found_by_first(self._world.rank, look, self.exchanging())
         self._obey(decided)
         return self._sites
 
     def _obey(self, decisions: Decisions) -> None:
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         self._skeleton = skeleton(self._model)
+        zero = self._plan.memory.zero if self._plan.data_degree > 1 else 0
         with self.exchanging():
-            self.split = obey(self._model, self._grid, decisions)
-        self._all = dict(self._model.named_parameters())
+            homes = {plan: self._home(grid, zero > 0) for plan, grid in self._grids.items()}
+            # FSDP2 gathers weights ahead, and a part that is away cannot be gathered further.
+            settings = Settings(ahead=not zero)
+            self.split = obey(
+                self._model, self._grid, decisions, settings=settings,
+                home=homes[self._grid.plan], grids=self._grids,
+            )  # fmt: skip
+            for name, key in self.split.keys.items():
+                self.split.homes[name] = homes[key.grid.plan]
+            if zero:
+                mesh = self._meshes[self._grid.plan][self._data_dims]
+                self.sharded = ShardedState(self._model, None, mesh, zero)
+        self._leaves = dict(self._model.named_parameters())
+        self._all = {name: self._seen(name, leaf) for name, leaf in self._leaves.items()}
         follow_parameters(self._optimizer, names, self._all, self.split.held)
-        self._parameters = {}
         self.follow()
         self.remarks.extend(f"not split: {n} ({why})" for n, why in decisions.left.items())
         give_back_freed_memory()
+
+    @property
+    def _data_dims(self) -> tuple[str, ...]:
+        names = (self._plan.exchange.axis, SHARD)
+        return tuple(n for n in names if self._plan.mesh.degree(n) > 1)
+
+    def _home(self, grid: Grid, sharded: bool) -> Home:
+        """On a grid; with sharded state on the data axes as well, of which the last one cuts."""
+        if not sharded:
+            return Home.of(grid)
+        *copies, _ = self._data_dims
+        names = tuple(grid.held_on.mesh_dim_names or ()) + self._data_dims
+        inner = (*(Replicate() for _ in copies), Shard(0))
+        return Home(grid, self._meshes[grid.plan][names], inner)
+
+    def _seen(self, name: str, leaf: nn.Parameter) -> nn.Parameter:
+        """A parameter as the optimiser has it."""
+        assert self.split is not None
+        return nn.Parameter(self.split.wrapped(name, leaf), leaf.requires_grad)
+
+    def _sources(self) -> Mapping[str, nn.Parameter]:
+        return {name: self._leaves[name] for name in self._parameters}
+
+    def follow(self) -> None:
+        if self.split is None:
+            return
+        for name, leaf in self._leaves.items():  # the user freezes what the modules hold
+            self._all[name].requires_grad_(leaf.requires_grad)
+        super().follow()
+
+    def begin(self, record: StepRecord, own: int, doing: str) -> None:
+        super().begin(record, own, doing)
+        for name, leaf in self._leaves.items():
+            self._all[name].grad = leaf.grad = None
+
+    def receive(self) -> None:
+        """Wait for the sums; the optimiser's parameters get what the modules' have."""
+        super().receive()
+        assert self.split is not None
+        for name, parameter in self._parameters.items():
+            gradient = self._leaves[name].grad
+            if gradient is None:
+                continue
+            if self._exchange is None:
+                parameter.grad = self.split.wrapped(name, gradient)
+                continue
+            known = self._wrapped.get(name)
+            if known is None or known[0] is not gradient:  # a bucket's memory stays the same
+                known = self._wrapped[name] = gradient, self.split.wrapped(name, gradient)
+            parameter.grad = known[1]
 
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self.split is None else self.split.logical(name, tensor)
@@ -104,45 +170,3 @@ class SplitGradients(PartGradients):
     def held(self, name: str, tensor: Tensor) -> Tensor:
         """The inverse of `logical`."""
         return tensor if self.split is None else self.split.held(name, tensor)
-
-    def receive(self) -> None:
-        """Sum the gradients over the ranks that hold the same parts."""
-        if self._copies is None:
-            return
-        parameters = list(self._parameters.values())
-        with self.exchanging():
-            used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-            used = used.to(self._world.device)
-            dist.all_reduce(used, group=self._copies)
-            for parameter, ranks in zip(parameters, used.tolist(), strict=True):
-                if ranks and parameter.grad is None:  # another rank's samples have used it
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [local(p.grad) for p in parameters if p.grad is not None]
-            sums = [(part, _start(part, self._copies)) for part in _buckets(gradients)]
-            for part, (flat, work) in sums:
-                work.wait()
-                for gradient, total in zip(
-                    part, flat.split([g.numel() for g in part]), strict=True
-                ):
-                    gradient.copy_(total.view_as(gradient))
-
-
-def _start(part: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    flat = torch.cat([gradient.flatten() for gradient in part])
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
-    return flat, work
-
-
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In their order, of one element type each."""
-    part: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if part and (part[0].dtype != gradient.dtype or size >= BUCKET):
-            yield part
-            part, size = [], 0
-        part.append(gradient)
-        size += gradient.nbytes
-    if part:
-        yield part

@@ -46,14 +46,14 @@ def plan_for(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> P
     return found
 
 
-def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
-    """The plan in a file, or data parallelism over all ranks as the recipe wants it.
+def plan_of(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
+    """A plan, the one in a file, or data parallelism over all ranks as the recipe wants it.
 
     Raises:
         PlanError: The plan is for another global batch than the recipe's.
     """
     samples = resolve_batch(recipe)
-    if path is None:
+    if given is None:
         return pipelined(
             samples,
             processes=ranks,
@@ -67,11 +67,11 @@ def plan_of(recipe: Recipe, path: Path | None, ranks: int) -> Plan:
             shards=recipe.shards,
             split=recipe.split,
         )
-    plan = Plan.load(path)
+    plan = given if isinstance(given, Plan) else Plan.load(given)
     if plan.batch.samples != samples:
         raise PlanError(
             "the plan is for another recipe",
-            where=str(path),
+            where=str(given) if isinstance(given, Path) else "",
             problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
             fix="Change batch.samples of the plan, or the batch of the recipe.",
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, time
+from typing import Any
 
 import torch
 
@@ -19,13 +20,14 @@ from headway.checkpoint.shares import Holdings
 from headway.checkpoint.store import CheckpointStore
 from headway.data import CachedSource, Cursor, Loader, RankBatch, as_source
 from headway.errors import CheckpointError, CheckpointMismatch, UsageError
-from headway.plan import BatchSplit, explain
+from headway.plan import BatchSplit, carried_by, explain
 from headway.run.amounts import stop_steps
 from headway.run.directory import RunDirectory, environment
 from headway.run.executor import Executor
 from headway.run.inventory import Inventory
 from headway.run.job import Outcome, TrainJob
 from headway.run.journal import Journal
+from headway.run.loading import NO_SHOWCASE, in_parts, source_of
 from headway.run.memory import keep_freed_memory
 from headway.run.parts import to_float64
 from headway.run.randomness import generators_restored, seed_everything
@@ -33,7 +35,6 @@ from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
 from headway.run.reference import describe_recipe
 from headway.run.signals import StopRequest
-from headway.run.split_gradients import SplitGradients
 from headway.run.start import plan_of
 from headway.run.training_state import Facts, Trained
 from headway.run.world import World, translate
@@ -80,7 +81,11 @@ class Training:
     def prepare(self) -> None:
         """Recipe, plan, and the run directory."""
         self._recipe = load_recipe(self._job.recipe, self._job.overrides)
-        self._plan = plan_of(self._recipe, self._job.plan, self._world.ranks)
+        job, world = self._job, self._world
+        given = job.find(world) if job.find is not None else job.plan
+        self._plan = plan_of(self._recipe, given, world.ranks)
+        if job.collective is not None:
+            self._plan = carried_by(self._plan, job.collective, job.carrier)
         self._open()
 
     def begin(self) -> int:
@@ -97,7 +102,8 @@ class Training:
             workers=self._recipe.workers,
             drop_last=self._recipe.drop_last,
         )
-        self._batches = iter(self._stack.enter_context(loader))
+        self._stack.enter_context(loader)
+        self._batches = iter(loader)
         return total
 
     # -- before the first step ---------------------------------------------------------------
@@ -170,13 +176,12 @@ class Training:
         self._world.doing("cuts the model")
         first: RankBatch | None = None
         if self._world.rank == 0:
-            drop_last = self._recipe.drop_last
-            with self._executor.loader(self._data, epochs=1, drop_last=drop_last) as loader:
+            options: dict[str, Any] = {"epochs": 1, "drop_last": self._recipe.drop_last}
+            with self._executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))
         self._executor.cut(first)
         gradients = self._executor.gradients
-        layout = gradients if isinstance(gradients, SplitGradients) else None
-        self._trained = replace(self._trained, away=gradients.away, layout=layout)
+        self._trained = replace(self._trained, away=gradients.away, layout=gradients.layout)
         self._inventory = Inventory(self._world)
 
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
@@ -317,7 +322,7 @@ class Training:
             return
         start = perf_counter()
         self._world.doing("the validation after step %d", self._executor.steps_done)
-        source = as_source(recipe.validation())
+        source = source_of(recipe.validation(), plan, self._world.rank)
         samples = min(len(source), recipe.validation_samples or len(source))
         batch = BatchSplit(
             samples=min(samples, plan.batch.samples),
@@ -385,7 +390,8 @@ class Training:
         if self._journal.is_first:
             model.eval()
             with torch.no_grad(), generators_restored():
-                text = self._recipe.showcase(model)
+                left_out = in_parts(self._data, self._plan)
+                text = NO_SHOWCASE if left_out else self._recipe.showcase(model)
             self._journal.event("showcase", step=self._executor.steps_done, text=text)
 
 

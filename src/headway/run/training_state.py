@@ -30,6 +30,10 @@ Facts = dict[str, Any]
 class Layout(Protocol):
     """Where parameters are held otherwise than they are named and saved."""
 
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What the optimiser has, by logical name."""
+
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter, or something of its shape, in the order of the unsplit model."""
 
@@ -64,7 +68,7 @@ class Trained:
 
         Kinds: gradient, parameter, buffer, optimizer.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters = self._parameters()
         state = _optimizer_tensors(self.optimizer, self.names())
         return {
             "gradient": {n: p.grad for n, p in parameters.items() if p.grad is not None},
@@ -86,7 +90,7 @@ class Trained:
         Raises:
             CheckpointError: The optimiser holds a parameter that the model does not have.
         """
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self._parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter not in names:
@@ -96,6 +100,10 @@ class Trained:
                         fix="Register it on the model, so that it has a name.",
                     )
         return names
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        found = self.layout.parameters if self.layout else {}
+        return found or dict(self.model.named_parameters())
 
     def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
         """Where a checkpoint's tensors go: the model's own tensors, new ones for the optimiser.
@@ -141,7 +149,9 @@ class Trained:
 
     def _laid_out(self, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What has been read, as it is held; parameters are filled."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in layout.parameters.items():
+            if parameter in self.away:
+                continue
             with torch.no_grad():
                 parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
         return {

@@ -3,9 +3,10 @@
 A task starts when what it waits for is done and its streams are free; a stream does one thing at a
 time, first ready first served, of equals the one that was added first. A task of several streams
 (a collective) takes all of them at once. On a shared stream flows run side by side and divide its
-rate evenly. Invariant: the result depends on the tasks and their order alone, and costs
-O(E log E) for E tasks and edges. Sources: list scheduling in time order; fair sharing by virtual
-time (Parekh and Gallager 1993, generalised processor sharing).
+rate evenly; flows that cross several wires share them max-min fairly (`simulator.fair`).
+Invariant: the result depends on the tasks and their order alone, and costs O(E log E) for E tasks
+and edges; wires add the flows that a change reaches. Sources: list scheduling in time order; fair
+sharing by virtual time (Parekh and Gallager 1993, generalised processor sharing).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from headway.errors import PlanError
+from headway.simulator.fair import Sharing
 
 NONE = -1
 _SHOWN = 5
@@ -31,12 +33,14 @@ class Stream:
         lane: "compute" or "link".
         name: For people: "compute", "to stage 3".
         shared: Flows run side by side, each at an even share.
+        rate: Of a wire what it carries per second, for `Program.flow`; 0.0: no wire.
     """
 
     device: int
     lane: str
     name: str = ""
     shared: bool = False
+    rate: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,7 +50,8 @@ class Program:
     Attributes:
         streams: All.
         on: Streams that a task occupies; none: it takes no part of anything.
-        seconds: For which it occupies them; on a shared stream: were it alone there.
+        seconds: For which it occupies them; on a shared stream: were it alone there; of a flow
+            over wires: what it carries, in the unit of their rates.
         delay: Seconds from there until others can go on (latency of a message).
         before: Tasks that must be done first.
         kind: As in `timeline.KINDS`, or a finer word; for accounts.
@@ -61,9 +66,11 @@ class Program:
     kind: list[str] = field(default_factory=list)
     label: list[str] = field(default_factory=list)
 
-    def stream(self, device: int, lane: str, name: str = "", *, shared: bool = False) -> int:
+    def stream(
+        self, device: int, lane: str, name: str = "", *, shared: bool = False, rate: float = 0.0
+    ) -> int:
         """Add a stream; returns its number."""
-        self.streams.append(Stream(device, lane, name, shared))
+        self.streams.append(Stream(device, lane, name, shared, rate))
         return len(self.streams) - 1
 
     def add(
@@ -94,6 +101,32 @@ class Program:
         self.kind.append(kind)
         self.label.append(label)
         return len(self.seconds) - 1
+
+    def flow(
+        self,
+        kind: str,
+        lane: int,
+        wires: Sequence[int],
+        amount: float,
+        before: Sequence[int] = (),
+        *,
+        label: str = "",
+    ) -> int:
+        """Add a flow over wires; returns its number.
+
+        Args:
+            kind: As of any task.
+            lane: An ordinary stream (a connection): of its flows one runs at a time.
+            wires: Streams with a rate, at least one; all carry the flow at the same time.
+            amount: What it carries.
+            before: Tasks that must be done first.
+            label: For people.
+        """
+        if not wires or not all(self.streams[wire].rate > 0 for wire in wires):
+            raise ValueError(f"{label or kind}: a flow crosses wires, streams with a rate")
+        task = self.add(kind, (), amount, before, label=label)
+        self.on[task] = (lane, *wires)
+        return task
 
     def need(self, task: int, *before: int) -> None:
         """Let a task wait for others, too."""
@@ -188,6 +221,8 @@ class _Play:
         self.free = [0.0] * len(program.streams)
         self.last = [NONE] * len(program.streams)
         self.shares = {n: _Share() for n, s in enumerate(program.streams) if s.shared}
+        rates = {n: stream.rate for n, stream in enumerate(program.streams) if stream.rate > 0}
+        self.fair = Sharing(rates)
         self.missing = [len(before) for before in program.before]
         self.after: list[list[int]] = [[] for _ in range(number)]
         for task, before in enumerate(program.before):
@@ -197,9 +232,16 @@ class _Play:
         heapify(self.events)
 
     def run(self) -> Played:
-        events = self.events
-        while events:
+        events, fair = self.events, self.fair
+        while events or fair.changed:
+            if fair.changed and (not events or events[0][0] > fair.now):
+                for end, flow, version in fair.solve():
+                    heappush(events, (end, flow - _LAST, -2 - version))
+                continue
             time, task, stream = heappop(events)
+            if stream < NONE:
+                self._wires(time, task + _LAST, -2 - stream)
+                continue
             if stream != NONE:
                 self._flows(time, stream, task)
                 continue
@@ -207,6 +249,10 @@ class _Play:
             on = self.program.on[task]
             if len(on) == 1 and on[0] in self.shares:
                 self._join(time, task, on[0])
+            elif fair.rates and len(on) > 1 and on[1] in fair.rates:
+                self.cause[task] = self.awaited[task]
+                if fair.join(time, task, on, self.program.seconds[task]):
+                    self.starts[task] = time
             else:
                 self._occupy(time, task, on)
         if len(self.order) < len(self.starts):
@@ -275,6 +321,16 @@ class _Play:
         share.virtual = max(share.virtual, virtual)
         self._expect(stream)
         self._finish(task, time)
+
+    def _wires(self, time: float, flow: int, version: int) -> None:
+        """A flow over wires ends, unless its rate has changed since that was noted."""
+        if not self.fair.ends(time, flow, version):
+            return
+        following = self.fair.leave(flow)
+        if following is not None:
+            self.starts[following] = time
+            self.cause[following] = flow
+        self._finish(flow, time)
 
     def _stuck(self) -> PlanError:
         rest = [task for task, missing in enumerate(self.missing) if missing]

@@ -131,7 +131,7 @@ class _Builder:
                 place=place,
                 count=copy.count * part.count,
                 compute=self.program.stream(number, "compute", "compute"),
-                state=sum(self.work.stages[stage].state for stage in hosted) + self.older[place],
+                state=sum(self.work.stages[stage].early for stage in hosted) + self.older[place],
             )
         )
 
@@ -145,6 +145,7 @@ class _Builder:
         on = self._compute(copy, place)
         before: tuple[int, ...] = ()
         known: dict[tuple[Kind, int], tuple[float, float, float, float]] = {}
+        late = {n for n, stage in enumerate(self.work.stages) if stage.gradients}
         for cell in self.wiring.order[place]:
             action = self.wiring.actions[cell]
             kind, label = KIND_OF.get(action.kind, ""), str(action)
@@ -152,6 +153,10 @@ class _Builder:
             if alike not in known:
                 known[alike] = (*self._seconds(copy, place, cell), *self._memory(place, action))
             whole, inside, took, freed = known[alike]
+            if action.stage in late and action.kind in BACKWARD:
+                late.remove(action.stage)
+                more = self.work.stages[action.stage].more
+                took, freed = took + more + self.work.stages[action.stage].gradients, freed + more
             chain = []
             for chunk in self.cells.chunks(cell):
                 task = self.program.add(kind, on, whole * chunk.share, before, label=label)

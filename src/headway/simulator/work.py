@@ -52,6 +52,9 @@ class StageWork:
         kept: Bytes of one micro-batch from its forward to its backward.
         again: Bytes that come with its backward and stay until its weight gradients are there.
         transient: Bytes while a backward runs.
+        gradients: Of `state`, bytes that the first backward of a step makes; 0: they are always
+            there.
+        first: As `transient`, in that backward, beside its gradients; may be below 0.
         passing: Bytes while the optimiser runs.
     """
 
@@ -69,7 +72,19 @@ class StageWork:
     kept: float = 0.0
     again: float = 0.0
     transient: float = 0.0
+    gradients: float = 0.0
+    first: float = 0.0
     passing: float = 0.0
+
+    @property
+    def early(self) -> float:
+        """Bytes of state before the first backward."""
+        return self.state - self.gradients
+
+    @property
+    def more(self) -> float:
+        """Bytes beside the first backward's gradients, above what other backwards take."""
+        return self.first - self.transient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from headway.errors import NotEqual
 from headway.plan import Plan
 from headway.run import alike
 from headway.run.executor import Executor
+from headway.run.gradients import Gradients
 from headway.run.parts import to_float64
 from headway.run.place import Place
 from headway.run.start import plan_of
 from headway.run.training import build_model
-from headway.run.training_state import Trained
 from headway.run.world import World
 from headway.verification.delayed import save_cut
 from headway.verification.law import Watch, save_laws
@@ -68,7 +68,7 @@ def record_in(world: World, job: VerifyJob, target: Path) -> None:
             if watch and exchange:
                 watch.after_step(step, exchange.now)
             run.gradients.hide()
-            _same_everywhere(replace(trained, away=run.gradients.away), world, step)
+            _same_everywhere(run.gradients, world, step)
     run.gradients.close()
     if world.rank == 0:
         recorder.recording().save(target)
@@ -90,11 +90,11 @@ def laws_file(target: Path) -> Path:
     return target.with_suffix(".laws.json")
 
 
-def _same_everywhere(trained: Trained, world: World, step: int) -> None:
+def _same_everywhere(gradients: Gradients, world: World, step: int) -> None:
     """Ranks that hold a parameter hold the same numbers."""
     if world.ranks == 1:
         return
-    own = alike.checksums(trained.model, trained.away)
+    own = alike.checksums(gradients.parameters, gradients.away)
     everywhere: list[dict[str, int]] = [{}] * world.ranks
     dist.all_gather_object(everywhere, own)
     first: dict[str, tuple[int, int]] = {}

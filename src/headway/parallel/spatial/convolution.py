@@ -21,6 +21,7 @@ from headway.graph.ranges import Range, Spread, Window, length
 from headway.parallel.spatial.exchange import Fetching, Need, Piece, Returning, assemble
 from headway.parallel.spatial.fetch import fetched
 from headway.parallel.spatial.interior import inner_first
+from headway.parallel.spatial.samples import returned
 from headway.parallel.spatial.tensor import Split, SplitTensor, unsupported
 from headway.parallel.spatial.windows import (
     Several,
@@ -187,12 +188,14 @@ def transposed(
         Spread(k, *numbers)
         for k, *numbers in zip(weight.shape[2:], *lists, strict=True)
     ]  # fmt: skip
+    grown = [s.outputs(extent) for s, extent in zip(spreads, input.shape[2:], strict=True)]
+    input = returned(input, grown)  # noqa: A001
     needs, splits, crop = [], {d: s for d, s in input.splits.items() if d < 2}, [0] * 2 * count
     sizes: list[int] = []
     native = [list(lists[1]), list(lists[3])]
     for number, spread in enumerate(spreads):
         dim, extent = number + 2, input.shape[number + 2]
-        axis, ranges = shares(input, dim, spread.outputs(extent))
+        axis, ranges = shares(input, dim, grown[number])
         sizes.append(length(ranges[axis.rank]))
         if dim not in input.splits:
             continue

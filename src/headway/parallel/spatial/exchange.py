@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.graph.ranges import Range, crossing, length, overlap
-
-Box: TypeAlias = tuple[Range, ...]
+from headway.graph.ranges import Box, Range, crossing, length, overlap
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -6,7 +6,7 @@ label), the rank takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,14 @@ BROADCAST = (
     "bitwise_xor", "masked_fill", "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clip_",
     "masked_fill_", "lerp_", "addcmul_", "addcdiv_", "type_as", "copy_", "__add__", "__radd__",
     "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
-    "__rpow__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__lt__", "__le__",
-    "__gt__", "__ge__", "__eq__", "__ne__", "__and__", "__or__", "__xor__",
+    "__rpow__", "__mod__", "__floordiv__", "__rfloordiv__", "__iadd__", "__isub__", "__imul__",
+    "__itruediv__", "__ipow__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__",
+    "__and__", "__or__", "__xor__",
 )  # fmt: skip
 """With several tensors, entry by entry, after broadcasting."""
+
+IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
+"""Operators of Python that change what is on their left."""
 
 ALONG = (
     "softmax", "log_softmax", "softmin", "argmax", "argmin", "amax", "amin", "logsumexp", "prod",
@@ -71,7 +75,8 @@ def broadcast(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if "out" in kwargs:
         raise unsupported(f"{name_of(func)} with out=", first)
     target = layout(first, operands)
-    _check_in_place(func, args[0], target, kwargs)
+    if changes(func, kwargs):
+        target = _of_receiver(func, args[0], target)
     found = [lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a for a in args]
     named = {
         key: lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a
@@ -84,35 +89,44 @@ def broadcast(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def layout(first: SplitTensor, operands: list[Any]) -> dict[int, Split]:
-    """How the result is split, by dimension from the end: as any of the operands is."""
+    """How the result is split, by dimension from the end: as any of the operands is.
+
+    Where one lies in parts of space and another one by samples it is in parts of space.
+    """
     target: dict[int, Split] = {}
-    for operand in split_tensors(operands):
+    found = list(split_tensors(operands))
+    space = [x for x in found if not x.by_samples]
+    for operand in space or found:
         for dim, split in from_right(operand).items():
             target.setdefault(dim, split)
+    if len({split.axis for split in target.values()}) < len(target):
+        raise unsupported("joining", first, "the same ranks split one dimension of each")
     for dim, split in target.items():
         if split.extent == 1 and any(-dim <= len(o.shape) and o.shape[dim] > 1 for o in operands):
             raise unsupported("broadcasting a split dimension of one entry", first)
     return target
 
 
-def _check_in_place(
-    func: Callable[..., Any], receiver: Any, target: dict[int, Split], kwargs: dict[str, Any]
-) -> None:
-    """What is changed in place must lie as the result does: otherwise a copy would be changed."""
+def changes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes its first argument in place, or another one (`out=`)."""
     name = func.__name__
     in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
-    if not in_place and name not in {
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ipow__",
-    }:
-        return
+    return bool(in_place) or kwargs.get("out") is not None or name in IN_PLACE
+
+
+def _of_receiver(
+    func: Callable[..., Any], receiver: Any, target: dict[int, Split]
+) -> dict[int, Split]:
+    """What is changed in place stays as it lies: otherwise a copy would be changed."""
     have = from_right(receiver) if isinstance(receiver, SplitTensor) else {}
+    if have and receiver.by_samples:
+        return have
     for dim, split in target.items():
         if dim not in have or not have[dim].same(split):
-            raise RuntimeError(f"{name}: a tensor that is whole cannot take a split one in place")
+            raise RuntimeError(
+                f"{func.__name__}: a tensor that is whole cannot take a split one in place"
+            )
+    return target
 
 
 def along(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -> Any:

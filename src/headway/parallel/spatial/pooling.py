@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headway.graph.ranges import Range, Window, length, overlap
 from headway.parallel.spatial.fetch import fetched
+from headway.parallel.spatial.reductions import pooled
 from headway.parallel.spatial.tensor import unsupported
 from headway.parallel.spatial.windows import (
     Several,
@@ -27,6 +29,16 @@ from headway.parallel.spatial.windows import (
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE: dict[int, Callable[..., Tensor]] = {2: F.avg_pool2d, 3: F.avg_pool3d}
+WHOLE: dict[int, Callable[..., Tensor]] = {
+    1: F.adaptive_avg_pool1d,
+    2: F.adaptive_avg_pool2d,
+    3: F.adaptive_avg_pool3d,
+}
+WHOLE_MAX: dict[int, Callable[..., Tensor]] = {
+    1: F.adaptive_max_pool1d,
+    2: F.adaptive_max_pool2d,
+    3: F.adaptive_max_pool3d,
+}
 
 
 def _windows(
@@ -127,11 +139,14 @@ def _adaptive(
     sizes = output_size if isinstance(output_size, (list, tuple)) else [output_size] * count
     extents = input.shape[2:]
     targets = [e if size is None else int(size) for size, e in zip(sizes, extents, strict=True)]
+    if input.splits.keys() <= {0, 1}:
+        whole = WHOLE if pool is _average_pool else WHOLE_MAX
+        return input.like(whole[count](input.local, targets))
     if any(extent % target for extent, target in zip(extents, targets, strict=True)):
         raise unsupported(name, input, f"{list(extents)} entries are no multiple of {targets}")
     kernel = [extent // target for extent, target in zip(extents, targets, strict=True)]
     if targets == [1] * count and pool is _average_pool:
-        return input.mean(dim=list(range(2, count + 2)), keepdim=True)
+        return pooled(input, range(2, count + 2), True) / prod(extents)
     return pool(count, input, kernel, kernel)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.parallel.spatial.fetch import summed
 from headway.parallel.spatial.pointwise import broadcast
+from headway.parallel.spatial.samples import summed_by_samples, switches
 from headway.parallel.spatial.tensor import Split, SplitTensor, from_right, lay, unsupported
 
 
@@ -25,7 +26,7 @@ def total(
 ) -> Any:
     """sum, over all dimensions or some."""
     dims = _dims(input, dim)
-    local = input.local.sum(dims, keepdim, dtype=dtype)
+    local = input.local.sum([*dims], keepdim, dtype=dtype)
     local = summed(local, [split.axis for d, split in input.splits.items() if d in dims])
     kept = [d for d in range(input.dim()) if keepdim or d not in dims]
     return input.like(
@@ -43,8 +44,26 @@ def mean(
     """mean, over all dimensions or some."""
     if not (dtype or input.dtype).is_floating_point:
         raise unsupported("mean of integers", input, "torch does not define it either")
-    count = prod(input.shape[d] for d in _dims(input, dim))
+    dims = _dims(input, dim)
+    count = prod(input.shape[d] for d in dims)
+    if not keepdim and dims and input.dim() - len(dims) == 2 and not {0, 1} & {*dims}:
+        return pooled(input, dims, keepdim, dtype=dtype) / count
     return total(input, dim, keepdim, dtype=dtype) / count
+
+
+def pooled(
+    input: SplitTensor,  # noqa: A002 - torch's name
+    dims: Sequence[int],
+    keepdim: bool,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """A sum over all of space, as before a classifier: each rank gets that of its samples."""
+    held = prod(split.axis.size for split in input.splits.values())
+    alike = held < input.context.copies  # what several ranks have would count several times
+    if alike or not switches(input) or not input.splits.keys() <= {*dims}:
+        return total(input, dims, keepdim, dtype=dtype)
+    return summed_by_samples(input, input.local.sum([*dims], keepdim, dtype=dtype))
 
 
 def _dims(x: SplitTensor, dim: Any) -> list[int]:
@@ -76,9 +95,10 @@ def class_loss(func: Callable[..., Any], input: Any, target: Any, *args: Any, **
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
     named = dict(zip(names, args, strict=False)) | kwargs
     if not isinstance(input, SplitTensor):  # gathered logits, labels that were split from the start
-        splits = from_right(target)
-        local = lay(input, splits)
-        input = target.like(local, {local.dim() + d: s for d, s in splits.items()})  # noqa: A001
+        shift = input.dim() - target.dim()
+        splits = {d + shift if d else 0: s for d, s in target.splits.items()}
+        local = lay(input, {d - input.dim(): s for d, s in splits.items()})
+        input = target.like(local, splits)  # noqa: A001
     if 1 in input.splits:
         raise unsupported(func.__name__, input, "its classes are split")
     if named.pop("size_average", None) is not None or named.pop("reduce", None) is not None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from headway.graph.ranges import Range, length
 from headway.parallel.spatial.exchange import Need
 from headway.parallel.spatial.fetch import fetch_box
-from headway.parallel.spatial.tensor import Split, SplitTensor, from_right, gather, lay, unsupported
+from headway.parallel.spatial.samples import leave, returned
+from headway.parallel.spatial.tensor import Split, SplitTensor, from_right, lay, unsupported
 from headway.parallel.spatial.windows import check_batched, nothing, several, shares
 
 LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
@@ -47,6 +48,7 @@ def interpolate(
         align_corners=align_corners,
         recompute_scale_factor=recompute_scale_factor,
     )
+    input = returned(input, _grown(input, sizes, scales))  # noqa: A001
     local, splits = input.local, dict(input.splits)
     for dim in [d for d in splits if d > 1]:
         places = along(input.shape[dim], sizes[dim - 2], scales[dim - 2])
@@ -61,6 +63,14 @@ def interpolate(
             given["size"] = [h if d is None else sizes[d - 2] for d, h in zip(rest, held)]  # noqa: B905
         local = _locally(local, given, mode, align_corners, recompute_scale_factor)
     return input.like(local, splits)
+
+
+def _grown(x: SplitTensor, sizes: Sequence[int | None], scales: Sequence[float]) -> list[int]:
+    """Sizes of the result, from dimension 2."""
+    return [
+        int(extent * scale) if size is None else size
+        for extent, size, scale in zip(x.shape[2:], sizes, scales, strict=True)
+    ]
 
 
 def _locally(
@@ -146,15 +156,28 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> Any:
-    """F.linear: over the last dimension; gathered first where that is split."""
+    """F.linear: over the last dimension; it leaves the split first where that is split."""
     if input.dim() - 1 in input.splits:
-        return F.linear(gather(input), weight, bias)
+        return F.linear(leave(input), weight, bias)  # type: ignore[arg-type]
     return input.like(F.linear(input.local, weight, bias))
+
+
+def matmul(input: Any, other: Any) -> Any:  # noqa: A002 - torch's name
+    """x @ weight, for a weight that is whole and a last dimension that is."""
+    if not isinstance(input, SplitTensor) or isinstance(other, SplitTensor) or other.dim() > 2:
+        raise unsupported("matmul", other if isinstance(other, SplitTensor) else input)
+    if input.dim() < 2 or input.dim() - 1 in input.splits:
+        raise unsupported("matmul", input, "its last dimension is split")
+    return input.like(torch.matmul(input.local, other))
 
 
 def rules() -> dict[Any, Any]:
     """All operators of this file."""
     drops = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-    return {F.interpolate: interpolate, F.linear: linear} | {
-        func: partial(_dropout, func) for func in drops
+    products = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+    return {
+        F.interpolate: interpolate,
+        F.linear: linear,
+        **dict.fromkeys(products, matmul),
+        **{func: partial(_dropout, func) for func in drops},
     }

@@ -1,7 +1,7 @@
 """Operators that move, cut and join dimensions; and padding.
 
 A split dimension may move and stay whole beside others; it is never cut or merged: `flatten` and
-`view` that would do so gather first, because the layers behind them want the whole sample.
+`view` that would do so leave the split first: the layers behind them want the whole sample.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headway.graph.ranges import Window
 from headway.parallel.spatial.exchange import ALONE, Need
 from headway.parallel.spatial.fetch import fetch_box
 from headway.parallel.spatial.pointwise import layout
+from headway.parallel.spatial.samples import leave
 from headway.parallel.spatial.tensor import (
     Split,
     SplitTensor,
@@ -70,7 +71,7 @@ def squeeze(x: SplitTensor, dim: Any = None) -> Any:
 
 
 def view(x: SplitTensor, *shape: Any) -> Any:
-    """view, reshape: of the dimensions that are whole; otherwise of the gathered tensor."""
+    """view, reshape: of the dimensions that are whole; otherwise of whole samples or of all."""
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise unsupported("Tensor.view(dtype)", x)
     sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
@@ -78,7 +79,7 @@ def view(x: SplitTensor, *shape: Any) -> Any:
         sizes[sizes.index(-1)] = x.numel() // -prod(sizes)
     splits, local = _kept(x, sizes), list(sizes)
     if splits is None:
-        return gather(x).reshape(sizes)
+        return (leave(x) if sizes[:1] == [x.shape[0]] else gather(x)).reshape(sizes)
     for dim, split in splits.items():
         local[dim] = split.own[1] - split.own[0]
     return x.like(x.local.reshape(local), splits)
@@ -93,7 +94,8 @@ def _kept(x: SplitTensor, sizes: Sequence[int]) -> dict[int, Split] | None:
             ends[total] = place  # elements before this place
         total *= size
     for dim, split in x.splits.items():
-        place = ends.get(prod(x.shape[:dim]), len(sizes))
+        same = list(x.shape[: dim + 1]) == list(sizes[: dim + 1])
+        place = dim if same else ends.get(prod(x.shape[:dim]), len(sizes))
         if place == len(sizes) or sizes[place] != split.extent:
             return None
         places[place] = split

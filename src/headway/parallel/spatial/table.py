@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from headway.errors import PlanError
 from headway.parallel.spatial import norms, pointwise, pooling, reductions, resize, shapes
 from headway.parallel.spatial.convolution import CONV, TRANSPOSED, convolution, transposed
+from headway.parallel.spatial.pointwise import changes
+from headway.parallel.spatial.tensor import SplitTensor, gather, name_of, unsupported
 
 
 def _windows() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -41,3 +44,37 @@ RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.layer_norm: norms.layer_norm,
 }
 """torch.relu, torch.Tensor.relu and torch.nn.functional.relu are different functions."""
+
+
+def answer(
+    func: Callable[..., Any],
+    found: Sequence[SplitTensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What a function of torch gives; whole samples are gathered where no rule can work on them.
+
+    Args:
+        func: The function.
+        found: The split tensors among its arguments.
+        args: Its arguments.
+        kwargs: Its named arguments.
+
+    Raises:
+        PlanError: There is no rule, and a tensor lies in parts of space.
+    """
+    rule = RULES.get(func)
+    try:
+        if rule is None:
+            raise unsupported(name_of(func), found[0])
+        return rule(*args, **kwargs)
+    except PlanError:
+        if changes(func, kwargs) or not all(x.by_samples for x in found):
+            raise
+    return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_whole, value))
+    return gather(value)

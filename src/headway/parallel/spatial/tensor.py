@@ -9,9 +9,9 @@ lose the gradient; here that is noticed (`severed`). A dataclass and a node of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from headway.errors import PlanError
 from headway.graph.ranges import Range
 from headway.parallel.spatial.exchange import Axis, Need
 from headway.parallel.spatial.fetch import fetch_box
+from headway.parallel.spatial.moving import Move, moved
 
 if TYPE_CHECKING:
     from headway.parallel.spatial.context import SpatialContext
@@ -39,6 +40,7 @@ class Split:
 
     axis: Axis
     ranges: tuple[Range, ...]
+    whole_in_messages: ClassVar[bool] = True
 
     @property
     def extent(self) -> int:
@@ -96,17 +98,14 @@ class SplitTensor:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        from headway.parallel.spatial.table import RULES
+        from headway.parallel.spatial.table import answer
 
         keywords = kwargs or {}
         found = list(split_tensors((args, tuple(keywords.values()))))
-        rule = RULES.get(func)
-        if rule is None:
-            raise unsupported(name_of(func), found[0])
         grad = torch.is_grad_enabled()
         if grad and any(x.severed for x in found) and func is not Tensor.detach:
             raise _lost(name_of(func))
-        result = rule(*args, **keywords)
+        result = answer(func, found, args, keywords)
         if not grad and func is not Tensor.detach:
             lost = any(x.severed or x.local.requires_grad for x in found)
             for out in split_tensors((result,)):
@@ -119,8 +118,15 @@ class SplitTensor:
         if name.startswith("__") or method is None:
             raise AttributeError(f"a split tensor has no attribute {name!r}")
         if not callable(method):
+            if self.by_samples:
+                return getattr(gather(self), name)
             raise unsupported(f"Tensor.{name}", self)
         return _bound(self, method)
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether this rank has whole samples, of which others have others."""
+        return _by_samples(self.splits.values(), self.context)
 
     def size(self, dim: int | None = None) -> Any:
         """Sizes of the whole, or of one dimension."""
@@ -202,6 +208,7 @@ def _operator(name: str) -> Callable[..., Any]:
 OPERATORS = (
     *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in "ri"),
     *(f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "neg", "abs", "invert")),
+    *(f"__{name}__" for name in ("matmul", "rmatmul", "mod", "floordiv", "rfloordiv")),
     *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor")),
 )
 for _name in OPERATORS:
@@ -247,7 +254,8 @@ def _lost(name: str) -> PlanError:
             "it comes out of torch.no_grad() or of a torch.autograd.Function of the model's own, "
             "whose gradient would be lost"
         ],
-        fix="Write .detach() where that is meant; around a function of your own, gather first.",
+        fix="Write .detach() where that is meant; around a function of your own, gather first (in "
+        "a head, a plan does: split.head = 'gathered').",
     )
 
 
@@ -261,20 +269,18 @@ def lay(x: SplitTensor | Tensor, target: Splits) -> Tensor:
 
     Args:
         x: The tensor.
-        target: By dimension counted from the end. Dimensions of size 1 stay as they are.
+        target: By dimension counted from the end. Where it has more, a dimension of one entry
+            stays as it is.
     """
     have = from_right(x) if isinstance(x, SplitTensor) else {}
     local = x.local if isinstance(x, SplitTensor) else x
+    if isinstance(x, SplitTensor) and x.by_samples != _by_samples(target.values(), x.context):
+        return _relaid(x, target)
     needs = []
     for dim, split in target.items():
-        if -dim > len(x.shape) or x.shape[dim] == 1:
+        if -dim > len(x.shape) or (x.shape[dim] == 1 and split.extent > 1):
             continue
-        if x.shape[dim] != split.extent:
-            raise PlanError(
-                f"shapes do not match: {tuple(x.shape)} against a dimension of {split.extent}",
-                problems=[f"dimension {dim} has {x.shape[dim]} entries"],
-                fix="Give the whole tensor, or its part as a split one (SpatialContext.adopt).",
-            )
+        _check_extent(x, dim, split)
         if dim not in have:
             local = local.narrow(dim, split.own[0], split.own[1] - split.own[0])
         elif not have[dim].same(split):
@@ -282,6 +288,37 @@ def lay(x: SplitTensor | Tensor, target: Splits) -> Tensor:
                 raise unsupported("joining", x, "the other one is split over other ranks")  # type: ignore[arg-type]
             needs.append(Need(len(x.shape) + dim, split.axis, have[dim].ranges, split.ranges))
     return fetch_box(local, needs) if needs else local
+
+
+def _by_samples(splits: Iterable[Split], context: SpatialContext) -> bool:
+    return any(split.axis is context.everyone for split in splits)
+
+
+def _check_extent(x: SplitTensor | Tensor, dim: int, split: Split) -> None:
+    if x.shape[dim] != split.extent:
+        raise PlanError(
+            f"shapes do not match: {tuple(x.shape)} against a dimension of {split.extent}",
+            problems=[f"dimension {dim} has {x.shape[dim]} entries"],
+            fix="Give the whole tensor, or its part as a split one (SpatialContext.adopt).",
+        )
+
+
+def _relaid(x: SplitTensor, target: Splits) -> Tensor:
+    """`lay`, from parts of space to whole samples or back."""
+    wanted = {}
+    for dim, split in target.items():
+        if -dim <= x.dim() and (x.shape[dim] != 1 or split.extent == 1):
+            _check_extent(x, dim, split)
+            wanted[x.dim() + dim] = split
+    return carried(x, wanted)
+
+
+def carried(x: SplitTensor, splits: Splits) -> Tensor:
+    """The part of a tensor that other splits give to this rank, in one exchange of all ranks."""
+    everyone = x.context.everyone
+    assert everyone is not None
+    boxes = x.context.boxes(x.shape, x.splits), x.context.boxes(x.shape, splits)
+    return moved(x.local, Move(everyone, *boxes))
 
 
 def gather(x: Any) -> Any:

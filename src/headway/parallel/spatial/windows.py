@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headway.graph.ranges import Range, Window, balanced
 from headway.parallel.spatial.exchange import ALONE, Axis, Need
-from headway.parallel.spatial.tensor import Split, SplitTensor, gather, unsupported
+from headway.parallel.spatial.samples import leave
+from headway.parallel.spatial.tensor import Split, SplitTensor, unsupported
 
 Several = int | Sequence[int]
 
@@ -70,12 +71,12 @@ def slide(
 
 
 def settled(x: Any) -> Any:
-    """The tensor; gathered where its split has become narrower than the context allows."""
+    """The tensor; it leaves the split where that is narrower than the context allows."""
     if not isinstance(x, SplitTensor):
         return x
     least = x.context.min_width
     narrow = any(split.extent < least * split.axis.size for d, split in x.splits.items() if d > 1)
-    return gather(x) if narrow else x
+    return leave(x) if narrow else x
 
 
 def nothing(shape: Sequence[int], *sources: Tensor | None) -> Tensor:

@@ -101,6 +101,10 @@ class Context:
         except Refused as refusal:
             raise _error(name, refusal) from None
 
+    def leave(self, x: Any) -> Any:
+        """A split tensor, whole, where it enters what is split otherwise."""
+        return x.full_tensor()
+
     # Parameters are undecided in surveys only (`survey.Survey`).
 
     def resolve(self, parameter: Any) -> Any:

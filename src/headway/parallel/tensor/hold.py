@@ -8,6 +8,7 @@ in parts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,23 +41,32 @@ class Entered(Held):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def hold(model: nn.Module, context: Any, keys: dict[str, Any] | None = None) -> None:
-    """Replace the classes of the model's modules.
+def hold(
+    model: nn.Module,
+    context: Any,
+    keys: Mapping[str, Any] | None = None,
+    *,
+    root: type[Held] | None = Entered,
+) -> None:
+    """Replace the classes of the model's modules, but for those where that has been done.
 
     Args:
         model: Changed in place; its own class is replaced as well.
         context: Answers for parameters: `context.parameter(parameter, key)`.
         keys: Logical name of a parameter -> what the context wants to know.
+        root: Of the model itself, whose inputs are cut; None: it only uses modules of the model's.
     """
     classes: dict[type, type] = {}
     for prefix, module in model.named_modules():
+        if "_headway_split" in module.__dict__:
+            continue
         own = {
             name: (keys or {}).get(f"{prefix}.{name}".lstrip("."))
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         module.__dict__["_headway_split"] = own, context
         kind = type(module)
-        base: type = Entered if module is model else Held
+        base: type = root if module is model and root else Held
         if module is model or kind not in classes:
             made = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
             if module is not model:

@@ -13,23 +13,26 @@ rows, and put right there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from headway.errors import UsageError
 from headway.parallel.tensor.ahead import Ahead
 from headway.parallel.tensor.context import Context, Settings
-from headway.parallel.tensor.exchange import gathered, part
 from headway.parallel.tensor.grid import Grid
-from headway.parallel.tensor.hold import hold
+from headway.parallel.tensor.hold import Entered, hold
+from headway.parallel.tensor.home import Cuts, Home, grid_part
+from headway.parallel.tensor.islands import Island
 from headway.parallel.tensor.rules.named import table
-from headway.parallel.tensor.split_tensor import Cut, SplitTensor, real_cut
-from headway.parallel.tensor.survey import Cuts, Decisions, survey
+from headway.parallel.tensor.split_tensor import SplitTensor, real_cut
+from headway.parallel.tensor.survey import survey
+from headway.parallel.tensor.survey_run import Decisions
+from headway.plan.tensor_layout import TensorGrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +41,37 @@ class Key:
 
     Attributes:
         name: Logical.
+        shape: Of the whole.
         cuts: One for each dimension, axes with one rank left out; none: it is whole.
         origin: For the rules.
+        grid: The ranks that split it.
     """
 
     name: str
+    shape: torch.Size
     cuts: Cuts
     origin: frozenset[str]
+    grid: Grid
 
 
 class Running(Context):
-    """Hands out the parts of parameters."""
+    """Hands out the parts of parameters.
+
+    Attributes:
+        plain: Modules hold parts as plain tensors; a DTensor among them is one whose rows are away.
+    """
+
+    plain = False
 
     def parameter(self, parameter: nn.Parameter, key: Key | None) -> Any:
         """What a module's code gets: a split tensor, or a plain whole one."""
-        if not isinstance(parameter, DTensor):
+        away = isinstance(parameter, DTensor)
+        if key is None or away is self.plain:
             return parameter
-        local: Tensor = parameter.to_local()
-        if key is None or not key.cuts:
+        local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not key.cuts:
             return local
-        return SplitTensor(local, parameter.shape, key.cuts, self, key.origin, parameter=True)
+        return SplitTensor(local, key.shape, key.cuts, self, key.origin, parameter=True)
 
     def __deepcopy__(self, memo: Any) -> Running:
         return self
@@ -71,26 +85,46 @@ class Split:
         model: The user's, changed in place.
         context: Grid and settings.
         decisions: What is split, and how.
+        home: Where parameters are held.
+        keys: Of all parameters, tied ones under each of their names.
+        away: Parameters that this rank does not hold: they are left as they are.
+        homes: By name, of parameters that are held elsewhere.
     """
 
     model: nn.Module
     context: Running
     decisions: Decisions
+    home: Home
+    keys: Mapping[str, Key]
+    away: Collection[str] = ()
+    homes: dict[str, Home] = field(default_factory=dict)
 
     @property
     def grid(self) -> Grid:
         return self.context.grid
+
+    def wrapped(self, name: str, part: Tensor) -> Tensor:
+        """What a module holds of a parameter, or its gradient, as the DTensor that it is a part of;
+        the same memory."""
+        key = self.keys[name]
+        return self._home(name).wrapped(local_of_held(part), key.shape, key.cuts)
 
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter, its gradient or a state of the optimiser, as a DTensor in logical order.
 
         It differs from what is held only for layers in blocks. All ranks of the grid take part.
         """
-        return _logical(self.grid, tensor, self.decisions.cuts.get(name, ()))
+        return self._home(name).logical(tensor, self._cuts(name))
 
     def held(self, name: str, tensor: Tensor) -> Tensor:
         """The inverse of `logical`; a plain whole tensor is cut."""
-        return _held(self.grid, tensor, self.decisions.cuts.get(name, ()))
+        return self._home(name).held(tensor, self._cuts(name))
+
+    def _home(self, name: str) -> Home:
+        return self.homes.get(name, self.home)
+
+    def _cuts(self, name: str) -> Cuts:
+        return self.keys[name].cuts if name in self.keys else ()
 
     def explain(self) -> str:
         """What is split and what is not, a line each."""
@@ -133,9 +167,26 @@ def split(
 
 
 def obey(
-    model: nn.Module, grid: Grid, decisions: Decisions, *, settings: Settings | None = None
+    model: nn.Module,
+    grid: Grid,
+    decisions: Decisions,
+    *,
+    settings: Settings | None = None,
+    home: Home | None = None,
+    away: Collection[str] = (),
+    grids: Mapping[TensorGrid, Grid] | None = None,
 ) -> Split:
     """Split a model as a survey has decided.
+
+    Args:
+        model: The same on all ranks of the grid.
+        grid: The ranks.
+        decisions: Of `survey`.
+        settings: How layers are carried out.
+        home: Where parameters are held. Modules then hold plain parts of them, which may be cut
+            further: `Split.wrapped` makes the DTensors. None: modules hold DTensors on the grid.
+        away: Names of parameters that this rank does not hold.
+        grids: The same ranks as the grids of what is split otherwise (`Decisions.islands`).
 
     Raises:
         UsageError: The decisions are for another grid or another model.
@@ -147,108 +198,133 @@ def obey(
             why=f"{len(names ^ set(decisions.cuts))} parameters differ.",
             fix="Take the survey of this model on this grid.",
         )
-    _distribute(model, grid, decisions.cuts)
+    known = {grid.plan: grid, **(grids or {})}
+    contexts = {
+        name: _context(known[plan], settings, decisions, plain=home is not None)
+        for name, plan in {**decisions.islands, "": grid.plan}.items()
+    }
+    keys = _keys(model, decisions, contexts)
+    _distribute(model, keys, plain=home is not None, away=away)
+    held = dict(model.named_parameters())
+    for name, context in contexts.items():  # `hold` leaves alone what is held already
+        if context.settings.ahead and context.grid.plan.form == "cuboid":
+            context.ahead = _ahead(context.grid, held)
+        inside = f"{name}." if name else ""
+        own = {n.removeprefix(inside): k for n, k in keys.items() if n.startswith(inside)}
+        hold(model.get_submodule(name), context, own, root=Island if name else Entered)
+    found = Split(
+        model=model,
+        context=contexts[""],
+        decisions=decisions,
+        home=home or Home.of(grid),
+        keys=keys,
+        away=away,
+        homes={n: Home.of(k.grid) for n, k in keys.items() if k.grid is not grid},
+    )
+    _hook(found)
+    return found
+
+
+def _context(
+    grid: Grid, settings: Settings | None, decisions: Decisions, *, plain: bool
+) -> Running:
     context = Running(grid, settings or Settings(), table(), decisions.companions)
+    context.plain = plain
+    return context
+
+
+def _ahead(grid: Grid, held: Mapping[str, nn.Parameter]) -> Ahead | None:
+    return Ahead(grid, lambda name: local_of_held(held[name])) if grid.size("i") > 1 else None
+
+
+def _keys(
+    model: nn.Module, decisions: Decisions, contexts: Mapping[str, Running]
+) -> dict[str, Key]:
+    """By name; the contexts are those of islands, and of the rest last."""
     keys = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         logical = first[id(parameter)]
+        context = next(c for n, c in contexts.items() if not n or name.startswith(f"{n}."))
         cuts = tuple(real_cut(cut, context) for cut in decisions.cuts[logical])
         real = cuts if any(cut.axes for cut in cuts) else ()
-        keys[name] = Key(logical, real, frozenset({logical}))
-    if context.settings.ahead and grid.plan.form == "cuboid" and grid.size("i") > 1:
-        held = dict(model.named_parameters())
-        context.ahead = Ahead(grid, lambda name: _local(held[name]))
-    hold(model, context, keys)
-    _hook(model, grid, keys)
-    return Split(model=model, context=context, decisions=decisions)
+        keys[name] = Key(logical, parameter.shape, real, frozenset({logical}), context.grid)
+    return keys
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local_of_held(parameter: Tensor) -> Tensor:
+    """The memory of what a module holds, without a gradient."""
     held: Any = parameter.detach()
-    found: Tensor = held.to_local()
+    found: Tensor = held.to_local() if isinstance(held, DTensor) else held
     return found
 
 
 # -- parameters -------------------------------------------------------------------------------
 
 
-def _distribute(model: nn.Module, grid: Grid, cuts: Mapping[str, Cuts]) -> None:
-    """Every parameter becomes a DTensor; tied ones stay tied."""
+def _distribute(
+    model: nn.Module,
+    keys: Mapping[str, Key],
+    *,
+    plain: bool,
+    away: Collection[str],
+) -> None:
+    """Every parameter becomes a plain part and stays the same object, or becomes a DTensor; tied
+    ones stay tied."""
     made: dict[int, nn.Parameter] = {}
-    logical = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                held = _held(grid, parameter.detach(), cuts[logical[id(parameter)]])
+            known = keys[f"{prefix}.{key}".lstrip(".")]
+            if id(parameter) in made:
+                module.register_parameter(key, made[id(parameter)])
+            elif plain:
+                if known.name not in away:
+                    parameter.data = grid_part(known.grid, parameter.data, known.cuts)
+                made[id(parameter)] = parameter
+            else:
+                held = Home.of(known.grid).held(parameter.detach(), known.cuts)
                 made[id(parameter)] = nn.Parameter(held, parameter.requires_grad)
-            module.register_parameter(key, made[id(parameter)])
-
-
-def _placements(grid: Grid, cuts: Cuts) -> list[Placement]:
-    found: list[Placement] = []
-    mesh = grid.held_on
-    axes = [
-        axis for axis in grid.plan.axes if mesh.ndim == len(grid.plan.axes) or axis in grid.groups
-    ]
-    for axis in axes:
-        dims = [dim for dim, cut in enumerate(cuts) if axis in cut.axes]
-        found.append(Shard(dims[0]) if dims else Replicate())
-    return found
-
-
-def _part(grid: Grid, whole: Tensor, cuts: Cuts) -> Tensor:
-    for dim, cut in enumerate(cuts):
-        if cut.axes:
-            whole = part(whole, grid, cut.axes, dim, cut.blocks)
-    return whole.clone(memory_format=torch.contiguous_format)
-
-
-def _dtensor(grid: Grid, local: Tensor, shape: torch.Size, cuts: Cuts) -> Tensor:
-    stride = torch.empty(shape, device="meta").stride()
-    found: Tensor = DTensor.from_local(
-        local, grid.held_on, _placements(grid, cuts), run_check=False, shape=shape, stride=stride
-    )
-    return found
-
-
-def _unblocked(cuts: Cuts) -> Cuts:
-    return tuple(Cut(cut.axes) for cut in cuts)
-
-
-def _held(grid: Grid, tensor: Tensor, cuts: Cuts) -> Tensor:
-    if isinstance(tensor, DTensor):
-        if cuts == _unblocked(cuts):
-            return tensor
-        tensor = tensor.full_tensor()
-    return _dtensor(grid, _part(grid, tensor, cuts), tensor.shape, cuts)
-
-
-def _logical(grid: Grid, tensor: Tensor, cuts: Cuts) -> Tensor:
-    if cuts == _unblocked(cuts) or not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local().detach()
-    for dim, cut in enumerate(cuts):
-        local = gathered(local, grid, cut.axes, dim, cut.blocks)
-    plain = _unblocked(cuts)
-    return _dtensor(grid, _part(grid, local, plain), tensor.shape, plain)
+                module.register_parameter(key, made[id(parameter)])
 
 
 # -- state_dict -------------------------------------------------------------------------------
 
 
-def _hook(model: nn.Module, grid: Grid, keys: Mapping[str, Key]) -> None:
+def _hook(split: Split) -> None:
     """`state_dict` in logical order; `load_state_dict` of it, or of the unsplit model's."""
 
     def saved(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, key in keys.items():
-            if prefix + name in state:
-                state[prefix + name] = _logical(grid, state[prefix + name], key.cuts)
+        made: dict[str, Tensor] = {}
+        for name, key in split.keys.items():
+            if prefix + name in state and key.name not in split.away:
+                if key.name not in made:  # tied ones stay the same object
+                    part = state[prefix + name]
+                    held = split.wrapped(name, part) if split.context.plain else part
+                    made[key.name] = split.logical(key.name, held)
+                state[prefix + name] = made[key.name]
 
     def loaded(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, key in keys.items():
-            if prefix + name in state:
-                state[prefix + name] = _held(grid, state[prefix + name], key.cuts)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name, key in split.keys.items():
+            if prefix + name in state and key.name not in split.away:
+                held = split.held(key.name, state[prefix + name])
+                if split.context.plain:
+                    held = _beside(parameters[name], local_of_held(held))
+                state[prefix + name] = held
 
-    model.register_state_dict_post_hook(saved)
-    model.register_load_state_dict_pre_hook(loaded)
+    split.model.register_state_dict_post_hook(saved)
+    split.model.register_load_state_dict_pre_hook(loaded)
+
+
+def _beside(parameter: Tensor, local: Tensor) -> Tensor:
+    """A part in the form in which a module holds a parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -5,18 +5,20 @@ It answers for its shape as the whole tensor would, and hands every function of 
 exchanged. A function without a rule raises with its name. Invariant: a tensor that is cut along no
 dimension is a plain one, so that code outside of split layers never meets this class.
 
-It is a dataclass, so that a pipeline sends it from stage to stage as the parts it consists of.
+It is a dataclass, so that a pipeline sends it from stage to stage as the parts it consists of, and
+a node of torch's trees (`torch.utils._pytree`, private): there FSDP hangs its hooks on the part.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from headway.parallel.tensor.context import Context
 from headway.parallel.tensor.exchange import gathered
@@ -34,6 +36,7 @@ class Cut:
 
     axes: str = ""
     blocks: int = 1
+    whole_in_messages: ClassVar[bool] = True
 
 
 WHOLE = Cut()
@@ -163,6 +166,12 @@ for _name in (
 ):  # fmt: skip
     for _class in (SplitTensor, Undecided):
         setattr(_class, f"__{_name}__", _operator(f"__{_name}__"))
+
+_pytree.register_pytree_node(
+    SplitTensor,
+    lambda x: ([x.local], x),
+    lambda leaves, x: replace(x, local=next(iter(leaves))),
+)
 
 _SAME = frozenset({
     "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_nested", "is_sparse",

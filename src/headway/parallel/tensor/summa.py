@@ -54,14 +54,15 @@ class _Summa(torch.autograd.Function):
         ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid
     ) -> Tensor:
         flat = x.flatten(0, -2)
-        y = flat.new_empty((flat.shape[0], weight.shape[0]))
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        rows = y.flatten(0, -2)  # FSDP2 warns of a module whose result is a view
         for step, (block_x, block_w) in enumerate(_Blocks(grid, flat, weight)):
-            torch.addmm(y, block_x, block_w.T, beta=min(step, 1), out=y)
+            torch.addmm(rows, block_x, block_w.T, beta=min(step, 1), out=rows)
         if bias is not None:
             y += bias
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.has_bias = grid, bias is not None  # type: ignore[attr-defined]
-        return y.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

@@ -1,57 +1,43 @@
-"""Universes as samples: made when they are asked for, or read from HDF5 files.
+"""Universes as samples: made when they are asked for, or read from files.
 
 A sample is (log(1 + matter) [4, W, W, W] at redshifts 0, 0.5, 1.5 and 3, parameters [4] scaled to
 [-1, 1]), both float32. A file holds one sample as LBANN's reader expects it: `full` [4, W, W, W],
-before the logarithm, and `unitPar` [4]. Either source reads parts of a sample, too.
+before the logarithm, and `unitPar` [4]. Of files a rank reads its part of each sample only, where a
+plan splits samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.data.slab_readers import slabs_in, write_sample
+from headway.data.slabs import SlabSource
 from headway.data.source import Source
-from headway.errors import DataError
 from headway.workloads.cosmoflow.generate import CELL, Box, matter
 
 FULL = "full"
 UNIT_PARAMETERS = "unitPar"
 KEPT = 512 * 2**20
 """Bytes of universes that a rank keeps in memory; others are made again."""
-Ranges = Sequence[tuple[int, int]]
-"""First and last plus one along depth, height and width."""
 
 Float = NDArray[np.float32]
+Pair = tuple[Tensor, Tensor]
 
 
-class _Samples:
-    """What both sources share: parts of samples, and batches of whole ones."""
-
-    def part(self, sample: int, ranges: Ranges | None) -> tuple[Float, Float]:
-        """Matter within ranges, and the parameters."""
-        raise NotImplementedError
-
-    def read_part(self, sample: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
-        """A part of one sample, log(1 + matter) [4, d, h, w], and its parameters [4]."""
-        found, parameters = self.part(sample, ranges)
-        return torch.from_numpy(np.log1p(found)), torch.from_numpy(parameters.copy())
-
-    def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The samples as one batch: [N, 4, W, W, W] and [N, 4]."""
-        cubes, targets = zip(*(self.part(int(index), None) for index in indices), strict=True)
-        return (
-            torch.from_numpy(np.log1p(np.stack(cubes))),
-            torch.from_numpy(np.stack(targets)),
-        )
+def prepared(parts: tuple[Tensor, ...]) -> Pair:
+    """Matter and parameters of a batch, as in files, as the model takes them."""
+    cubes, targets = parts
+    return torch.log1p(cubes.float()), targets.float()
 
 
-class Universes(_Samples):
+class Universes:
     """Universes of `generate.matter`; the first ones are kept in memory.
 
     Args:
@@ -80,78 +66,61 @@ class Universes(_Samples):
     def __len__(self) -> int:
         return self.count
 
-    def part(self, sample: int, ranges: Ranges | None) -> tuple[Float, Float]:
-        """See `_Samples.part`; the whole universe is made, whatever the ranges."""
+    def read(self, indices: Sequence[int]) -> Pair:
+        """The samples as one batch: [N, 4, W, W, W] and [N, 4]."""
+        cubes, targets = zip(*(self.universe(int(index)) for index in indices), strict=True)
+        return prepared((torch.from_numpy(np.stack(cubes)), torch.from_numpy(np.stack(targets))))
+
+    def universe(self, sample: int) -> tuple[Float, Float]:
+        """Matter [4, W, W, W] and parameters [4]."""
         made = self._made.get(sample)
         if made is None:
             made = matter(self.seed, self.first + sample, self.box, order=self.order)
             if len(self._made) * made[0].nbytes < KEPT:
                 self._made[sample] = made
-        cube, parameters = made
-        return (cube if ranges is None else cube[_slices(ranges)]), parameters
+        return made
 
 
-class Files(_Samples):
-    """The .hdf5 files of a folder in sorted order, one sample each.
+class Turned:
+    """Universes seen from elsewhere: none has a middle or a direction, and all are periodic.
 
-    Args:
-        folder: Where they are.
-
-    Raises:
-        DataError: There are none, or h5py is not installed.
+    Each sample is turned, mirrored and shifted at random, anew in each epoch.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        _h5py()
-        self.paths = sorted(Path(folder).glob("*.hdf5"))
-        if not self.paths:
-            raise DataError(
-                "no .hdf5 files",
-                where=str(folder),
-                fix="write samples with headway.workloads.cosmoflow.data:write",
-            )
+    def __init__(self, universes: Universes) -> None:
+        self._universes = universes
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self._universes)
 
-    def part(self, sample: int, ranges: Ranges | None) -> tuple[Float, Float]:
-        """See `_Samples.part`; of `full` nothing but the ranges is read.
+    def read(self, indices: Sequence[int]) -> Pair:
+        """The samples as they are."""
+        return self._universes.read(indices)
 
-        Raises:
-            DataError: The file is damaged, or no sample.
-        """
-        path = self.paths[sample]
-        try:
-            with _h5py().File(path, "r") as file:
-                cube = file[FULL][... if ranges is None else _slices(ranges)]
-                return np.asarray(cube, np.float32), np.asarray(file[UNIT_PARAMETERS], np.float32)
-        except (OSError, KeyError) as error:
-            raise DataError(
-                "not a sample of CosmoFlow",
-                where=str(path),
-                why=str(error).strip("'\""),
-                fix=f"a sample has the data sets {FULL} [4, W, W, W] and {UNIT_PARAMETERS} [4]",
-            ) from error
+    def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Pair:
+        """The samples, each turned as its seed says."""
+        cubes, targets = self._universes.read(indices)
+        draws = map(np.random.default_rng, seeds)
+        return torch.stack([_turned(c, d) for c, d in zip(cubes, draws, strict=True)]), targets
+
+
+def _turned(cube: Tensor, draw: np.random.Generator) -> Tensor:
+    order = (1 + draw.permutation(3)).tolist()
+    mirrored = (1 + np.flatnonzero(draw.integers(0, 2, 3))).tolist()
+    shifts = draw.integers(0, cube.shape[-1], 3).tolist()
+    return cube.permute(0, *order).flip(mirrored).roll(shifts, (1, 2, 3))
 
 
 def write(folder: str | Path, universes: Universes) -> None:
     """One .hdf5 file for each universe, float32; files that are there are left alone.
 
     Raises:
-        DataError: h5py is not installed.
+        MissingExtra: h5py is not installed.
     """
-    h5py, folder = _h5py(), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for sample in range(len(universes)):
-        path = folder / f"universe-{universes.first + sample:08d}.hdf5"
-        if path.exists():
-            continue
-        cube, parameters = universes.part(sample, None)
-        aside = path.with_suffix(".part")
-        with h5py.File(aside, "w") as file:
-            file.create_dataset(FULL, data=cube)
-            file.create_dataset(UNIT_PARAMETERS, data=parameters)
-        aside.replace(path)
+        cube, parameters = universes.universe(sample)
+        path = Path(folder) / f"universe-{universes.first + sample:010d}.hdf5"
+        write_sample(path, {FULL: cube, UNIT_PARAMETERS: parameters})
 
 
 def source(
@@ -166,33 +135,22 @@ def source(
     """Training or validation samples.
 
     Args:
-        split: Validation universes have other numbers, or lie in another folder.
+        split: Validation universes have other numbers, or lie in another folder; those of training
+            that are made are `Turned`.
         width: Cells along each side.
         count: Universes that are made.
-        directory: Folder with the folders `train` and `validation` of files; None: made here.
+        directory: Folder with the folders `train` and `validation`, see `slabs_in`; None: made
+            here.
         seed: Of what is made.
         order: See `generate.matter`.
 
     Raises:
         DataError: There are no such files.
+        MissingExtra: h5py is not installed.
     """
     if directory is not None:
-        return Files(Path(directory) / split)
+        readers = slabs_in(Path(directory) / split, FULL, UNIT_PARAMETERS)
+        return SlabSource(*readers, finish=prepared)
     first = 0 if split == "train" else 1 << 32
-    return Universes(count, width, first=first, seed=seed, order=order)
-
-
-def _slices(ranges: Ranges) -> tuple[slice, ...]:
-    return (slice(None), *(slice(start, stop) for start, stop in ranges))
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ModuleNotFoundError as error:
-        raise DataError(
-            "HDF5 files cannot be read",
-            why="h5py is not installed",
-            fix="pip install headway[hdf5]",
-        ) from error
-    return h5py
+    made = Universes(count, width, first=first, seed=seed, order=order)
+    return Turned(made) if split == "train" else made

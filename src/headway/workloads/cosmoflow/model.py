@@ -24,6 +24,9 @@ SLOPE = 0.3
 OUTPUT_RANGE = 1.2
 """The output is 1.2 tanh(x): targets of -1 and 1 are reached by finite x."""
 
+FIRST_OUTPUT = 0.3
+"""Deviation of what goes into tanh at first: it learns nothing far from 0."""
+
 Pooling = Literal["average", "max"]
 
 
@@ -156,6 +159,36 @@ class CosmoFlow(nn.Module):
         hidden = self.head(self.blocks(x_NCDHW).flatten(1))
         y_NP: Tensor = OUTPUT_RANGE * torch.tanh(hidden)
         return y_NP
+
+
+@torch.no_grad()
+def fit(model: CosmoFlow, x_NCDHW: Tensor) -> None:
+    """Shift and scale the initial weights: results of each layer get mean 0 and deviation 1.
+
+    Universes differ by a few percent, so that He's initial weights give results of which nearly all
+    is common to all samples, and gradients that are nearly all noise about it: for hundreds of
+    steps nothing is learned. Layer by layer, over samples and places, as Krähenbühl et al. 2016,
+    "Data-dependent Initializations of Convolutional Neural Networks", section 3.1; the last layer
+    gets deviation `FIRST_OUTPUT`.
+
+    Args:
+        model: Without batch normalisation, which does this in every step. Not on the meta device.
+        x_NCDHW: Samples.
+    """
+    x, training = x_NCDHW, model.training
+    model.eval()
+    blocks = (layer for block in model.blocks for layer in block.children())
+    for layer in (*blocks, nn.Flatten(), *model.head):
+        if isinstance(layer, nn.Conv3d | nn.Linear):
+            assert layer.bias is not None
+            y = layer(x).transpose(0, 1).flatten(1)
+            deviation = y.std(dim=1)
+            wanted = FIRST_OUTPUT if layer is model.head[-1] else 1.0
+            scale = torch.where(deviation > 0, wanted / deviation, 1.0)
+            layer.weight.mul_(scale.view(-1, *(1,) * (layer.weight.ndim - 1)))
+            layer.bias.sub_(y.mean(dim=1)).mul_(scale)
+        x = layer(x)
+    model.train(training)
 
 
 def initialise(model: nn.Module) -> None:

@@ -20,10 +20,12 @@ from torch.optim import Adam, Optimizer
 from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.run.recipe import Recipe, criterion
-from headway.workloads.cosmoflow.data import source
-from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig, lbann, mlperf, small
+from headway.workloads.cosmoflow.data import Universes, source
+from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig, fit, lbann, mlperf, small
+from headway.workloads.rates import rise_and_fall
 
 NAMES = ("Omega_m", "sigma_8", "n_s", "h")
+FITTED = 32
 Variant = Literal["small", "lbann", "mlperf"]
 
 
@@ -33,12 +35,13 @@ def recipe(
     width: int = 32,
     dropout: float | None = None,
     batch_norm: bool = False,
-    samples: int = 250,
+    samples: int = 240,
     validation_samples: int = 64,
     batch: int = 16,
-    steps: int = 60,
+    steps: int = 100,
     learning_rate: float = 1e-3,
     order: Literal[1, 2] = 1,
+    fitted: int | None = None,
     seed: int = 0,
     directory: str | Path | None = None,
 ) -> Recipe:
@@ -53,32 +56,55 @@ def recipe(
         validation_samples: Further ones.
         batch: Universes of an optimiser step.
         steps: Optimiser steps.
-        learning_rate: Adam's.
+        learning_rate: Adam's at its height: it rises for a tenth of the steps, then falls as a
+            cosine.
         order: 1: Zel'dovich's approximation; 2: second-order Lagrangian theory.
+        fitted: Further universes, made for that, on which the initial weights are fitted (`fit`);
+            0: they are He's. None: 32 for "small" where universes are made, else 0: a process may
+            have no room for a whole one.
         seed: Decides initial parameters, order and universes.
-        directory: Folder with `train` and `validation`, folders of .hdf5 files, in place of
-            universes that are made.
+        directory: Folder with `train` and `validation`, folders of files, in place of universes
+            that are made.
 
     Raises:
         RecipeError: The sizes do not make a model.
     """
     config = _config(variant, width, dropout, batch_norm)
+    if fitted is None:
+        fitted = FITTED if variant == "small" and directory is None and not batch_norm else 0
+    if fitted and batch_norm:
+        raise RecipeError(
+            "fitted initial weights with batch normalisation",
+            why="It does in every step what they do once.",
+            fix="Set arguments.fitted=0.",
+        )
+    universes = partial(Universes, fitted, width, first=2 << 32, seed=seed, order=order)
     data = partial(source, width=width, directory=directory, seed=seed, order=order)
     validation = partial(data, "validation", count=validation_samples)
     made = f"universes of order {order}, made from seed {seed}" if directory is None else directory
     return Recipe(
         name=f"cosmoflow {variant} {width}^3 on {made}",
-        model=partial(CosmoFlow, config),
+        model=partial(build, config, universes if fitted else None),
         data=partial(data, "train", count=samples),
         validation=validation,
         loss=criterion(nn.MSELoss()),
         optimizer=partial(adam, learning_rate=learning_rate),
+        scheduler=partial(rise_and_fall, steps=steps),
         batch=batch,
         stop=f"{steps} steps",
         seed=seed,
         validate_every=max(1, steps // 4),
         showcase=partial(errors, validation),
     )
+
+
+def build(config: CosmoFlowConfig, universes: Callable[[], Universes] | None) -> CosmoFlow:
+    """The model, with initial weights fitted on universes where they are given."""
+    model = CosmoFlow(config)
+    if universes is not None and not next(model.parameters()).is_meta:
+        samples = universes()
+        fit(model, samples.read(range(len(samples)))[0])
+    return model
 
 
 def _config(variant: str, width: int, dropout: float | None, batch_norm: bool) -> CosmoFlowConfig:
@@ -103,18 +129,19 @@ def adam(model: nn.Module, *, learning_rate: float) -> Optimizer:
 
 @torch.no_grad()
 def errors(data: Callable[[], Source], model: nn.Module) -> str:
-    """Mean absolute error of each parameter, beside that of always saying the mean."""
-    samples = data()
-    found, blind = torch.zeros(len(NAMES)), torch.zeros(len(NAMES))
-    like = next(model.parameters())
-    targets = torch.cat([samples.read([index])[1] for index in range(len(samples))])
+    """Of each parameter the mean absolute error, that of saying the mean, and R^2."""
+    samples, like = data(), next(model.parameters())
+    said, targets = [], []
     for index in range(len(samples)):
         cube, target = samples.read([index])
-        said = model(cube.to(device=like.device, dtype=like.dtype)).float().cpu()
-        found += (said - target).abs()[0] / len(samples)
-        blind += (targets.mean(dim=0) - target).abs()[0] / len(samples)
-    rows = zip(NAMES, found.tolist(), blind.tolist(), strict=True)
+        said.append(model(cube.to(device=like.device, dtype=like.dtype)).float().cpu())
+        targets.append(target)
+    left, spread = torch.cat(said) - torch.cat(targets), torch.cat(targets)
+    spread = spread - spread.mean(dim=0)
+    explained = 1 - left.square().sum(dim=0) / spread.square().sum(dim=0)
+    figures = torch.stack((left.abs().mean(dim=0), spread.abs().mean(dim=0), explained), dim=1)
     lines = [
-        f"{name:8} {error:.3f}   ({mean:.3f} of saying the mean)" for name, error, mean in rows
+        f"{name:8} {error:.3f}   ({mean:.3f} of saying the mean; R^2 {share:5.2f})"
+        for name, (error, mean, share) in zip(NAMES, figures.tolist(), strict=True)
     ]
     return "\n".join(["mean absolute error, parameters scaled to [-1, 1]", *lines])

@@ -1,8 +1,9 @@
-"""Heads as samples: phantoms that are made, or patches of a real one.
+"""Heads as samples: phantoms that are made, patches of a real one, or files.
 
 A sample is (two images [2, W, W, W] float32, of the whole head and of the brain alone; labels
 [W, W, W] int64: 0 none, 1 cortex, 2 deep grey matter, 3 cerebellum). What it is follows from the
-seed and its number alone.
+seed and its number alone. A file holds one sample, `images` and `labels`, both uint8; of files a
+rank reads its part of each sample only, where a plan splits samples.
 
 The real head is `ch2` with the labels `aal`, of one subject on one grid (Debian's mricron-data,
 BSD licence; not part of headway):
@@ -22,10 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.data.slab_readers import slabs_in, write_sample
+from headway.data.slabs import SlabSource
 from headway.data.source import Source
 from headway.errors import DataError
 from headway.workloads.unet3d.nifti import read_nifti
 
+IMAGES, LABELS = "images", "labels"
 CLASSES = ("none", "cortex", "deep grey", "cerebellum")
 DEEP = (71, 78)
 CEREBELLUM = (91, 116)
@@ -37,7 +41,9 @@ Float = NDArray[np.float64]
 
 
 class _Heads:
-    """Batches and parts of samples."""
+    """Batches of samples."""
+
+    count: int
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
         """Images [2, W, W, W] and labels [W, W, W]."""
@@ -46,20 +52,27 @@ class _Heads:
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The samples as one batch: [N, 2, W, W, W] and [N, W, W, W]."""
         images, labels = zip(*(self.sample(int(index)) for index in indices), strict=True)
-        return _tensors(np.stack(images), np.stack(labels))
+        return prepared((torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))))
 
-    def read_part(self, number: int, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """A part of one sample, [2, d, h, w] and [d, h, w]."""
-        images, labels = self.sample(number)
-        inside = tuple(slice(start, stop) for start, stop in ranges)
-        return _tensors(images[(slice(None), *inside)], labels[inside])
+    def __len__(self) -> int:
+        return self.count
 
 
-def _tensors(images: Bytes, labels: Bytes) -> tuple[Tensor, Tensor]:
-    return (
-        torch.from_numpy(images.astype(np.float32) / 64 - 1),
-        torch.from_numpy(labels.astype(np.int64)),
-    )
+def prepared(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Images and labels of a batch, as in files, as the loss takes them."""
+    images, labels = parts
+    return images.float() / 64 - 1, labels.long()
+
+
+def write(folder: str | Path, heads: _Heads) -> None:
+    """One .hdf5 file for each sample; files that are there are left alone.
+
+    Raises:
+        MissingExtra: h5py is not installed.
+    """
+    for number in range(len(heads)):
+        images, labels = heads.sample(number)
+        write_sample(Path(folder) / f"head-{number:08d}.hdf5", {IMAGES: images, LABELS: labels})
 
 
 class Phantoms(_Heads):
@@ -74,9 +87,6 @@ class Phantoms(_Heads):
 
     def __init__(self, count: int, width: int, *, first: int = 0, seed: int = 0) -> None:
         self.count, self.width, self.first, self.seed = count, width, first, seed
-
-    def __len__(self) -> int:
-        return self.count
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
         """See `_Heads.sample`."""
@@ -111,6 +121,7 @@ class Patches(_Heads):
     """Cubes out of one half of a head: training from the left one, validation from the right.
 
     The class in the middle of a cube is drawn first, all with the same chance: the nuclei are few.
+    That voxel lies in the brain: a cube of air says nothing.
 
     Args:
         folder: With `ch2.nii.gz`, `ch2bet.nii.gz` and `aal.nii.gz`, on one grid.
@@ -143,11 +154,9 @@ class Patches(_Heads):
         self.labels = classes_of(atlas.voxels[chosen])
         self.count, self.width = count, width
         self.seed, self.kind = seed, 0 if split == "train" else 1 << 32
-        present = (np.argwhere(self.labels == number) for number in range(len(CLASSES)))
+        inside = (self.labels > 0) | (self.images[1] > 0)
+        present = (np.argwhere(inside & (self.labels == c)) for c in range(len(CLASSES)))
         self._places = [places for places in present if len(places)]
-
-    def __len__(self) -> int:
-        return self.count
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
         """See `_Heads.sample`."""
@@ -169,7 +178,13 @@ def classes_of(atlas: NDArray[Any]) -> Bytes:
 
 
 def source(
-    split: Split, *, width: int, count: int, volumes: str | Path | None = None, seed: int = 0
+    split: Split,
+    *,
+    width: int,
+    count: int,
+    volumes: str | Path | None = None,
+    directory: str | Path | None = None,
+    seed: int = 0,
 ) -> Source:
     """Training or validation samples.
 
@@ -178,11 +193,16 @@ def source(
         width: Voxels along each side.
         count: How many.
         volumes: Folder of the real head; None: phantoms.
+        directory: Folder with the folders `train` and `validation`, see `slabs_in`; None: made
+            here.
         seed: Of phantoms, or of the places of cubes.
 
     Raises:
-        DataError: See `Patches`.
+        DataError: See `Patches` and `slabs_in`.
+        MissingExtra: h5py is not installed.
     """
+    if directory is not None:
+        return SlabSource(*slabs_in(Path(directory) / split, IMAGES, LABELS), finish=prepared)
     if volumes is not None:
         return Patches(volumes, split, count, width, seed=seed)
     return Phantoms(count, width, first=0 if split == "train" else 1 << 32, seed=seed)

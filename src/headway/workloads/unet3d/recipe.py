@@ -20,6 +20,7 @@ from torch.optim import Adam, Optimizer
 from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.run.recipe import Recipe, criterion
+from headway.workloads.rates import rise_and_fall
 from headway.workloads.unet3d.data import CLASSES, source
 from headway.workloads.unet3d.dice import cross_entropy_and_dice, dice_of_classes
 from headway.workloads.unet3d.model import SMALL_WIDTHS, CicekUNet, MLPerfUNet
@@ -39,6 +40,7 @@ def recipe(
     learning_rate: float = 3e-3,
     seed: int = 0,
     volumes: str | Path | None = None,
+    directory: str | Path | None = None,
 ) -> Recipe:
     """A segmentation of cubes of heads.
 
@@ -51,9 +53,12 @@ def recipe(
         validation_samples: Further ones.
         batch: Samples of an optimiser step.
         steps: Optimiser steps.
-        learning_rate: Adam's.
+        learning_rate: Adam's at its height: it rises for a tenth of the steps, then falls as a
+            cosine.
         seed: Decides initial parameters, order and samples.
         volumes: Folder of the real head, see `data`; None: phantoms.
+        directory: Folder with `train` and `validation`, folders of files, in place of samples that
+            are made.
 
     Raises:
         RecipeError: There is no such variant.
@@ -65,10 +70,10 @@ def recipe(
     }
     if variant not in models:
         raise RecipeError(f"no variant {variant!r}", fix=f"choose one of {', '.join(models)}")
-    data = partial(source, width=width, volumes=volumes, seed=seed)
+    data = partial(source, width=width, volumes=volumes, directory=directory, seed=seed)
     validation = partial(data, "validation", count=validation_samples)
     loss = functional.cross_entropy if variant == "cicek" else cross_entropy_and_dice
-    made = f"phantoms made from seed {seed}" if volumes is None else volumes
+    made = directory or volumes or f"phantoms made from seed {seed}"
     return Recipe(
         name=f"unet3d {variant} {width}^3 on {made}",
         model=models[variant],
@@ -76,6 +81,7 @@ def recipe(
         validation=validation,
         loss=criterion(loss),
         optimizer=partial(adam, learning_rate=learning_rate),
+        scheduler=partial(rise_and_fall, steps=steps),
         batch=batch,
         stop=f"{steps} steps",
         seed=seed,

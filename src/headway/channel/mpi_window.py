@@ -1,0 +1,227 @@
+"""Channels over MPI windows: `MPI_Put` of the tensor, then of the flag.
+
+Windows are allocated by MPI (`Win.Allocate`): only then is a put seen by a target that makes no MPI
+call, on one machine (measured with MPICH, Open MPI and Intel MPI) and where the network does RDMA.
+Over plain TCP a put moves on when the target enters MPI, which every wait of a channel does. Ranks
+are those of MPI's world, and `mpi4py` is an extra. Where MPI ends a job with its first dead
+process, as it does unless told otherwise, there is no error to raise.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from headway.channel import shared_memory
+from headway.channel.region import Form, Layout, Region
+from headway.channel.wire import Rooms, Wire
+from headway.errors import MissingExtra, RunError, Stalled, UsageError
+
+_TAG = 7411
+_GOODBYE_SECONDS = 5.0
+_FREE, _HELD = 1, 2
+"""What a closed end says: whether somebody still has a tensor of its window."""
+
+
+class MpiWire(Wire):
+    """One end of a channel in a window of two ranks.
+
+    Args:
+        peer: The rank of the other end in `pair`, and `who` it is for messages.
+        who: As `peer` of `Wire`.
+        layout: As of `Wire`.
+        seconds: As of `Wire`.
+        mpi: The module `mpi4py.MPI`.
+        pair: A communicator of both ends.
+        pid: Of the other end, if it is on this machine; otherwise None.
+    """
+
+    provider = "mpi"
+
+    def __init__(
+        self,
+        peer: int,
+        who: str,
+        layout: Layout,
+        seconds: float,
+        *,
+        mpi: Any,
+        pair: Any,
+        pid: int | None,
+    ) -> None:
+        super().__init__(who, layout, seconds)
+        self._mpi, self._pair, self._peer = mpi, pair, peer
+        self._process = None if pid is None else shared_memory.PeerProcess(pid)
+        self._window = mpi.Win.Allocate(layout.size, 1, comm=pair)
+        memory = np.frombuffer(self._window.tomemory(), np.uint8)
+        memory[:] = 0
+        pair.Barrier()
+        self._window.Lock_all()
+        self._memory = weakref.ref(memory)
+        self.region = Region(memory, layout)
+        self.words = self.region.words
+        self.acquire = self._window.Sync
+        self._rooms = Rooms(layout.slots)
+
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        return self._rooms.get(slot, nbytes)
+
+    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+        nbytes, flag = form.nbytes, self.layout.flag(slot)
+        if nbytes > self.layout.nbytes:
+            raise RunError(
+                f"a tensor of {nbytes} bytes in a channel to {self.peer}",
+                why=f"Its window has {self.layout.nbytes} for each.",
+                fix="Make the channel with more capacity=.",
+            )
+        self.check()
+        start = self._rooms.start(slot, source, form)
+        self._words_to(flag + 1, number, *form.block())
+        self._window.Flush(self._peer)
+        if nbytes:
+            data = self._mpi.buffer.fromaddress(start, nbytes)
+            self._put(data, self.layout.offset(slot))
+        self._window.Flush(self._peer)
+        self._words_to(flag, number)
+        self._window.Flush(self._peer)
+
+    def _words_to(self, index: int, *words: int) -> None:
+        data = b"".join(word.to_bytes(8, "little") for word in words)
+        self._put(bytearray(data), 8 * index)
+        self._window.Flush_local(self._peer)
+
+    def _put(self, data: Any, start: int) -> None:
+        byte = self._mpi.BYTE
+        self._window.Put([data, byte], self._peer, [start, len(data), byte])
+
+    def arrived(self, slot: int, block: Sequence[int]) -> Tensor:
+        return self.region.slot(slot)
+
+    def give_back(self, slot: int, number: int) -> None:
+        self._words_to(self.layout.credit(slot), number)
+        self._window.Flush(self._peer)
+
+    def check(self) -> None:
+        self._pair.Iprobe()  # lets MPI move on where it has no thread of its own
+        self._window.Sync()
+        if self.words[self.layout.closed]:
+            raise self.lost("has closed the channel")
+        if self._process is not None and self._process.ended():
+            raise self.lost("vanished")
+
+    def close(self, *, patient: bool) -> None:
+        """Free the window, collectively, where both ends close within some seconds.
+
+        Where an end still holds a tensor of it, or does not close, it stays until MPI ends.
+        """
+        self.acquire = None
+        self.words = memoryview(bytes(self.layout.header)).cast("Q")
+        del self.region
+        mine = _FREE if self._memory() is None else _HELD
+        self._words_to(self.layout.closed, mine)
+        self._window.Flush(self._peer)
+        theirs = self._wait_for_the_other() if patient else 0
+        if self._process is not None:
+            self._process.close()
+        if mine == theirs == _FREE:  # all of these need the other end
+            self._window.Unlock_all()
+            self._window.Free()
+            self._pair.Free()
+
+    def _wait_for_the_other(self) -> int:
+        """What the other end says when it closes; 0 where it does not in time."""
+        words = memoryview(self._window.tomemory())[: self.layout.header].cast("Q")
+        deadline = time.monotonic() + min(self.seconds, _GOODBYE_SECONDS)
+        while not words[self.layout.closed] and time.monotonic() < deadline:
+            self._pair.Iprobe()
+            self._window.Sync()
+            time.sleep(0.001)
+        return words[self.layout.closed]
+
+
+def open_mpi_wire(
+    peer: int, form: Form | None, slots: int, capacity: int, seconds: float
+) -> MpiWire:
+    """One end of a channel; the other end calls the same.
+
+    Args:
+        peer: Its rank in MPI's world.
+        form: Of all tensors; None: dynamic.
+        slots: Tensors that may be under way.
+        capacity: Bytes of a slot of a dynamic channel.
+        seconds: That a wait may take.
+
+    Raises:
+        MissingExtra: mpi4py is not installed.
+        UsageError: `peer` is this rank, or none.
+        RunError: The two ends want different things.
+        Stalled: The other end does not come.
+    """
+    mpi = _mpi()
+    world = mpi.COMM_WORLD
+    if not 0 <= peer < world.size or peer == world.rank:
+        raise UsageError(
+            f"a channel over MPI from rank {world.rank} to rank {peer}",
+            why=f"MPI's world has {world.size} ranks.",
+            fix="Start the ranks with mpiexec, and name another one.",
+        )
+    nbytes = capacity if form is None else form.nbytes
+    wanted = {"form": form, "slots": slots, "bytes": nbytes}
+    here = shared_memory.machine()
+    theirs = _swap(mpi, world, peer, {**wanted, "machine": here, "pid": os.getpid()}, seconds)
+    for name, value in wanted.items():
+        if theirs[name] != value:
+            raise RunError(
+                f"the two ends of a channel differ in {name}",
+                where=f"rank {world.rank}",
+                why=f"{value} here, {theirs[name]} on rank {peer}.",
+                fix="Make both ends alike, and the channels of two ranks in the same order.",
+            )
+    both = world.group.Incl(sorted([world.rank, peer]))
+    pair = world.Create_group(both, _TAG)
+    together = bool(here) and theirs["machine"] == here
+    return MpiWire(
+        1 - pair.rank,
+        f"rank {peer}",
+        Layout(slots, nbytes),
+        seconds,
+        mpi=mpi,
+        pair=pair,
+        pid=theirs["pid"] if together else None,
+    )
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise MissingExtra(
+            "a channel over MPI without mpi4py",
+            why=str(error),
+            fix='pip install "headway[mpi]", and start the ranks with its mpiexec.',
+        ) from error
+    return MPI
+
+
+def _swap(mpi: Any, world: Any, peer: int, says: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Tell the other end something and hear what it tells; MPI itself waits without an end."""
+    sending = world.isend(says, peer, _TAG)
+    deadline = time.monotonic() + seconds
+    while not world.iprobe(peer, _TAG):
+        if time.monotonic() > deadline:
+            sending.cancel()
+            raise Stalled(
+                f"rank {peer} does not open its end of a channel within {seconds:g} s",
+                where=f"rank {world.rank}",
+                fix="Both ranks make the channel, in the same order as their other channels.",
+            )
+        time.sleep(0.001)
+    theirs: dict[str, Any] = world.recv(source=peer, tag=_TAG)
+    sending.wait()
+    return theirs

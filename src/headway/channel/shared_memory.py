@@ -1,0 +1,294 @@
+"""Channels between two processes of one machine: stores into memory that both have mapped.
+
+The memory has no name anywhere (memfd): the other process opens it through /proc/PID/fd while its
+maker lives, so that nothing can be left behind, however a process ends. It cannot shrink (seals),
+so that no touch can fail later. A process that has ended is noticed by its pidfd. The receiver of
+a put makes no call at all; its credit is one store, too.
+
+Static: the receiver's region holds the slots. Dynamic: the sender's memory holds the tensor, one
+region for each slot, made anew when it is too small; the block says where, the receiver maps it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import select
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.channel.bell import Bell, Pipe
+from headway.channel.copying import SMALL, Again, Target, copy
+from headway.channel.region import Form, Layout, Region, pages
+from headway.channel.wire import Wire
+from headway.errors import PeerLost, Stalled
+
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+
+
+def why_not() -> str:
+    """Why this machine cannot have such channels; "" where it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "It needs memfd_create and pidfd_open (Linux 5.3 or newer)."
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return (
+            f"Flags are plain stores, whose order {platform.machine()} does not keep as x86-64 "
+            "does; Python has no fence."
+        )
+    return ""
+
+
+def machine() -> str:
+    """The same text for processes that can see each other in /proc; "" elsewhere."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
+    return ""
+
+
+def memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
+    """New memory of some bytes that another process can map: its descriptor and the map."""
+    number = os.memfd_create("headway channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(number, nbytes)
+    seals = sum(getattr(fcntl, name) for name in _SEALS if not (grows and name == "F_SEAL_GROW"))
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
+    return number, mmap.mmap(number, nbytes)
+
+
+def opened(pid: int, number: int, nbytes: int) -> mmap.mmap:
+    """Memory of another process.
+
+    Raises:
+        OSError: It has ended, or this one may not see it.
+    """
+    handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """This end's region, before the other end has mapped it."""
+
+    number: int
+    region: Region
+    token: int
+    pipe: Pipe
+
+    @classmethod
+    def make(cls, layout: Layout) -> Offer:
+        number, map_ = memory(layout.size)
+        region = Region(map_, layout)
+        token = int.from_bytes(os.urandom(7))
+        region.words[layout.token] = token
+        return cls(number, region, token, Pipe())
+
+    def says(self) -> dict[str, Any]:
+        """What the other end must know."""
+        here = {"pid": os.getpid(), "memory": self.number, "token": self.token}
+        return {**here, "bell": self.pipe.write}
+
+    def close(self) -> None:
+        """Descriptors are of no use once the other end has opened them, or will not."""
+        os.close(self.number)
+        self.pipe.close()
+
+
+class PeerProcess:
+    """A process of this machine that is watched for its end.
+
+    Raises:
+        OSError: It has ended, or this one may not see it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def ended(self) -> bool:
+        poll = select.poll()  # one for all would refuse a second thread
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SharedMemoryWire(Wire):
+    """One end of a channel of one machine.
+
+    Args:
+        peer: As of `Wire`.
+        seconds: As of `Wire`.
+        own: This end's region.
+        theirs: What the other end says of its own.
+        dynamic: Tensors lie in the sender's memory.
+        credit: Puts wait until their slot is free; else a reader has to see that one has begun.
+
+    Raises:
+        OSError: The other process has ended, or this one may not see it.
+    """
+
+    provider = "shared_memory"
+
+    def __init__(
+        self,
+        peer: str,
+        seconds: float,
+        own: Offer,
+        theirs: dict[str, Any],
+        *,
+        dynamic: bool,
+        credit: bool,
+    ) -> None:
+        layout = own.region.layout
+        super().__init__(peer, layout, seconds)
+        self._process = PeerProcess(int(theirs["pid"]))
+        map_ = opened(self._process.pid, int(theirs["memory"]), layout.size)
+        self._far = Region(map_, layout)
+        if self._far.words[layout.token] != theirs["token"]:
+            raise OSError("another process has its number now")
+        self.region = own.region
+        self.words, self._out = own.region.words, self._far.words
+        self.bell = self._bell = Bell(
+            own.pipe, self._process.pid, int(theirs["bell"]), self.words, self._out, layout.asleep
+        )
+        self._asleep = layout.asleep
+        self._dynamic, self._credit = dynamic, credit
+        self._rooms: list[_Room | None] = [None] * layout.slots
+        self._mapped: list[tuple[int, Tensor] | None] = [None] * layout.slots
+        self._flags = [layout.flag(slot) for slot in range(layout.slots)]
+        self._credits = [layout.credit(slot) for slot in range(layout.slots)]
+        self._targets: list[Target | None] = [None] * layout.slots
+        self._again = Again()
+
+    # -- the sender --------------------------------------------------------------------------
+
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        if not self._dynamic:
+            return self._far.slot(slot)[:nbytes]
+        room = self._rooms[slot]
+        if room is None or room.bytes.numel() < nbytes:
+            if room is not None:
+                os.close(room.number)
+            number, map_ = memory(pages(nbytes) if room is None else 2 * pages(nbytes))
+            made = 1 if room is None else room.made + 1
+            room = _Room(number, made, torch.frombuffer(map_, dtype=torch.uint8))
+            self._rooms[slot] = room
+        return room.bytes[:nbytes]
+
+    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+        flag, out = self._flags[slot], self._out
+        if not self._credit:
+            out[flag + 1] = number  # begun
+        if self._dynamic:
+            self._write(slot, flag + 2, source, form)
+        elif source is not None:
+            target = self._targets[slot]
+            if target is None:
+                target = self._targets[slot] = Target(form.view(self._far.slot(slot)))
+            if target.nbytes > SMALL or not self._again.copy(source, target):
+                copy(source, target.tensor, target.address, target.nbytes)
+        out[flag] = number
+        if self.words[self._asleep]:
+            self._bell.ring()
+
+    def _write(self, slot: int, index: int, source: Tensor | None, form: Form) -> None:
+        """The tensor into memory of this end, and the block that says where."""
+        bytes_ = self.room(slot, form.nbytes)
+        if source is not None:
+            copy(source, form.view(bytes_), bytes_.data_ptr(), form.nbytes)
+        room = self._rooms[slot]
+        assert room is not None
+        for place, word in enumerate(form.block(room.key), index):
+            self._out[place] = word
+
+    # -- the receiver ------------------------------------------------------------------------
+
+    def arrived(self, slot: int, block: Sequence[int]) -> Tensor:
+        if not self._dynamic:
+            return self.region.slot(slot)
+        known, key = self._mapped[slot], block[3]
+        if known is None or known[0] != key:
+            number, size = _Room.where(key)
+            try:
+                map_ = opened(self._process.pid, number, size)
+            except OSError:
+                raise self.lost("vanished with the tensor that it had put") from None
+            known = self._mapped[slot] = key, torch.frombuffer(map_, dtype=torch.uint8)
+        return known[1]
+
+    def give_back(self, slot: int, number: int) -> None:
+        self._out[self._credits[slot]] = number
+        if self.words[self._asleep]:
+            self._bell.ring()
+
+    # -- both --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.words[self.layout.closed]:
+            raise self.lost("has closed the channel")
+        if self._process.ended():
+            raise self.lost("vanished")
+
+    def close(self, *, patient: bool) -> None:
+        self._out[self.layout.closed] = 1
+        self._bell.ring()
+        with suppress(PeerLost, Stalled):
+            for slot, room in enumerate(self._rooms):
+                if patient and room is not None:  # the other end may still have to open it
+                    sent = self._out[self._flags[slot]]
+                    self.wait(self._credits[slot], sent, "take the last tensor")
+        self._process.close()
+        self._let_rooms_go()
+
+    def _let_rooms_go(self) -> None:
+        for room in self._rooms:
+            if room is not None:
+                os.close(room.number)
+        self._rooms = [None] * self.layout.slots
+
+    def __del__(self) -> None:
+        if hasattr(self, "_rooms"):  # it had been opened
+            self._out[self.layout.closed] = 1
+            self._let_rooms_go()
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory of the sender for the tensors of one slot.
+
+    Attributes:
+        number: Its descriptor.
+        made: The how manieth of this slot; a descriptor's number comes again.
+        bytes: All of it.
+    """
+
+    number: int
+    made: int
+    bytes: Tensor
+
+    @property
+    def key(self) -> int:
+        """One word: 24 bits of number, 28 bits of pages, the rest of `made`."""
+        return self.number | self.bytes.numel() // mmap.PAGESIZE << 24 | self.made % 4096 << 52
+
+    @staticmethod
+    def where(key: int) -> tuple[int, int]:
+        """The number and the bytes of a key."""
+        return key & 0xFFFFFF, (key >> 24 & 0xFFFFFFF) * mmap.PAGESIZE

@@ -1,0 +1,332 @@
+"""Channels over TCP: a thread of the receiver fills the region and then stores the flag.
+
+The same contract as shared memory, with the thread in the place of a network card that writes to
+memory: the receiving program makes no call either, but the thread needs its interpreter now and
+then. Credits come back on the same connection. Every message is one line of words, and behind a put
+the bytes of the tensor, which are received where they stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import mmap
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.channel.copying import bytes_at
+from headway.channel.meeting import Meeting
+from headway.channel.region import BLOCK, LINE, Form, Layout, Region, pages
+from headway.channel.wire import Rooms, Wire
+from headway.errors import PeerLost
+
+_PUT, _CREDIT, _BYE = 1, 2, 3
+_HEAD = struct.Struct(f"<{LINE}Q")
+"""Kind, slot, number, block, and an empty word."""
+_SIOCGIFADDR = 0x8915
+_SMALL = 65536
+"""Bytes up to which head and tensor go in one call, hence in one packet where it can."""
+_CONNECT_SECONDS = 5.0
+_GOODBYE_SECONDS = 5.0
+_TOKEN_BYTES = 32
+_NO_BLOCK = (0,) * BLOCK
+
+
+class _Inbox:
+    """What the thread fills: the region, and how the connection ended.
+
+    Attributes:
+        region: Flags, credits and, static, the slots.
+        slots: The bytes of each slot; dynamic ones are made anew when they are too small.
+        changed: Notified when a word has been stored.
+        ended: How the other end went; "" while it is there.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.region = Region(mmap.mmap(-1, layout.size), layout)
+        self.slots = [self.region.slot(slot) for slot in range(layout.slots)]
+        self.changed = threading.Condition()
+        self.ended = ""
+        self._layout = layout
+
+    def receive(self, link: socket.socket) -> None:
+        """Until the connection ends; the body of the thread."""
+        how = "vanished"
+        head = memoryview(bytearray(_HEAD.size))
+        with suppress(OSError):
+            while _fill(link, head):
+                kind, slot, number, *block = _HEAD.unpack(head)[: 3 + BLOCK]
+                if kind == _BYE:
+                    how = "has closed the channel"
+                    link.shutdown(socket.SHUT_WR)  # it waits for this: all it sent is here
+                    break
+                if kind == _CREDIT:
+                    self._store(self._layout.credit(slot), number)
+                elif not self._take(link, slot, number, block):
+                    break
+        with self.changed:
+            self.ended = how
+            self.changed.notify_all()
+
+    def _take(self, link: socket.socket, slot: int, number: int, block: list[int]) -> bool:
+        flag, words, nbytes = self._layout.flag(slot), self.region.words, block[2]
+        words[flag + 1] = number  # begun
+        if self.slots[slot].numel() < nbytes:
+            self.slots[slot] = torch.frombuffer(mmap.mmap(-1, pages(nbytes)), dtype=torch.uint8)
+        if nbytes and not _fill(link, bytes_at(self.slots[slot].data_ptr(), nbytes)):
+            return False
+        for place, word in enumerate(block, flag + 2):
+            words[place] = word
+        self._store(flag, number)
+        return True
+
+    def _store(self, index: int, number: int) -> None:
+        with self.changed:
+            self.region.words[index] = number
+            self.changed.notify_all()
+
+
+class SocketWire(Wire):
+    """One end of a channel over a connection.
+
+    Args:
+        peer: As of `Wire`.
+        layout: As of `Wire`.
+        seconds: As of `Wire`; of a put, without any progress.
+        link: The connection.
+    """
+
+    provider = "socket"
+
+    def __init__(self, peer: str, layout: Layout, seconds: float, link: socket.socket) -> None:
+        super().__init__(peer, layout, seconds)
+        _prepare(link, seconds)
+        self._link = link
+        self._inbox = _Inbox(layout)
+        self.region = self._inbox.region
+        self.words = self.region.words
+        self._rooms = Rooms(layout.slots)
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._inbox.receive, args=(link,), name=f"channel to {peer}", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, _break, link)
+
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        return self._rooms.get(slot, nbytes)
+
+    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+        nbytes = form.nbytes
+        start = self._rooms.start(slot, source, form)
+        head = _HEAD.pack(_PUT, slot, number, *form.block(), 0)
+        data = bytes_at(start, nbytes) if nbytes else memoryview(b"")
+        if nbytes <= _SMALL:
+            self._send(head + data)
+        else:
+            self._send(head, data)
+
+    def _send(self, *parts: bytes | memoryview) -> None:
+        """Send parts of one message.
+
+        Raises:
+            PeerLost: The connection has ended.
+            Stalled: The other end takes nothing for too long; the channel is of no use then.
+        """
+        try:
+            with self._sending:
+                for part in parts:
+                    self._link.sendall(part)
+        except BlockingIOError as error:
+            self._end()  # half a message is out
+            raise self.late("take what was put", self.seconds) from error
+        except OSError as error:
+            self._thread.join(_GOODBYE_SECONDS)  # it finds out how
+            raise self.lost(self._inbox.ended or "vanished") from error
+        except BaseException:
+            self._end()
+            raise
+
+    def arrived(self, slot: int, block: Sequence[int]) -> Tensor:
+        return self._inbox.slots[slot]
+
+    def give_back(self, slot: int, number: int) -> None:
+        with suppress(PeerLost):  # whoever waits for the next tensor learns of it
+            self._send(_HEAD.pack(_CREDIT, slot, number, *_NO_BLOCK, 0))
+
+    def check(self) -> None:
+        if self._inbox.ended:
+            raise self.lost(self._inbox.ended)
+
+    def wait(self, index: int, least: int, doing: str) -> None:
+        inbox, words = self._inbox, self.words
+        with inbox.changed:
+            came = inbox.changed.wait_for(
+                lambda: words[index] >= least or inbox.ended, self.seconds
+            )
+        if words[index] >= least:
+            return
+        raise self.lost(inbox.ended) if came else self.late(doing, self.seconds)
+
+    def close(self, *, patient: bool) -> None:
+        with suppress(OSError):
+            self._link.sendall(_HEAD.pack(_BYE, 0, 0, *_NO_BLOCK, 0))
+            self._link.shutdown(socket.SHUT_WR)
+        if patient:
+            self._thread.join(_GOODBYE_SECONDS)
+        self._end()
+        self._thread.join()
+
+
+def _break(link: socket.socket) -> None:
+    """End a connection; whoever waits in it goes on."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+    link.close()
+
+
+def _fill(link: socket.socket, memory: memoryview) -> bool:
+    """Receive until some memory is full; False where the connection ended before."""
+    while memory:
+        count = link.recv_into(memory)
+        if not count:
+            return False
+        memory = memory[count:]
+    return True
+
+
+def _prepare(link: socket.socket, seconds: float) -> None:
+    """No delay, a limit for sending, and an end where the other machine is gone without a word."""
+    link.settimeout(None)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6) + 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# -- finding each other ------------------------------------------------------------------------
+
+
+def open_socket_wire(meeting: Meeting, layout: Layout, address: str | None) -> SocketWire:
+    """A connection with the other end; the lower rank listens.
+
+    Args:
+        meeting: The way to the other end.
+        layout: Of the regions.
+        address: Of this end, as the other one reaches it; None: all of this machine.
+
+    Raises:
+        PeerLost: There is no way from the one to the other, or the other end is gone.
+        Stalled: The other end does not come.
+    """
+    link, why = None, ""
+    if meeting.rank < meeting.peer:
+        with _listen() as server:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            meeting.swap(_notice(server, address, token))
+            why = str(meeting.swap({}).get("why", ""))
+            if not why:
+                link = _accept(server, token, meeting)
+    else:
+        notice = meeting.swap({})
+        try:
+            link = _connect(notice, meeting.seconds)
+        except OSError as error:
+            why = f"{', '.join(notice['addresses'])}, port {notice['port']}: {error}"
+        meeting.swap({"why": why})
+    if link is None:
+        raise PeerLost(
+            f"no connection between rank {meeting.rank} and rank {meeting.peer}",
+            where="socket channel",
+            why=why,
+            fix="Give each end address=, as the other one reaches it, and open that way.",
+        )
+    return SocketWire(f"rank {meeting.peer}", layout, meeting.seconds, link)
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _notice(server: socket.socket, address: str | None, token: bytes) -> dict[str, Any]:
+    return {
+        "addresses": [address] if address else _addresses(),
+        "port": server.getsockname()[1],
+        "token": token.hex(),
+        "network": _network(),
+    }
+
+
+def _accept(server: socket.socket, token: bytes, meeting: Meeting) -> socket.socket:
+    """The connection that knows the token; others are turned away."""
+    deadline = time.monotonic() + meeting.seconds
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        with suppress(OSError):
+            link, _ = server.accept()
+            link.settimeout(min(_CONNECT_SECONDS, left))
+            said = memoryview(bytearray(_TOKEN_BYTES))
+            if _fill(link, said) and hmac.compare_digest(bytes(said), token):
+                return link
+            link.close()
+    raise meeting.late()
+
+
+def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
+    """To the first address that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    addresses = [*notice["addresses"]]
+    if notice["network"] and notice["network"] == _network():
+        addresses.insert(0, "127.0.0.1")
+    failed = OSError("there is no address")
+    for address in addresses:
+        try:
+            link = socket.create_connection(
+                (address, int(notice["port"])), min(_CONNECT_SECONDS, seconds)
+            )
+            link.sendall(bytes.fromhex(notice["token"]))
+            return link
+        except OSError as error:
+            failed = error
+    raise failed
+
+
+def _network() -> str:
+    """The same text for processes that share a loopback interface; "" where that is unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    return ""
+
+
+def _addresses() -> list[str]:
+    """Of this machine: those of its interfaces, then those of its name; without loopback."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+    return [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1"))]

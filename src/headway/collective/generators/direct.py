@@ -1,0 +1,122 @@
+"""Direct programs: everybody sends to everybody at once; the fewest rounds there can be.
+
+reduce_scatter, all_gather and all_to_all take one round, all_reduce two; each rank sends as much as
+in a ring, (n - 1) / n of the whole per round. Sizes of a part may be anything, also zero.
+"""
+
+from __future__ import annotations
+
+from headway.collective.generators.phases import FLIGHT, gather_direct, scatter_direct
+from headway.collective.generators.writing import OUT, Area, Writer, parts_of
+from headway.collective.program import CollectiveProgram, Span
+from headway.collective.task import Collective, even
+
+
+def direct(collective: Collective, *, flight: int = FLIGHT) -> CollectiveProgram:
+    """A program for any operation.
+
+    Args:
+        collective: What it is for.
+        flight: Messages that an all_to_all sends at the same time; the receives all begin at once.
+    """
+    writer = Writer(collective)
+    if collective.op == "all_to_all":
+        _all_to_all(writer, flight)
+        return writer.program("direct")
+    everyone = range(collective.ranks)
+    parts = parts_of(collective.shares)
+    if collective.op == "reduce_scatter":
+        results = [Area("out", start) for start, _ in parts]
+        scatter_direct(writer, everyone, parts, source=Area("in"), result=results)
+    elif collective.op == "all_gather":
+        sources = [Area("in", start) for start, _ in parts]
+        gather_direct(writer, everyone, parts, source=sources)
+    elif collective.op == "all_reduce":
+        parts = parts_of(even(collective.elements, collective.ranks))
+        scatter_direct(writer, everyone, parts)
+        gather_direct(writer, everyone, parts)
+    elif collective.op == "broadcast":
+        _broadcast(writer, collective.root or 0)
+    else:
+        _reduce(writer, collective.root or 0)
+    return writer.program("direct")
+
+
+def _all_to_all(writer: Writer, flight: int) -> None:
+    """Pairwise, partners rotated, so that no rank is everybody's target at once."""
+    collective, tag = writer.collective, writer.tag()
+    n = collective.ranks
+    for rank, script in enumerate(writer.ranks):
+        arriving: list[int] = []
+        for step in range(1, n):
+            source = (rank - step) % n
+            arriving += script.recv(source, tag, Span("out", *collective.got_from(rank, source)))
+        own = Span("out", *collective.got_from(rank, rank))
+        leaving: list[list[int]] = []
+        for step in range(1, n):
+            if len(leaving) >= flight:
+                script.wait(leaving.pop(0))
+            target = (rank + step) % n
+            leaving.append(script.send(target, tag, Span("in", *collective.sent_to(rank, target))))
+        script.copy(own, Span("in", *collective.sent_to(rank, rank)))
+        script.wait([*arriving, *(handle for handles in leaving for handle in handles)])
+
+
+def _broadcast(writer: Writer, root: int) -> None:
+    """The root deals parts out, and the others hand them to each other (van de Geijn's way): the
+    root sends the whole once, and nobody more."""
+    others = [rank for rank in range(writer.collective.ranks) if rank != root]
+    if not others:
+        return
+    parts = parts_of(even(writer.collective.elements, len(others)))
+    tag = writer.tag()
+    for rank, part in zip(others, parts, strict=True):
+        script = writer.ranks[rank]
+        script.wait(script.recv(root, tag, OUT.span(part)))
+    script = writer.ranks[root]
+    handles = [
+        handle
+        for rank, part in zip(others, parts, strict=True)
+        for handle in script.send(rank, tag, OUT.span(part))
+    ]
+    script.wait(handles)
+    gather_direct(writer, others, parts)
+
+
+def _reduce(writer: Writer, root: int) -> None:
+    """Every other rank sums a part and hands it to the root: the root receives the whole once."""
+    n, elements = writer.collective.ranks, writer.collective.elements
+    others = [rank for rank in range(n) if rank != root]
+    parts = parts_of(even(elements, max(1, len(others))))
+    tag, home = writer.tag(), writer.tag()
+    for own, rank in enumerate(others):
+        script, part = writer.ranks[rank], parts[own]
+        mates = [mate for mate in others if mate != rank]
+        sums = script.room(part[1] - part[0])
+        slots = [(mate, script.room(part[1] - part[0])) for mate in mates]
+        arriving = [(script.recv(mate, tag, slot), slot) for mate, slot in slots]
+        leaving = [
+            handle
+            for mate, theirs in zip(others, parts, strict=True)
+            if mate != rank
+            for handle in script.send(mate, tag, OUT.span(theirs))
+        ]
+        script.copy(sums, OUT.span(part))
+        for handle, slot in arriving:
+            script.wait(handle)
+            script.combine(sums, slot)
+        script.wait([*leaving, *script.send(root, home, sums)])
+    _collect(writer, root, others, home)
+
+
+def _collect(writer: Writer, root: int, others: list[int], tag: int) -> None:
+    """At the root: the sum of the others, part by part, added to its own."""
+    script = writer.ranks[root]
+    parts = parts_of(even(writer.collective.elements, max(1, len(others))))
+    arriving = []
+    for rank, part in zip(others, parts, strict=False):
+        slot = script.room(part[1] - part[0])
+        arriving.append((script.recv(rank, tag, slot), part, slot))
+    for handle, part, slot in arriving:
+        script.wait(handle)
+        script.combine(OUT.span(part), slot)

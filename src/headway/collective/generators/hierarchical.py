@@ -1,0 +1,184 @@
+"""Programs in levels: little crosses between nodes, the rest stays inside them.
+
+What is sent between nodes is summed inside a node first, and what comes in is handed on inside, so
+that each byte crosses a node's interface once per node and not once per rank (Shi et al. 2021,
+section 3.2). Nodes come from the cluster's description; they may have different numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from headway.collective.generators.phases import gather_direct, ring, scatter_direct
+from headway.collective.generators.shapes import two_level
+from headway.collective.generators.trees import trees
+from headway.collective.generators.writing import OUT, Area, Script, Writer, parts_of, refuse
+from headway.collective.nodes import Nodes
+from headway.collective.program import CollectiveProgram, Span
+from headway.collective.task import Collective, even
+from headway.errors import PlanError
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+NEAR = 8
+"""Up to so many nodes exchange directly, more in a ring."""
+
+
+def hierarchical(
+    collective: Collective, nodes: Nodes, *, chunk: int | None = None
+) -> CollectiveProgram:
+    """A program for these nodes.
+
+    Args:
+        collective: Not all_to_all.
+        nodes: Of all ranks.
+        chunk: Elements of a message in rings and trees.
+
+    Raises:
+        PlanError: No such program for this operation, or nodes of other ranks.
+    """
+    refuse(collective, "hierarchical", OPS)
+    if sorted(rank for members in nodes.members for rank in members) != [*range(collective.ranks)]:
+        raise PlanError(
+            f"nodes with the ranks {nodes.members} for {collective.ranks} ranks",
+            problems=["each rank is on one node"],
+        )
+    if collective.root is not None:
+        tree = two_level(nodes, collective.root)
+        return trees(collective, [(tree, 1.0)], chunk=chunk, name="hierarchical")
+    writer = Writer(collective)
+    if collective.op == "all_reduce":
+        _all_reduce(writer, nodes, chunk)
+    elif collective.op == "reduce_scatter":
+        _reduce_scatter(writer, nodes)
+    else:
+        _all_gather(writer, nodes)
+    return writer.program("hierarchical")
+
+
+def _all_reduce(writer: Writer, nodes: Nodes, chunk: int | None) -> None:
+    """Reduce-scatter inside, all-reduce of each shard across, all-gather inside.
+
+    As many shards as the smallest node has ranks; others only add to them.
+    """
+    width = min(map(len, nodes.members))
+    shards = parts_of(even(writer.collective.elements, width))
+    inside = {len(m): [*shards, *[(0, 0)] * (len(m) - width)] for m in nodes.members}
+    for members in nodes.members:
+        scatter_direct(writer, members, inside[len(members)])
+    for place, shard in enumerate(shards):
+        column = [members[place] for members in nodes.members]
+        parts = parts_of(even(shard[1] - shard[0], len(column)), shard[0])
+        if len(column) <= NEAR:
+            scatter_direct(writer, column, parts)
+            gather_direct(writer, column, parts)
+        else:
+            ring(writer, column, parts, chunk=chunk)
+    for members in nodes.members:
+        gather_direct(writer, members, inside[len(members)])
+
+
+class _Doors:
+    """Through which rank of a node what concerns another node's rank goes."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._home = {rank: members for members in nodes.members for rank in members}
+
+    def door(self, members: tuple[int, ...], rank: int) -> int:
+        """Of a node for a rank: itself if it is there, else the one with its place."""
+        home = self._home[rank]
+        return rank if home == members else members[home.index(rank) % len(members)]
+
+    def mates(self, rank: int) -> list[int]:
+        return [mate for mate in self._home[rank] if mate != rank]
+
+    def kept(self, rank: int) -> list[int]:
+        """For whom this rank is its node's door, itself included."""
+        home = self._home[rank]
+        return [other for other in self._home if self.door(home, other) == rank]
+
+    def others(self, rank: int) -> list[tuple[int, ...]]:
+        """The nodes where this rank is not."""
+        return [members for members in self.nodes.members if members != self._home[rank]]
+
+    def door_at_home(self, rank: int, other: int) -> int:
+        return self.door(self._home[rank], other)
+
+
+def _reduce_scatter(writer: Writer, nodes: Nodes) -> None:
+    """Each node sums its parts of every share at a door, doors send the sums to the shares' owners.
+
+    One tag for each share.
+    """
+    doors, parts = _Doors(nodes), parts_of(writer.collective.shares)
+    tags = [writer.tag() for _ in parts]
+    for rank, script in enumerate(writer.ranks):
+        sums = _sum_inside(script, rank, doors, parts, tags)
+        own = sums.pop(rank)
+        arriving = []
+        for members in doors.others(rank):
+            slot = script.room(own.size)
+            arriving.append((script.recv(doors.door(members, rank), tags[rank], slot), slot))
+        leaving = [h for other, span in sums.items() for h in script.send(other, tags[other], span)]
+        for handle, slot in arriving:
+            script.wait(handle)
+            script.combine(own, slot)
+        script.wait(leaving)
+
+
+def _sum_inside(
+    script: Script, rank: int, doors: _Doors, parts: list[tuple[int, int]], tags: list[int]
+) -> dict[int, Span]:
+    """Where this rank has its node's sums of the shares that it is the door of."""
+    source, mates = Area("in"), doors.mates(rank)
+    sums: dict[int, Span] = {}
+    arriving = []
+    for other in doors.kept(rank):
+        start, stop = parts[other]
+        sums[other] = Area("out", start).span((start, stop))
+        if other != rank:
+            sums[other] = script.room(stop - start)
+        for mate in mates:
+            slot = script.room(stop - start)
+            arriving.append((script.recv(mate, tags[other], slot), other, slot))
+    leaving = [
+        handle
+        for other, part in enumerate(parts)
+        if other not in sums
+        for handle in script.send(doors.door_at_home(rank, other), tags[other], source.span(part))
+    ]
+    for other, span in sums.items():
+        script.copy(span, source.span(parts[other]))
+    for handle, other, slot in arriving:
+        script.wait(handle)
+        script.combine(sums[other], slot)
+    script.wait(leaving)
+    return sums
+
+
+def _all_gather(writer: Writer, nodes: Nodes) -> None:
+    """Each rank tells its node and one door of each other node, doors tell their node."""
+    doors, parts = _Doors(nodes), parts_of(writer.collective.shares)
+    tags = [writer.tag() for _ in parts]
+    for rank, script in enumerate(writer.ranks):
+        own = Area("in", parts[rank][0]).span(parts[rank])
+        mates = doors.mates(rank)
+        kept = [other for other in doors.kept(rank) if other != rank]
+        handles = [
+            handle
+            for other in [*kept, *mates]
+            for handle in script.recv(other, tags[other], OUT.span(parts[other]))
+        ]
+        for peer in [*(doors.door(members, rank) for members in doors.others(rank)), *mates]:
+            handles += script.send(peer, tags[rank], own)
+        script.copy(OUT.span(parts[rank]), own)
+        script.wait(handles)
+        handed = [
+            handle
+            for mate in mates
+            for other in doors.kept(mate)
+            if other != mate
+            for handle in script.recv(mate, tags[other], OUT.span(parts[other]))
+        ]
+        for mate in mates:
+            for other in kept:
+                handed += script.send(mate, tags[other], OUT.span(parts[other]))
+        script.wait(handed)

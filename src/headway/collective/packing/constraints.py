@@ -1,0 +1,276 @@
+"""What limits a packing: cuts from a root, partitions of the ranks; all of them, or those found.
+
+A packing of rate r exists exactly if every set of ranks without the root is entered by r
+(broadcast; Edmonds 1973), or every partition into p parts is crossed by r (p - 1) (all-reduce;
+Tutte 1961, Nash-Williams 1961). Both read: the edges of each constraint carry r * demand or more.
+For few ranks all constraints are listed; for more they are found by minimum cuts when they are
+violated: for each rank one cut, and for partitions the greedy algorithm for the least sum over the
+parts P of x(border of P) / 2 - r (Cunningham 1985, Barahona 1992: also one cut for each rank).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.collective.packing.flow import min_cut
+from headway.collective.packing.graph import LinkGraph
+from headway.collective.packing.shortest import arborescence, spanning_tree
+from headway.collective.packing.tree import Parents, Tree, rooted
+
+Vector = npt.NDArray[np.float64]
+Chosen = npt.NDArray[np.intp]
+
+LISTED = 8
+"""Up to so many ranks all constraints are listed: 127 cuts, 4139 partitions."""
+_NEAR = 1e-9
+"""Relative to the rate: a constraint missed by less is kept."""
+_LONG = 1e30
+
+
+class Problem(ABC):
+    """One kind of packing on one graph.
+
+    Attributes:
+        ranks: How many.
+        edges: Arcs or links, in the order of all vectors.
+        capacity: Of each edge.
+        rows: Of each known constraint the edges that count for it, as 0 and 1.
+        demand: Of each of them: what it needs, in units of the rate.
+    """
+
+    def __init__(
+        self, ranks: int, edges: Sequence[tuple[int, int]], capacity: Iterable[float]
+    ) -> None:
+        self.ranks = ranks
+        self.edges = tuple(edges)
+        self.capacity = np.array([*capacity], dtype=np.float64)
+        self.place = {edge: place for place, edge in enumerate(self.edges)}
+        self.complete = ranks <= LISTED
+        self.rows = np.zeros((0, len(self.edges)))
+        self.demand = np.zeros(0)
+        self._ends = np.array(self.edges, dtype=np.intp).reshape(-1, 2).T
+
+    @abstractmethod
+    def cheapest(self, length: Vector) -> Chosen:
+        """The edges of the shortest tree, ascending; lengths are not negative."""
+
+    @abstractmethod
+    def parents(self, chosen: Chosen) -> Parents:
+        """The tree of these edges, hung up."""
+
+    @abstractmethod
+    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+        """Constraints that capacities miss at a rate, as the part of each rank; empty: none."""
+
+    @abstractmethod
+    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+        """The edges that count for constraints, which are given as the part of each rank."""
+
+    def add(self, labels: npt.NDArray[np.intp]) -> None:
+        """Know more constraints: one row for each, the part of each rank, from 0 upwards."""
+        self.rows = np.vstack([self.rows, self._row(labels)])
+        self.demand = np.concatenate([self.demand, labels.max(axis=1).astype(np.float64)])
+
+    def bound(self, capacity: Vector) -> float:
+        """The highest rate that capacities allow."""
+        while True:
+            rate = float((self.rows @ capacity / self.demand).min())
+            if rate <= 0 or not self.learn(capacity, rate):
+                return max(rate, 0.0)
+
+    def chance(self, random: np.random.Generator, *, hubs: bool) -> Vector:
+        """Lengths by chance, below 1: of each edge, or of the rank that sends, for flat trees."""
+        if not hubs:
+            return random.random(len(self.edges))
+        ranks = random.random(self.ranks)
+        return 0.9 * self._hub(ranks[self._ends]) + 0.1 * random.random(len(self.edges))
+
+    @abstractmethod
+    def _hub(self, ends: Vector) -> Vector:
+        """The length of each edge from those of its two ends."""
+
+    def slack(self, capacity: Vector, rate: float) -> Vector:
+        """What each known constraint has more than a rate needs."""
+        return self.rows @ capacity - rate * self.demand
+
+    def depth(self, chosen: Chosen) -> int:
+        """Of a tree, from its root."""
+        return Tree(self.parents(chosen), 1.0).depth
+
+    def learn(self, capacity: Vector, rate: float) -> bool:
+        """Add the constraints that are missed at a rate; whether there was any."""
+        if self.complete:
+            return False
+        found = self.violated(capacity, rate)
+        if len(found):
+            self.add(np.array(found))
+        return len(found) > 0
+
+    def matrix(self, values: Vector, absent: float) -> list[list[float]]:
+        """Values of the edges by rank and rank."""
+        full = np.full((self.ranks, self.ranks), absent)
+        full[self._ends[0], self._ends[1]] = values
+        rows: list[list[float]] = full.tolist()
+        return rows
+
+
+class Arborescences(Problem):
+    """Trees away from a root: a broadcast."""
+
+    def __init__(self, graph: LinkGraph, root: int) -> None:
+        arcs = [arc for arc in graph.arcs if arc[1] != root]
+        super().__init__(graph.ranks, arcs, (graph.rates[i][j] for i, j in arcs))
+        self.root = root
+        self.add(_cut_labels(graph.ranks, root) if self.complete else self._first())
+
+    def _first(self) -> npt.NDArray[np.intp]:
+        """What enters each rank, and what leaves the root."""
+        labels = np.eye(self.ranks, dtype=np.intp)
+        labels[self.root] = 1 - labels[self.root]
+        return labels
+
+    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+        entered: Vector = (labels[:, self._ends[0]] < labels[:, self._ends[1]]).astype(np.float64)
+        return entered
+
+    def _hub(self, ends: Vector) -> Vector:
+        senders: Vector = ends[0]
+        return senders
+
+    def cheapest(self, length: Vector) -> Chosen:
+        parent = arborescence(self.matrix(length, _LONG), self.root)
+        return np.array(
+            [self.place[up, rank] for rank, up in enumerate(parent) if rank != self.root]
+        )
+
+    def parents(self, chosen: Chosen) -> Parents:
+        parent: list[int | None] = [None] * self.ranks
+        for up, rank in (self.edges[place] for place in chosen):
+            parent[rank] = up
+        return tuple(parent)
+
+    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+        arcs, found = self.matrix(np.maximum(capacity, 0.0), 0.0), []
+        for sink in range(self.ranks):
+            if sink != self.root:
+                value, side = min_cut(arcs, self.root, sink)
+                if value < rate * (1 - _NEAR):
+                    found.append(np.array([int(i not in side) for i in range(self.ranks)]))
+        return [*np.unique(found, axis=0)] if found else []
+
+
+class SpanningTrees(Problem):
+    """Trees without directions: an all-reduce, which uses both directions of each link."""
+
+    def __init__(self, graph: LinkGraph) -> None:
+        links = graph.links
+        super().__init__(graph.ranks, links, (graph.link_rate(i, j) for i, j in links))
+        self.add(_partition_labels(graph.ranks) if self.complete else self._first())
+
+    def _first(self) -> npt.NDArray[np.intp]:
+        """Every rank for itself, and each against all others."""
+        single = np.arange(self.ranks, dtype=np.intp)
+        return np.vstack([single, np.eye(self.ranks, dtype=np.intp)])
+
+    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+        crossed: Vector = (labels[:, self._ends[0]] != labels[:, self._ends[1]]).astype(np.float64)
+        return crossed
+
+    def _hub(self, ends: Vector) -> Vector:
+        nearer: Vector = ends.min(axis=0)
+        return nearer
+
+    def both(self, values: Vector, absent: float) -> list[list[float]]:
+        """Values of the links by rank and rank, both ways."""
+        full = np.full((self.ranks, self.ranks), absent)
+        full[self._ends[0], self._ends[1]] = values
+        full[self._ends[1], self._ends[0]] = values
+        rows: list[list[float]] = full.tolist()
+        return rows
+
+    def cheapest(self, length: Vector) -> Chosen:
+        parent = spanning_tree(self.both(length, _LONG))
+        pairs = ((min(up, rank), max(up, rank)) for rank, up in enumerate(parent) if rank)
+        return np.array([self.place[pair] for pair in pairs])
+
+    def parents(self, chosen: Chosen) -> Parents:
+        return rooted([self.edges[place] for place in chosen], self.ranks)
+
+    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+        """The partition that misses most, if any does."""
+        between = self.both(np.maximum(capacity, 0.0), 0.0)
+        blocks = _least_parts(between, rate)
+        labels = np.zeros(self.ranks, dtype=np.intp)
+        for label, block in enumerate(blocks):
+            labels[[*block]] = label
+        crossing = float((self._row(labels[None]) @ capacity)[0])
+        missed = crossing < rate * (len(blocks) - 1) * (1 - _NEAR)
+        return [labels] if missed else []
+
+
+def _least_parts(between: list[list[float]], rate: float) -> list[set[int]]:
+    """The partition with the least sum over its parts P of (border of P) / 2 - rate.
+
+    Greedy, one rank after the other: y_j is the least of g(S) - y(S without j) over the sets S of
+    j and earlier ranks; parts that share ranks with the set found become one.
+    """
+    n = len(between)
+    price: list[float] = []
+    blocks: list[set[int]] = []
+    for j in range(n):
+        least, found = _least_set(between, price, j)
+        price.append(least - rate)
+        apart = [block for block in blocks if not block & found]
+        blocks = [*apart, found.union(*(block for block in blocks if block & found))]
+    return blocks
+
+
+def _least_set(
+    between: list[list[float]], price: Sequence[float], j: int
+) -> tuple[float, set[int]]:
+    """Of the sets S of j and ranks before it, the least (border of S) / 2 - y(S without j).
+
+    The cut of a network: 0 to j - 1 are ranks, j is the source, j + 1 stands for all later ranks.
+    """
+    rows = [[x / 2 for x in between[i][: j + 1]] + [0.0] for i in range(j + 1)]
+    rows.append([0.0] * (j + 2))
+    for i in range(j + 1):
+        rows[i][j + 1] = sum(between[i][j + 1 :]) / 2
+    for i, y in enumerate(price):
+        if y > 0:
+            rows[j][i] += y
+        else:
+            rows[i][j + 1] -= y
+    value, side = min_cut(rows, j, j + 1)
+    return value - sum(y for y in price if y > 0), side
+
+
+@lru_cache(maxsize=64)
+def _cut_labels(ranks: int, root: int) -> npt.NDArray[np.intp]:
+    """All sets without the root: 1 for their ranks."""
+    others = [rank for rank in range(ranks) if rank != root]
+    labels = np.zeros((2 ** len(others) - 1, ranks), dtype=np.intp)
+    numbers = np.arange(1, 2 ** len(others))
+    for bit, rank in enumerate(others):
+        labels[:, rank] = numbers >> bit & 1
+    return labels
+
+
+@lru_cache(maxsize=16)
+def _partition_labels(ranks: int) -> npt.NDArray[np.intp]:
+    """All partitions into two or more parts."""
+    return np.array([*_growing([0], ranks)][1:], dtype=np.intp).reshape(-1, ranks)
+
+
+def _growing(labels: list[int], ranks: int) -> Iterator[list[int]]:
+    """Numbers of parts, each at most one above all before it."""
+    if len(labels) == ranks:
+        yield labels
+        return
+    for label in range(max(labels) + 2):
+        yield from _growing([*labels, label], ranks)
