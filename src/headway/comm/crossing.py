@@ -70,14 +70,19 @@ class Applier:
     def _offer(self, bucket: Bucket) -> None:
         heappush(self._usable, (self._urgency[bucket.number], bucket.number))
 
+    def _may_be_used(self, number: int) -> bool:
+        """An entry that the training thread has forestalled may meet the sums of the next step."""
+        landed = self._landed.get(number)
+        return landed is not None and landed.step <= self._released
+
     def apply_one(self) -> bool:
         """In the lane's thread: use a landed bucket; False: there is none."""
         bucket = None
         with self._lock:
             while self._usable and bucket is None:
                 _, number = heappop(self._usable)
-                if number != self._awaited:
-                    bucket = self._landed.pop(number, None)
+                if number != self._awaited and self._may_be_used(number):
+                    bucket = self._landed.pop(number)
         if bucket is None:
             return False
         self._apply(bucket)
