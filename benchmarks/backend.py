@@ -4,7 +4,7 @@
     python benchmarks/backend.py operations [rounds] [nodes] [rate] [MiB of a call]
     python benchmarks/backend.py stripes [rounds]
 
-Root: it makes network namespaces, one rank on each. Both run in turn (A B B A) inside the same
+Root: it makes network namespaces, one rank on each. All run in turn (A B B A) inside the same
 processes over the same links. The time of one run is that of its slowest rank; bytes are those that
 the kernel counted on a node's interface, with packet headers; processor seconds are those of one
 rank, Gloo's threads included. Two bounds stand beside them: those bytes at the link's rate, and the
@@ -78,9 +78,12 @@ def alternate(
 
 
 def groups() -> dict[str, dist.ProcessGroup]:
-    """Ours first; of all ranks."""
+    """Ours first, then ours over Gloo's connections; of all ranks."""
+    headway.register_backend(connections="gloo")
+    lent = dist.new_group(backend="headway")
     headway.register_backend()
-    return {"headway": dist.new_group(backend="headway"), "gloo": dist.new_group(backend="gloo")}
+    own = dist.new_group(backend="headway")
+    return {"headway": own, "over gloo": lent, "gloo": dist.new_group(backend="gloo")}
 
 
 # ---- FSDP2 ------------------------------------------------------------------------------------
@@ -202,7 +205,7 @@ def show(title: str, found: Mapping[str, list[Run]], nodes: int, rate: str) -> N
         processor = statistics.median(run.processor for run in runs)
         sent = statistics.median(run.sent for run in runs)
         print(
-            f"  {name:8} median {statistics.median(seconds):.3f} s, best {min(seconds):.3f} s; "
+            f"  {name:9} median {statistics.median(seconds):.3f} s, best {min(seconds):.3f} s; "
             f"{processor:.3f} processor seconds, {sent / MIB:.1f} MiB sent; "
             f"the link alone {sent / parse_rate(rate):.3f} s, "
             f"the {cores} cores alone {nodes * processor / cores:.3f} s"

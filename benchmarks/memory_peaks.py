@@ -1,6 +1,7 @@
 """Peak memory of a training step: as the graph says it, as torch's MemTracker counts it, and real.
 
     python benchmarks/memory_peaks.py             # against MemTracker
+    python benchmarks/memory_peaks.py --plans GPT-2 perceptron  # plans of two ranks, their copies
     python benchmarks/memory_peaks.py --resident GPT-2  # a real run; also U-Net
 
 Bar of issue 5: at most 8 % from the tracker over 8 models, never more than 3 % under; resident
@@ -22,12 +23,18 @@ from torch.optim import SGD, AdamW
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from headway.capture import capture
+from headway.cluster.presets import of_preset
+from headway.cost.presets import machine_of
 from headway.cost.step_memory import step_memory
-from headway.graph import ModelGraph
+from headway.graph import ModelGraph, fold
 from headway.graph.passing import regions_of
+from headway.plan import data_parallel
+from headway.planner.operators import Workload
+from headway.planner.planned import point_of
+from headway.planner.search import Question, Search
 from support.big_models import UNet, ids, meta
 from support.memory_models import CASES, Case, Gpt2, per_point, per_token
-from support.tracked import peak_of_steps
+from support.tracked import peak_of_plan, peak_of_steps
 
 RULES = {"sgd": partial(SGD, lr=0.1), "adamw": partial(AdamW, lr=0.1)}
 LARGE = {
@@ -63,6 +70,27 @@ def against_tracker() -> Iterator[tuple[str, int, int]]:
                 yield f"{name}, blocks again, {rule}", found, tracked
 
 
+def of_plans(names: list[str]) -> Iterator[tuple[str, int, int]]:
+    """(what, predicted by the search, tracked) of headway's executor on two ranks."""
+    machine = machine_of(of_preset("dgx-a100", nodes=1))
+    for name in names:
+        case = CASES[name]
+        samples, graph = len(case.data[0]), fold(graph_of(case))
+        for zero in (0, 1, 2, 3):
+            for number in (1, 2):
+                plan = data_parallel(
+                    2 * samples * number, processes=2, microbatch=samples, zero=zero
+                )
+                work = Workload(graph=graph, samples=samples)
+                question = Question(
+                    work=work, machine=machine, devices=(2,), batch=plan.batch.samples
+                )
+                rule = partial(AdamW, lr=1e-4, foreach=True)
+                tracked = peak_of_plan(case.make, case.data, case.loss, rule, plan)
+                found = round(point_of(plan, Search(question)).bytes)
+                yield f"{name}, ZeRO {zero}, {number} micro-batches", found, tracked
+
+
 def resident(name: str) -> tuple[int, int]:
     """(predicted, grown) of a real run in this process, which must be a fresh one."""
     case = LARGE[name]
@@ -84,8 +112,10 @@ def resident(name: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--resident", choices=LARGE, help="one real run")
+    parser.add_argument("--plans", choices=CASES, nargs="+", help="the executor, with numbers")
     asked = parser.parse_args()
-    rows = [(asked.resident, *resident(asked.resident))] if asked.resident else against_tracker()
+    rows = of_plans(asked.plans) if asked.plans else against_tracker()
+    rows = [(asked.resident, *resident(asked.resident))] if asked.resident else rows
     print(f"{'model':32} {'predicted':>14} {'found':>14} {'deviation':>10}")
     worst = 0.0
     for what, predicted, found in rows:

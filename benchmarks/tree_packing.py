@@ -2,9 +2,10 @@
 
     python benchmarks/tree_packing.py mesh [rounds]     # 4 nodes, 100 Mbit/s between each two
     python benchmarks/tree_packing.py slow [rounds]     # the same, the link b-c at 10 Mbit/s
+    python benchmarks/tree_packing.py drift [steps]     # the link b-c becomes slow in mid-training
     python benchmarks/tree_packing.py table             # packings of published machines
 
-Root for the first two: they make network namespaces, one rank on each. The chunk size is found by
+Root for the first three: they make network namespaces, one rank on each. The chunk size is found by
 `ChunkTuner` on the links. Both run in turn (A B B A) inside the same processes; the time of one run
 is that of its slowest rank. Bytes are those that the kernel's shaper counted towards each node.
 """
@@ -39,6 +40,7 @@ from headway.collective.packing.pack import problem_of
 from headway.collective.program import CollectiveProgram
 from headway.collective.task import Collective
 from headway.collective.wires import Wires
+from headway.planner.carried import find_carrier
 
 ELEMENTS = 2 * 2**20
 """8 MiB."""
@@ -135,6 +137,63 @@ def body(world: emulated.World, rounds: int, cluster: Cluster) -> list[str]:
     return [*head, tail] if world.rank == 0 else [tail]
 
 
+def drift(world: emulated.World, count: int, cluster: Cluster) -> list[str]:
+    """Seconds per step of 8 MiB of gradients before and after the link b-c becomes ten times
+    slower, by a program that stays and by one that follows the links."""
+    carrying = find_carrier("auto", Wires.of_cluster(cluster), 4 * ELEMENTS)
+    lines = [f"program: {carrying.collective}"]
+    for repack in (False, True):
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 512, bias=False) for _ in range(4)])
+        exchange = headway.Exchange(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            collective=carrying.collective,
+            carrier=carrying.carrier,
+            repack=repack,
+        )
+
+        def steps(
+            count: int,
+            exchange: headway.Exchange = exchange,
+            model: torch.nn.Sequential = model,
+        ) -> float:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(count):
+                sum(layer(torch.randn(2, 1024)).square().mean() for layer in model).backward()
+                exchange.step()
+            dist.barrier()
+            return (time.perf_counter() - began) / count
+
+        steps(5)
+        before = steps(count)
+        slow(world, 1.25e6)
+        waited = time.perf_counter()
+        taken = 0
+        while repack and not any("re-packed" in each for each in exchange.remarks) and taken < 50:
+            steps(1)
+            taken += 1
+        noticed = f", noticed after {taken} steps, {time.perf_counter() - waited:.1f} s"
+        after = steps(count)
+        slow(world, 12.5e6)
+        lines.append(
+            f"repack={repack}: {before:.3f} s per step before, {after:.3f} s after"
+            f"{noticed * repack}"
+        )
+        lines += [f"    {each}" for each in exchange.remarks]
+        exchange.close()
+    return lines if world.rank == 0 else []
+
+
+def slow(world: emulated.World, rate: float) -> None:
+    """Give the link b-c a rate, bytes per second."""
+    dist.barrier()
+    if world.rank == 0:
+        assert world.emulated is not None
+        world.emulated.set_link("b", "c", rate)
+    dist.barrier()
+
+
 def table() -> Iterator[str]:
     """Packings of the specification's table beside the published method."""
     v = dgx1v()
@@ -175,8 +234,10 @@ def main(what: str, rounds: int) -> None:
     cluster = Cluster.of(4, 1, rate="100 Mbit/s", fabric="mesh")
     if what == "slow":
         cluster = replace(cluster, links=(Pair(nodes=("b", "c"), rate=1.25e6),))
-    for lines in emulated.run(body=body, cluster=cluster, arguments=(rounds, cluster)):
-        print("\n".join(lines))
+    run = drift if what == "drift" else body
+    for lines in emulated.run(body=run, cluster=cluster, arguments=(rounds, cluster)):
+        if lines:
+            print("\n".join(lines))
 
 
 if __name__ == "__main__":

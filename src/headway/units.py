@@ -93,6 +93,16 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     return f"{_three(value)} {units[-1]}"
 
 
+def format_number(value: float) -> str:
+    """A number without a unit: three significant digits, 12345 -> "12,345"."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def format_share(share: float) -> str:
+    """A percentage that does not become nothing: 0.078 -> "7.8%", 0.00005 -> "0.005%"."""
+    return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g}%"
+
+
 def _three(value: float) -> str:
     """Three significant digits, never with an exponent above 999: 12345 -> "12345"."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

@@ -35,6 +35,7 @@ def counted(call, *interfaces):
     dist.barrier()
     before = [interface_bytes(name)[0] for name in interfaces]
     call()
+    dist.barrier()  # the other one has it all: what this one sent has left it
     return [interface_bytes(name)[0] - b for name, b in zip(interfaces, before, strict=True)]
 
 

@@ -19,7 +19,7 @@ from headway.launch.emulation import Emulation
 from headway.launch.local import launch_local
 from headway.run.failure import read_failures
 from support import heartbeat_entries as entries
-from support.commands import HEADWAY, environment, events, none_left
+from support.commands import environment, events, none_left, warm_variables
 from support.emulated import needs_root
 
 pytestmark = [needs_root, pytest.mark.filterwarnings("ignore:.*CPU cores.*:UserWarning")]
@@ -64,10 +64,10 @@ def test_a_link_that_is_cut_in_a_collective_is_named_and_no_process_stays(tmp_pa
 def test_the_command_names_the_cut_link_once(tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     with subprocess.Popen(
-        (*HEADWAY, "train", "support.recipes:trapped", "-d", "run", "--emulate", "cluster.toml",
+        ("headway", "train", "support.recipes:trapped", "-d", "run", "--emulate", "cluster.toml",
          "--fault", "cut link a-b at step 5", "--set", "arguments.pause=0.05"),
-        cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        text=True,
+        cwd=tmp_path, env=environment(**warm_variables()), stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
     ) as job:  # fmt: skip
         assert job.stderr is not None
         lines = [(time.time(), line.rstrip()) for line in job.stderr]

@@ -9,7 +9,15 @@ import pytest
 
 from headway.documents import to_type
 from headway.errors import PlanError
-from headway.plan import LayerSplit, Plan, data_parallel, difference, explain, pipelined
+from headway.plan import (
+    LayerSplit,
+    ModuleSplit,
+    Plan,
+    data_parallel,
+    difference,
+    explain,
+    pipelined,
+)
 from headway.plan.mechanisms import check_mechanisms
 from headway.plan.pipeline import Pipeline
 
@@ -113,6 +121,13 @@ def test_what_the_executor_lacks_is_named(wrong, words):
     with pytest.raises(PlanError, match=words) as error:
         check_mechanisms(plan)
     assert "no mechanism yet" in str(error.value)
+
+
+def test_a_grid_of_its_own_is_carried_out_in_stages_but_not_with_sharded_state():
+    split = LayerSplit(tensor=(2,), by=(ModuleSplit(modules="blocks.1", tensor=(2, 1, 1)),))
+    check_mechanisms(pipelined(16, processes=4, stages=2, split=split))
+    with pytest.raises(PlanError, match="by with a pipeline and memory"):
+        check_mechanisms(pipelined(16, processes=8, stages=2, split=split, zero=1))
 
 
 def test_ranks_that_share_samples_lie_next_to_each_other():

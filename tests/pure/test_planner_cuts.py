@@ -7,9 +7,11 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from headway.planner.borders import nameless, without_crossing
 from headway.planner.degrees import combinations as degrees_of
 from headway.planner.degrees import state_per_byte
 from headway.planner.pipeline_cuts import _Programme, by_number, cut
+from headway.planner.row import Unit
 
 
 def numbered(length):
@@ -149,3 +151,33 @@ def test_state_of_parameters():
     assert state_per_byte(2, 1, 8) * 2 == 6 + 12 / 8
     assert state_per_byte(2, 3, 8) * 2 == 18 / 8
     assert state_per_byte(4, 0, 1) * 4 == 16
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stages_begin_where_they_must_and_nowhere_else(seed):
+    """Against every cut that has all starts and no barred unit."""
+    random = np.random.default_rng(seed)
+    length, stages = int(random.integers(3, 9)), int(random.integers(1, 4))
+    of, classes = numbered(length)
+    times = random.integers(1, 30, (stages, classes)).astype(float)
+    some = random.permutation(range(1, length)).tolist()
+    starts, barred = some[: seed % 3], some[seed % 3 :][: seed % 4]
+    best = np.inf
+    for inner in combinations(range(1, length), stages - 1):
+        if set(starts) <= set(inner) and not set(barred) & set(inner):
+            pairs = pairwise((0, *inner, length))
+            each = [times[stages - 1 - n, of[pair]] for n, pair in enumerate(pairs)]
+            best = min(best, sum(each) + 4 * max(each))
+    found = cut(without_crossing(of, starts, barred), times, 5)
+    assert (found.seconds(5) if found else np.inf) == best
+
+
+def test_no_stage_begins_where_no_plan_can_name_it():
+    """The first module, a loss, a mean, and the second call of a module."""
+    names = ("", "stem", "block", "", "block", "head", "")
+    row = [
+        Unit(start=n, stop=n + 1, kind=n, entry="", exit="", module=name)
+        for n, name in enumerate(names)
+    ]
+    assert nameless(row) == {1, 3, 4, 6}
+    assert nameless(row[1:]) == {2, 3, 5}

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from headway.units import (
     Amount,
     format_bytes,
+    format_number,
     format_rate,
     format_seconds,
+    format_share,
     parse_bytes,
     parse_rate,
     parse_seconds,
@@ -191,3 +193,17 @@ def test_a_unit_that_begins_like_a_prefix_is_not_cut():
 def test_one_is_singular():
     assert str(Amount(1, "steps")) == "1 step"
     assert str(Amount(2, "steps")) == "2 steps"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.04941, "0.0494"), (13.9, "13.9"), (999.4, "999"), (10437.2, "10,437")]
+)
+def test_numbers_without_an_exponent(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0.0%"), (0.078, "7.8%"), (0.00051, "0.051%"), (5.09e-5, "0.0051%")]
+)
+def test_a_small_share_is_not_nothing(share, text):
+    assert format_share(share) == text

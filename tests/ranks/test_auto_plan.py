@@ -3,6 +3,8 @@ and its prediction stands beside the measured step in log lines and report."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -17,17 +19,28 @@ from headway.cli.optimizer_cost import with_optimizer
 from headway.cluster import read_cluster
 from headway.cluster.readings import Exchanges, Kernels, Readings
 from headway.cost.presets import machine_of
+from headway.errors import RecipeError
 from headway.plan import Plan
+from headway.plan.prediction import Asked
 from headway.planner.automatic import Limits, decide
 from headway.planner.operators import Workload
 from headway.planner.predicted import hash_of
 from headway.planner.search import Question
 from headway.report import write_report
 from headway.run import measuring
+from headway.run.failure import read_failures
 from headway.run.model_graph import graph_of
 from headway.run.recipe_file import load_recipe
 from headway.run.world import World
-from support.commands import HEADWAY, TORCHRUN, command, events, newest_tensors
+from support.commands import (
+    HEADWAY,
+    TORCHRUN,
+    command,
+    events,
+    headway_here,
+    newest_tensors,
+    none_left,
+)
 from support.ranks import run_ranks
 
 CLUSTER = """
@@ -72,7 +85,7 @@ def found_by_search(path, precision="float32"):
 
 def trained(folder, cluster, *more):
     words = ("train", RECIPE, "-n", "2", "--plan", "auto", "--cluster", str(cluster))
-    return command(*HEADWAY, *words, "--directory", str(folder / "run"), *more, cwd=folder)
+    return headway_here(*words, "--directory", str(folder / "run"), *more, cwd=folder)
 
 
 def predicted_in(line):
@@ -86,7 +99,8 @@ def test_the_plan_is_that_of_the_search_and_its_prediction_is_shown(tmp_path):
     expected = found_by_search(cluster)
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.hash == expected.plan.hash
-    assert plan.prediction == expected.plan.prediction
+    assert plan.prediction.asked == Asked(recipe=RECIPE, cluster="../cluster.toml")
+    assert replace(plan.prediction, asked=None) == expected.plan.prediction
     assert sum(plan.prediction.parts.values()) == pytest.approx(plan.prediction.seconds)
     lines = [line for line in done.err.splitlines() if line.startswith("step ") and "loss " in line]
     steps = [line for line in lines if "samples/s" in line]
@@ -104,14 +118,14 @@ def test_the_plan_is_that_of_the_search_and_its_prediction_is_shown(tmp_path):
     assert start["predicted"]["seconds"] == plan.prediction.seconds
     # The plan runs again from its file alone, and is equal to the serial run.
     words = ("verify", RECIPE, "--plan", str(tmp_path / "run" / "plan.json"))
-    verified = command(*HEADWAY, *words, cwd=tmp_path)
+    verified = headway_here(*words, cwd=tmp_path)
     assert verified.code == 0, verified.out + verified.err
     # A wrong price in the file is what the lines say.
     wrong = json.loads((tmp_path / "run" / "plan.json").read_text())
     wrong["prediction"]["seconds"] = 42.0
     (tmp_path / "wrong.json").write_text(json.dumps(wrong))
     words = ("train", RECIPE, "-n", "2", "--plan", "wrong.json", "--directory", "other")
-    again = command(*HEADWAY, *words, cwd=tmp_path)
+    again = headway_here(*words, cwd=tmp_path)
     assert again.code == 0, again.err
     said = [line for line in again.err.splitlines() if "samples/s" in line]
     assert said
@@ -131,9 +145,9 @@ def test_what_does_not_fit_is_refused_and_falls_back_only_if_told(tmp_path):
     assert Plan.load(tmp_path / "run" / "plan.json").data_degree == 2
 
 
-def under_torchrun(folder, *more):
-    words = ("--standalone", "--nproc-per-node", "2", "-m", *HEADWAY[2:], "train", RECIPE)
-    options = ("--plan", "auto", "--device", "cpu", "--directory", "run", *more)
+def under_torchrun(folder, *more, recipe=RECIPE):
+    words = ("--standalone", "--nproc-per-node", "2", "-m", *HEADWAY[2:], "train", recipe)
+    options = ("--plan", "auto", "--device", "cpu", "--directory", str(folder / "run"), *more)
     return command(*TORCHRUN, *words, *options, cwd=folder)
 
 
@@ -156,18 +170,10 @@ def test_under_torchrun_rank_0_searches_for_all(tmp_path):
     assert start["predicted"]["seconds"] == plan.prediction.seconds
     assert start["ranks"] == 2
     words = ("train", RECIPE, "-n", "1", "--directory", "alone", *double)
-    assert command(*HEADWAY, *words, cwd=tmp_path).code == 0
+    assert headway_here(*words, cwd=tmp_path).code == 0
     serial = newest_tensors(tmp_path / "alone")
     for name, tensor in newest_tensors(tmp_path / "run").items():
         assert torch.allclose(tensor, serial[name], rtol=1e-12, atol=1e-12), name
-    # A run that goes on takes the plan that is there, whatever the machine has become.
-    described(tmp_path, rate="1 MB/s")
-    again = under_torchrun(
-        tmp_path, "--cluster", str(cluster), *double, "--resume", "--set", "arguments.steps=10"
-    )
-    assert again.code == 0, again.err
-    assert again.err.count("as before") == 1
-    assert Plan.load(tmp_path / "run" / "plan.json") == plan
 
 
 def test_under_torchrun_an_error_of_rank_0_ends_all_and_is_told_once(tmp_path):
@@ -180,6 +186,37 @@ def test_under_torchrun_an_error_of_rank_0_ends_all_and_is_told_once(tmp_path):
     kinds = [(f["kind"], f["secondary"]) for f in (json.loads(p.read_text()) for p in failures)]
     assert kinds[0] == ("NothingFits", False)
     assert all(echo for _, echo in kinds[1:])  # where torchrun has not ended them before
+
+
+FAILS_ON_RANK_1 = """
+import os, threading
+from dataclasses import replace
+from support.recipes import mlp
+from support.tiny_models import Mlp
+
+def model():
+    threading.Event().wait(300)  # a long search of rank 0
+
+def recipe():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no data here")
+    return replace(mlp(), model=model)
+"""
+
+
+def test_under_torchrun_an_error_of_rank_1_ends_the_search_of_rank_0(tmp_path):
+    """In time, told once and with the rank; the deadline of `command` is far below the search's."""
+    (tmp_path / "failing.py").write_text(FAILS_ON_RANK_1)
+    cluster = described(tmp_path)
+    done = under_torchrun(tmp_path, "--cluster", str(cluster), recipe="failing:recipe")
+    assert done.code != 0
+    (said,) = [line for line in done.err.splitlines() if line.startswith("HW-")]
+    assert said.startswith(f"{RecipeError.code} rank 1, failing.py"), said
+    assert said.endswith("ValueError: no data here")
+    records = {record.rank: record for record in read_failures(tmp_path / "run", 0)}
+    assert not records.pop(1).secondary
+    assert all(record.secondary and "rank 1" in record.what for record in records.values())
+    assert none_left(tmp_path / "run")
 
 
 def readings(world):
@@ -217,11 +254,13 @@ def readings(world):
 
 def measured_plan(world):
     """In a world that measures itself: the plan of this rank, and how often it has measured."""
-    calls = []
+    calls, told = [], io.StringIO()
     measuring.measure_in = lambda here: calls.append(here) or readings(here)
     auto = Automatic(recipe=RECIPE, overrides=(), cluster="measure", device="cpu", fallback=False)
     find = partial(auto.find_in, World.adopt(), directory=world.directory / "run")
-    plans = [find(resume=False), find(resume=True)]
+    with contextlib.redirect_stderr(told):
+        plans = [find(resume=False), find(resume=True)]
+    assert told.getvalue().count("as before") == (world.rank == 0)
     kept = world.directory / "run"
     assert Plan.load(kept / "plan.json") == plans[0]
     assert hash_of(read_cluster(kept / "cluster.toml")) == plans[0].prediction.cluster

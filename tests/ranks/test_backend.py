@@ -224,6 +224,52 @@ def poll(work):
 
 
 @ranks(2)
+def test_what_nobody_waits_for_moves_all_the_same(world):
+    """More than the kernel keeps: rank 0 computes while rank 1 needs what it sends."""
+    gloo, rank = enter(world), world.rank
+    whole, own = torch.zeros(2, 6 * 2**20), torch.full((6 * 2**20,), 1.0 + rank)
+    work = all_gather_single(whole.view(-1), own, async_op=True)
+    if rank:
+        work.wait()
+        dist.send(torch.ones(1), 0, group=gloo)
+    else:
+        dist.recv(torch.zeros(1), 1, group=gloo)
+        work.wait()
+    assert whole[:, ::4096].sum(1).tolist() == [1536.0, 3072.0]
+    dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_wait_of_its_own_length_ends_in_time_whoever_moves_the_program(world):
+    gloo = enter(world)
+    if world.rank == 0:
+        work = all_gather_single(torch.zeros(40), torch.zeros(20), async_op=True)
+        future = work.get_future()
+        time.sleep(0.3)  # the finisher's thread has taken it
+        began = time.monotonic()
+        with pytest.raises(Stalled, match="rank 1 did not come"):
+            work.wait(timedelta(seconds=0.3))
+        assert time.monotonic() - began < 5
+    dist.barrier(group=gloo)
+    if world.rank:
+        future = all_gather_single(torch.zeros(40), torch.zeros(20), async_op=True).get_future()
+    future.wait()
+    dist.destroy_process_group()
+
+
+@ranks(3)
+def test_gloos_connections_do_where_one_rank_says_so(world):
+    connections = "gloo" if world.rank == 1 else "own"
+    gloo = enter(world, connections=connections)
+    assert dist.group.WORLD._links is None
+    check_equal(
+        lambda o, i, g: reduce_scatter_single(o, i, group=g),
+        torch.zeros(5), filled((15,), world.rank), gloo=gloo,
+    )  # fmt: skip
+    assert used() == 1
+
+
+@ranks(2)
 def test_several_calls_at_once(world):
     enter(world)
     rank = world.rank

@@ -13,7 +13,7 @@ from headway.cost.measured import cluster_of_readings
 from headway.cost.presets import machine_of
 from headway.run.measuring import measure_in
 from headway.run.world import World
-from support.commands import HEADWAY, TORCHRUN, command
+from support.commands import command, headway, warm_variables
 from support.ranks import ranks
 
 FACTOR = 4.0
@@ -56,27 +56,20 @@ def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
 def test_torchrun_and_headway_measure_alike(tmp_path):
     words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--seconds", "1")
     done = command(
-        *TORCHRUN,
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *words,
-        "-o",
-        "one.toml",
-        cwd=tmp_path,
-        timeout=150,
-    )
+        "torchrun", "--standalone", "--nproc-per-node", "2", *words, "-o", "one.toml",
+        cwd=tmp_path, timeout=150, variables=warm_variables(),
+    )  # fmt: skip
     assert done.code == 0, done.err
     assert done.out.count("written  one.toml") == 1
     one = read_cluster(tmp_path / "one.toml")
     assert one.ranks == 2
     assert one.level_of([0, 1]).name == "node"
     measure = (*words[2:], "-n", "2", "-o", "one.toml")
-    again = command(*HEADWAY, *measure, cwd=tmp_path, timeout=150)
+    again = headway(*measure, cwd=tmp_path, timeout=150)
     assert again.code == 0, again.err
     two = read_cluster(tmp_path / "one.toml")
     assert set(one.devices["cpu"].peak) == set(two.devices["cpu"].peak)
     (tmp_path / "one.toml").write_text("nodes = 2  # mine\n")
-    refused = command(*HEADWAY, *measure, cwd=tmp_path)
+    refused = headway(*measure, cwd=tmp_path)
     assert refused.code == 1
     assert "one.toml: this file was written by somebody" in refused.err

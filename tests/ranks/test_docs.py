@@ -3,7 +3,8 @@
 A page is a script. `python` and `toml` blocks whose first line is a comment with a file name are
 written to that file, other `python` blocks are executed. In `console` blocks the lines after "$ "
 are run by bash; what is printed below them must be among what they print, apart from numbers, and
-`...` stands for anything. A block after `<!-- not run: ... -->` is left alone.
+`...` stands for anything. A block after `<!-- not run: ... -->` is left alone. The session of the
+README is run by the commands that are installed, all other pages by commands of the warm process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import pytest
 from headway import errors
 from headway.cli.main import COMMANDS
 from headway.data.order import Order
-from support.commands import TORCHRUN, command
+from support.commands import command, warm_variables
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -66,10 +68,13 @@ def commands(text: str) -> tuple[str, list[str]]:
     return "set -e\n" + "\n".join(script), shown
 
 
-def run_console(text: str, folder: Path) -> None:
+def as_installed() -> dict[str, str]:
+    return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def run_console(text: str, folder: Path, variables: Mapping[str, str]) -> None:
     script, shown = commands(text)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = command("bash", "-c", script, cwd=folder, timeout=170, variables={"PATH": path})
+    done = command("bash", "-c", script, cwd=folder, timeout=170, variables=variables)
     printed = done.out + done.err
     assert done.code == 0, f"{script}\n{printed}"
     real = {plain(line) for line in printed.splitlines()}
@@ -77,8 +82,13 @@ def run_console(text: str, folder: Path) -> None:
     assert not missing, f"{script}\nnot printed: {missing}\nprinted:\n{printed}"
 
 
-def run_page(page: Path, folder: Path) -> int:
-    """Run all blocks of a page in a folder; returns how many."""
+def run_page(page: Path, folder: Path, variables: Mapping[str, str] | None = None) -> int:
+    """Run all blocks of a page in a folder, by commands of the warm process unless told otherwise.
+
+    Returns:
+        The number of blocks.
+    """
+    variables = variables or warm_variables()
     count = 0
     for block in blocks(page):
         if not block.run:
@@ -86,9 +96,10 @@ def run_page(page: Path, folder: Path) -> int:
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "console":
-            run_console(block.text, folder)
+            run_console(block.text, folder, variables)
         elif block.language == "python":
-            done = command(sys.executable, "-c", block.text, cwd=folder)
+            words = ("bash", "-c", 'exec python -c "$1"', "block", block.text)
+            done = command(*words, cwd=folder, variables=variables)
             assert done.code == 0, f"{block.text}\n{done.err}"
         else:
             continue
@@ -104,7 +115,7 @@ def test_the_tutorial_runs_from_end_to_end(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_readme_session_runs(tmp_path):
-    assert run_page(ROOT / "README.md", tmp_path) >= 3
+    assert run_page(ROOT / "README.md", tmp_path, as_installed()) >= 3
     build = "from headway.run.recipe_file import load_recipe as load; r = load('recipe.toml')"
     done = command(sys.executable, "-c", f"{build}; r.optimizer(r.model()); r.data()", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -121,11 +132,11 @@ def test_the_blocks_of_the_docs_run(page, tmp_path):
 
 
 def test_a_console_block_that_shows_what_is_not_printed_fails(tmp_path):
-    run_console("$ echo step 7, 3.5 ms\nstep 12, 99 ms\n...\n", tmp_path)
+    run_console("$ echo step 7, 3.5 ms\nstep 12, 99 ms\n...\n", tmp_path, {})
     with pytest.raises(AssertionError, match="not printed"):
-        run_console("$ echo step 7\nstep 7 of 9\n", tmp_path)
+        run_console("$ echo step 7\nstep 7 of 9\n", tmp_path, {})
     with pytest.raises(AssertionError, match="false"):
-        run_console("$ false\n", tmp_path)
+        run_console("$ false\n", tmp_path, {})
 
 
 # -- the own loop ------------------------------------------------------------------------------
@@ -142,8 +153,8 @@ def changes() -> list[str]:
     ]
 
 
-def losses(*words: str, cwd: Path) -> list[str]:
-    done = command(*words, cwd=cwd)
+def losses(words: str, cwd: Path) -> list[str]:
+    done = command("bash", "-c", words, cwd=cwd, variables=warm_variables())
     assert done.code == 0, done.err
     # Two processes may write into one line.
     return re.findall(r"loss (\d\.\d{4})", done.out)
@@ -163,7 +174,7 @@ def test_docs_own_loop_changes_at_most_five_lines_and_the_readme_shows_them():
 @pytest.mark.timeout(180)
 def test_docs_own_loop_is_the_plain_loop_on_any_number_of_processes(tmp_path):
     """The plain loop in the order of headway prints the same losses as one and two processes."""
-    alone = losses(sys.executable, str(PLAIN), cwd=tmp_path)
+    alone = losses(f"python {PLAIN}", tmp_path)
     assert len(alone) == 5
     assert float(alone[-1]) < 0.2
     text = PLAIN.read_text(encoding="utf-8")
@@ -173,9 +184,9 @@ def test_docs_own_loop_is_the_plain_loop_on_any_number_of_processes(tmp_path):
     ordered = "data.DataLoader(data.Subset(dataset, ORDERS[epoch]), batch_size=64)"
     serial = tmp_path / "serial.py"
     serial.write_text(f"ORDERS = {orders}\n{text.replace(shuffled, ordered)}", encoding="utf-8")
-    expected = losses(sys.executable, str(serial), cwd=tmp_path)
-    assert losses(sys.executable, str(OWN), cwd=tmp_path) == expected
-    two = losses(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(OWN), cwd=tmp_path)
+    expected = losses("python serial.py", tmp_path)
+    assert losses(f"python {OWN}", tmp_path) == expected
+    two = losses(f"torchrun --standalone --nproc-per-node 2 {OWN}", tmp_path)
     assert sorted(two) == sorted(expected * 2)
 
 

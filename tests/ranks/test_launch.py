@@ -207,7 +207,12 @@ def test_joins_and_restarts_under_two_agents(tmp_path):
 
 
 def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_path, monkeypatch):
-    told, ended = [], []
+    told, ended, before = [], [], signal.getsignal(signal.SIGTERM)
+
+    def tell(error):
+        # torchrun sends it when another rank has ended before this one has said why.
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        told.append(error)
 
     def end(status):
         ended.append(status)
@@ -215,8 +220,9 @@ def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_pa
 
     monkeypatch.setattr("headway.launch.worker.end_process", end)
     with pytest.raises(InterruptedError):
-        work_here(entries.usage, (), place=Place.alone(), directory=tmp_path, tell=told.append)
+        work_here(entries.usage, (), place=Place.alone(), directory=tmp_path, tell=tell)
     assert ended == [1]
+    assert signal.getsignal(signal.SIGTERM) is before
     assert [error.what for error in told] == ["asked for something impossible"]
     assert [record.kind for record in read_failures(tmp_path, 0)] == ["UsageError"]
 

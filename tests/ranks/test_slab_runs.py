@@ -15,7 +15,7 @@ from torch import nn
 
 from headway.data import Loader, NpySlabs, SlabCut, SlabSource, SlabStore
 from headway.errors import PlanError
-from headway.plan import LayerSplit, data_parallel
+from headway.plan import LayerSplit, Pipeline, data_parallel, pipelined
 from headway.run.executor import Executor
 from headway.run.loading import NO_SHOWCASE
 from headway.run.world import World
@@ -26,6 +26,7 @@ from support.slab_recipes import SHAPE, write
 RECIPE = "support.slab_recipes:labelling"
 SIZES = ((1, 1, 1), (2, 1, 1), (2, 2, 1))
 HALVES, QUARTERS = "split.spatial=[2, 1, 1]", "split.spatial=[2, 2, 1]"
+STAGES = ("stages=2", "pipeline.microbatches=2")
 
 
 def reads(folder):
@@ -38,8 +39,9 @@ def reads(folder):
     [
         ("hdf5", 4, (HALVES, "microbatch=1", "clip=0.5")),
         ("npy", 4, (HALVES, "zero=1", "workers=1")),
+        ("npy", 4, (HALVES, *STAGES, "pipeline.schedule='chimera'", "zero=3")),
     ],
-    ids=["HDF5", "npy, read ahead, sharded state"],
+    ids=["HDF5", "npy, read ahead, sharded state", "npy, stages"],
 )
 def test_files_read_in_parts_are_the_serial_run(tmp_path, kind, ranks, changes):
     write(tmp_path / "slabs", kind)
@@ -50,9 +52,12 @@ def test_files_read_in_parts_are_the_serial_run(tmp_path, kind, ranks, changes):
 
 
 def test_a_run_resumes_with_any_other_split(tmp_path):
-    """In the middle of the second epoch; a whole sample is read by a rank that is alone only."""
+    """In the middle of the second epoch; a whole sample is read by a rank that is alone only.
+
+    Of stages, which are cut by parts as well, each reads its own.
+    """
     write(tmp_path / "slabs", "hdf5")
-    found, whole = resumed(tmp_path, RECIPE, ((3, 4, (QUARTERS,)), (6, 2, (HALVES,))))
+    found, whole = resumed(tmp_path, RECIPE, ((3, 4, (QUARTERS,)), (6, 4, (HALVES, *STAGES))))
     for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-11, msg=name)
     boxes: dict[int, set[object]] = {}
@@ -60,7 +65,8 @@ def test_a_run_resumes_with_any_other_split(tmp_path):
         boxes.setdefault(pid, set()).add(tuple(map(tuple, box)))
     assert all(len(each) == 1 for each in boxes.values())
     cut = [SlabCut(sizes, n).ranges(SHAPE) for sizes in SIZES for n in range(prod(sizes))]
-    assert Counter(box for each in boxes.values() for box in each) == Counter(cut)
+    halves = cut[1:3]
+    assert Counter(box for each in boxes.values() for box in each) == Counter(cut + halves)
     in_parts, by_one = (events(tmp_path / run, "validation") for run in ("parts", "whole"))
     assert [e["loss"] for e in in_parts] == pytest.approx([e["loss"] for e in by_one], rel=1e-9)
     shown = [event["text"] for event in events(tmp_path / "parts", "showcase")]
@@ -142,3 +148,24 @@ def test_what_finish_makes_of_a_part_must_be_the_part(tmp_path):
     write(tmp_path / "slabs", "npy")
     assert SHAPE[1] % 2
     run_ranks(2, refused, tmp_path)
+
+
+def by_time(world, folder):
+    plan = pipelined(
+        2, processes=4, stages=2, split=LayerSplit(spatial=(2, 1, 1)),
+        pipeline=Pipeline(microbatches=2, balance="time"),
+    )  # fmt: skip
+    model = nn.Sequential(nn.Conv3d(2, 1, 1), nn.Conv3d(1, 1, 1))
+    run = Executor(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, world=World.adopt(),
+        loss=lambda model, batch: model(batch).mean(),
+    )  # fmt: skip
+    image = NpySlabs(folder / "slabs" / "image.npy")
+    batches = run.batches(SlabSource(image, finish=lambda parts: parts[0].float()))
+    with pytest.raises(PlanError, match="no rank has one to measure it with"):
+        run.step(next(batches))
+
+
+def test_no_rank_measures_stages_by_a_part(tmp_path):
+    write(tmp_path / "slabs", "npy")
+    run_ranks(4, by_time, tmp_path)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from headway.parallel.spatial import exchange
 from support.ranks import ranks
 from support.spatial import context, largest_difference
 
@@ -144,3 +145,38 @@ def on_four(world, spatial, groups):
 @ranks(8, timeout=60, check=nothing_differs)
 def test_models_on_four_ways_times_two_data_groups(world):
     return train((2, 2, 1), 2, 8)
+
+
+def kept(model, x):
+    """Bytes that backward keeps of a loss, without parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    del loss
+    return sum(found.values())
+
+
+@ranks(4, timeout=60)
+def test_a_rank_keeps_its_share_of_the_activations_and_halos(world):
+    model, x = Cosmo(32).body.double(), torch.randn(1, 2, 32, 32, 32, dtype=torch.float64)
+    whole = kept(model, x)
+    received = []
+    receive = exchange.Flight.receive
+
+    def counted(flight, into, peer):
+        received.append(into.nbytes)
+        receive(flight, into, peer)
+
+    exchange.Flight.receive = counted
+    for mesh in ((4, 1, 1), (2, 2, 1)):
+        received.clear()
+        split = kept(model, context(mesh).split(x))
+        assert whole / 4 < split <= 1.1 * (whole / 4 + sum(received)), (mesh, split, whole)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.staging import local
-from headway.plan import LayerSplit, Pipeline, pipelined
+from headway.plan import LayerSplit, ModuleSplit, Pipeline, pipelined
 from headway.run.executor import Executor
 from headway.run.world import World
 from support.commands import headway_here, resumed
@@ -120,6 +120,15 @@ TWO, SQUARE, LINE, CUBE = (
 )
 
 
+ISLANDS = LayerSplit(
+    tensor=(2,),
+    by=(
+        ModuleSplit(modules="blocks.0.perceptron", tensor=(2, 1, 1)),
+        ModuleSplit(modules="blocks.1", tensor=(1, 2, 1)),
+    ),
+)
+
+
 def test_layers_in_parts():
     compare(
         4,
@@ -128,6 +137,8 @@ def test_layers_in_parts():
         ("speaker", TWO, 2, CHIMERA, {}),
         ("speaker", TWO, 2, BLOCKS, {}),
         ("speaker", TWO, 2, STAGEWISE, {}),
+        ("speaker", ISLANDS, 2, EVEN, {"batch": 8}),
+        ("speaker", ISLANDS, 2, CHIMERA, {"batch": 8}),
     )
 
 

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from headway.comm.compress.compressor import Compressor
+from headway.comm.compress.halves import Bf16
 from headway.errors import PlanError
 from headway.plan import Exchange, LayerSplit, ModuleSplit, data_parallel
 from headway.plan.mechanisms import check_mechanisms
 from headway.run.executor import Executor
 from headway.run.world import World
+from headway.verification import VerifyJob, laws_file, load_laws
+from headway.verification.split import record_in
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -230,6 +234,44 @@ def test_split_layers_under_autocast_are_its_serial_run_to_its_rounding():
             assert (tensor - serial[name]).abs().max() < 2**-5 * largest, (layers, name)
 
 
+def doubled(rounds):
+    def both(self, fused, route):
+        yield from rounds(self, fused, route)
+        fused.gradients.mul_(2)
+
+    return both
+
+
+def laws_of(world, recipe, layers, compress, planted, target):
+    """Four steps whose sums are inexact: of each bucket the error, and what it may be."""
+    for kind in (Bf16, Compressor) if planted else ():
+        kind.rounds = doubled(kind.rounds)
+    exchange = Exchange(compress=compress, bucket="1 KiB", priority=compress.startswith("topk"))
+    plan = world.directory / f"plan-{world.rank}.json"
+    batch = 8 if recipe == "speaker" else 4
+    data_parallel(batch, processes=4, microbatch=2, split=layers, exchange=exchange).save(plan)
+    job = VerifyJob(recipe=f"support.split_recipes:{recipe}", steps=4, plan=plan)
+    record_in(World.adopt(), job, target)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers", "compress", "planted"),
+    [
+        ("speaker", LayerSplit(tensor=(2,)), "fp16", False),
+        ("speaker", LayerSplit(tensor=(1, 2, 1)), "bf16", True),
+        ("segmenter", LayerSplit(spatial=(2,)), "int8", False),
+        ("segmenter", LayerSplit(spatial=(2, 1, 1)), "topk:0.2", True),
+    ],
+    ids=str,
+)
+def test_inexact_sums_keep_their_law(tmp_path, recipe, layers, compress, planted):
+    target = tmp_path / "split"
+    run_ranks(4, laws_of, recipe, layers, compress, planted, target)
+    laws = load_laws(laws_file(target))
+    assert {law.step for law in laws} == {1, 2, 3, 4}
+    assert all(law.holds for law in laws) is not planted, "\n".join(map(str, laws))
+
+
 def test_dropout_does_not_depend_on_the_split():
     compare("dropout", 2, LayerSplit(tensor=(2,)))
 
@@ -247,17 +289,26 @@ def test_split_samples_are_the_serial_run(ranks, layers):
     compare("segmenter", ranks, layers, batch=4, microbatch=2, clip=0.5)
 
 
-@pytest.mark.parametrize("kept", [{"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}], ids=str)
-def test_split_samples_with_sharded_state(kept):
+PRIORITY = Exchange(priority=True, bucket="1 KiB", chunk="100")
+KEPT = ({"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}, {"exchange": PRIORITY})
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_split_samples_with_sharded_state_and_by_priority(kept):
     compare("segmenter", 4, LayerSplit(spatial=(2, 1, 1)), batch=4, microbatch=1, clip=0.5, **kept)
 
 
+BY = "split.by=[{modules='blocks.*.perceptron', tensor=[1, 2, 1]}]"
+
+
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
-    """Sharded state, a cuboid, parts of parts, one process, as one process throughout."""
+    """Sharded state, a cuboid, parts of parts, stages with grids of their own, one process, as
+    one process throughout."""
     stages = (
         (3, 2, ("zero=3",)),
         (5, 4, ("split.tensor=[1, 2, 2]",)),
-        (7, 4, ("split.tensor=[2]", "zero=2")),
+        (6, 4, ("split.tensor=[2]", "zero=2")),
+        (7, 4, ("split.tensor=[2]", "stages=2", "pipeline.microbatches=2", BY)),
         (8, 1, ()),
     )
     found, whole = resumed(tmp_path, "support.split_recipes:speaker", stages)
@@ -290,6 +341,7 @@ def test_the_command_proves_it(tmp_path, recipe, ranks, split):
         ({"split": LayerSplit(tensor=(2,), spatial=(2,))}, "spatial at once"),
         ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(priority=True)}, "priority with"),
         ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(compress="sign")}, "keeps back"),
+        ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(compress="int8")}, "differently"),
         ({"split": LayerSplit(tensor=(3,))}, "no multiple of 3 ranks"),
     ],
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from support.commands import (
     newest_tensors,
     none_left,
     wait_for_step,
+    warm_variables,
 )
 
 STEPS = 20
@@ -47,6 +47,11 @@ def train(
         "train", "support.recipes:trapped", "-n", str(processes), "-d", run, "--device", "cpu",
         *words, *(["--resume"] if resume else []), cwd=cwd,
     )  # fmt: skip
+
+
+def warm(**changes: str) -> dict[str, str]:
+    """The variables of commands that are forked from a warm process."""
+    return environment(**warm_variables(), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path, undisturbed, name)
     run = tmp_path / "run"
     words = ("train", "support.recipes:trapped", "-n", "2", "-d", "run", "--device", "cpu")
     job = subprocess.Popen(
-        (*HEADWAY, *words, "--set", "arguments.pause=0.1"), cwd=tmp_path, env=environment(),
+        ("headway", *words, "--set", "arguments.pause=0.1"), cwd=tmp_path, env=warm(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(run, 4, job)
@@ -190,9 +195,9 @@ def test_a_vanished_data_file_is_named(tmp_path):
     data = tmp_path / "data.bin"
     data.write_bytes(bytes(range(256)) * 80)
     job = subprocess.Popen(
-        (*HEADWAY, "train", "support.recipes:from_file", "-n", "2", "-d", "run", "--device", "cpu",
+        ("headway", "train", "support.recipes:from_file", "-n", "2", "-d", "run", "--device", "cpu",
          "--set", f"arguments.path='{data}'"),
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env=warm(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 5, job)
     data.unlink()
@@ -291,7 +296,7 @@ def test_a_run_directory_holds_one_run(tmp_path):
 
 def torchrun(port: int, node: int) -> tuple[str, ...]:
     return (
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "torchrun", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job",
         "--node-rank", str(node), "--max-restarts", "2", "-m", "headway",
     )  # fmt: skip
@@ -305,7 +310,7 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
         "--set", "arguments.what='kill'", "--set", f"arguments.path='{trap}'",
         "--set", "arguments.rank=1", "--set", "arguments.at=11",
     )  # fmt: skip
-    variables = environment()
+    variables = warm()
     variables.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     agents = [
         subprocess.Popen(
@@ -323,10 +328,10 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
 
 def test_srun(tmp_path, undisturbed, free_port):
     """The variables of srun; rank 0 opens the store at the first node of the list."""
-    words = (*HEADWAY, "train", "support.recipes:trapped", "-d", "run", "--device", "cpu")
+    words = ("headway", "train", "support.recipes:trapped", "-d", "run", "--device", "cpu")
     jobs = []
     for rank in (0, 1):
-        variables = environment(
+        variables = warm(
             SLURM_JOB_ID=str(free_port), SLURM_STEP_ID="0", SLURM_NTASKS="2",
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
             SLURM_STEP_NODELIST="localhost", SLURM_STEP_NUM_TASKS="2",

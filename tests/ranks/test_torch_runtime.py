@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headway.errors import PlanError
-from headway.parallel import Calls, Pipeline, StageSums, Team, cut
+from headway.parallel import Calls, Pipeline, StageSums, Team, cut, torch_runtime
 from headway.parallel.torch_runtime import TorchPipeline
 from headway.schedule.lowering import lower
 from headway.schedule.named import make_schedule
@@ -29,8 +29,11 @@ RANKS = 4
 EXECUTORS = (Pipeline, TorchPipeline)
 ONE_CHAIN = [
     ("gpipe", 8), ("1f1b", 8), ("1f1b", 3), ("interleaved", 8), ("breadth-first", 8), ("zb-h1", 8),
-    ("interleaved-zero-bubble", 8), ("zbv", 8), ("zbv", 4), ("dualpipe-v", 8),
+    ("interleaved-zero-bubble", 8),
 ]  # fmt: skip
+TURNING = [("zbv", 8), ("zbv", 4), ("dualpipe-v", 8)]
+if torch_runtime._TURNS:
+    ONE_CHAIN += TURNING
 TWO_WAYS = [("chimera", 4), ("chimera", 8), ("chimera-doubling", 8), ("dualpipe", 8), ("gems", 4)]
 
 
@@ -153,6 +156,10 @@ def harder(world):
     return found
 
 
+@pytest.mark.skipif(
+    not torch_runtime._WITHOUT_GRADIENT,
+    reason="this torch passes no tensors without a gradient between stages (2.13 does)",
+)
 def test_what_breaks_pipelines_is_equal_on_both():
     torch.manual_seed(0)
     data = points(6, dtype=torch.float64)
@@ -230,6 +237,30 @@ class Scaled(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x[0][:, :CLASSES]
+
+
+@ranks(2)
+def test_torch_before_2_12_has_no_two_neighbours_on_one_rank(world):
+    stages = cut(chain(depth=9), cross_entropy, points(1)[0], stages=4)
+    said = "a rank holds two neighbouring stages, which torch 2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_runtime, "_TURNS", False)
+        told = problems(world, stages, make_schedule("zbv", stages=2, microbatches=4))
+    assert any(line.startswith(said) for line in told)
+
+
+@ranks(2)
+def test_torch_before_2_13_passes_no_tensor_without_a_gradient(world):
+    stages = cut(Heads().double(), heated, points(1, dtype=torch.float64)[0], stages=2)
+    table = make_schedule("gpipe", stages=2, microbatches=2)
+    sums = StageSums(stages, table, team_of(world))
+    calls = Calls(loss=heated, share=lambda v, _: v / 2, sync=sums, step=lambda _: None)
+    pipeline = TorchPipeline(stages, table, team_of(world), calls)
+    data = points(2, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_runtime, "_WITHOUT_GRADIENT", False)
+        with pytest.raises(PlanError, match="stage 0 gives a tensor without a gradient; torch 2"):
+            pipeline.run(data)
 
 
 @ranks(2)

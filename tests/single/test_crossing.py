@@ -1,4 +1,4 @@
-"""Sums may be used in the step that releases them, never earlier."""
+"""single: sums may be used in the step that releases them, never earlier."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -35,6 +33,7 @@ from headway.data import (
 )
 from headway.errors import DataError
 from headway.plan import BatchSplit
+from support.commands import command, warm_variables
 
 START = Cursor(seed=5)
 
@@ -396,7 +395,7 @@ class TestWorkers:
             assert len(multiprocessing.active_children()) == 2
 
     @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(0)", "1 / 0"])
-    def test_they_end_with_their_rank(self, end):
+    def test_they_end_with_their_rank(self, tmp_path, end):
         script = f"""
 import multiprocessing, os, sys, torch
 from headway.data import Cursor, Loader, TensorSource
@@ -408,11 +407,10 @@ next(batches)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 {end}
 """
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-        )
-        pids = [int(word) for word in done.stdout.split()]
-        assert len(pids) == 2, done.stderr
+        words = ("python", "-c", script)
+        done = command(*words, cwd=tmp_path, timeout=60, variables=warm_variables())
+        pids = [int(word) for word in done.out.split()]
+        assert len(pids) == 2, done.err
         deadline = time.monotonic() + 2
         while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -6,18 +6,24 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from headway.cli.borders import placement_of
+from headway.cli.explain import look, sentences
 from headway.cli.explain_mixed import of_part
 from headway.cli.main import main
+from headway.cluster import to_toml
 from headway.cluster.presets import of_preset
 from headway.cost.guidelines.model import layers_of
 from headway.cost.network import Network
 from headway.cost.presets import machine_of
 from headway.cost.step_memory import OPTIMISERS
 from headway.errors import PlanError
-from headway.plan import LayerSplit, data_parallel, pipelined
+from headway.parallel import cut
+from headway.plan import LayerSplit, Plan, data_parallel, pipelined
 from headway.plan.mechanisms import lacking
 from headway.plan.pipeline import Pipeline
 from headway.planner.binding import changes, fastest_of_today, holding, neighbours, parts
@@ -321,7 +327,7 @@ def test_sentences_and_json_of_the_same_plan(run, question):
     code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER)
     assert code == 0
     point = point_of(staged(), engine(question, 4))
-    assert "what binds: compute (" in out
+    assert "what binds: the launches of kernels, not the products (compute, " in out
     assert "memory: stage 1 is the fullest" in out
     assert "data 2 -> 4: " in out
     assert "of the plans that run today the search would take" in out
@@ -381,6 +387,23 @@ def test_the_collectives_of_a_step(run):
     assert "all_reduce     data   of 2" in table
 
 
+def test_tensors_between_stages_are_what_the_stages_of_the_model_give(run, question):
+    model, rows = Stack(), torch.randn(4, 6)
+    stages = cut(model, lambda model, data: model(data).sum(), rows, at=["3"])
+    (given,) = stages[0].module(rows)
+    asked = engine(question, 4)
+    (found,) = placement_of(staged(), asked, point_of(staged(), asked)).tensors
+    assert (found.shape, found.bytes, found.protocol) == (given.shape, given.nbytes, "static")
+    ragged = pipelined(BATCH, processes=2, stages=2, pipeline=Pipeline(microbatches=3, cut=("3",)))
+    asked = engine(question, 2)
+    (found,) = placement_of(ragged, asked, point_of(ragged, asked)).tensors
+    assert (found.shape, found.bytes, found.protocol) == ((None, 64), 11 * 64 * 4, "dynamic")
+    out = run(ragged, "--recipe", RECIPE, *CLUSTER)[1]
+    assert f"0 to 1: {found.tensor} [varies, 64] float32, 2.75 KiB, dynamic; made by" in out
+    alone = data_parallel(BATCH, processes=2)
+    assert not placement_of(alone, asked, point_of(alone, asked)).tensors
+
+
 def test_splits_of_convolutions_and_products(run):
     plan = data_parallel(12, processes=4)
     code, out, _ = run(
@@ -404,3 +427,46 @@ def test_algorithms_are_measured(run):
     assert "an epoch takes" in answer
     assert "conv " in answer.partition("(Zou")[0]
     assert "--measure" not in out
+
+
+# -- what the plan's file says --------------------------------------------------------------------
+
+
+def test_a_plan_s_file_says_recipe_and_cluster(capsys, tmp_path, monkeypatch):
+    """A preset, and a file that is named from the folder of the plan; explain and simulate."""
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "c.toml").write_text(to_toml(of_preset("p3.16xlarge", nodes=2)))
+    monkeypatch.chdir(tmp_path)
+    plan = Path("plans/plan.json")
+    for cluster in (CLUSTER, ("--cluster", "c.toml")):
+        words = ("--devices", "2", "--runnable", "--objective", "fastest", "--out", str(plan))
+        assert main(["plan", RECIPE, *cluster, *words]) == 0
+        monkeypatch.chdir(tmp_path / "plans")
+        for command in ("explain", "simulate"):
+            capsys.readouterr()
+            assert main([command, "plan.json"]) == 0
+            alone = capsys.readouterr()
+            assert f"as the plan says: --recipe {RECIPE} --cluster" in alone.err
+            assert "is not what it was" not in alone.err
+            said = [word.replace("c.toml", "../c.toml") for word in cluster]
+            assert main([command, "plan.json", "--recipe", RECIPE, *said]) == 0
+            assert capsys.readouterr().out == alone.out
+        monkeypatch.chdir(tmp_path)
+    asked = Plan.load(plan).prediction.asked
+    assert (asked.recipe, asked.cluster, asked.nodes) == (RECIPE, "../c.toml", 0)
+    assert Plan.load(plan).hash == replace(Plan.load(plan), prediction=None).hash
+    text = Path("c.toml").read_text()
+    Path("c.toml").write_text(to_toml(of_preset("p3dn.24xlarge", nodes=2)))
+    assert Path("c.toml").read_text() != text
+    assert main(["simulate", str(plan)]) == 0
+    assert "c.toml is not what it was when the plan was made" in capsys.readouterr().err
+
+
+def test_launches_bind_where_the_host_is_as_slow_as_the_compute(question):
+    """The stack is tiny: what a GPU computes takes less than to start it."""
+    found = look(data_parallel(BATCH, processes=2), engine(question, 2), most=16)
+    assert found.parts[0].name == "compute"
+    for issuing, said in ((found.issuing, "the launches of kernels"), (0.0, "compute (")):
+        assert f"what binds: {said}" in "\n".join(
+            sentences(question, replace(found, issuing=issuing))
+        )

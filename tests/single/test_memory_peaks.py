@@ -20,13 +20,15 @@ from headway.cost.step_memory import OPTIMISERS, step_memory, temporaries
 from headway.graph import fold
 from headway.graph.passing import regions_of
 from headway.parallel import cut
+from headway.plan import data_parallel
 from headway.planner.borders import start_of
 from headway.planner.candidate import Candidate
 from headway.planner.degrees import Degrees
 from headway.planner.operators import Workload
+from headway.planner.planned import point_of
 from headway.planner.search import Question, Search
 from support.memory_models import CASES, Block, Gpt2
-from support.tracked import found, peak_of_stage, peak_of_steps, tracker_of
+from support.tracked import found, peak_of_plan, peak_of_stage, peak_of_steps, tracker_of
 
 RULES = {
     "sgd": partial(SGD, lr=0.1),
@@ -195,6 +197,24 @@ def test_a_whole_model_as_the_search_has_it(graphs, name):
     rule = partial(RULES["adamw"], foreach=True)
     total, _ = peak_of_steps(case.make, case.data, case.loss, rule)
     assert 0.97 <= point.bytes / total <= 1.08, point.bytes / total
+
+
+@pytest.mark.parametrize(("zero", "ranks"), [(0, 2), (1, 2), (1, 4), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_copies_and_state_in_parts(graphs, zero, ranks, microbatches):
+    """The executor's buckets, and what FSDP2 gathers and sums beside the parts."""
+    case = CASES["perceptron"]
+    samples = len(case.data[0])
+    plan = data_parallel(
+        samples * ranks * microbatches, processes=ranks, microbatch=samples, zero=zero
+    )
+    machine = machine_of(of_preset("dgx-a100", nodes=1))
+    work = Workload(graph=fold(graphs["perceptron"]), samples=samples)
+    question = Question(work=work, machine=machine, devices=(ranks,), batch=plan.batch.samples)
+    predicted = point_of(plan, Search(question)).bytes
+    rule = partial(RULES["adamw"], foreach=True)
+    total = peak_of_plan(case.make, case.data, case.loss, rule, plan)
+    assert 0.97 <= predicted / total <= 1.08, predicted / total
 
 
 def order_of(stage, stages, microbatches, schedule="1f1b"):

@@ -8,13 +8,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from headway import Executor, criterion
+from headway.errors import PlanError
 from headway.graph import TensorSpec
+from headway.parallel.state_sharding import groups_of as gathered_of
+from headway.plan import data_parallel
 from headway.planner.collectives import of_gradients, volumes
+from headway.planner.collectives_plan import Part, collectives_of_plan
 from headway.planner.collectives_torch import Wrapped, fully_sharded
 from headway.planner.degrees import Degrees
 from headway.verification.fake_world import fake_world
 from headway.verification.recorder import Recorder, differences
-from support.tiny_models import FEATURES
+from support.tiny_models import FEATURES, Points
 
 WORLDS = (2, 8, 1024)
 
@@ -144,3 +149,56 @@ def test_fully_shard_over_copies():
         with Recorder() as recorder:
             model(torch.randn(4, FEATURES)).sum().backward()
     same(fully_sharded(groups, 8, copies=128), recorder)
+
+
+# -- headway's executor ---------------------------------------------------------------------------
+
+
+class Scaled(Row):
+    """With a single number, which is not sharded, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.blocks[1][0].requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def part_of(model):
+    """The whole model, before it is sharded."""
+    specs, names = specs_of(model), {p: n for n, p in model.named_parameters()}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    return Part(
+        parameters={n: spec for n, spec in specs.items() if n in trained},
+        frozen={n: spec for n, spec in specs.items() if n not in trained},
+        gathered=[[names[p] for p in module.parameters()] for module in gathered_of(model)],
+    )
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (8, 4), (1024, None)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_what_the_executor_does_for_a_plan(ranks, shards, zero, microbatches):
+    plan = data_parallel(
+        2 * microbatches * ranks, processes=ranks, microbatch=2, zero=zero, shards=shards
+    )
+    model = Scaled()
+    part = part_of(model)
+    assert len(part.gathered) == 3
+    with fake_world(ranks, rank=ranks // 2) as world:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = criterion(nn.CrossEntropyLoss())
+        run = Executor(model, optimizer, loss=loss, plan=plan, world=world, clip=1.0)
+        for batch in run.batches(Points(plan.batch.samples * 2)):
+            with Recorder() as recorder:
+                run.step(batch)
+    same(collectives_of_plan(plan, [part], clip=True), recorder)
+
+
+def test_what_is_not_listed_is_named():
+    """Without the model nobody knows which of its modules FSDP2 gathers together."""
+    plan = data_parallel(4, processes=2, zero=3)
+    with pytest.raises(PlanError, match="which modules are gathered together"):
+        collectives_of_plan(plan, [Part(parameters=specs_of(Row()))])

@@ -97,10 +97,17 @@ def question_of(work, path, **changed):
 # -- money ----------------------------------------------------------------------------------------
 
 
-def test_money_of_each_plan(run, cluster):
-    code, shown, err = run("plan", RECIPE, "--cluster", cluster, "--json")
+def test_money_and_picture_of_each_plan(run, cluster, tmp_path):
+    svg, png = tmp_path / "f.svg", tmp_path / "f.png"
+    code, shown, err = run(
+        "plan", RECIPE, "--cluster", cluster, "--json", "--svg", svg, "--png", png
+    )
     assert code == 0, err
     found = json.loads(shown)
+    drawn = svg.read_text()
+    assert drawn.count("<title>") == len(found["points"])
+    assert f"{len(found['points'])} plans by step time and memory; chosen: " in drawn
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert found["currency"] == "EUR"
     hour = {"fast": 3.6, "slow": 1.8}
     for point in found["points"]:

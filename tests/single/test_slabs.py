@@ -280,7 +280,6 @@ def test_another_shape_or_type_in_a_later_file(tmp_path, change):
 
 
 def test_zarr(tmp_path):
-    pytest.importorskip("zarr", reason="the zarr package is not installed")
     done = command(sys.executable, "-m", "support.zarr_slabs", str(tmp_path), cwd=tmp_path)
     assert done.code == 0, done.err
 

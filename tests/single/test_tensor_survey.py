@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ OUT, IN = (Cut("j"), WHOLE), (WHOLE, Cut("j"))
 
 def of(model, plan=PAIR, loss=models.language_loss, batch=None, **settings):
     torch.manual_seed(0)
-    return survey(model, loss, batch or models.words(), plan, **settings)
+    return survey(model, loss, models.words() if batch is None else batch, plan, **settings)
 
 
 def of_vectors(model, plan=PAIR, **settings):
@@ -102,6 +104,18 @@ def test_what_the_user_wants_whole_is_whole():
     assert {name.rpartition(".")[0] for name in cut} == {f"h.1.attention.{x}" for x in "qkvo"}
 
 
+def test_a_tied_weight_is_meant_by_each_of_its_names():
+    for name in ("wte", "head"):
+        assert of(models.Gpt("fused"), whole=[name]).cuts["wte.weight"] == ()
+
+
+@pytest.mark.parametrize("option", ["whole", "only"])
+def test_a_name_that_means_nothing_is_refused_with_the_nearest_ones(option):
+    said = f"split.{option} h.0.atention: no parameter has or lies under it; there is h.0.attention"
+    with pytest.raises(PlanError, match=said):
+        of(models.Gpt("fused"), **{option: ["head", "h.0.atention"]})
+
+
 def test_modules_on_a_grid_of_their_own():
     square = TensorGrid.summa(2)
     found = of(models.Gpt("fused"), TensorGrid.classic(4), whole=["*"], by=[("h.*.mlp", square)])
@@ -142,6 +156,27 @@ def test_degrees_that_do_not_divide_are_named_with_the_legal_ones(model, plan, s
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "plan", "patterns"),
+    [
+        (models.Gpt("grouped"), TensorGrid.classic(4), ["h.*.attention.kv"]),
+        (nn.Sequential(*(nn.Linear(16, n) for n in (16, 16, 3))), PAIR, ["2"]),
+    ],
+)
+def test_what_a_refusal_says_to_type_is_accepted(model, plan, patterns):
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    batch = models.words()[0] if isinstance(model, models.Gpt) else torch.zeros(8, 16)
+    with pytest.raises(PlanError) as caught:
+        of(model, plan, loss, batch)
+    typed = re.search(r"--set 'split.whole=(.*?)'", caught.value.fix)
+    assert typed
+    assert json.loads(typed[1]) == patterns
+    found = of(model, plan, loss, batch, whole=patterns)
+    assert any(cut.axes for cuts in found.cuts.values() for cut in cuts)
+
+
 class Odd(models.Tower):
     def forward(self, x):
         return torch.cumsum(super().forward(x), 1)
@@ -151,6 +186,23 @@ def test_on_a_cuboid_a_function_without_a_rule_is_refused_by_name():
     with pytest.raises(PlanError, match=r"cumsum at .*test_tensor_survey.py:\d+: there is no rule"):
         of_vectors(Odd(), TensorGrid.cuboid(1, 2, 1))
     assert not of_vectors(Odd()).left.get("up.weight")
+
+
+class Twice(nn.Module):
+    """A table that is the last layer as well, of what came to be whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+
+    def forward(self, words):
+        y = torch.cumsum(self.table(words), 1)
+        return functional.linear(y, self.table.weight)
+
+
+def test_a_weight_that_two_uses_want_otherwise_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"table.weight: .*its weight cut \[whole, over j\]"):
+        of(Twice(), TensorGrid.cuboid(1, 2, 1))
 
 
 def test_the_model_is_as_it_was():

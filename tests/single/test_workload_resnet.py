@@ -1,5 +1,6 @@
 """single: ResNets: the published sizes, images, the recipe."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -99,8 +100,9 @@ def test_a_grating_points_where_its_class_says():
     assert right >= 45
 
 
-def test_digits():
-    pytest.importorskip("sklearn")
+def test_digits(monkeypatch):
+    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
+        monkeypatch.setenv(name, os.environ.get(name, "True"))  # scikit-learn's import sets them
     train, validation = (data.digits(split) for split in ("train", "validation"))
     assert (len(train), len(validation)) == (1500, 297)
     images, classes = train.read([0, 1])

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from headway.cli.main import main
 from support.ranks import warm_up
+from support.warm_commands import warm_path
 
 HERE = Path(__file__).parent.parent
 HEADWAY = (sys.executable, "-m", "headway")
@@ -28,6 +29,13 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 def environment(**changes: str) -> dict[str, str]:
     """The variables of the test's process, with the tests importable."""
     return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **changes}
+
+
+def warm_variables() -> dict[str, str]:
+    """By these `headway`, `python` and `torchrun` are processes forked from a warm one (Linux)."""
+    folder = warm_path() if sys.platform == "linux" else Path(sys.executable).parent
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "PYTHON_EXEC": str(folder / "python")}  # torchrun starts workers by it
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ def command(
 
 
 def headway(*words: str, cwd: Path, timeout: float = 120) -> Done:
-    return command(*HEADWAY, *words, cwd=cwd, timeout=timeout)
+    """Run a command in a process of its own, forked from a warm one."""
+    return command("headway", *words, cwd=cwd, timeout=timeout, variables=warm_variables())
 
 
 def headway_here(*words: str, cwd: Path) -> Done:

@@ -18,6 +18,8 @@ MARK = "HEADWAY_TEST_SESSION"
 PROCESSES_ALLOWED = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 THREADS_ALLOWED = ("MainThread", "pytest_timeout", "execnet")
 VARIABLES_ALLOWED = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+KEPT: set[int] = set()
+"""Processes that the tests of a session share."""
 PATIENCE = 1.0
 """Seconds that a thread or a process gets to end after its test."""
 
@@ -46,7 +48,7 @@ def alive_children(known: Collection[int] = ()) -> list[str]:
     """
     me, mark = os.getpid(), f"{MARK}={os.getpid()}".encode()
     found = []
-    for pid in process_ids().difference(known):
+    for pid in process_ids().difference(known, KEPT):
         facts = _process(pid)
         if facts is None or pid == me:
             continue

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from headway import Executor
 from headway.capture.fake import Pretence
 from headway.parallel.stage_run import _Cut, _Enter
 from headway.parallel.stages import Stages
+from headway.plan import Plan
+from headway.verification.fake_world import fake_world
 
 CPU = torch.device("cpu")
 NAMES = {
@@ -142,6 +146,59 @@ def peak_of_stage(
         step()
         step()
     return found(tracker)
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Equal ones, of ones."""
+
+    def __init__(self, example: Sequence[torch.Tensor], length: int) -> None:
+        self._sample = tuple(torch.ones(t.shape[1:], dtype=t.dtype) for t in example)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self._sample
+
+
+def peak_of_plan(
+    make: Callable[[], nn.Module],
+    example: list[torch.Tensor],
+    loss: Callable[[nn.Module, Any], Any],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    plan: Plan,
+) -> int:
+    """The peak of headway's executor in its second step, on the last rank of a fake world.
+
+    With numbers; of all micro-batches of the step one is counted, as a device has them.
+
+    Args:
+        make: The model.
+        example: A micro-batch on the meta device, samples first.
+        loss: `loss(model, data)`.
+        optimizer: `optimizer(parameters)`.
+        plan: Without a pipeline.
+    """
+    torch.manual_seed(0)
+    with fake_world(plan.ranks, rank=plan.ranks - 1) as world:
+        model = make()
+        rule = optimizer(model.parameters())
+        run = Executor(model, rule, loss=loss, plan=plan, world=world)
+        first, second = run.batches(_Samples(example, 2 * plan.batch.samples))
+        run.step(first)
+        exchange = run.gradients.exchange
+        buckets = [] if exchange is None else [b.fused.buffer for b in exchange.now.buckets]
+        states = [s for held in rule.state.values() for s in held.values()]
+        data = [tensor for micro in second.micros for tensor in micro.data]
+        known = (*model.parameters(), *model.buffers(), *states, *buckets, *data)
+        tracker = tracker_of(*(t for t in known if isinstance(t, torch.Tensor)))
+        with tracker:
+            # Its hooks by module do not know modules that gather their parameters.
+            tracker._mod_tracker.__exit__(None, None, None)
+            run.step(second)
+        beyond = sum(t.numel() * t.element_size() for t in data) * (1 - 1 / len(second.micros))
+        return found(tracker)[0] - round(beyond)
 
 
 def _entering(stages: Stages, number: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,12 +6,13 @@ and uses the tensor where it lies. Xue et al. 2019, "Fast Distributed Deep Learn
 """
 
 from headway.channel.channel import Channel, Held
-from headway.channel.placement import Placed, Placement, place_tensors
 from headway.channel.region import Region
+from headway.channel.rows import RowExchange
 from headway.channel.stream import Stream, open_stream
 from headway.channel.waiting import wait_any
+from headway.graph.placement import Placed, Placement, place_tensors
 
 __all__ = [
-    "Channel", "Held", "Placed", "Placement", "Region", "Stream", "open_stream", "place_tensors",
-    "wait_any",
+    "Channel", "Held", "Placed", "Placement", "Region", "RowExchange", "Stream", "open_stream",
+    "place_tensors", "wait_any",
 ]  # fmt: skip

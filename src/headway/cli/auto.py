@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.cli.asked import with_asked
 from headway.cli.console import note, warn
 from headway.cluster import Cluster, find_cluster
 from headway.cluster.fingerprint import differences, fingerprint
@@ -33,6 +34,8 @@ AUTO = Path("auto")
 """As the value of --plan."""
 MEASURE = "measure"
 """As the value of --cluster."""
+MEASURED = "cluster.toml"
+"""In the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,9 @@ class Automatic:
             memory=replace(decision.plan.memory, precision=recipe.precision),
             exchange=recipe.exchange or decision.plan.exchange,
         )
+        if not self.overrides:  # they are part of what was asked, and no word of Asked
+            known = str(run.path / MEASURED) if self.cluster == MEASURE else self.cluster
+            plan = with_asked(plan, self.recipe, known, None, run.plan_file)
         plan.save(run.plan_file)
         return plan
 
@@ -218,7 +224,7 @@ class Automatic:
         """Kept in the run directory."""
         from headway.cli.cluster import write_measured
 
-        path = run.path / "cluster.toml"
+        path = run.path / MEASURED
         warning = write_measured(path, readings)
         if warning:
             warn(warning)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.cli.collective_change import changed
 from headway.cli.console import say, say_json
 from headway.collective.program_order import rounds
 from headway.collective.task import ROOTED, Collective, Op
@@ -30,6 +31,7 @@ def show(
     nodes: int | None = None,
     element: int = 4,
     overhead: str = "0 s",
+    change: tuple[str, ...] = (),
     svg: Path | None = None,
     png: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -46,6 +48,8 @@ def show(
         nodes: Of a preset; by default 1.
         element: Bytes of an element.
         overhead: What beginning a message costs its rank; about 30 us in Python.
+        change: Links that have drifted: "link a-b 10 Mbit/s", "link a-b 0.1x"; may be repeated. The
+            programs then, and that which `headway train` would go over to.
         svg: Write a picture to this file.
         png: The same as PNG.
         json: Print the rows as JSON.
@@ -75,11 +79,18 @@ def show(
         )
     title = f"{op} of {format_bytes(num_bytes)} on {wires.ranks} ranks of {cluster}"
     _pictures(title, found, svg, png)
+    later = changed(found, wires, change, element_bytes=element, host=host) if change else None
     if json:
-        facts = {"op": op, "bytes": num_bytes, "ranks": wires.ranks, "bound": found[0].least}
-        say_json(facts | {"programs": [_facts(one) for one in found], "refused": refused})
+        facts: dict[str, object] = {
+            "op": op,
+            "bytes": num_bytes,
+            "ranks": wires.ranks,
+            "bound": found[0].least,
+        }
+        facts |= {"programs": [_facts(one) for one in found], "refused": refused}
+        say_json(facts | ({"changed": later.facts()} if later else {}))
     else:
-        say(describe(title, found, refused))
+        say("\n".join([describe(title, found, refused), *(later.lines(found) if later else ())]))
 
 
 def describe(title: str, found: Sequence[Priced], refused: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,17 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.cli.asked import subject_of, without_subject
+from headway.cli.borders import in_lines as border_lines
+from headway.cli.borders import placement_of
 from headway.cli.console import note, say, say_json
 from headway.cli.explain_mixed import explain_mixed, of_choice, of_part, than
 from headway.cli.plan_mixed import kinds_of
 from headway.cli.plan_question import work_of
-from headway.cluster import Cluster, find_cluster
+from headway.cluster import Cluster
 from headway.cost.presets import machine_of
 from headway.errors import PlanError, UsageError
+from headway.graph.placement import Placement
 from headway.plan import Plan
 from headway.plan import explain as in_words
 from headway.planner.binding import (
@@ -47,6 +51,8 @@ from headway.units import format_bytes, format_seconds, parse_bytes
 
 NEAREST = 4
 """Alternatives that are shown beside the fastest one."""
+LAUNCHES = 0.9
+"""Where the host issues kernels for this share of the compute, it is what the step waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,7 @@ class Explanation:
         changes: Of hardware.
         collectives: Of a step, by place in the pipeline, as the executor carries them out; empty
             where only their traffic is known.
+        borders: Tensors that go from stage to stage.
     """
 
     point: Point
@@ -81,6 +88,7 @@ class Explanation:
     today: Point | None
     changes: tuple[Change[Point], ...]
     collectives: tuple[Calls, ...]
+    borders: Placement
 
 
 def explain(
@@ -100,7 +108,8 @@ def explain(
 
     Args:
         plan: A plan.json.
-        recipe: As for `headway train`; its model is captured, not built in memory.
+        recipe: As for `headway train`; its model is captured, not built in memory. By default that
+            of `headway plan --out`, which the plan's file names; so is the cluster.
         cluster: A cluster.toml, or a preset such as dgx-a100.
         nodes: Of a preset; by default 1.
         memory: Of a device that may be used, as in "80 GiB"; by default all of it.
@@ -113,16 +122,14 @@ def explain(
         json: Print the same as JSON.
     """
     loaded = Plan.load(plan)
-    if recipe is None or cluster is None:
-        if recipe or cluster or guidelines:
-            lacking = "--cluster" if recipe else "--recipe" if cluster else "--recipe and --cluster"
-            raise UsageError(
-                f"without {lacking} a plan has no price",
-                fix="Give both: --recipe RECIPE --cluster FILE|PRESET.",
-            )
+    subject = subject_of(plan, loaded, recipe, cluster, nodes)
+    if subject is None:
+        if guidelines:
+            raise without_subject("--recipe and --cluster")
+        note("note: what binds it is known with --recipe and --cluster")
         _write(json, {"plan": loaded.hash, "words": in_words(loaded)}, [in_words(loaded)])
         return
-    found = find_cluster(cluster, nodes=nodes)
+    recipe, found = subject.recipe, subject.cluster
     if loaded.ranks > found.ranks:
         raise PlanError(
             f"the plan has {loaded.ranks} ranks, the cluster {found.ranks}",
@@ -151,7 +158,7 @@ def explain(
         data = {"advice": [asdict(answer) for answer in answers], "unknown": unknown}
         _write(json, {"plan": loaded.hash} | data, lines)
         return
-    explanation = look(loaded, engine, most=found.ranks)
+    explanation = look(loaded, engine, most=found.ranks, gathered=_gathered(loaded, recipe))
     facts = {"plan": loaded.hash, "words": in_words(loaded)} | asdict(explanation)
     origins = ["", "where the numbers come from:", *in_lines(engine.question)] if sources else []
     lines = [in_words(loaded), "", *sentences(engine.question, explanation), *origins]
@@ -180,13 +187,24 @@ def _question(plan: Plan, recipe: str, cluster: Cluster, memory: str | None) -> 
     )
 
 
-def look(plan: Plan, engine: Search, *, most: int) -> Explanation:
+def _gathered(plan: Plan, recipe: str) -> list[list[str]] | None:
+    if not plan.memory.zero or plan.pipe_degree > 1:
+        return None
+    from headway.run.model_graph import gathered_of  # imports torch
+
+    return gathered_of(recipe)
+
+
+def look(
+    plan: Plan, engine: Search, *, most: int, gathered: Sequence[Sequence[str]] | None = None
+) -> Explanation:
     """Price a plan, its surroundings, and both on other hardware.
 
     Args:
         plan: Of the model and cluster of `engine`.
         engine: With the plan's number of devices.
         most: Devices that the cluster has.
+        gathered: As of `collectives_plan.Part`.
 
     Raises:
         PlanError: The search has no price for the plan.
@@ -209,12 +227,15 @@ def look(plan: Plan, engine: Search, *, most: int) -> Explanation:
         alternatives=_nearest(question, point),
         today=best,
         changes=tuple(changes(today, lambda other: point_of(plan, other))),
-        collectives=_collectives(plan, engine, point),
+        collectives=_collectives(plan, engine, point, gathered),
+        borders=placement_of(plan, engine, point),
     )
 
 
-def _collectives(plan: Plan, engine: Search, point: Point) -> tuple[Calls, ...]:
-    parts = parts_of(engine, point)
+def _collectives(
+    plan: Plan, engine: Search, point: Point, gathered: Sequence[Sequence[str]] | None
+) -> tuple[Calls, ...]:
+    parts = parts_of(engine, point, gathered)
     try:
         return tuple(
             collectives_of_plan(plan, parts, rank=rank) for rank in range(plan.pipe_degree)
@@ -250,6 +271,7 @@ def sentences(question: Question, found: Explanation) -> Iterator[str]:
         yield ""
         yield "collectives of a step, of one rank:"
         yield from in_rows(found.collectives, "rank of the pipeline")
+    yield from border_lines(found.borders)
     yield ""
     yield "one step away:"
     yield from (f"  {_of_neighbour(one, point)}" for one in found.neighbours)
@@ -267,6 +289,8 @@ def _of_binding(found: Explanation) -> str:
     """What a step waits for most, and whether more memory would change the choice."""
     largest = found.parts[0]
     what = f"the {largest.level} links ({largest.name}, " if largest.level else f"{largest.name} ("
+    if largest.name == "compute" and found.issuing > LAUNCHES * largest.seconds:
+        what = "the launches of kernels, not the products (compute, "
     text = f"what binds: {what}{largest.share:.1%} of the step); memory "
     more = any(change.changed for change in found.changes if change.name == "memory 2x")
     if found.holding.share > 1:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.console import note, say, say_json
@@ -22,6 +21,7 @@ from headway.cluster import Cluster
 from headway.cost.network import network_of
 from headway.cost.presets import machine_of
 from headway.errors import PlanError
+from headway.plan import Plan
 from headway.plan.prediction import Prediction
 from headway.planner.collectives import Calls, in_rows
 from headway.planner.degrees import sizes
@@ -33,10 +33,12 @@ from headway.planner.mixed_point import MixedPoint
 from headway.planner.mixed_question import MixedQuestion
 from headway.planner.operators import Workload
 from headway.planner.predicted import prediction_of
+from headway.planner.refusal import ends
 from headway.planner.runnable import RUNS
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from headway.report.frontier import Frontier
     from headway.run.recipe import Recipe
 
 
@@ -120,9 +122,14 @@ def money_of(wanted: Wanted, cluster: Cluster, recipe: Recipe) -> Money:
 
 
 def plan_mixed(
-    question: MixedQuestion, cluster: Cluster, money: Money, out: Path | None, *, json: bool
-) -> None:
-    """Search, print, write.
+    question: MixedQuestion,
+    cluster: Cluster,
+    money: Money,
+    save: Callable[[Plan], None] | None,
+    *,
+    json: bool,
+) -> MixedOutcome:
+    """Search, print, save the chosen plan.
 
     Raises:
         NothingFits: No plan is within the memory.
@@ -133,10 +140,32 @@ def plan_mixed(
         say_json(facts(outcome, money))
     else:
         say("\n".join(lines(outcome, money)))
-    if out is not None:
+    if save is not None:
         plan = to_plan(outcome, outcome.best)
-        replace(plan, prediction=_predicted(outcome, cluster)).save(out)
-        note(f"wrote {out}; its ranks stand on {in_runs(ranks_of(outcome.best))}")
+        save(replace(plan, prediction=_predicted(outcome, cluster)))
+        note(f"its ranks stand on {in_runs(ranks_of(outcome.best))}")
+    return outcome
+
+
+def frontier_of_mixed(outcome: MixedOutcome, *, model: str, cluster: str) -> Frontier:
+    """What there is to draw of an answer; allowed is what the largest device may use."""
+    from headway.report.frontier import Frontier, Spot
+
+    question = outcome.question
+    return Frontier(
+        title=f"{model} on {cluster}, batch {question.batch}: {question.objective}",
+        spots=tuple(
+            Spot(
+                seconds=point.seconds,
+                bytes=point.bytes,
+                devices=point.devices,
+                words=describe(point),
+                chosen=number == outcome.chosen,
+            )
+            for number, point in enumerate(outcome.points)
+        ),
+        allowed=max(question.caps.values()),
+    )
 
 
 def _predicted(outcome: MixedOutcome, cluster: Cluster) -> Prediction:
@@ -225,10 +254,8 @@ def _chosen(outcome: MixedOutcome, money: Money) -> Iterator[str]:
 
 def stages_in_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
     """What each stage costs on each type of devices."""
-    row = search.engine.row
     for number, stage in enumerate(point.stages):
-        first = row[stage.start].module or "the inputs"
-        last = row[stage.stop - 1].module or first
+        first, last = ends(search.engine, stage)
         yield f"stage {number}: {first} to {last}" + (", recomputed" if stage.recompute else "")
         for part in stage.parts:
             yield (

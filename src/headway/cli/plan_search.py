@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from headway.cli.asked import with_asked
 from headway.cli.console import note, say, say_json
 from headway.cli.plan_answer import Answer, facts, lines
-from headway.cli.plan_mixed import kinds_of, mixed_question, money_of, plan_mixed
+from headway.cli.plan_mixed import (
+    frontier_of_mixed,
+    kinds_of,
+    mixed_question,
+    money_of,
+    plan_mixed,
+)
 from headway.cli.plan_question import (
     Amounts,
     amounts_of,
@@ -22,6 +30,7 @@ from headway.cli.plan_question import (
 )
 from headway.cluster import find_cluster
 from headway.errors import NothingFits, UsageError
+from headway.plan import Plan
 from headway.planner.operators import Workload
 from headway.planner.predicted import with_prediction
 from headway.planner.question import Objective, Question
@@ -29,6 +38,9 @@ from headway.planner.refusal import refusal
 from headway.planner.runnable import RUNS, missing, to_plan
 from headway.planner.search import Outcome, search
 from headway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from headway.report.frontier import Frontier
 
 
 def search_plans(
@@ -82,11 +94,6 @@ def search_plans(
     )
     found = find_cluster(cluster, nodes=nodes)
     mixed = len(kinds_of(found)) > 1
-    if mixed and (svg or png):
-        raise UsageError(
-            "--svg, --png: a frontier over devices of several types is not drawn",
-            fix="Ask without them; --json has the whole frontier.",
-        )
     from headway.cli.optimizer_cost import optimiser_of, with_optimizer  # imports torch
     from headway.run.model_graph import annotated_graph_of
     from headway.run.recipe_file import load_recipe
@@ -102,10 +109,13 @@ def search_plans(
         graph=graph, samples=samples, optimiser=optimiser_of(loaded), reads=not loaded.workers
     )
     annotated = said.forced_choices()
+    save = None if out is None else partial(_save, recipe, cluster, nodes, out)
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
     if mixed:
         asked = mixed_question(wanted, work, batch, found, precision)
-        plan_mixed(asked, found, money_of(wanted, found, loaded), out, json=json)
+        outcome = plan_mixed(asked, found, money_of(wanted, found, loaded), save, json=json)
+        if svg or png:
+            _pictures(frontier_of_mixed(outcome, model=recipe, cluster=cluster), svg, png)
         return
     question = question_of(wanted, work, batch, found)
     machine = with_optimizer(question.machine, found, loaded)
@@ -125,16 +135,26 @@ def search_plans(
         say_json(facts(answer))
     else:
         say("\n".join(lines(answer)))
-    _pictures(answer, svg, png)
-    if out is not None:
+    if svg or png:
+        from headway.report.frontier import frontier_of
+
+        shown = frontier_of(answer.outcome, model=answer.recipe, cluster=answer.cluster)
+        _pictures(shown, svg, png)
+    if save is not None:
         best = answer.outcome.best
-        with_prediction(to_plan(answer.outcome, best), question, best, found).save(out)
+        save(with_prediction(to_plan(answer.outcome, best), question, best, found))
         lacks = missing(best)
-        note(f"wrote {out}" + (f"; today's executor cannot run it: {lacks}" if lacks else ""))
+        if lacks:
+            note(f"today's executor cannot run {out}: {lacks}")
     note(
         f"captured in {format_seconds(captured - begin)}, searched in "
         f"{format_seconds(done - captured)}{_most_memory()}"
     )
+
+
+def _save(recipe: str, cluster: str, nodes: int | None, out: Path, plan: Plan) -> None:
+    with_asked(plan, recipe, cluster, nodes, out).save(out)
+    note(f"wrote {out}")
 
 
 def _searched(question: Question) -> Outcome:
@@ -144,12 +164,9 @@ def _searched(question: Question) -> Outcome:
         raise refusal(question) from None
 
 
-def _pictures(answer: Answer, svg: Path | None, png: Path | None) -> None:
-    if svg is None and png is None:
-        return
-    from headway.report.frontier import frontier_of, frontier_png, frontier_svg
+def _pictures(shown: Frontier, svg: Path | None, png: Path | None) -> None:
+    from headway.report.frontier import frontier_png, frontier_svg
 
-    shown = frontier_of(answer.outcome, model=answer.recipe, cluster=answer.cluster)
     for path, made in ((svg, frontier_svg), (png, frontier_png)):
         if path is None:
             continue

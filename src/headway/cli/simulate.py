@@ -10,10 +10,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.cli.asked import subject_of, without_subject
 from headway.cli.console import note, say, say_json
 from headway.cli.plan_question import precision_in, work_of
 from headway.cli.schedule import write
-from headway.cluster import Cluster, find_cluster
+from headway.cluster import Cluster
 from headway.cost.presets import machine_of
 from headway.cost.transformer import Machine
 from headway.errors import PlanError, UsageError
@@ -67,8 +68,8 @@ def simulate(
     plan: Path | None = None,
     /,
     *,
-    recipe: str,
-    cluster: str,
+    recipe: str | None = None,
+    cluster: str | None = None,
     nodes: int | None = None,
     devices: int | None = None,
     memory: str | None = None,
@@ -83,7 +84,8 @@ def simulate(
 
     Args:
         plan: A plan.json; without one, the fastest plan that the search finds.
-        recipe: As for `headway train`; its model is captured, not built in memory.
+        recipe: As for `headway train`; its model is captured, not built in memory. By default that
+            of `headway plan --out`, which the plan's file names; so is the cluster.
         cluster: A cluster.toml, or a preset such as dgx-a100.
         nodes: Of a preset; by default 1.
         devices: Without a plan: how many; by default all of the cluster.
@@ -97,12 +99,15 @@ def simulate(
         timeline: Write a Chrome trace (Perfetto opens it) of the last step to this file.
         json: Print the figures as JSON.
     """
-    found = find_cluster(cluster, nodes=nodes)
     loaded = None if plan is None else Plan.load(plan)
+    subject = subject_of(plan, loaded, recipe, cluster, nodes)
+    if subject is None:
+        raise without_subject("--recipe and --cluster")
+    found = subject.cluster
     ranks = _ranks(loaded, devices, found)
     machine = machine_of(found)
     other, faults = _scenario(machine, found, change, fault, ranks)
-    question = _question(loaded, recipe, machine, ranks, memory)
+    question = _question(loaded, subject.recipe, machine, ranks, memory)
     job = _Job(loaded, question, share_links)
     work, price = job.step(machine)
     scenarios = [

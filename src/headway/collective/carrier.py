@@ -44,11 +44,14 @@ class Carrier:
             heaviest one); empty: as the program decides.
         order: Of ring: the ranks along it; empty: by number.
         trees: Of trees.
+        rates: The links for which the program was found, where each pair of ranks has links of its
+            own: bytes per second by sender and receiver, 0: no link; empty: not known.
     """
 
     chunk: str = ""
     order: tuple[int, ...] = ()
     trees: tuple[Tree, ...] = ()
+    rates: tuple[tuple[float, ...], ...] = ()
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -93,10 +96,22 @@ def carrier_problems(kind: str, carrier: Carrier | None, ranks: int) -> Iterator
             "exchange.carrier.trees is missing; `headway train --collective trees --cluster FILE` "
             "packs them for a cluster's links"
         )
+    if found.rates and not _are_rates(found.rates, ranks):
+        yield (
+            f"exchange.carrier.rates: for {ranks} ranks {ranks} rows of as many numbers that are "
+            "finite and at least 0, and not all 0"
+        )
     for number, tree in enumerate(found.trees):
         yield from (
             f"exchange.carrier.trees {number}: {why}" for why in _tree_problems(tree, ranks)
         )
+
+
+def _are_rates(rates: tuple[tuple[float, ...], ...], ranks: int) -> bool:
+    """Whether they are of these ranks."""
+    numbers = [rate for row in rates for rate in row]
+    square = len(rates) == ranks and all(len(row) == ranks for row in rates)
+    return square and all(0 <= rate < float("inf") for rate in numbers) and any(numbers)
 
 
 def _tree_problems(tree: Tree, ranks: int) -> Iterator[str]:

@@ -25,9 +25,11 @@ from headway.collective.order import Load, chunk_size, planned_order
 from headway.collective.predict import Scheme
 from headway.collective.service import Network, Speed, seen_link
 from headway.comm.buckets import fuse
+from headway.comm.carried import chooser
 from headway.comm.choose import choose_compressor
 from headway.comm.crossing import CrossingExchange
 from headway.comm.exchange import GradientExchange
+from headway.comm.repack import LinkWatch
 from headway.comm.routes import Routes
 from headway.comm.setup import (
     ELEMENTWISE,
@@ -36,6 +38,7 @@ from headway.comm.setup import (
     first_arrangement,
     make_exchange,
     respect_keys,
+    sums_of,
 )
 from headway.comm.speeds import measure_speeds
 from headway.plan import Exchange
@@ -119,12 +122,20 @@ class AdaptiveExchange:
         self._refit = REFIT_STEPS
         self.on_made: Callable[[GradientExchange], None] = lambda _: None
         self._arrangement = first_arrangement(self.parameters, self.description)
+        self._links = LinkWatch.of(self.description, routes, tell, doing)
+        if self.description.carried:
+            routes.choose_by(chooser(self.description))  # an earlier exchange may have re-packed
         self.now = self._make()
 
     @property
     def crossing(self) -> CrossingExchange | None:
         """The current exchange, where it crosses the step's border."""
         return self.now if isinstance(self.now, CrossingExchange) else None
+
+    @property
+    def wanted(self) -> Exchange:
+        """What was asked for, with the program of now."""
+        return self._wanted
 
     @property
     def measures(self) -> bool:
@@ -147,8 +158,16 @@ class AdaptiveExchange:
         self.on_made(made)
         return made
 
+    def _remake(self) -> None:
+        """Put a new exchange, as it is described now, in the place of the current one."""
+        state = self.now.state()
+        self.now.close()
+        self.now = self._make()
+        self.now.restore(state)
+
     def begin(self) -> None:
         """A step begins; now and then the exchange is measured and re-arranged, on all ranks."""
+        self._follow_links()
         if self.measures:
             if self._profiled(self._step):
                 self.flush()
@@ -159,6 +178,22 @@ class AdaptiveExchange:
                 self.now.profile = {}
         self._step += 1
         self.now.begin()
+
+    def _follow_links(self) -> None:
+        """Find out, now and then, whether links have drifted; carry the sums otherwise then."""
+        if self._links is None or not self._links.step(self.now.buckets):
+            return
+        self.flush()
+        sums = sums_of(self.now.buckets, self.description, self._arrangement.chunk_bytes)
+        sizes = [elements * width for elements, width in sums]
+        found = self._links.follow(self.description, sizes, sums[0][1])
+        if found is None:
+            return
+        collective, carrier = found.collective, found.carrier
+        self._wanted = replace(self._wanted, collective=collective, carrier=carrier)
+        self.description = found
+        self._routes.choose_by(chooser(found))
+        self._remake()
 
     def _profiled(self, step: int) -> bool:
         return step in PROFILED_STEPS or step == self._refit
@@ -200,10 +235,7 @@ class AdaptiveExchange:
         if found == self._arrangement and before == self.description:
             return
         self._arrangement = found
-        state = self.now.state()
-        self.now.close()
-        self.now = self._make()
-        self.now.restore(state)
+        self._remake()
         self._tell(
             f"exchange re-arranged after step {self._step}: {len(found.layout)} buckets; "
             f"{link.explain()}{reason}"

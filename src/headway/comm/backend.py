@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from headway.errors import UsageError
 Choose = Callable[[Collective, tuple[int, ...], int], CollectiveProgram | None]
 """(what, global ranks of the group, bytes of an element) -> how; None: the backend's own way."""
 
+Connections = Literal["own", "gloo"]
+
 EXCHANGE = "headway_exchange"
 """Name of the backend of the exchange's own groups."""
 _ROLES = 256
@@ -48,7 +50,12 @@ _SMALL_SHARE = 16 * 1024
 """Up to so many ranks, or bytes for each rank, messages go directly; beyond in a ring."""
 
 
-def register_backend(*, interfaces: Sequence[str] = (), choose: Choose | None = None) -> None:
+def register_backend(
+    *,
+    interfaces: Sequence[str] = (),
+    choose: Choose | None = None,
+    connections: Connections = "own",
+) -> None:
     """Make `torch.distributed.init_process_group("headway")` work in this process.
 
     Call it once, before `init_process_group`; all ranks give the same arguments.
@@ -58,11 +65,15 @@ def register_backend(*, interfaces: Sequence[str] = (), choose: Choose | None = 
             in GLOO_SOCKET_IFNAME ("eth0,eth1"), else the one that Gloo finds.
         choose: Asked for the program of every all_reduce, reduce_scatter, all_gather, broadcast and
             reduce of a new size. It must answer the same on all ranks.
+        connections: What programs travel over: the backend's "own" connections, or those of
+            "gloo". Gloo's it is also where one rank of a group says so or has no IPv4 address.
 
     Raises:
         UsageError: This torch has no Gloo.
     """
-    semi.register(partial(HeadwayGroup, interfaces=tuple(interfaces), choose=choose))
+    semi.register(
+        partial(HeadwayGroup, interfaces=tuple(interfaces), choose=choose, connections=connections)
+    )
 
 
 def carrying(choose: Choose) -> str:
@@ -79,6 +90,7 @@ class HeadwayGroup(dist.ProcessGroup):
         birth: From torch.
         interfaces: See `register_backend`.
         choose: See `register_backend`.
+        connections: See `register_backend`.
     """
 
     def __init__(
@@ -87,6 +99,7 @@ class HeadwayGroup(dist.ProcessGroup):
         *,
         interfaces: tuple[str, ...] = (),
         choose: Choose | None = None,
+        connections: Connections = "own",
     ) -> None:
         super().__init__(birth.rank, birth.size)  # type: ignore[call-arg]
         self._size = birth.size
@@ -96,8 +109,9 @@ class HeadwayGroup(dist.ProcessGroup):
         self._ranks = birth.ranks
         self._choose = choose
         self._finisher = Finisher()
+        self._links = semi.connect(birth, interfaces, own=connections == "own")
         self._interpreter = Interpreter(
-            self._gloo,
+            self._links or self._gloo,
             rank=birth.rank,
             ranks=birth.ranks,
             timeout_seconds=birth.timeout.total_seconds(),
@@ -111,7 +125,14 @@ class HeadwayGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._finisher.close()
         self._interpreter.scratch.clear()
+        if self._links is not None:
+            self._links.close()
         self._gloo.shutdown()
+
+    def choose_by(self, choose: Choose | None) -> None:
+        """Ask `choose` from now on, between two operations; all ranks at the same place."""
+        self._choose = choose
+        self._role.cache_clear()
 
     def rest(self) -> None:
         """End the thread of programs that were started asynchronously, until there are more."""
@@ -260,7 +281,7 @@ class HeadwayGroup(dist.ProcessGroup):
         program = Program(
             running, unpack or [output], semi.timeout_of(self._gloo, opts), self._finisher, after
         )
-        if role.rounds and semi.is_async(opts):
+        if semi.is_async(opts) and (role.rounds or not running.travels):
             program.hand_over()
         return ProgramWork(program)
 

@@ -7,6 +7,7 @@ by torch's version; `tests/single/test_backend_torch.py` says what has changed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from headway.comm.interpreter import Reduction
+from headway.comm.introduction import hosts, introduce
+from headway.comm.links import LinkedMessages
 from headway.errors import UsageError
 
 NAME = "headway"
@@ -103,8 +106,34 @@ def make_gloo(birth: Birth, interfaces: Sequence[str]) -> Any:
         gloo = kind(store, birth.rank, birth.size, chosen)
     else:
         gloo = kind(store, birth.rank, birth.size, timeout=birth.timeout)
-    gloo._set_sequence_number_for_group()
+    if torch.__version__ < "2.14":  # from then on all ranks count from zero by themselves
+        gloo._set_sequence_number_for_group()
     return gloo
+
+
+def named_interfaces() -> list[str]:
+    """Those that the environment gives to Gloo."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def connect(birth: Birth, interfaces: Sequence[str], *, own: bool) -> LinkedMessages | None:
+    """The connections of one of our groups; None where Gloo's must do.
+
+    Args:
+        birth: Of our group.
+        interfaces: As of `make_gloo`.
+        own: Whether this rank wants any.
+    """
+    if birth.size == 1:
+        return None
+    links = introduce(
+        PrefixStore("links/", birth.store),
+        birth.rank,
+        birth.ranks,
+        hosts(interfaces or named_interfaces()) if own else [],
+        birth.timeout.total_seconds(),
+    )
+    return None if links is None else LinkedMessages(links)
 
 
 def num_interfaces(gloo: Any) -> int:

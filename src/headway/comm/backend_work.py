@@ -1,7 +1,7 @@
 """What a group of the backend hands out for an operation under way: torch's `Work`.
 
 Whoever waits first carries out the rest of the program: usually the caller. Where nobody would (a
-program of several rounds that was started asynchronously, a future that somebody holds,
+program that was started asynchronously and does not travel by itself, a future that somebody holds,
 `is_completed` in a loop), the group's finisher thread does. Invariant: a program is carried out by
 one thread at a time, and its outcome, good or bad, is told to everyone who asks.
 """
@@ -87,7 +87,8 @@ class Program:
         self._seconds = seconds
         self._finisher = finisher
         self._after = after
-        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._telling = threading.Lock()
         self._future: Any = None
         self._handed = False
 
@@ -95,21 +96,39 @@ class Program:
     def done(self) -> bool:
         return self._running is None
 
-    def finish(self, seconds: float = 0.0) -> None:
-        """Carry out what is left, unless somebody else does; an error is kept in `error`."""
-        with self._lock:
-            if self._running is None:
-                return
-            try:
-                with torch.no_grad():
-                    self._running.finish(seconds or self._seconds)
-                    if self._after is not None:
-                        self._after()
-            except BaseException as error:
-                self.error = error
+    def finish(self, seconds: float = 0.0) -> BaseException | None:
+        """Carry out what is left, or wait for whoever does.
+
+        Args:
+            seconds: Longest wait; 0: that of the operation.
+
+        Returns:
+            What went wrong.
+        """
+        allowed = seconds or self._seconds
+        if not self._turn.acquire(timeout=allowed):
+            running = self._running
+            return self.error if running is None else running.late(allowed)
+        try:
+            if self._running is not None:
+                self._carry_out(self._running, allowed)
+        finally:
+            self._turn.release()
+        return self.error
+
+    def _carry_out(self, running: Running, seconds: float) -> None:
+        try:
+            with torch.no_grad():
+                running.finish(seconds)
+                if self._after is not None:
+                    self._after()
+        except BaseException as error:
+            self.error = error
+        with self._telling:
             self._running = self._after = None
-            if self._future is not None:
-                self._tell()
+            future = self._future
+        if future is not None:
+            self._tell(future)
 
     def hand_over(self) -> None:
         """Let the finisher's thread do what is left."""
@@ -119,19 +138,19 @@ class Program:
 
     def future(self) -> Any:
         """Always the same one."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._running is None:
-                    self._tell()
+        with self._telling:
+            known, self._future = self._future, self._future or torch.futures.Future()
+            late = known is None and self._running is None
+        if late:
+            self._tell(self._future)
         self.hand_over()
         return self._future
 
-    def _tell(self) -> None:
+    def _tell(self, future: Any) -> None:
         if self.error is None:
-            self._future.set_result(self.outputs)
+            future.set_result(self.outputs)
         else:
-            self._future.set_exception(self.error)
+            future.set_exception(self.error)
 
 
 class ProgramWork(dist.Work):
@@ -154,9 +173,9 @@ class ProgramWork(dist.Work):
             Stalled: Names the rank that did not come.
             PeerLost: Names the rank whose connection broke.
         """
-        self._program.finish(max(timeout.total_seconds(), 0.0) if timeout else 0.0)
-        if self._program.error is not None:
-            raise self._program.error
+        error = self._program.finish(max(timeout.total_seconds(), 0.0) if timeout else 0.0)
+        if error is not None:
+            raise error
         return True
 
     def synchronize(self) -> None:

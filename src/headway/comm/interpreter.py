@@ -1,7 +1,7 @@
-"""Carries out one rank's part of any `CollectiveProgram` on a Gloo group.
+"""Carries out one rank's part of any `CollectiveProgram` with the messages of a group.
 
-Messages are torch's point-to-point operations, which Gloo matches by (peer, tag), so that programs
-may overlap on one group as long as all ranks start them in the same order. Sums are formed in the
+Messages are matched by (peer, tag), so that programs may overlap on one group as long as all ranks
+start them in the same order. Sums are formed in the
 order of the program's steps, in the dtype of the tensors. Invariant: the steps up to the first Wait
 are carried out by `start`; nothing is waited for, and no sum formed, before `finish`.
 """
@@ -17,7 +17,6 @@ from time import monotonic
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headway.collective.program import (
@@ -31,6 +30,7 @@ from headway.collective.program import (
     Step,
     Wait,
 )
+from headway.comm.links import Broken
 from headway.errors import HeadwayError, PeerLost, Stalled
 
 Reduction = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"]
@@ -42,12 +42,18 @@ STRIPE_BYTES = 64 * 1024
 """A message is only divided among interfaces where each part has at least so many bytes."""
 
 
+class Moving(Protocol):
+    """A message under way; one that does not `travels` by itself moves while somebody waits."""
+
+    def wait(self, timeout: timedelta, /) -> object: ...
+
+
 class Messages(Protocol):
-    """What a group must offer: point-to-point operations with tags."""
+    """What a group must offer: point-to-point operations with tags (`LinkedMessages`, or Gloo)."""
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Moving: ...
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Moving: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class Interpreter:
     """Carries out programs on one group.
 
     Args:
-        messages: The Gloo group; nothing else may use its tags from `FIRST_TAG`.
+        messages: Of the group; nothing else may use its tags from `FIRST_TAG`.
         rank: The place of this process in the group.
         ranks: The global ranks of the group, for messages about errors.
         timeout_seconds: Longest wait for one program, where `finish` is not told otherwise.
@@ -176,7 +182,8 @@ class Running:
             length = role.scratch * out.element_size()
             self._buffers["tmp"] = self._held[:length].view(out.dtype)
         self._place = 0
-        self._works: dict[int, list[dist.Work]] = {}
+        self._awaited: Recv | Send | None = None
+        self._works: dict[int, list[Moving]] = {}
 
     def begin(self) -> None:
         """Carry out what comes before the first wait."""
@@ -184,6 +191,13 @@ class Running:
         while self._place < len(steps) and not isinstance(steps[self._place], Wait):
             self._do(steps[self._place])
             self._place += 1
+
+    @property
+    def travels(self) -> bool:
+        """Whether the messages that have begun get there although nobody waits."""
+        return all(
+            getattr(work, "travels", True) for works in self._works.values() for work in works
+        )
 
     def finish(self, seconds: float | None = None) -> None:
         """Carry out the rest.
@@ -230,11 +244,11 @@ class Running:
 
     def _move(
         self,
-        call: Callable[[list[Tensor], int, int], dist.Work],
+        call: Callable[[list[Tensor], int, int], Moving],
         peer: int,
         tag: int,
         span: Span,
-    ) -> list[dist.Work]:
+    ) -> list[Moving]:
         piece = self._piece(span)
         number = self._first + tag
         tags = self._interpreter.tags(number)
@@ -252,6 +266,7 @@ class Running:
     def _await(self, place: int, deadline: float, allowed: float) -> None:
         step = self.role.steps[place]
         assert isinstance(step, Recv | Send)
+        self._awaited = step
         for work in self._works.pop(place):
             left = max(deadline - monotonic(), 0.001)
             try:
@@ -260,6 +275,11 @@ class Running:
                 if monotonic() < deadline and "timed out" not in str(error).lower():
                     raise self._lost(step.peer, error) from error
                 raise self._stalled(step, allowed) from error
+
+    def late(self, allowed: float) -> HeadwayError:
+        """The error of somebody who lets another thread `finish`, and waits no longer."""
+        messages = (step for step in self.role.steps if isinstance(step, Recv | Send))
+        return self._stalled(self._awaited or next(messages), allowed)
 
     def _stalled(self, step: Recv | Send, allowed: float) -> HeadwayError:
         peer = self._interpreter.ranks[step.peer]
@@ -276,7 +296,7 @@ class Running:
         )
 
     def _lost(self, peer: int, error: RuntimeError) -> HeadwayError:
-        gone = self._interpreter.ranks[peer]
+        gone = self._interpreter.ranks[error.peer if isinstance(error, Broken) else peer]
         return PeerLost(
             f"{self.role.name}: the connection to rank {gone} broke",
             where=f"rank {self._interpreter.ranks[self._interpreter.rank]}",

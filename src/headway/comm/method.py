@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -178,6 +179,7 @@ def make_route(
     *,
     hierarchical: bool = False,
     choose: Choose | None = None,
+    timeout: timedelta | None = None,
 ) -> Route | None:
     """Make the groups of a route; collective over all ranks of the world, in the same order.
 
@@ -186,6 +188,7 @@ def make_route(
         nodes: Of the whole world.
         hierarchical: Make the groups inside and across nodes, too.
         choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
+        timeout: Longest wait of an operation of the groups; None: torch's half an hour.
 
     Returns:
         None where this process is not one of `ranks`.
@@ -206,15 +209,15 @@ def make_route(
         check_nodes(here)
     backend = _backend()
     carried = None if choose is None or dist.get_backend() == "fake" else carrying(choose)
-    group = dist.new_group(list(chosen), backend=carried or backend)
+    group = dist.new_group(list(chosen), backend=carried or backend, timeout=timeout)
     inside = across = None
     if hierarchical:
         for members in here.members:
-            made = dist.new_group(list(members), backend=backend)
+            made = dist.new_group(list(members), backend=backend, timeout=timeout)
             inside = made if own in members and len(members) > 1 else inside
         for first in here.members[0]:
             column = here.across(first)
-            made = dist.new_group(list(column), backend=backend)
+            made = dist.new_group(list(column), backend=backend, timeout=timeout)
             across = made if own in column and len(column) > 1 else across
     if own not in chosen:
         return None

@@ -7,6 +7,9 @@ re-cut or plans changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from headway.collective import Nodes
@@ -27,6 +30,7 @@ class Routes:
         among: Who exchanges with whom, where nothing else is said: the ranks that hold the same
             parts of layers; None: all with all. Collective then.
         choose: Of the programs that carry the sums; None: Gloo's own all-reduce.
+        timeout: Longest wait of an operation; None: torch's half an hour.
     """
 
     def __init__(
@@ -35,11 +39,13 @@ class Routes:
         pace: Pace | None = None,
         among: Partition | None = None,
         choose: Choose | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.pace = pace
         self.nodes = nodes or Nodes.one(dist.get_world_size())
         self._among = among
         self._choose = choose
+        self._timeout = timeout
         self._own = None if among is None else self._make(among, hierarchical=False)
         self._made: dict[tuple[Partition | None, bool], list[Route]] = {}
 
@@ -79,17 +85,34 @@ class Routes:
             made.append(self._make(partition, hierarchical=hierarchical))
         return tuple(made[:count])
 
+    def choose_by(self, choose: Choose | None) -> None:
+        """Other programs from now on; on all ranks, while nothing is under way."""
+        self._choose = choose
+        for group in self._carrying():
+            group.choose_by(choose)
+
     def rest(self) -> None:
         """End the threads of all groups, until programs are started again."""
+        for group in self._carrying():
+            group.rest()
+
+    def _carrying(self) -> Iterator[HeadwayGroup]:
+        """The groups whose sums programs carry."""
         for routes in self._made.values():
             for route in routes:
                 if isinstance(route.group, HeadwayGroup):
-                    route.group.rest()
+                    yield route.group
 
     def _make(self, partition: Partition | None, *, hierarchical: bool) -> Route:
         own: Route | None = None
         for ranks in partition or (None,):
-            route = make_route(ranks, self.nodes, hierarchical=hierarchical, choose=self._choose)
+            route = make_route(
+                ranks,
+                self.nodes,
+                hierarchical=hierarchical,
+                choose=self._choose,
+                timeout=self._timeout,
+            )
             own = route or own
         assert own is not None  # a plan's partition holds every rank
         return own

@@ -197,7 +197,8 @@ def make_exchange(
     inline = is_inline(description, methods, kinds)
     on_gpu = any(bucket.fused.buffer.is_cuda for bucket in buckets)
     if description.carried and not on_gpu:
-        _check_programs(buckets, kinds, description, arrangement)
+        sizes = sums_of(buckets, description, arrangement.chunk_bytes)
+        check_alike(description, buckets[0].routes[0].size, sizes)
     if inline and not (description.carried and on_gpu):
         return GradientExchange(buckets, InlineLane(buckets), overlap=description.overlap)
     if on_gpu:
@@ -224,16 +225,15 @@ def make_exchange(
     return CrossingExchange(buckets, lane, applier, model=model, optimizer=optimizer)
 
 
-def _check_programs(
-    buckets: tuple[Bucket, ...], kinds: list[Key], description: Exchange, arrangement: Arrangement
-) -> None:
-    """That all ranks make the same programs; collective."""
-    sizes = [
-        (chunk.buffer.numel(), _width(bucket, kind))
-        for bucket, kind in zip(buckets, kinds, strict=True)
-        for chunk in bucket.chunks(arrangement.chunk_bytes)
+def sums_of(
+    buckets: tuple[Bucket, ...], description: Exchange, chunk_bytes: int | None
+) -> list[tuple[int, int]]:
+    """Elements, and bytes of an element as it travels, of all sums of a step."""
+    return [
+        (chunk.buffer.numel(), _width(bucket, Key.of(bucket.names[0], description)))
+        for bucket in buckets
+        for chunk in bucket.chunks(chunk_bytes)
     ]
-    check_alike(description, buckets[0].routes[0].size, sizes)
 
 
 def _width(bucket: Bucket, kind: Key) -> int:

@@ -153,7 +153,8 @@ class Ending:
         if not self._claimed.acquire(blocking=False):
             time.sleep(REPORT_SECONDS)
             end_process(ABANDONED, flush=False)
-        record = self._report(error)
+        with _undisturbed():
+            record = self._report(error)
         for pid in getattr(error, "frozen", ()):
             # A stopped process does not end by itself, and does not even notice a SIGTERM.
             with contextlib.suppress(OSError):
@@ -170,6 +171,20 @@ class Ending:
         end.daemon = True
         end.start()
         self(error)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Of a SIGTERM, which an agent sends to all when the first rank has ended: a slow report of
+    the cause would be cut off. Inert outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _report(job: Job, place: Place, error: BaseException) -> FailureRecord:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from headway.parallel.plain_state import plain_state, put_back
+from headway.parallel.structure import flatten, is_payload
 
 
 class Examples:
@@ -57,7 +58,9 @@ class Examples:
 
     def know(self, node: fx.Node, value: Any) -> None:
         """Give the value of a placeholder."""
-        self._values[node] = value.detach().clone() if isinstance(value, Tensor) else value
+        leaves, structure = flatten([value], is_payload)
+        own = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._values[node] = structure.rebuild(own)[0]
 
     def value(self, node: fx.Node) -> Any:
         """Of a node, and so of all that it needs."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ _Passed = tuple[tuple[Tensor, ...], Structure]
 """The tensors that a stage gives to the next, and of what they are part."""
 _NOTHING: _Passed = (), flatten([], is_payload)[1]
 _RUNTIME: Any = getattr(schedules, "_PipelineScheduleRuntime", None)
+_TURNS = torch.__version__ >= "2.12"
+"""Whether a rank may hold two neighbouring stages; before, torch sends itself a message."""
+_WITHOUT_GRADIENT = torch.__version__ >= "2.13"
+"""Whether torch passes tensors that need no gradient; before, it waits for one all the same."""
 
 
 class TorchPipeline:
@@ -225,7 +230,8 @@ class _Part(nn.Module):
                 return tuple(map(_whole, flatten(list(self._values), is_payload)[0]))
             share = self._calls.share(value, microbatch)
             self.losses[microbatch] = share.detach().clone()
-            return _whole(share)
+            # Torch 2.11 wants the type it was told; the gradient is 1 in any.
+            return _whole(share.float())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: Sequence[Any] = ()
@@ -261,8 +267,8 @@ class _Stage(PipelineStage):
     part: _Part
 
     def __init__(self, part: _Part, *args: Any, **kwargs: Any) -> None:
+        self.part = part  # torch asks for the properties below while it is built
         super().__init__(part, *args, **kwargs)
-        self.part = part
 
     @property
     def is_first(self) -> bool:
@@ -292,6 +298,10 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        outputs, inputs = self.fwd_cache[bwd_chunk_id]
+        # Before 2.13 torch asks every input for its gradient, the number of the micro-batch, too.
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        self.fwd_cache[bwd_chunk_id] = (outputs, tensors)
         with self.part.around(bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         found = self.bwd_cache[bwd_chunk_id]
@@ -312,7 +322,7 @@ def _passed(stages: Stages, call: ModelCall) -> list[_Passed]:
     """What each stage but the last gives to the next, for an example.
 
     Raises:
-        PlanError: Something that is no tensor.
+        PlanError: Something that this torch does not pass.
     """
     found: list[Sequence[Any]] = []
     with torch.enable_grad(), left_as_it_was(stages.model):
@@ -325,10 +335,18 @@ def _passed(stages: Stages, call: ModelCall) -> list[_Passed]:
 def _tensors(number: int, given: Sequence[Any]) -> _Passed:
     leaves, structure = flatten(list(given), is_payload)
     others = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})
+    problems = []
     if others:
+        problems.append(f"stage {number} gives {', '.join(others)}; torch passes tensors only")
+    elif not (_WITHOUT_GRADIENT or all(leaf.requires_grad for leaf in leaves)):
+        problems.append(
+            f"stage {number} gives a tensor without a gradient; torch {torch.__version__} passes "
+            "only tensors with one, torch 2.13 passes both"
+        )
+    if problems:
         raise PlanError(
             "torch's runtime cannot carry out this cut",
-            problems=[f"stage {number} gives {', '.join(others)}; torch passes tensors only"],
+            problems=problems,
             fix="Use headway.parallel.Pipeline, or cut the model elsewhere.",
         )
     return tuple(_whole(v).detach().requires_grad_(v.requires_grad) for v in leaves), structure
@@ -350,6 +368,10 @@ def _check(stages: Stages, schedule: PipelineSchedule, team: Team, calls: Calls)
     counts = sorted({len(pipe.microbatches) for pipe in schedule.pipes})
     if len(counts) > 1:
         problems.append(f"its pipes have {counts} micro-batches, and torch wants equal numbers")
+    if not _TURNS and any(a == b for p in schedule.pipes for a, b in pairwise(p.placement)):
+        problems.append(
+            f"a rank holds two neighbouring stages; torch {torch.__version__} cannot, 2.12 can"
+        )
     problems += calls.lacking(schedule, team.rank)
     ranks = tuple(dist.get_process_group_ranks(team.group or dist.group.WORLD))
     if ranks != team.ranks:

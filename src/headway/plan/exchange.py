@@ -53,6 +53,8 @@ class Exchange:
             exchange between nodes, all-gather inside; or the name of a program that carries the
             sums (see docs/collectives.md).
         carrier: What the program needs besides: chunks, the order of a ring, packed trees.
+        repack: Where `carrier.rates` says for which links a program was found, they are measured
+            now and then, and another program takes its place when they have drifted.
         compress: A compressor of `headway.plan.compression`; "auto": chosen from the measured link.
         bucket: Gradients are fused into buckets of about this size ("8 MiB"), or "auto": fitted to
             the measured latency and bandwidth (MG-WFBP).
@@ -71,6 +73,7 @@ class Exchange:
     values: Literal["gradients", "updates"] = "gradients"
     collective: Collective = "all_reduce"
     carrier: Carrier | None = None
+    repack: bool = True
     compress: str = "none"
     bucket: str = "8 MiB"
     overlap: bool = True

@@ -76,6 +76,8 @@ def explain_exchange(plan: Plan) -> str:
     if plan.memory.zero:
         return "gradients are summed during the backward pass, where they are kept; exact"
     by = exchange.collective + (f" ({text})" if (text := str(exchange.carrier or "")) else "")
+    if exchange.carrier is not None and exchange.carrier.rates and exchange.repack:
+        by += ", re-packed when links drift"
     where = f"{how} over {exchange.axis} by {by}"
     if exchange.compress != "none":
         where += f", compressed by {exchange.compress}"

@@ -181,10 +181,15 @@ def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
 
 def _exchange_problems(exchange: Exchange) -> Iterator[str]:
     """What gradients of parts of layers cannot be exchanged by."""
-    if exchange.compress.partition(":")[0] not in ("none", "fp16", "bf16", "int8"):
+    if exchange.compress == "int8":
+        yield (
+            "exchange.compress is 'int8': its scales are those of a rank's own parts, and ranks "
+            "would round what all of them hold differently; with split.tensor none, fp16 or bf16"
+        )
+    elif exchange.compress not in ("none", "fp16", "bf16"):
         yield (
             f"exchange.compress is {exchange.compress!r}: what it keeps back of split layers no "
-            "checkpoint could give to another plan; with split.tensor none, fp16, bf16 or int8"
+            "checkpoint could give to another plan; with split.tensor none, fp16 or bf16"
         )
     if exchange.priority:
         yield (

@@ -13,8 +13,8 @@ def lacking(plan: Plan) -> Iterator[str]:
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
-    if plan.split.by and plan.pipe_degree > 1:
-        yield "split.by with a pipeline: stages split their layers alike"
+    if plan.split.by and plan.pipe_degree > 1 and zero:
+        yield f"split.by with a pipeline and memory.zero {zero}: its parts lie on one grid"
     if not plan.flushes and split:
         yield f"split with a pipeline of {plan.pipeline.schedule}, without a flush"
     if zero and not plan.flushes:

@@ -162,6 +162,10 @@ class Plan:
             del found["memory"]["zero"]
         if self.exchange.carrier is None:
             del found["exchange"]["carrier"]
+        elif not self.exchange.carrier.rates:
+            del found["exchange"]["carrier"]["rates"]
+        if self.exchange.repack:
+            del found["exchange"]["repack"]
         if self.pipeline.shared_memory:
             del found["pipeline"]["shared_memory"]
         return found

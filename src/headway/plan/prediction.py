@@ -13,6 +13,21 @@ WAITS = ("bubble", "messages", "exchange")
 
 
 @document
+class Asked:
+    """What `headway plan` was asked, so that `explain` and `simulate` can ask it again.
+
+    Attributes:
+        recipe: As for `headway train`; a file's path goes from the folder of the plan's file.
+        cluster: A preset, or a file's path as above.
+        nodes: Of a preset; 0: not said.
+    """
+
+    recipe: str
+    cluster: str
+    nodes: int = 0
+
+
+@document
 class Prediction:
     """Of one step.
 
@@ -27,6 +42,7 @@ class Prediction:
         cluster: Hash of the cluster's text.
         device: Kind of device that it is for.
         version: Of headway that made it.
+        asked: None: not known.
     """
 
     seconds: float
@@ -37,6 +53,7 @@ class Prediction:
     cluster: str = ""
     device: str = ""
     version: str = ""
+    asked: Asked | None = None
 
     @property
     def waiting(self) -> float:

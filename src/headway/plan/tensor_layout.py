@@ -13,7 +13,9 @@ the next layer takes, so that a chain of layers never moves an activation in bet
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -270,17 +272,31 @@ def check_needs(grid: TensorGrid, needs: Sequence[Need]) -> None:
     if not bad:
         return
     problems = []
-    for need in dict.fromkeys(bad):
+    for need in bad:
         legal = ", ".join(map(str, divisors(need.size)))
-        axes = " x ".join(f"{axis} = {grid.size(axis)}" for axis in need.axes)
+        axes = " x ".join(f"{a} = {grid.size(a)}" for a in need.axes if grid.size(a) > 1)
         problems.append(f"{need.what}: {need.size} over {axes}; legal degrees: {legal}")
     raise PlanError(
         "the model cannot be split so",
-        problems=problems,
+        problems=list(dict.fromkeys(problems)),
         where=f"tensor grid {grid.form} " + " x ".join(f"{a}={n}" for a, n in grid.sizes),
-        fix=f"Degrees that suit all of it: {_common(grid, needs)}. Or leave these layers whole: "
-        'whole=["NAME"], in a plan or recipe split.whole.',
+        fix=f"Degrees that suit all of it: {_common(grid, needs)}."
+        + left_whole([name for name, named, _ in (n.what.partition(": ") for n in bad) if named]),
     )
+
+
+def left_whole(names: Sequence[str]) -> str:
+    """What a user may type to leave layers whole; "" of none.
+
+    Args:
+        names: Of parameters.
+    """
+    if not names:
+        return ""
+    modules = (name.rpartition(".")[0] or name for name in names)
+    alike = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
+    said = json.dumps([*alike])
+    return f" Or leave these layers whole: --set 'split.whole={said}', in Python whole={said}."
 
 
 def _common(grid: TensorGrid, needs: Sequence[Need]) -> str:

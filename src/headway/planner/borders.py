@@ -5,13 +5,12 @@ Invariant: what is returned are units that can begin a stage, ascending.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from headway.documents import nearest
 from headway.errors import PlanError
-from headway.planner.operators import Floats
 from headway.planner.row import Unit
 
 
@@ -50,19 +49,30 @@ def forced_starts(force: Sequence[tuple[str, str]], row: Sequence[Unit]) -> tupl
     return tuple(sorted({start for start in found.values() if start}))
 
 
+def nameless(row: Sequence[Unit]) -> frozenset[int]:
+    """Units that no plan can name as the first of a stage: what calls no module (a loss, a mean),
+    a later call of a module, and the first module, before which the executor has no stage."""
+    first = next((n for n, unit in enumerate(row) if unit.module), len(row))
+    seen = {""}
+    found = set()
+    for number, unit in enumerate(row):
+        if number and (number <= first or unit.module in seen):
+            found.add(number)
+        seen.add(unit.module)
+    return frozenset(found)
+
+
 def without_crossing(
-    of: np.ndarray, times: Floats, starts: Sequence[int]
-) -> tuple[np.ndarray, Floats]:
-    """What `pipeline_cuts.cut` takes, so that stages begin at these units: stretches across one
-    are of a class of their own, which takes for ever."""
-    if not starts:
-        return of, times
+    of: np.ndarray, starts: Sequence[int], barred: Collection[int] = ()
+) -> np.ndarray:
+    """What `pipeline_cuts.cut` takes, so that stages begin at `starts` and at no `barred` unit."""
+    if not starts and not barred:
+        return of
     first, stop = np.arange(of.shape[0])[:, None], np.arange(of.shape[1])[None, :]
-    across = np.zeros(of.shape, dtype=bool)
+    never = np.isin(first, list(barred)) & (stop > first)
     for start in starts:
-        across |= (first < start) & (stop > start)
-    never = np.full((len(times), 1), np.inf)
-    return np.where(across, times.shape[1], of), np.concatenate([times, never], axis=1)
+        never |= (first < start) & (stop > start)
+    return np.where(never, -1, of)
 
 
 def _is_first(name: str, row: Sequence[Unit]) -> bool:

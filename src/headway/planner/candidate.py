@@ -107,7 +107,7 @@ class Candidate(Prepared):
                 most = middle
 
     def _cut(
-        self, border: str, cap: float, sums: float, known: float
+        self, border: str, cap: float, sums: float, known: float, barred: Collection[int] = ()
     ) -> tuple[Point | None, float] | None:
         """The best cut of which no stage alone needs more than `cap`, without the parts of its
         step (None: not faster than `known`), and Alpa's sum.
@@ -117,6 +117,7 @@ class Candidate(Prepared):
             cap: Bytes.
             sums: Alpa's sum of a cut that is known; others are not of interest unless smaller.
             known: Seconds of a plan that is known, as in `fastest`.
+            barred: Units at which no stage begins.
         """
         degrees, of = self.degrees, self.tables.classes.of
         m, chunks = degrees.microbatches, degrees.virtual
@@ -126,10 +127,11 @@ class Candidate(Prepared):
         weight = chunks * (m * chunks - 1) + 1
         if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
             sums = min(sums, floor + (weight - 1) * known / m)
-        for width in self._widths:
+        free = not self._starts and not barred
+        for width in self._widths if free else (0,):
             times, picks = self._picked(border, cap, width)
-            if self._starts:
-                own, times = without_crossing(of, times, self._starts)
+            if not free:
+                own = without_crossing(of, self._starts, barred)
                 cuts = cut(own, times, weight, floor, sums)
             else:
                 cuts = cut(of, times, weight, floor, sums, self.tables.classes.within(width))
@@ -140,6 +142,8 @@ class Candidate(Prepared):
                 break  # none fits
         if cuts is None:
             return None
+        if not barred and not self.shared.nameless.isdisjoint(cuts.borders[1:-1]):
+            return self._cut(border, cap, sums, known, self.shared.nameless)
         prices = len(self._prepared(border, width)[1])
         chosen = []
         for place, (start, stop) in enumerate(pairwise(cuts.borders)):
@@ -234,7 +238,7 @@ class Candidate(Prepared):
                     state=float(one[Rows.STATE]),
                     kept=float(one[Rows.KEPT]) * self._in_flight[place],
                     transient=float(one[Rows.MORE]),
-                    first=float(firsts[number, again]),
+                    first=float(self.early(firsts[number, again], one[Rows.MORE])),
                     gradients=float(made[number, again]) if self.is_late(place) else 0.0,
                     flights=self._in_flight[place],
                     passing=float(one[Rows.STATE]) * self.pricing.passing,

@@ -81,12 +81,13 @@ def find_carrier(
             problems=[f"{other}: {why}" for other, why in refused.items()],
             fix="Ask for another collective, or leave it out: Gloo finds its own ways.",
         )
-    collective, carrier = _as_data(found[0], element_bytes, automatic=name == "auto")
+    rates = () if wires.shared else wires.graph.rates
+    collective, carrier = _as_data(found[0], element_bytes, rates, automatic=name == "auto")
     return Carrying(collective, carrier, found[0], tuple(found[1:]))
 
 
 def _as_data(
-    priced: Priced, element_bytes: int, *, automatic: bool
+    priced: Priced, element_bytes: int, rates: tuple[tuple[float, ...], ...], *, automatic: bool
 ) -> tuple[Collective, Carrier | None]:
     usual = tuple(range(priced.program.ranks))
     if automatic and priced.name == "ring" and priced.order == usual:
@@ -101,6 +102,7 @@ def _as_data(
             Tree(parents=tuple(ROOT if p is None else p for p in parents), weight=weight)
             for parents, weight in (priced.trees if name == "trees" else ())
         ),
+        rates=rates,
     )
     return name, None if carrier == Carrier() else carrier
 

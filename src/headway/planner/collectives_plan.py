@@ -19,6 +19,15 @@ from headway.plan import Exchange, Plan, parse_compression
 from headway.plan.pipeline import AXIS
 from headway.planner.candidate import Point
 from headway.planner.collectives import Call, Calls, Kind, Phase, merged
+from headway.planner.collectives_zero import (
+    by_type,
+    entries,
+    gathers,
+    kept,
+    of_whole,
+    rows_of,
+    sums,
+)
 from headway.planner.search import Search
 from headway.schedule import Action
 from headway.schedule import Kind as Of
@@ -40,10 +49,16 @@ class Part:
         parameters: That it trains; one that several stages use stands in each of them.
         sends: For each later stage that it gives values to, the bytes of each tensor of one
             micro-batch, and whether its gradient comes back.
+        frozen: Parameters that it uses and does not train.
+        gathered: Of a whole model whose state is kept in parts: names of the parameters that FSDP2
+            gathers together, but for the last such group (`parallel.state_sharding.groups_of`).
+            None: not known.
     """
 
     parameters: Parameters
     sends: Mapping[int, Sequence[tuple[int, bool]]] = field(default_factory=dict)
+    frozen: Parameters = field(default_factory=dict)
+    gathered: Sequence[Sequence[str]] | None = None
 
 
 def collectives_of_plan(
@@ -60,20 +75,34 @@ def collectives_of_plan(
     Raises:
         PlanError: The exchange is one of which only the traffic is known (`collective.wire`).
     """
-    if plan.group_degree > 1 or (plan.memory.zero and plan.data_degree > 1):
-        raise PlanError(
-            "the operations of a plan with split layers or sharded state are not listed",
-            problems=[f"split: {plan.split}; memory.zero: {plan.memory.zero}"],
-            fix="`headway plan RECIPE` lists those of the points that it finds.",
-        )
+    _refuse(plan, parts)
     found = [_sum("tally", "world", plan.ranks, TALLY)]
     if plan.pipe_degree > 1:
         found += _of_pipeline(plan, parts, rank)
         if clip:
             found.append(_sum("gradients", "world", plan.ranks, 8))
+    elif plan.memory.zero:
+        (whole,) = parts
+        found += of_whole(plan, whole.parameters, whole.frozen, whole.gathered or (), clip=clip)
     elif plan.data_degree > 1:
         found += of_exchange(plan.exchange, parts[0].parameters, plan.data_degree)
     return merged(found)
+
+
+def _refuse(plan: Plan, parts: Sequence[Part]) -> None:
+    problems = []
+    if plan.group_degree > 1:
+        problems.append(f"split: {plan.split}; what an operator sends is found at its first batch")
+    if plan.memory.zero and plan.ranks > 1 and plan.pipe_degree == 1 and parts[0].gathered is None:
+        problems.append(
+            f"memory.zero: {plan.memory.zero}; it is not known which modules are gathered together"
+        )
+    if problems:
+        raise PlanError(
+            "the operations of this plan are not listed",
+            problems=problems,
+            fix="`headway plan RECIPE` lists those of the points that it finds.",
+        )
 
 
 def _sum(phase: Phase, axis: str, ranks: int, size: float, beside: float = 0.0) -> Call:
@@ -158,14 +187,19 @@ def _of_pipeline(plan: Plan, parts: Sequence[Part], rank: int) -> list[Call]:
         if action.kind in (Of.SEND, Of.RECV):
             found += _message(parts, action)
     order = [action.stage for action in row if action.kind == Of.SYNC]
-    own = sorted({stage for _, stage in table.hosted(place)})
-    for stage in order:
-        for where, together in _shared(parts).items():
-            here = [s for s in where if s in own]
-            last = max(here, key=lambda s: _last(order, s), default=None)
-            if last == stage:
-                holders = {holder for s in where for holder in table.holders(s)}
-                found += _summed(together, copies * len(holders))
+    own = {stage for _, stage in table.hosted(place)}
+    for where, (trained, every) in _shared(parts).items():
+        if not own.intersection(where):
+            continue
+        holders = {holder for stage in where for holder in table.holders(stage)}
+        # With the last of its stages on this rank.
+        times = order.count(max(own.intersection(where), key=lambda s: _last(order, s)))
+        if plan.memory.zero:
+            rows = rows_of(plan, len(holders))
+            found += gathers(kept(every, rows)[0], rows, entries(plan, full, row, where))
+            inside, trained = kept(trained, rows)
+            found += sums(inside, rows, times)
+        found += _summed(trained, copies * len(holders), times)
     return found
 
 
@@ -189,41 +223,50 @@ def _message(parts: Sequence[Part], action: Action) -> Iterator[Call]:
             )
 
 
-def _shared(parts: Sequence[Part]) -> dict[tuple[int, ...], dict[str, TensorSpec]]:
-    """Parameters by the stages that use them."""
+def _shared(
+    parts: Sequence[Part],
+) -> dict[tuple[int, ...], tuple[dict[str, TensorSpec], dict[str, TensorSpec]]]:
+    """Parameters by the stages that use them: (those that are trained, all)."""
     where: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
-        for name in part.parameters:
+        for name in (*part.parameters, *part.frozen):
             where.setdefault(name, []).append(number)
-    found: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
+    found: dict[tuple[int, ...], tuple[dict[str, TensorSpec], dict[str, TensorSpec]]] = {}
     for name, numbers in where.items():
-        spec = parts[numbers[0]].parameters[name]
-        found.setdefault(tuple(numbers), {})[name] = spec
+        first = parts[numbers[0]]
+        trained, every = found.setdefault(tuple(numbers), ({}, {}))
+        if name in first.parameters:
+            trained[name] = first.parameters[name]
+        every[name] = first.parameters.get(name) or first.frozen[name]
     return found
 
 
-def _summed(parameters: Parameters, ranks: int) -> Iterator[Call]:
+def _summed(parameters: Parameters, ranks: int, times: int) -> Iterator[Call]:
     """One sum for each type, with a flag for each parameter."""
-    by_type: dict[str, list[TensorSpec]] = {}
-    for spec in parameters.values():
-        by_type.setdefault(spec.dtype, []).append(spec)
-    for specs in by_type.values():
+    for alike in by_type(parameters):
+        specs = list(alike.values())
         flags = len(specs) * specs[0].itemsize
         size = sum(spec.bytes for spec in specs) + flags
-        yield _sum("gradients", "data", ranks, size, flags)
+        yield replace(_sum("gradients", "data", ranks, size, flags), count=times)
 
 
 # -- from the graph -------------------------------------------------------------------------------
 
 
-def parts_of(search: Search, point: Point) -> tuple[Part, ...]:
+def parts_of(
+    search: Search, point: Point, gathered: Sequence[Sequence[str]] | None = None
+) -> tuple[Part, ...]:
     """The stages of a point, as the captured model has them.
 
-    A parameter that nothing uses is in the last stage; one that is not trained in none.
+    A parameter that nothing uses is in the last stage.
+
+    Args:
+        search: With the model.
+        point: Of it.
+        gathered: Of a whole model, as `Part.gathered`.
     """
     graph, row = search.question.work.graph, search.row
     setting = search.tables_of(point.degrees.tensor, point.degrees.microbatch).setting
-    trained = [name for name in graph.parameters if name not in graph.frozen]
     used = [
         {
             name
@@ -232,7 +275,7 @@ def parts_of(search: Search, point: Point) -> tuple[Part, ...]:
         }
         for s in point.stages
     ]
-    used[-1] |= set(trained) - set().union(*used)
+    used[-1] |= set(graph.parameters) - set().union(*used)
     found = []
     for number, stage in enumerate(point.stages):
         sends: dict[int, list[tuple[int, bool]]] = {}
@@ -240,6 +283,8 @@ def parts_of(search: Search, point: Point) -> tuple[Part, ...]:
             tensor = row[stage.stop - 1].exit
             floating = graph.tensors[tensor].floating
             sends[number + 1] = [(round(setting.bytes_of(tensor)), floating)]
-        held = {name: graph.parameters[name] for name in trained if name in used[number]}
-        found.append(Part(parameters=held, sends=sends))
+        held = {name: spec for name, spec in graph.parameters.items() if name in used[number]}
+        frozen = {name: spec for name, spec in held.items() if name in graph.frozen}
+        trained = {name: spec for name, spec in held.items() if name not in frozen}
+        found.append(Part(parameters=trained, sends=sends, frozen=frozen, gathered=gathered))
     return tuple(found)

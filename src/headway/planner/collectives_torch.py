@@ -99,7 +99,7 @@ def fully_sharded(
     """
     found: list[Call] = []
     for module in modules:
-        gathered, filled = _bytes(module.parameters, ranks, frozenset())
+        gathered, filled = padded(module.parameters, ranks)
         common = Call(
             kind="all_gather",
             axis="data",
@@ -112,7 +112,7 @@ def fully_sharded(
         found.append(replace(common, count=each))
         if zero == 3 and module.reshard:
             found.append(replace(common, count=each, phase="backward"))
-        summed, filled = _bytes(module.parameters, ranks, module.frozen)
+        summed, filled = padded(module.parameters, ranks, module.frozen)
         sums = replace(
             common,
             kind="reduce_scatter",
@@ -131,8 +131,8 @@ def fully_sharded(
     return merged(found)
 
 
-def _bytes(
-    parameters: Mapping[str, TensorSpec], ranks: int, without: frozenset[str]
+def padded(
+    parameters: Mapping[str, TensorSpec], ranks: int, without: frozenset[str] = frozenset()
 ) -> tuple[float, float]:
     """(of all shards, filled up to equal sizes; of what is filled up)."""
     whole = filled = 0

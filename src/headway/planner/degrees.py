@@ -72,12 +72,19 @@ class Degrees:
         return min(self.microbatches, behind + 1)
 
     @property
+    def gradient_share(self) -> float:
+        """Of the gradients of a stage, what a rank keeps."""
+        return 1.0 / self.data if self.zero >= 2 else 1.0
+
+    @property
     def late_gradients(self) -> bool:
         """Whether some stage holds all its micro-batches before the first backward makes gradients.
 
-        Where a stage has copies, its gradients have buffers that stay.
+        Where a stage has copies, its gradients have buffers that stay; with ZeRO, parts of them
+        are there until the next step begins.
         """
-        alone = self.tensor * self.data * self.virtual * self.pipes == 1 and not self.zero
+        alone = self.tensor * self.virtual * self.pipes == 1
+        alone = alone and (self.data == 1 or (self.zero > 0 and self.pipeline == 1))
         most = self.in_flight(self.pipeline - 1)
         return alone and self.schedule in COUNTED and most == self.microbatches
 
@@ -177,10 +184,17 @@ def gradients_per_byte(itemsize: int) -> float:
     return GRADIENTS / itemsize if itemsize == HALF else 1.0
 
 
+def late_per_byte(itemsize: int, degrees: Degrees) -> float:
+    """Bytes per byte of parameters of gradients that are not there when a step begins."""
+    if not degrees.late_gradients:
+        return 0.0
+    return gradients_per_byte(itemsize) * degrees.gradient_share
+
+
 def least_state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
     """As `state_per_byte`, of what is there at any moment of a step."""
-    late = gradients_per_byte(itemsize) if degrees.late_gradients else 0.0
-    return state_per_byte(itemsize, degrees.zero, degrees.data, copies) - late
+    state = state_per_byte(itemsize, degrees.zero, degrees.data, copies)
+    return state - late_per_byte(itemsize, degrees)
 
 
 def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> float:
@@ -188,7 +202,8 @@ def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> floa
 
     With Adam's two `copies` of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
     weights in 32 bits; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the last two (2) or all (3)
-    by the data degree (Rajbhandari et al. 2020).
+    by the data degree (Rajbhandari et al. 2020). In 32 bits, whole weights lie beside the parts
+    that are updated; in 16 bits those are the weights in 32.
     """
     weights, state = (
         (WEIGHTS, FULL + copies * FULL) if itemsize == HALF else (itemsize, copies * itemsize)
@@ -197,4 +212,6 @@ def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> floa
     total = weights / (data if zero >= 3 else 1)
     total += gradients / (data if zero >= 2 else 1)
     total += state / (data if zero >= 1 else 1)
+    if zero in (1, 2) and itemsize != HALF:
+        total += itemsize / data
     return total / itemsize

@@ -15,7 +15,13 @@ from headway.collective.link import LinkFit, ring_factor
 from headway.cost.guidelines import das, zou
 from headway.cost.guidelines.windows import LayerTimes, windows
 from headway.planner.knapsack import Minibatch
-from headway.units import format_bytes, format_rate, format_seconds
+from headway.units import (
+    format_bytes,
+    format_number,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +128,9 @@ def _devices(facts: Facts) -> Iterator[Advice]:
         numbers["speed_up"] = zou.speed_up(ratio, most)
         answer = (
             f"At most {most:.0f} for {facts.efficiency:.0%} efficiency (speed-up "
-            f"{numbers['speed_up']:.3g}): {ratio:.1%} of the compute does not shrink, which limits "
-            f"the speed-up to {numbers['limit']:.3g}."
+            f"{format_number(numbers['speed_up'])}): what does not shrink takes "
+            f"{format_share(ratio)} of the compute, which limits the speed-up to "
+            f"{format_number(numbers['limit'])}."
         )
     if facts.workers and facts.workers > 1:
         reached = zou.efficiency(ratio, facts.workers)
@@ -147,7 +154,7 @@ def _servers(facts: Facts) -> Iterator[Advice]:
     )
     yield Advice(
         question="How many parameter servers?",
-        answer=f"{servers} (at least {exact:.3g}): {facts.workers} workers move "
+        answer=f"{servers} (at least {format_number(exact)}): {facts.workers} workers move "
         f"{format_bytes(2 * facts.parameter_bytes * facts.workers)} in each round, which servers "
         f"of {format_rate(facts.server_rate)} must do within {format_seconds(facts.compute)}.",
         numbers={
@@ -185,8 +192,8 @@ def _samples(facts: Facts) -> Iterator[Advice]:
     samples = das.least_samples(balance, whole)
     numbers = {"balance": balance, "ratio": whole, "samples": samples}
     answer = (
-        f"{samples}: a node computes {balance:.4g} FLOP while a byte travels, the model needs "
-        f"{whole:.4g} FLOP per byte and sample."
+        f"{samples}: a node computes {format_number(balance)} FLOP while a byte travels, the model "
+        f"needs {format_number(whole)} FLOP per byte and sample."
     )
     if facts.batch:
         numbers["nodes"] = nodes = das.most_nodes(facts.batch, balance, whole)
@@ -213,9 +220,9 @@ def _groups(facts: Facts) -> Iterator[Advice]:
         volumes = {g: das.hybrid_volume(layer, facts.batch, nodes, g) for g in (groups, 1, nodes)}
         yield Advice(
             question=f"How should {_one_and(names)} be split?",
-            answer=f"In {groups} groups of {nodes // groups} nodes: "
-            f"{format_bytes(volumes[groups])} per node and iteration; data parallelism "
-            f"{format_bytes(volumes[nodes])}, model parallelism {format_bytes(volumes[1])}.",
+            answer=f"{_grouped(groups, nodes)}: {format_bytes(volumes[groups])} per node and "
+            f"iteration; data parallelism {format_bytes(volumes[nodes])}, model parallelism "
+            f"{format_bytes(volumes[1])}.",
             numbers={
                 "G": groups,
                 "ideal": das.ideal_groups(layer, facts.batch, nodes),
@@ -226,6 +233,10 @@ def _groups(facts: Facts) -> Iterator[Advice]:
             },
             source="Das et al. 2016, hybrid parallelism, G* = sqrt(N MB / ofm)",
         )
+
+
+def _grouped(groups: int, nodes: int) -> str:
+    return "Over all nodes" if groups == 1 else f"In {groups} groups of {nodes // groups} nodes"
 
 
 def _one_and(names: Sequence[str]) -> str:

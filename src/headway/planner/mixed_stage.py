@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from headway.planner.borders import without_crossing
+from headway.planner.borders import nameless, without_crossing
 from headway.planner.candidate import Candidate, Point, Stage
 from headway.planner.degrees import Degrees
 from headway.planner.mixed_point import Combination, MixedPoint, MixedStage, Part
@@ -167,9 +167,12 @@ class Sharing:
         numbers = of if p > 1 else np.where(of == of[0, -1], 0, -1)
         picked = [self._picked(stage, border, caps) for stage in reversed(self._stages)]
         times = np.stack([best for best, _ in picked])
-        numbers, times = without_crossing(numbers, times, self.starts)
+        numbers = without_crossing(numbers, self.starts)
         times = np.where(times < known / m, times, np.inf)  # all ranks have m, and their sums
         cuts = cut(numbers, times, m)
+        barred = nameless(tables.row)
+        if cuts is not None and not barred.isdisjoint(cuts.borders[1:-1]):
+            cuts = cut(without_crossing(numbers, (), barred), times, m)
         if cuts is None:
             return None
         chosen = []

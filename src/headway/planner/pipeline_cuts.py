@@ -70,8 +70,8 @@ def cut(
     """The best cut into `len(times)` stages.
 
     Args:
-        of: (L, L + 1): the class of the units from i to before j; -1 where j <= i. Stretches of a
-            class have as many units, but for one that never fits.
+        of: (L, L + 1): the class of the units from i to before j; -1 where j <= i, and where they
+            may be no stage. Stretches of a class have as many units.
         times: (p, classes): row s is of a stage that has s more behind it; infinite where it does
             not fit.
         microbatches: m.
@@ -87,7 +87,7 @@ def cut(
     if stages > length:
         return None
     if stages == 1:
-        only = float(times[0, of[0, length]])
+        only = float(times[0, of[0, length]]) if of[0, length] >= 0 else np.inf
         return Cuts(borders=(0, length), total=only, slowest=only) if np.isfinite(only) else None
     programme = _Programme(by_number(of) if lines is None else lines, times)
     if floor is None:

@@ -9,9 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from headway.cost.device import Number
 from headway.planner.borders import forced_starts
 from headway.planner.bounds import crowded, hull_bound, least_step
-from headway.planner.degrees import Degrees, gradients_per_byte
+from headway.planner.degrees import Degrees, late_per_byte
 from headway.planner.operators import Floats
 from headway.planner.ordered import Ordered, ordered
 from headway.planner.pricing import Pricing, Rows
@@ -50,7 +51,7 @@ class Prepared:
         self.itemsize = itemsize
         self.shared = shared or Shared(tables.setting.work, tables.row, tables.classes)
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
-        self.late = gradients_per_byte(itemsize) if late and degrees.late_gradients else 0.0
+        self.late = late_per_byte(itemsize, degrees) if late else 0.0
         self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[tuple[str, int], tuple[Floats, np.ndarray]] = {}
         self._orders: dict[tuple[str, int], Ordered] = {}
@@ -115,9 +116,20 @@ class Prepared:
             return None
         setting, several = self.tables.setting, self.degrees.pipeline > 1
         first = self.tables.transients.first(setting, several=several)[0][: len(rows), :, None]
+        first = np.asarray(self.early(first, rows[..., Rows.MORE]))
         if self.degrees.microbatches == 1:
             return np.broadcast_to(first, rows.shape[:-1])
         return np.maximum(first, rows[..., Rows.MORE] - rows[..., Rows.KEPT])
+
+    def early(self, first: Number, more: Number) -> Number:
+        """Bytes for a moment in the first backward of a step, as a rank keeps its gradients.
+
+        Args:
+            first: As `Transients.first` has it, where all gradients are kept.
+            more: Where they are there already, as `Rows` says.
+        """
+        share = self.degrees.gradient_share
+        return share * (first + self.pricing.gathered) + (1.0 - share) * more
 
     @cached_property
     def _crowded(self) -> float:

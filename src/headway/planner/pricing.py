@@ -90,8 +90,20 @@ class Pricing:
         after = cells.step + self.after(params)
         tail = self._behind(params, backward) + after
         state = params * self.per_byte
-        own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, cells.more)
+        more = cells.more + self.gathered
+        own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, more)
         return np.moveaxis(np.stack(own), (0, 1), (3, 1))
+
+    @cached_property
+    def gathered(self) -> float:
+        """Bytes beside state and transients where FSDP2 gathers and sums units in every pass: with
+        ZeRO 3 a unit's weights, the largest; with several micro-batches the message in which the
+        last unit's gradients have left, until the next one's do."""
+        degrees, own = self.degrees, self.own(self.shared.held / self.degrees.tensor)
+        own = own[own > 0]
+        if degrees.zero < 2 or degrees.pipeline > 1 or not len(own):
+            return 0.0
+        return float((degrees.zero == 3) * own.max() + (degrees.microbatches > 1) * own[0])
 
     @staticmethod
     def backward(rows: Floats) -> Floats:

@@ -8,6 +8,7 @@ from headway.errors import NothingFits
 from headway.planner.binding import holding
 from headway.planner.candidate import Point, Stage
 from headway.planner.degrees import describe
+from headway.planner.mixed_point import MixedStage
 from headway.planner.question import Question
 from headway.planner.relaxations import Relaxation, Verdict, look
 from headway.planner.search import Search
@@ -84,7 +85,7 @@ def fullest(engine: Search, point: Point) -> str:
     return f"there {ranks} ({first} to {last}) is the fullest: {filled}"
 
 
-def ends(engine: Search, stage: Stage) -> tuple[str, str]:
+def ends(engine: Search, stage: Stage | MixedStage) -> tuple[str, str]:
     """The first and the last module of a stage that have a name."""
     operators = engine.question.work.graph.operators
     start, stop = engine.row[stage.start].start, engine.row[stage.stop - 1].stop

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from headway.planner.borders import nameless
 from headway.planner.operators import Floats, Workload
 from headway.planner.overlap import Gradients
 from headway.planner.row import Stretches, Unit
@@ -36,6 +37,11 @@ class Shared:
     work: Workload
     row: tuple[Unit, ...]
     classes: Stretches
+
+    @cached_property
+    def nameless(self) -> frozenset[int]:
+        """Units at which no stage can begin."""
+        return nameless(self.row)
 
     @cached_property
     def _uses(self) -> dict[str, list[int]]:

@@ -374,10 +374,10 @@ class Executor:
         with self._mode if self._sites.forward else contextlib.nullcontext():
             yield
 
-    def _probe(self, data: Any) -> Sites:
+    def _probe(self, data: Any, loss: Loss | None = None) -> Sites:
         """Look once how random draws depend on the batch; without doubt, or with a warning."""
         with self._arithmetic(), self.gradients.calling():
-            sites = probe(self.model, self._loss, data, resize)
+            sites = probe(self.model, loss or self._loss, data, resize)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
         return sites

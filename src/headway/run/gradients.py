@@ -101,10 +101,10 @@ class Gradients:
         trainable = {name: p for name, p in self._all.items() if p.requires_grad}
         if trainable.keys() == self._parameters.keys():
             return
-        state: dict[str, Tensor] = {}
+        state, wanted = dict[str, Tensor](), self._plan.exchange
         if self._exchange is not None:
             self.flush()
-            state = self._exchange.state()
+            state, wanted = self._exchange.state(), self._exchange.wanted
             self._exchange.close()
             self._exchange = None
         self._parameters = trainable
@@ -112,7 +112,7 @@ class Gradients:
             return
         self._exchange = AdaptiveExchange(
             self._sources(),
-            self._plan.exchange,
+            wanted,
             self._routes,
             seed=self._seed,
             model=self._model if self.crosses else None,

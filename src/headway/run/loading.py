@@ -28,6 +28,11 @@ def in_parts(source: Source, plan: Plan) -> bool:
     return isinstance(source, SlabSource) and bool(plan.split.spatial)
 
 
+def first_readers(source: Source, plan: Plan) -> tuple[int, ...]:
+    """The ranks that read the samples of rank 0, by which a model is cut."""
+    return plan.mesh.peers(0, SPACE) if in_parts(source, plan) else (0,)
+
+
 def source_of(examples: Any, plan: Plan, rank: int) -> Source:
     """What a rank reads: a source itself, or this rank's part of one of slabs.
 

@@ -10,6 +10,7 @@ from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
 from headway.graph import ModelGraph, fold
 from headway.graph.annotations import Annotations
+from headway.parallel.state_sharding import groups_of
 from headway.run.amounts import resolve_batch
 from headway.run.model_costs import example_of
 from headway.run.recipe_file import load_recipe
@@ -50,3 +51,20 @@ def annotated_graph_of(
         said = annotations_of(model)
     graph = capture(model, example_of(recipe, samples), loss=recipe.loss)
     return fold(graph), samples, batch, said
+
+
+def gathered_of(reference: str) -> list[list[str]]:
+    """Names of the parameters that FSDP2 gathers together where state is kept in parts, group by
+    group; all others are in one more.
+
+    Args:
+        reference: As for `headway train`.
+
+    Raises:
+        RecipeError: The recipe cannot be used.
+    """
+    recipe = load_recipe(reference)
+    with torch.device("meta"), building():
+        model = recipe.model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[p] for p in module.parameters()] for module in groups_of(model)]

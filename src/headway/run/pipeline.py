@@ -81,7 +81,7 @@ class Means:
         arithmetic: The context of a forward pass (autocast).
         prepare: Puts the data of a micro-batch on the device.
         hands: Of weights and gradients.
-        probe: Finds the random draws of the whole model, from the data of a micro-batch.
+        probe: Finds the random draws of the whole model, from the data of a micro-batch and a loss.
         remark: Told what the user should know about the cut.
     """
 
@@ -92,7 +92,7 @@ class Means:
     seed: int
     arithmetic: Callable[[], AbstractContextManager[Any]]
     prepare: Callable[[Any], Any]
-    probe: Callable[[Any], Sites]
+    probe: Callable[[Any, Loss], Sites]
     remark: Callable[[str], None]
     hands: Hands
 
@@ -187,28 +187,47 @@ class PipelineSteps:
     def cut(self, batch: RankBatch | None) -> None:
         """Cut the model by the first micro-batch of rank 0, which always has one; collective.
 
-        This rank keeps what is its own.
+        This rank keeps what is its own. Of a sample that is read in parts each rank gets the one
+        at its own place, so that no rank has the whole.
 
         Args:
-            batch: Only that of rank 0 is looked at.
-        """
-        found = [batch.micros[0].data if batch is not None and batch.micros else None]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Parts):
-            raise PlanError(
-                "the model cannot be cut into stages",
-                problems=["samples are read in parts, and no rank has one to cut the model by"],
-                fix="Read whole samples, or leave out the pipeline.",
-            )
-        self._cut(self._means.prepare(found[0]))
+            batch: Only that of rank 0 is looked at, and of those that share its samples.
 
-    def _cut(self, data: Any) -> None:
+        Raises:
+            PlanError: The model cannot be cut so.
+        """
+        means, mesh = self._means, self._means.plan.mesh
+        own = mesh.coordinate(means.world.rank).get(SPACE, 0)
+        data = None
+        for place, source in enumerate(mesh.peers(0, SPACE)):
+            found = [batch.micros[0].data if batch is not None and batch.micros else None]
+            dist.broadcast_object_list(found, src=source)
+            if place in (0, own):
+                data = found[0]
+            if not isinstance(found[0], Parts):
+                break
+        in_parts = isinstance(data, Parts)
+        if in_parts and means.plan.pipeline.balance == "time":
+            raise PlanError(
+                "the model cannot be cut into stages by measured time",
+                problems=["samples are read in parts, and no rank has one to measure it with"],
+                fix="Leave out pipeline.balance, name the cuts in pipeline.cut, or read whole "
+                "samples.",
+            )
+        self._cut(means.prepare(data), self._in_parts if in_parts else means.loss)
+
+    def _in_parts(self, model: Any, data: Any) -> Any:
+        """The loss of a micro-batch that was read in parts."""
+        assert self._inputs is not None
+        return self._means.loss(model, self._inputs(data))
+
+    def _cut(self, data: Any, loss: Loss) -> None:
         means, plan = self._means, self._means.plan
         assert plan.batch.parts is not None
         full = self._schedule(plan.batch.parts)
         self._stages = stages = cut_as_planned(
             means.model,
-            means.loss,
+            loss,
             data,
             how=plan.pipeline,
             stages=full.stages,
@@ -216,17 +235,17 @@ class PipelineSteps:
             remark=means.remark,
         )
         full = replace(full, skips=stages.skips)
-        sites = means.probe(data)
+        sites = means.probe(data, loss)
         self._randomness = StageRandomness(
             replace(sites, in_backward=sites.in_backward or full.blockwise),
             stages,
-            lambda: self._run_all(stages, data),
+            lambda: self._run_all(stages, loss, data),
             means.seed,
         )
         table = lower(full, sync=plan.pipeline.sync)
         self._syncs = tuple(a.stage for a in table.order[self._team.rank] if a.kind == Kind.SYNC)
         self.homes = homes_of(stages, full, self._copies, means.world.rank)
-        kept = means.hands.keep_own(self.homes, stages, means.loss, data)
+        kept = means.hands.keep_own(self.homes, stages, loss, data)
         self._team = replace(self._team, own=self._team.own + means.hands.own)
         self._team = self._with_streams(table)
         self._sums = StageSums(stages, table, self._team, copies=self._copies, kept=kept)
@@ -254,11 +273,9 @@ class PipelineSteps:
             self._team, table, lambda a, b: b in nodes.inside(a), timeout=world.timeout_seconds
         )
 
-    def _run_all(self, stages: Stages, data: Any) -> None:
+    def _run_all(self, stages: Stages, loss: Loss, data: Any) -> None:
         with self._means.arithmetic():
-            at_call(
-                self._means.model, self._means.loss, data, lambda call: run_stages(stages, call)
-            )
+            at_call(self._means.model, loss, data, lambda call: run_stages(stages, call))
 
     def _schedule(self, parts: int) -> PipelineSchedule:
         return self._means.plan.pipeline.make(self._means.plan.pipe_degree, parts)

@@ -1,6 +1,7 @@
 """Where am I: rank, world size and meeting point, read from the variables that a launcher set.
 
-Invariant: this is the only module of the library that reads `os.environ`. Understood are torchrun
+Invariant: this is the only module of the library that reads `os.environ`, but for the launchers and
+Gloo's interfaces (`comm/backend_torch.py`). Understood are torchrun
 and everything that sets the same variables (headway's own workers, Kubernetes operators, Ray),
 Open MPI, Slurm's srun and PMI; without any of them the process is alone. Contradictory variables
 are an error that names them, never a guess.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -18,7 +19,9 @@ def routes_of(plan: Plan, world: World) -> Routes:
     """The groups of a plan's exchange; collective."""
     pace = Pace.of(*world.place.pace) if world.place.pace else None
     among = plan.alike if plan.split.tensor else None
-    return Routes(find_nodes(world), pace, among, chooser(plan.exchange))
+    # The groups of a program that is not ours keep its patience: torch's.
+    timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
+    return Routes(find_nodes(world), pace, among, chooser(plan.exchange), timeout)
 
 
 def find_nodes(world: World) -> Nodes:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from headway.errors import PlanError
 from headway.parallel import Stages
 from headway.parallel.tensor import Decisions, Grid, Home, Settings, Split, obey, survey
 from headway.parallel.tensor.hold import by_samples, hold
 from headway.plan import Plan
 from headway.plan.layer_split import TENSOR
+from headway.plan.tensor_layout import TensorGrid
 from headway.run.first import found_by_first
 from headway.run.meshes import grid_axes, refined_mesh
 from headway.run.skeleton import skeleton
@@ -42,9 +44,12 @@ class StageLayers:
         grid = plan.split.grid
         assert grid is not None
         self.axes = grid_axes(grid)
+        self._grids: dict[TensorGrid, Grid] = {}
         with world.explained("making the groups that split layers"):
-            mesh = refined_mesh(plan, world, TENSOR, self.axes, first=True)
-            self._grid = Grid.of(grid, mesh[tuple(self.axes)])
+            for one in dict.fromkeys((grid, *(other for _, other in plan.split.others))):
+                mesh = refined_mesh(plan, world, TENSOR, grid_axes(one), first=True)
+                self._grids[one] = Grid.of(one, mesh[tuple(grid_axes(one))])
+        self._grid = self._grids[grid]
         self._world = world
         self._wanted = plan.split
         self._decisions: Decisions | None = None
@@ -73,7 +78,9 @@ class StageLayers:
         wanted, plan = self._wanted, self._grid.plan
         self._decisions = found_by_first(
             self._world.rank,
-            lambda: survey(model, loss, data, plan, whole=wanted.whole, only=wanted.only),
+            lambda: survey(
+                model, loss, data, plan, whole=wanted.whole, only=wanted.only, by=wanted.others
+            ),
             exchanging,
         )
 
@@ -83,8 +90,12 @@ class StageLayers:
         Args:
             stages: Of the model.
             away: Names of the parameters that it does not hold.
+
+        Raises:
+            PlanError: A stage carries out the inside of a module that has a grid of its own.
         """
         assert self._decisions is not None
+        _check_islands(stages, self._decisions)
         self._split = split = obey(
             stages.model,
             self._grid,
@@ -92,6 +103,7 @@ class StageLayers:
             settings=Settings(ahead=False),
             home=Home.of(self._grid),
             away=away,
+            grids=self._grids,
         )
         for stage in (*stages, *(stages.evaluating or ())):
             hold(stage.module, split.context, split.keys, root=None)
@@ -126,6 +138,22 @@ class StageLayers:
     def held(self, name: str, tensor: Tensor) -> Tensor:
         """The inverse of `logical`."""
         return tensor if self._split is None else self._split.held(name, tensor)
+
+
+def _check_islands(stages: Stages, decisions: Decisions) -> None:
+    """What enters and leaves a module with a grid of its own passes through a call of it."""
+    calls = {call for stage in stages for call in stage.calls}
+    problems = [
+        f"split.by: {island} is no call of a stage: the cut goes through the inside of it"
+        for island in decisions.islands
+        if not any(island == call or island.startswith(f"{call}.") for call in calls)
+    ]
+    if problems:
+        raise PlanError(
+            "the stages cannot be split so",
+            problems=problems,
+            fix="Name smaller modules in split.by, or modules to cut at in pipeline.cut.",
+        )
 
 
 class _Entering:

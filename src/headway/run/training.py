@@ -27,7 +27,7 @@ from headway.run.executor import Executor
 from headway.run.inventory import Inventory
 from headway.run.job import Outcome, TrainJob
 from headway.run.journal import Journal
-from headway.run.loading import NO_SHOWCASE, in_parts, source_of
+from headway.run.loading import NO_SHOWCASE, first_readers, in_parts, source_of
 from headway.run.memory import keep_freed_memory
 from headway.run.parts import to_float64
 from headway.run.randomness import generators_restored, seed_everything
@@ -175,7 +175,7 @@ class Training:
             return
         self._world.doing("cuts the model")
         first: RankBatch | None = None
-        if self._world.rank == 0:
+        if self._world.rank in first_readers(self._data, self._plan):
             options: dict[str, Any] = {"epochs": 1, "drop_last": self._recipe.drop_last}
             with self._executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))

@@ -188,5 +188,7 @@ def _parsed(sentence: str) -> Fault:
     except ValueError:
         try:
             return parse_fault(f"{sentence} from step 1")
-        except ValueError as error:
-            raise UsageError(str(error), where="--fault", fix=f"Write {LEGAL_FAULTS}.") from None
+        except ValueError:
+            raise UsageError(
+                f"{sentence!r} is no fault of a step", where="--fault", fix=f"Write {LEGAL_FAULTS}."
+            ) from None

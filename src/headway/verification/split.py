@@ -58,6 +58,7 @@ def record_in(world: World, job: VerifyJob, target: Path) -> None:
     cursor = job.start(recipe, len(source))
     with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
         for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
+            run.cut(batch)  # split layers have no exchange before
             exchange = run.gradients.exchange
             if watch and exchange:
                 watch.before_step(exchange.now)

@@ -8,6 +8,7 @@ is split in the classic form (Das et al. 2016: another number of groups for each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,6 +43,31 @@ def _is_of(x: Any, context: Context) -> bool:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether patterns mean a module or parameter, or a module that it is in."""
     return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
+
+
+def meant(model: nn.Module, patterns: Sequence[str], option: str) -> list[str]:
+    """The parameters that patterns mean, each by its first name; a tied one has several.
+
+    Raises:
+        PlanError: A pattern means none.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = [(n, first[id(p)]) for n, p in model.named_parameters(remove_duplicate=False)]
+    problems, found = [], []
+    for pattern in patterns:
+        hits = [own for name, own in named if matches(name, (pattern,))]
+        if not hits:
+            near = get_close_matches(pattern, [n for n, _ in model.named_modules()], n=2)
+            hint = f"; there is {' and '.join(near)}" if near else ""
+            problems.append(f"split.{option} {pattern}: no parameter has or lies under it{hint}")
+        found += hits
+    if problems:
+        raise PlanError(
+            f"{type(model).__name__} cannot be split so",
+            problems=problems,
+            fix="Name parameters, or modules that they lie in, as model.named_parameters() does.",
+        )
+    return found
 
 
 def find_islands(

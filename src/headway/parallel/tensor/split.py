@@ -130,12 +130,7 @@ class Split:
         """What is split and what is not, a line each."""
         lines = []
         for name, cuts in self.decisions.cuts.items():
-            said = ", ".join(
-                f"dim {dim} over {' then '.join(cut.axes)}"
-                + (f" in {cut.blocks} blocks" if cut.blocks > 1 else "")
-                for dim, cut in enumerate(cuts)
-                if cut.axes
-            )
+            said = ", ".join(f"dim {dim} {cut}" for dim, cut in enumerate(cuts) if cut.axes)
             why = self.decisions.left.get(name, "")
             lines.append(f"{name}: {said or 'whole'}" + (f" ({why})" if why else ""))
         return "\n".join(lines)

@@ -38,8 +38,20 @@ class Cut:
     blocks: int = 1
     whole_in_messages: ClassVar[bool] = True
 
+    def __str__(self) -> str:
+        """ "over j then i in 3 blocks"; "whole"."""
+        if not self.axes:
+            return "whole"
+        blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
+        return f"over {' then '.join(self.axes)}{blocks}"
+
 
 WHOLE = Cut()
+
+
+def said(cuts: Sequence[Cut]) -> str:
+    """ "[over j, whole]"."""
+    return f"[{', '.join(map(str, cuts))}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +99,7 @@ class SplitTensor:
         return bool(self._call(Tensor.__bool__))
 
     def __repr__(self) -> str:
-        cuts = ", ".join(
-            f"{number}: {cut.axes}" + (f" in {cut.blocks} blocks" if cut.blocks > 1 else "")
-            for number, cut in enumerate(self.cuts)
-            if cut.axes
-        )
+        cuts = ", ".join(f"{number}: {cut}" for number, cut in enumerate(self.cuts) if cut.axes)
         return f"SplitTensor(shape={tuple(self.shape)}, cut {{{cuts}}}, local={self.local!r})"
 
     def full_tensor(self) -> Tensor:

@@ -24,7 +24,7 @@ from headway.capture.fake import Pretence
 from headway.errors import PlanError
 from headway.parallel.tensor.context import Refused
 from headway.parallel.tensor.hold import Entered, hold
-from headway.parallel.tensor.islands import Island, find_islands
+from headway.parallel.tensor.islands import Island, find_islands, meant
 from headway.parallel.tensor.rules.named import table
 from headway.parallel.tensor.survey_run import Blame, Decisions, Survey
 from headway.plan.tensor_layout import TensorGrid, check_needs
@@ -56,11 +56,14 @@ def survey(
             and `only` have no bearing; the plan is a classic one then.
 
     Raises:
-        PlanError: The degrees do not divide something, with the legal ones; or, on a grid that
-            cuts every activation, a function has no rule.
+        PlanError: The degrees do not divide something, with the legal ones; on a grid that cuts
+            every activation, a function has no rule; or a pattern means no parameter.
     """
     blames: dict[str, Blame] = {}
     islands = find_islands(model, by)
+    whole, only = (
+        meant(model, patterns, said) for patterns, said in ((whole, "whole"), (only, "only"))
+    )
     for _ in range(ROUNDS):
         runs = _run(model, loss, batch, {**islands, "": plan}, blames, whole, only)
         found = {name: refusal for run in runs for name, refusal in run.found.items()}

@@ -70,7 +70,9 @@ def _agreed(operand: Any, labels: Labels, cuts: dict[Hashable, Cut]) -> Any:
         elsewhere = "".join(other.axes for name, other in cuts.items() if name != label)
         if cuts.get(label, cut) != cut or set(elsewhere) & set(cut.axes):
             if operand.requires_grad:
-                raise Refused(f"its operands are cut differently: {cut} and {cuts.get(label)}")
+                raise Refused(
+                    f"its operands are cut differently: {cut} and {cuts.get(label, WHOLE)}"
+                )
             return operand.full_tensor()
     cuts |= own
     return operand

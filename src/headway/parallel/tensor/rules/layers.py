@@ -29,6 +29,7 @@ from headway.parallel.tensor.split_tensor import (
     cuts_of,
     local_of,
     made,
+    said,
 )
 from headway.parallel.tensor.vocabulary import Classes, split_cross_entropy, words
 
@@ -73,7 +74,7 @@ def _on_cuboid(
         return made(found, [*cuts, width], context)
     rows = "".join(axis for axis in "ij" if grid.size(axis) > 1)
     if cuts[0] != Cut(rows) or any(cut.axes for cut in cuts[1:]):
-        raise Refused(f"an embedding on a cuboid takes rows over (i, j), and not {cuts}")
+        raise Refused(f"an embedding on a cuboid takes rows over (i, j), and not {said(cuts)}")
     table = gathered_for_parts(weight.local, grid, "i")
     whole = grid.gather(index, "j").wait()
     found = scattered(words(whole, table, grid, "j", padding), grid, "j")

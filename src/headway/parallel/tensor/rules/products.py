@@ -21,6 +21,7 @@ from headway.parallel.tensor.split_tensor import (
     cuts_of,
     local_of,
     made,
+    said,
 )
 from headway.parallel.tensor.summa import summa_linear
 
@@ -95,6 +96,7 @@ def _classic(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
 def _cuboid(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid, settings = context.grid, context.settings
     rows, sums = turn_of(context, x)
+    _check_turned(context, weight, rows + "i", sums)
     local, cuts = local_of(x), cuts_of(x)
     if not cuts[-1].axes:
         local = taken(local, grid, sums, x.ndim - 1, weight.cuts[1].blocks)
@@ -134,7 +136,20 @@ def turn_of(context: Context, x: Any) -> tuple[str, str]:
             if any(cut.axes for cut in cuts[1:-1]):
                 break
             return rows, sums
-    raise Refused(f"a layer on a cuboid takes rows over (i, j) or (i, l), and not {cuts}")
+    raise Refused(f"a layer on a cuboid takes rows over (i, j) or (i, l), and not {said(cuts)}")
+
+
+def _check_turned(context: Context, weight: SplitTensor, *wanted: str) -> None:
+    """A weight that has two uses is cut as the first one wanted it.
+
+    Raises:
+        Refused: This input wants it cut otherwise.
+    """
+    cuts = [Cut("".join(axis for axis in axes if context.grid.size(axis) > 1)) for axes in wanted]
+    if [cut.axes for cut in cuts] != [cut.axes for cut in weight.cuts]:
+        raise Refused(
+            f"its input wants its weight cut {said(cuts)}, and it is cut {said(weight.cuts)}"
+        )
 
 
 def _summa(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
@@ -142,7 +157,7 @@ def _summa(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
     local, cuts = local_of(x), cuts_of(x)
     rows = "".join(axis for axis in "di" if grid.size(axis) > 1)
     if cuts[0] != Cut(rows) or any(cut.axes for cut in cuts[1:-1]):
-        raise Refused(f"a layer on a square takes rows over (d, i), and not {cuts}")
+        raise Refused(f"a layer on a square takes rows over (d, i), and not {said(cuts)}")
     if not cuts[-1].axes:
         local = taken(local, grid, "j", x.ndim - 1, weight.cuts[1].blocks)
     elif cuts[-1].blocks != weight.cuts[1].blocks:
