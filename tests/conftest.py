@@ -8,6 +8,7 @@ run with the import of torch blocked.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ os.environ[leaks.MARK] = str(os.getpid())
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks share the cores
 # Every command would compile all of headway again, a second of processor time each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # what a shell does to jobs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False

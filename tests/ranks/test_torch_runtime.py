@@ -242,7 +242,7 @@ class Scaled(nn.Module):
 @ranks(2)
 def test_torch_before_2_12_has_no_two_neighbours_on_one_rank(world):
     stages = cut(chain(depth=9), cross_entropy, points(1)[0], stages=4)
-    said = "a rank holds two neighbouring stages, which torch 2"
+    said = "a rank holds two neighbouring stages; torch 2"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_runtime, "_TURNS", False)
         told = problems(world, stages, make_schedule("zbv", stages=2, microbatches=4))

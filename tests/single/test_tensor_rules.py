@@ -140,6 +140,6 @@ def test_it_says_what_it_is():
     x = SplitTensor(torch.zeros(2, 5, 12), torch.Size((4, 5, 36)), (BY_I, WHOLE, THREE), context)
     assert (x.size(), x.dim(), len(x), x.numel()) == (torch.Size((4, 5, 36)), 3, 4, 720)
     assert x.dtype == torch.float32
-    assert "cut {0: i, 2: j in 3 blocks}" in repr(x)
+    assert "cut {0: over i, 2: over j in 3 blocks}" in repr(x)
     with pytest.raises(AttributeError, match="a split tensor has no colour"):
         x.colour  # noqa: B018

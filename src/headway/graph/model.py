@@ -90,7 +90,7 @@ class ModelGraph:
 
     # -- totals --------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def flops(self) -> Work:
         return sum((operator.flops for operator in self.operators), Work())
 
