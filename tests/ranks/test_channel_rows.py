@@ -131,9 +131,9 @@ def test_what_cannot_be_is_refused_by_name(world):
 
 
 def until_the_end(world):
-    with RowExchange(timeout=PATIENCE) as exchange:
-        with pytest.raises(PeerLost, match="rank 1 vanished") as caught:
-            go_on(exchange, world.rank)
+    lost = pytest.raises(PeerLost, match="rank 1 vanished")
+    with RowExchange(timeout=PATIENCE) as exchange, lost as caught:
+        go_on(exchange, world.rank)
     return str(caught.value)
 
 
