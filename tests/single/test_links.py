@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -217,6 +218,7 @@ def test_a_copy_of_the_process_keeps_no_connection_open():
 def test_strangers_are_turned_away(monkeypatch):
     monkeypatch.setattr(introduction, "_SHORT_SECONDS", 0.2)
     store, strangers = dist.HashStore(), []
+    one_at_a_time = threading.Lock()
 
     class Slow:
         """A store in which strangers read the notice of rank 0 before the others do."""
@@ -226,11 +228,12 @@ def test_strangers_are_turned_away(monkeypatch):
         @staticmethod
         def get(key):
             found = store.get(key)
-            if key == "0" and not strangers:
-                port = int(re.search(rb'"127.0.0.1", (\d+)', found).group(1))
-                for hello in (b"", b"\0" * 35 + b"\1", b"x" * 36, b"\1\0\0\0" * 9):
-                    strangers.append(socket.create_connection(("127.0.0.1", port)))
-                    strangers[-1].sendall(hello)
+            with one_at_a_time:
+                if key == "0" and not strangers:
+                    port = int(re.search(rb'"127.0.0.1", (\d+)', found).group(1))
+                    for hello in (b"", b"\0" * 35 + b"\1", b"x" * 36, b"\1\0\0\0" * 9):
+                        strangers.append(socket.create_connection(("127.0.0.1", port)))
+                        strangers[-1].sendall(hello)
             return found
 
     ends = group(2, store=Slow)
