@@ -8,7 +8,6 @@ the bytes of the tensor, which are received where they stay.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import mmap
 import secrets
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from headway.channel.copying import bytes_at
 from headway.channel.meeting import Meeting
+from headway.channel.network import address_of, prepare
 from headway.channel.region import BLOCK, LINE, Form, Layout, Region, pages
 from headway.channel.wire import Rooms, Wire
 from headway.errors import PeerLost
@@ -34,7 +34,6 @@ from headway.errors import PeerLost
 _PUT, _CREDIT, _BYE = 1, 2, 3
 _HEAD = struct.Struct(f"<{LINE}Q")
 """Kind, slot, number, block, and an empty word."""
-_SIOCGIFADDR = 0x8915
 _SMALL = 65536
 """Bytes up to which head and tensor go in one call, hence in one packet where it can."""
 _CONNECT_SECONDS = 5.0
@@ -209,14 +208,10 @@ def _fill(link: socket.socket, memory: memoryview) -> bool:
 def _prepare(link: socket.socket, seconds: float) -> None:
     """No delay, a limit for sending, and an end where the other machine is gone without a word."""
     link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare(link)
     whole = int(seconds)
     limit = struct.pack("ll", whole, int((seconds - whole) * 1e6) + 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # -- finding each other ------------------------------------------------------------------------
@@ -321,12 +316,7 @@ def _network() -> str:
 
 def _addresses() -> list[str]:
     """Of this machine: those of its interfaces, then those of its name; without loopback."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
+    found = [address for _, name in socket.if_nameindex() for address in address_of(name)]
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     return [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1"))]

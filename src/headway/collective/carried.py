@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from headway.collective.carrier import ROOT, SUMMED, Carrier
+from headway.collective.carrier import SUMMED, Carrier
 from headway.collective.generators import direct, halving_doubling, ring, servers
 from headway.collective.generators.trees import trees
 from headway.collective.program import CollectiveProgram
@@ -48,9 +48,7 @@ def make_program(
         case "servers":
             return servers(task, chunk=chunk)
         case "trees":
-            parents = [tuple(None if p == ROOT else p for p in t.parents) for t in own.trees]
-            weights = [tree.weight for tree in own.trees]
-            return trees(task, [*zip(parents, weights, strict=True)], chunk=chunk)
+            return trees(task, [(tree.parent, tree.weight) for tree in own.trees], chunk=chunk)
     raise ValueError(f"no program {kind!r} carries sums")
 
 

@@ -7,7 +7,7 @@ that all ranks make the same one, and nothing that obeys a plan knows the topolo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from headway.documents import document
@@ -33,6 +33,16 @@ class Tree:
 
     parents: tuple[int, ...]
     weight: float
+
+    @classmethod
+    def of(cls, parent: Iterable[int | None], weight: float) -> Tree:
+        """From what packings say: None is the parent of the root."""
+        return cls(parents=tuple(ROOT if p is None else p for p in parent), weight=weight)
+
+    @property
+    def parent(self) -> tuple[int | None, ...]:
+        """`parents` as packings say it."""
+        return tuple(None if p == ROOT else p for p in self.parents)
 
 
 @document

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from headway.collective.carried import make_program
-from headway.collective.carrier import ROOT, Carrier, Kind, Tree
+from headway.collective.carrier import Carrier, Kind, Tree
 from headway.collective.generators.trees import CHUNKS
 from headway.collective.packing.drift import drifted, repacked
 from headway.collective.packing.graph import LinkGraph
@@ -26,7 +26,7 @@ from headway.units import format_bytes, format_rate, format_seconds
 WORTH = 0.1
 """By so much another program must be faster; less would be lost in what is measured."""
 MESSAGE_SECONDS = 30e-6
-"""To begin a message in an interpreter in Python; assumed, as by the planner."""
+"""To begin a message in an interpreter in Python; assumed, by the planner, too."""
 TREES: Kind = "trees"
 _MOST_CHUNKS, _LEAST_CHUNK = 64.0, 16 * 1024
 _ATTEMPTS = 4
@@ -213,10 +213,7 @@ def find_repacking(
     packing = _repacked(kind, carrier, links)
     trees = Carrier(
         chunk=format_bytes(_chunk(packing, max(sizes))),
-        trees=tuple(
-            Tree(parents=tuple(ROOT if p is None else p for p in tree.parent), weight=tree.weight)
-            for tree in packing.trees
-        ),
+        trees=tuple(Tree.of(tree.parent, tree.weight) for tree in packing.trees),
         rates=links.rates,
     )
     before, after = (
@@ -262,7 +259,4 @@ def _chunk(packing: Packing, num_bytes: int) -> int:
 
 
 def _packed(carrier: Carrier) -> tuple[PackedTree, ...]:
-    return tuple(
-        PackedTree(tuple(None if p == ROOT else p for p in tree.parents), tree.weight)
-        for tree in carrier.trees
-    )
+    return tuple(PackedTree(tree.parent, tree.weight) for tree in carrier.trees)

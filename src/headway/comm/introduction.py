@@ -8,7 +8,6 @@ one has no address, or another number of interfaces, all of them do without, ali
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import secrets
@@ -21,6 +20,7 @@ from itertools import chain
 from time import monotonic
 from typing import Any
 
+from headway.channel.network import address_of
 from headway.comm.link import Link
 from headway.errors import PeerLost, Stalled
 
@@ -29,7 +29,6 @@ _HELLO = struct.Struct("<32sI")
 _SHORT_SECONDS = 5.0
 _STRANGERS = 128
 """Calls of others that may wait beside those of the group."""
-_SIOCGIFADDR = 0x8915
 
 
 def introduce(
@@ -98,19 +97,11 @@ def hosts(interfaces: Sequence[str]) -> list[list[str]]:
         interfaces: Names; none: the one that has the address of the machine's name.
     """
     if interfaces:
-        return [_address(name) for name in interfaces]
+        return [address_of(name) for name in interfaces]
     with suppress(OSError):
         own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         return [[*(str(entry[4][0]) for entry in own), "127.0.0.1"]]
     return [["127.0.0.1"]]
-
-
-def _address(interface: str) -> list[str]:
-    """The IPv4 address of an interface, if it has one."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("256s", interface.encode()[:15])
-        return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])]
-    return []
 
 
 def _notice(store: Any, peer: int, name: int, deadline: float) -> dict[str, Any]:

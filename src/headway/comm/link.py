@@ -19,6 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headway.channel.copying import bytes_at
+from headway.channel.network import prepare
 
 _HEAD = struct.Struct("<IIQ")
 _DATA, _BYE = 0x68770001, 0x68770002
@@ -28,8 +29,6 @@ KERNEL_BYTES = 32 * 1024
 """So much the kernel of a receiver takes in any case, while nobody reads."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
 _NOTHING = memoryview(bytearray())
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 5, 2, 5
-"""Silence before the other machine is asked whether it is there; between questions; how many."""
 
 
 class Waits(Protocol):
@@ -93,7 +92,8 @@ class Link:
         self.parted = False
         self.draining = False
         self._socket = connection
-        _prepare(connection)
+        connection.setblocking(False)
+        prepare(connection)
         self.number = connection.fileno()
         self._leaving: deque[Transfer] = deque()
         self._out: list[memoryview] = []
@@ -276,17 +276,3 @@ def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
 
 def _unequal(came: int, expected: int) -> str:
     return f"sends {came} bytes where {expected} were expected: the ranks' calls differ"
-
-
-def _prepare(connection: socket.socket) -> None:
-    """No delay, no waiting, and an end where the other machine is gone without a word."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _IDLE_SECONDS),
-        ("TCP_KEEPINTVL", _PROBE_SECONDS),
-        ("TCP_KEEPCNT", _PROBES),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from headway.collective.carried import make_program
-from headway.collective.carrier import CARRIED, ROOT, Carrier, Tree
+from headway.collective.carrier import CARRIED, Carrier, Tree
 from headway.collective.link import LinkFit, fit_link
 from headway.collective.task import Collective as Task
 from headway.collective.wires import Wires
@@ -99,7 +99,7 @@ def _as_data(
         chunk="" if priced.chunk is None else format_bytes(priced.chunk * element_bytes),
         order=() if priced.order == usual else priced.order,
         trees=tuple(
-            Tree(parents=tuple(ROOT if p is None else p for p in parents), weight=weight)
+            Tree.of(parents, weight)
             for parents, weight in (priced.trees if name == "trees" else ())
         ),
         rates=rates,

@@ -23,6 +23,7 @@ from headway.collective.packing.tree import rooted
 from headway.collective.program import CollectiveProgram
 from headway.collective.program_bound import least_seconds
 from headway.collective.program_check import check_program
+from headway.collective.repacking import MESSAGE_SECONDS
 from headway.collective.ring_order import ring_order
 from headway.collective.task import Collective, Op
 from headway.collective.wires import Wires
@@ -38,7 +39,7 @@ from headway.simulator.collective import (
 
 NVLINK: Mapping[str, float] = MappingProxyType({"dgx-1p": 20e9, "dgx-1v": 25e9})
 """Bytes per second of one link in each direction, by machine: NVLink 1 of a P100, 2 of a V100."""
-INTERPRETED = Host(HOST_RATE, HOST_RATE, 30e-6)
+INTERPRETED = Host(HOST_RATE, HOST_RATE, MESSAGE_SECONDS)
 """An interpreter in Python on a processor; assumed."""
 PIECES = (1, 4, 16, 64)
 """Into how many chunks a part is cut; the best is kept."""
