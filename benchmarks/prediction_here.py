@@ -1,14 +1,16 @@
 """Predicted against measured step time of five models on this machine, two processes.
 
-    python benchmarks/prediction_here.py [--rounds 3] [--seconds 12] [--steps 6] [--others]
+    python benchmarks/prediction_here.py [--rounds 3] [--seconds 12] [--steps 6]
+        [--models prediction_models ...] [--kinds data,pipe]
 
 Two ranks take turns: they measure the machine as `headway cluster measure -n 2` does, then train
 some steps of each model, with data parallelism and as a pipeline, and so on, so that both see the
 machine in the same states: its pace changes by a fifth within minutes. Each measurement alone
 prices every plan; the prediction of a plan is the median over the rounds, its measured time the
-median over the steps of all rounds. None of the models is in the measurement. `--others` takes five
-other models, at which nobody looked while the cost model was made. Ctrl-C and SIGTERM end with what
-is known after a whole round.
+median over the steps of all rounds. None of the models is in the measurement. Beside the five there
+are `prediction_others`, held out from nearly all work on the prices, `prediction_small`, of a few
+milliseconds, and `prediction_fresh`, written last and run once. Ctrl-C and SIGTERM end with what is
+known after a whole round.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NoReturn
@@ -51,11 +54,9 @@ from headway.run.start import find_world
 from headway.run.world import World
 from headway.units import format_seconds
 
-MODELS = tuple(f"prediction_models:{n}" for n in ("mlp", "transformer", "cnn", "unet", "dlrm"))
-OTHERS = tuple(
-    f"prediction_others:{n}" for n in ("autoencoder", "vgg", "mobile", "encoder", "sequences")
-)
+MODELS = "prediction_models"
 PLANS = ("data", "pipe")
+_MOST_STEPS, _SECONDS = 40, 0.4
 HERE = Path(__file__).parent
 
 
@@ -84,6 +85,19 @@ class Job:
         for span in self.run.record.spans:
             found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
         return found
+
+
+def references_of(models: list[str]) -> Iterator[str]:
+    """Recipes: all of a module, or some of it."""
+    for model in models:
+        module, _, names = model.partition(":")
+        for name in names.split(",") if names else import_module(module).NAMES:
+            yield f"{module}:{name}"
+
+
+def steps_of(job: Job, least: int) -> int:
+    """Of a round: more of short ones."""
+    return max(least, min(_MOST_STEPS, int(_SECONDS / job.predicted[-1][0])))
 
 
 def plan_of(kind: str, batch: int) -> Plan:
@@ -138,23 +152,23 @@ def work(asked: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     world, jobs = find_world(), list[Job]()
-    references = OTHERS if asked.others else MODELS
+    references, kinds = list(references_of(asked.models)), asked.kinds.split(",")
     stamp = f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     for number in range(asked.rounds):
         start = time.perf_counter()
         cluster = cluster_of_readings(measure_in(world, asked.seconds), stamp)
         measured = time.perf_counter() - start
         if not jobs:
-            jobs = [job_of(r, kind, cluster, world) for r in references for kind in PLANS]
+            jobs = [job_of(r, kind, cluster, world) for r in references for kind in kinds]
+        cold = 3 if number == 0 else 1
         for job in jobs:
+            job.predicted.append(priced(job.run.plan, engine_of(job.reference, cluster)))
             world.barrier("the next plan")
-            for step in range(asked.steps + (3 if number == 0 else 1)):
+            for step in range(steps_of(job, asked.steps) + cold):
                 found = job.step()
-                if step >= (3 if number == 0 else 1):
+                if step >= cold:
                     job.times.append(found)
         if world.rank == 0:
-            for job in jobs:
-                job.predicted.append(priced(job.run.plan, engine_of(job.reference, cluster)))
             seconds = time.perf_counter() - start
             print(f"round {number}: measured in {measured:.0f} of {seconds:.0f} s", flush=True)
             told = [(j.reference, j.kind, j.predicted, j.times) for j in jobs]
@@ -174,31 +188,35 @@ def ranked(values: list[float]) -> np.ndarray:
 
 def summary(rows: list[Any]) -> None:
     """Signed errors of each plan, their mean sizes, and the rank correlation."""
-    table: list[tuple[str, float, float, float]] = []
+    table: list[tuple[str, str, float, float, float]] = []
     for reference, kind, predicted, times in rows:
         expected = median(seconds for seconds, _ in predicted)
         steps = [found["step"] for found in times]
         middle, quartile = median(steps), float(np.quantile(steps, 0.25))
-        table.append((kind, expected, middle, quartile))
+        module, _, name = reference.partition(":")
+        table.append((module, kind, expected, middle, quartile))
         names = dict.fromkeys(name for _, found in predicted for name in found)
         said = {n: median(found.get(n, 0.0) for _, found in predicted) for n in names}
         names = dict.fromkeys(name for found in times for name in found if name != "step")
         seen = {n: median(found.get(n, 0.0) for found in times) for n in names}
         print(
-            f"{reference.partition(':')[2]:12s} {kind:5s} predicted {format_seconds(expected):8s} "
+            f"{name:12s} {kind:5s} predicted {format_seconds(expected):8s} "
             f"measured {format_seconds(middle):8s} {expected / middle - 1:+6.1%}   quartile "
             f"{format_seconds(quartile):8s} {expected / quartile - 1:+6.1%}"
         )
         for found in (said, seen):
-            shown = [f"{k} {format_seconds(v)}" for k, v in found.items() if v > 5e-4]
+            shown = [f"{k} {format_seconds(v)}" for k, v in found.items() if v > 1e-4]
             print(f"{'':18s} ({', '.join(shown)})")
-    for name, place in (("median", 2), ("quartile", 3)):
-        errors = [(row[0], abs(row[1] / row[place] - 1.0)) for row in table]
-        for kind in PLANS:
-            print(f"mean error of {kind}, {name}: {fmean(e for k, e in errors if k == kind):.1%}")
-        print(f"mean error of all, {name}: {fmean(e for _, e in errors):.1%}")
-    pair = [ranked([row[n] for row in table]) for n in (1, 2)]
-    print(f"rank correlation: {float(np.corrcoef(*pair)[0, 1]):.3f}")
+    for module in dict.fromkeys(row[0] for row in table):
+        own = [row for row in table if row[0] == module]
+        for place, name in ((3, "median"), (4, "quartile")):
+            errors = [(row[1], abs(row[2] / row[place] - 1.0)) for row in own]
+            means = {k: fmean(e for kind, e in errors if kind == k) for k in dict(errors)}
+            each = ", ".join(f"{kind} {error:.1%}" for kind, error in means.items())
+            whole = fmean(error for _, error in errors)
+            print(f"{module}: mean error, {name}: {whole:.1%} ({each})")
+        pair = [ranked([row[n] for row in own]) for n in (2, 3)]
+        print(f"{module}: rank correlation: {float(np.corrcoef(*pair)[0, 1]):.3f}")
 
 
 def stopped(*_: object) -> NoReturn:
@@ -210,7 +228,8 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--seconds", type=float, default=12.0)
     words.add_argument("--steps", type=int, default=6)
-    words.add_argument("--others", action="store_true")
+    words.add_argument("--models", nargs="+", default=[MODELS], help="MODULE or MODULE:NAME,NAME")
+    words.add_argument("--kinds", default=",".join(PLANS), help="of plans")
     words.add_argument(
         "--found", type=Path, default=Path(tempfile.gettempdir(), f"prediction-{os.getpid()}.json")
     )

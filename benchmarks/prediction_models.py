@@ -18,6 +18,7 @@ from headway.run.recipe import Recipe, criterion
 from headway.workloads.transformer.recipe import recipe as transformer_recipe
 
 STEPS = 40
+NAMES = ("mlp", "transformer", "cnn", "unet", "dlrm")
 
 
 class Made(Dataset[Any]):

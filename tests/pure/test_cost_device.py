@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from headway.cluster.cluster import Cluster, Node
+from headway.cluster.device import Host
 from headway.cluster.link import Link
 from headway.cluster.presets import UPLINKS
 from headway.cluster.sheets import SHEETS
@@ -187,7 +188,7 @@ def test_a_described_cluster_as_levels():
 
 def test_every_number_of_a_preset_has_a_source():
     plain = {"name", "source"}
-    measured = {"overlap": 1.0, "kinds": {}, "gather": 0.0}  # of no effect in a preset
+    measured = {"overlap": 1.0, "kinds": {}, "gather": 0.0, "host": Host()}  # of no effect
     for name in SHEETS:
         device = assumed(name).device
         numbers = set(device.__dataclass_fields__) - plain - set(measured)

@@ -147,6 +147,29 @@ def test_pipelines_of_a_step():
     assert step.exchange == pytest.approx(tied)
 
 
+def test_the_ends_of_a_pipeline_in_one_node_sum_their_weights_there():
+    tied = 2 * 51200 * 2048 / 1e11
+    far = LinkLevel(name="cluster", width=math.inf, link=Link(rate=1e9))
+    for width, rate in ((8.0, 1e11), (4.0, 1e9 / 4)):  # as if all four ranks sent
+        near = LinkLevel(name="node", width=width, link=Link(rate=1e11))
+        machine = replace(BARE, network=Network((near, far)))
+        # Ranks 0 and 1 hold the first stage, 6 and 7 the last one.
+        split = Split(tensor=2.0, pipeline=4.0, microbatches=8.0)
+        step = price_transformer(GPT, split, machine)
+        assert step.exchange == pytest.approx(tied / 2 * 1e11 / rate), width
+
+
+def test_what_is_sharded_is_copied_into_buckets_and_out():
+    slow = replace(BARE, device=replace(BARE.device, memory_rate=1e12))
+    held = 24 * 12 * 2048**2 + 51200 * 2048
+    plain, sharded = (
+        price_transformer(GPT, Split(data=4.0, zero=zero), slow).exchange for zero in (0.0, 1.0)
+    )
+    assert sharded - plain == pytest.approx(16 * held / 1e12)
+    alone = price_transformer(GPT, Split(zero=1.0), slow)
+    assert alone.exchange == 0
+
+
 # -- a real machine --------------------------------------------------------------------------------
 
 
@@ -175,7 +198,7 @@ def test_more_work_takes_longer():
 
 
 def test_launches_bound_small_layers_and_arithmetic_large_ones():
-    small = layer_seconds(replace(GPT, hidden=256.0), Split(), A100)
+    small = layer_seconds(replace(GPT, hidden=256.0, heads=4.0), Split(), A100)
     kernels = A100.device.seconds_of_host(20.0 + 20.0 + 36.0)
     assert sum(small[:2]) == pytest.approx(kernels, rel=0.02)
     large = layer_seconds(GPT3, Split(microbatch=8.0), A100)

@@ -108,6 +108,19 @@ def test_the_rows_of_the_hybrids(p1, p2):
     )
 
 
+def test_a_layer_without_space_limits_no_split_in_space():
+    """The classifier behind the convolutions has no halo and no W H; its weights are summed."""
+    head = Layer(forward=1e-3, backward=2e-3, update=1e-4, x=1e3, y=10, w=1e4, filters=10)
+    both = dataclasses.replace(JOB, layers=(*LAYERS, head))
+    weights = [2 * 3 * (ALPHA + w / 4 * DB) for w in (W, W + 1e4)]
+    plain, more = paradl.spatial(JOB, 4), paradl.spatial(both, 4)
+    assert more.limit == plain.limit == 14 * 14
+    assert more.communication - plain.communication == pytest.approx(
+        D / B * (weights[1] - weights[0]), rel=1e-6
+    )
+    assert paradl.spatial(dataclasses.replace(JOB, layers=(head,)), 4).limit == 1
+
+
 @pytest.mark.parametrize("name", paradl.ROWS)
 def test_one_device_is_the_serial_run(name):
     job = dataclasses.replace(JOB, begins=(), segments=1)

@@ -102,6 +102,27 @@ def test_the_algorithms_equal_brute_force_on_200_instances(part):
             check_the_names(layers, found, mode)
 
 
+def test_the_algorithms_equal_a_solver_of_integer_programmes():
+    """The programme as printed, given to HiGHS where scipy is installed."""
+    optimize = pytest.importorskip("scipy.optimize")
+    for seed in range(60):
+        layers = random_layers(seed)
+        ways = [(k, a) for k, some in enumerate(layers.values()) for a in some]
+        bound = float(every_choice(layers, "sum")[0].mean())
+        one_of_each = np.array([[float(k == n) for k, _ in ways] for n in range(len(layers))])
+        solved = optimize.milp(
+            [a.seconds for _, a in ways],
+            integrality=np.ones(len(ways)),
+            bounds=optimize.Bounds(0, 1),
+            constraints=[
+                optimize.LinearConstraint([[a.bytes for _, a in ways]], ub=bound),
+                optimize.LinearConstraint(one_of_each, 1, 1),
+            ],
+        )
+        assert solved.success
+        assert choose(layers, bound, "sum").seconds == pytest.approx(solved.fun, rel=1e-6)
+
+
 def check_the_names(layers, found, mode):
     assert list(found.algorithms) == list(layers)
     picks = [

@@ -10,7 +10,7 @@ import pytest
 from headway.cli.expected import beside, read_expected
 from headway.cli.progress import Progress, describe
 from headway.cluster import Cluster, read_cluster, to_toml
-from headway.cluster.device import UPDATED, Device, Pace, Update
+from headway.cluster.device import NEAR, UPDATED, Device, Host, Pace, Update
 from headway.cluster.fingerprint import differences, fingerprint
 from headway.cluster.readings import Kernels, Timed
 from headway.cost.device import DeviceModel
@@ -90,6 +90,7 @@ def test_what_was_measured_survives_the_file(tmp_path):
         overlap=0.25,
         kinds={"conv2d": Pace(forward=5e10, backward_stream=2e9), "relu": Pace()},
         updates={"AdamW fused": Update(small=8e-9, middle=2e-9, large=5e-10)},
+        host=Host(step=2e-3, microbatch=1e-3, tensor=3e-6, piped_step=3e-3),
     )
     cluster = dataclasses.replace(
         Cluster.of(1, 2), devices={"cpu": device}, measured={"torch": "2.13", "ranks": "2"}
@@ -153,11 +154,80 @@ def test_few_shapes_do_not_make_many_terms(count):
     seconds = (1.1e-4, 9e-4, 1.1e-2)  # 1 GB/s, 10 % more or less
     misses = []
     terms = fitted(
-        [(0.0, 10.0 ** (5 + n), 10.0**n, s) for n, s in enumerate(seconds[:count])], misses
+        [(0.0, 10.0 ** (5 + n), 10.0**n, 1, s) for n, s in enumerate(seconds[:count])], misses
     )
     assert sum(term is not None for term in terms) == 1
     assert terms.stream == pytest.approx(1e9, rel=0.12)
     assert len(misses) == count
+
+
+def test_cells_of_a_layer_are_called_one_after_the_other():
+    """A layer of 20 places and one of 5 with the same FLOPs: 15 calls are between them."""
+    timed = [
+        Timed(
+            kind="gru",
+            forward=(flops, 1.0, calls * 4e-5 + flops / 2e10),
+            backward=(2 * flops, 1.0, calls * 9e-5 + 2 * flops / 3e10),
+            calls=calls,
+        )
+        for flops, calls in ((1e6, 5), (1e7, 20), (1e7, 5), (4e7, 12), (1e6, 30))
+    ]
+    pace = paces_of(timed, 0.0)[0]["gru"]
+    assert (pace.forward_call, pace.backward_call) == pytest.approx((4e-5, 9e-5), rel=1e-3)
+    device = dataclasses.replace(DEVICE, kinds={"gru": pace})
+
+    def ahead(calls):
+        layer = Operator(name="gru", kind="gru", flops=Work(forward=10**7), traffic=Work(forward=1))
+        layer = dataclasses.replace(layer, calls=calls)
+        return seconds_of(device, layer, 0.0, dtype="fp32", scale=1.0)[0]
+
+    assert ahead(20) - ahead(5) == pytest.approx(15 * 4e-5, rel=1e-3)
+
+
+def test_what_computes_has_a_rate_though_weights_grow_like_flops():
+    points = [(1e9 * n * (1.1, 0.9)[n % 3 == 1], 1e5, 1e5 * n, 1, 1e-2 * n) for n in (1, 2, 4, 8)]
+    assert fitted(points, [], peak=1.5e11).rate == pytest.approx(1.2e11, rel=0.3)
+
+
+def test_what_a_cache_does_not_hold_takes_longer():
+    def seconds(moved):
+        return 4e-6 + moved / 2e10 + max(0, moved - NEAR) / 5e9
+
+    points = [(0.0, moved, 0.0, 1, seconds(moved)) for moved in (1e4, 6e5, 3e6, 1.2e7, 2e7)]
+    terms = fitted(points, [])
+    assert (terms.stream, terms.far, terms.call) == pytest.approx((2e10, 5e9, 4e-6), rel=1e-3)
+    device = dataclasses.replace(DEVICE, kinds={"relu": Pace(forward_stream=2e10, forward_far=5e9)})
+    relu = Operator(name="relu", kind="relu", traffic=Work(forward=10**7))
+
+    def ahead(scale, **more):
+        return seconds_of(device, relu, 0.0, dtype="fp32", scale=scale, **more)[0]
+
+    assert ahead(2.0) == pytest.approx(seconds(2e7) - 4e-6)
+    assert ahead(2.0, parts=2) == pytest.approx(seconds(1e7) - 4e-6)
+    assert ahead(2.0, moved_weights=0.0) == 2 * ahead(1.0, moved_weights=0.0)  # a bound
+
+
+def test_nothing_computes_faster_than_products_at_their_best():
+    shapes = [(1e7, 2e4), (1e8, 9e5), (4e8, 1e6), (1e9, 5e6), (2e9, 9e6)]
+    points = [(f, 1e5, w, 1, w / 3e8 + f / 2e11) for f, w in shapes]
+    assert fitted(points, []).rate == pytest.approx(2e11, rel=1e-3)
+    assert fitted(points, [], peak=9e10).rate <= 9e10 * 1.001
+
+
+def test_kinds_without_a_pace_have_the_nearest_one():
+    grouped = Operator(name="c", kind="conv1d", attributes={"groups": 4}, flops=Work(forward=10**8))
+    (kernel,) = grouped.kernels
+    assert kernel.kind == "conv1d grouped"
+    slow, fast = Pace(forward=1e9), Pace(forward=1e10)
+
+    def ahead(**kinds):
+        names = {name.replace("_", " "): pace for name, pace in kinds.items()}
+        device = dataclasses.replace(DEVICE, kinds=names)
+        return seconds_of(device, grouped, 0.0, dtype="fp32", scale=1.0)[0]
+
+    assert ahead(conv2d=fast) == pytest.approx(1e-2)
+    assert ahead(conv2d=fast, conv2d_grouped=slow) == pytest.approx(1e-1)
+    assert ahead(conv2d_grouped=fast, conv1d_grouped=slow) == pytest.approx(1e-1)
 
 
 DEVICE = DeviceModel(

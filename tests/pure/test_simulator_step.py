@@ -387,11 +387,32 @@ def random_work(random):
     )
 
 
+def on_unlike_devices(random, work):
+    """The same step where some copies are on devices that are slower at some things, with smaller
+    micro-batches."""
+
+    def slower(one):
+        factor = float(random.uniform(1, 3))
+        pieces = tuple(
+            replace(piece, forward=piece.forward * factor, backward=piece.backward * factor)
+            for piece in one.pieces
+        )
+        times = {n: getattr(one, n) * factor for n in ("forward", "input_grad", "weight_grad")}
+        halves = {n: getattr(one, n) / 2 for n in ("message", "kept", "transient")}
+        return replace(one, pieces=pieces, update=one.update * 1.5, **times, **halves)
+
+    others = tuple(tuple(map(slower, work.stages)) for _ in range(2))
+    variant = tuple(int(random.integers(3)) for _ in range(work.grid.data))
+    return replace(work, others=others, variant=variant)
+
+
+@pytest.mark.parametrize("unlike", [False, True], ids=["alike", "unlike"])
 @pytest.mark.parametrize("part", range(4))
-def test_representatives_are_all_ranks_bit_for_bit(part):
+def test_representatives_are_all_ranks_bit_for_bit(part, unlike):
     random, fewer = np.random.default_rng(part), 0
     for _ in range(20):
         work = random_work(random)
+        work = on_unlike_devices(random, work) if unlike else work
         some, everybody = simulate(work), simulate(work, everybody=True)
         assert some.seconds == everybody.seconds
         assert len(everybody.accounts) == work.grid.ranks == some.ranks
@@ -409,6 +430,31 @@ def test_representatives_are_all_ranks_bit_for_bit(part):
             parts = [*account.busy.values(), *account.exposed.values(), account.bubble]
             assert math.fsum(parts) == pytest.approx(some.seconds, rel=1e-9)
     assert fewer > 5
+
+
+def test_copies_on_unlike_devices_by_hand():
+    """Two stages, one micro-batch, one copy twice as slow with half the bytes: it ends at 2 (1 + 2)
+    2, plus its messages; both wait for the sums of the slow copy's stages."""
+    fast = stage(message=0.4, params=3.0, kept=1.0)
+    slow = stage(2.0, 4.0, message=0.2, params=3.0, kept=0.5)
+    work = one_f_one_b([fast, fast], 1, Grid(data=2, pipeline=2), bucket=None)
+    mixed = simulate(replace(work, others=((slow, slow),), variant=(0, 1)))
+    assert len(mixed.accounts) == mixed.ranks == 4
+    by_rank = {account.rank: account for account in mixed.accounts}
+    assert mixed.seconds == pytest.approx(2 * (2 + 4) + 2 * 0.2 + 3)  # the first stage's sum
+    assert by_rank[0].busy["forward"] == by_rank[2].busy["forward"] == 1
+    assert by_rank[1].busy["backward"] == pytest.approx(4) == by_rank[3].busy["backward"]
+    assert (by_rank[0].peak, by_rank[1].peak) == (1.0, 0.5)
+    assert simulate(work).seconds == pytest.approx(2 * (1 + 2) + 2 * 0.4 + 3)
+    assert simulate(replace(work, others=((slow, slow),), variant=(1, 1))).seconds == mixed.seconds
+
+
+def test_what_copies_are_on_is_told_of_all():
+    with pytest.raises(PlanError) as caught:
+        one_f_one_b(
+            [stage(), stage()], 2, Grid(data=3, pipeline=2), others=((stage(),),), variant=(0, 1)
+        )
+    assert len(caught.value.problems) == 2
 
 
 def test_a_message_is_priced_on_the_level_that_joins_its_ends():

@@ -148,6 +148,19 @@ def test_algorithm_1_keeps_its_promises_on_random_devices():
     assert max(worse) > 1.1  # the algorithm is a heuristic: the optimum is not it
 
 
+def test_the_valley_is_the_idlest_device_and_of_equally_idle_ones_the_emptiest():
+    """Loads by rate leave all equally idle: first memory decides, then time."""
+    shares = [
+        Share(rate=4, memory=30, scaled=100),
+        Share(rate=1, memory=20, scaled=100),
+        Share(rate=3, memory=150, scaled=100),
+        Share(rate=2, memory=16, scaled=100),
+    ]
+    found = algorithm_1(shares)
+    assert [(peak, valley) for peak, valley, _ in found.shifts] == [(0, 2), (3, 1)]
+    assert found.loads == pytest.approx((0.3, 0.14, 0.4, 0.16))
+
+
 def test_the_printed_algorithm_leaves_a_peak_that_is_still_too_high():
     shares = [Share(rate=8, memory=30, scaled=100), *[Share(rate=1, memory=35, scaled=100)] * 3]
     with pytest.raises(PlanError, match=r"device 0: 1\.5"):

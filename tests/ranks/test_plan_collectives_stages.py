@@ -1,18 +1,19 @@
-"""ranks: what stages with state in parts send is what the plan lists, count and bytes."""
+"""ranks: what stages send, with state, layers and samples in parts, is what the plan lists."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from headway.graph import TensorSpec
-from headway.plan import Pipeline, pipelined
-from headway.planner.collectives import volumes
-from headway.planner.collectives_plan import Part, collectives_of_plan
+from headway.collective.calls import volumes
+from headway.plan import LayerSplit, Pipeline, pipelined
+from headway.planner.collectives_plan import collectives_of_plan
 from headway.run.executor import Executor
+from headway.run.rehearsal import rehearsed
 from headway.run.world import World
 from headway.verification.recorder import Recorder, differences
 from support.ranks import run_ranks
+from support.split_recipes import Lines, Segmenter, Speaker, Volumes, labelling, speaking
 from support.tiny_models import Points, Residual, Sentences, Tied, cross_entropy, ignoring_a_word
 
 MODELS = {
@@ -37,66 +38,80 @@ class Scaled(torch.nn.Sequential):
 
 
 MODELS["scaled"] = (Scaled, Points, cross_entropy)
+MODELS["segmenter"] = (Segmenter, Volumes, labelling)
+MODELS["speaker"] = (Speaker, Lines, speaking)
 
 
-def spec_of(tensor):
-    return TensorSpec(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-def seen(world, name, pipe, zero, shards, clip):
+def seen(world, name, pipe, clip, options):
     """Where what this rank does in its second step differs from the plan's list; and the list."""
     build, data, loss = MODELS[name]
     torch.manual_seed(3)
     model = build()
-    plan = pipelined(
-        16, processes=world.size, stages=2, pipeline=Pipeline(**pipe), zero=zero, shards=shards
-    )
-    specs = {name: spec_of(p) for name, p in model.named_parameters()}
+    pipeline = Pipeline(**pipe, shared_memory=False)  # so that messages are seen, too
+    options = {"batch": 16, **options}
+    plan = pipelined(processes=world.size, stages=2, pipeline=pipeline, **options)
+    example = torch.utils.data.default_collate([data()[0]])
+    parts = rehearsed(plan, model, loss, example, rank=world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = Executor(model, optimizer, loss=loss, plan=plan, clip=clip, world=World.adopt())
-    for batch in run.batches(data(32)):
+    for batch in run.batches(data()):
         with Recorder() as recorder:
             run.step(batch)
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    parts = [
-        Part(
-            parameters={n: specs[n] for n in stage.parameters if n in trained},
-            frozen={n: specs[n] for n in stage.parameters if n not in trained},
-            sends={target: () for given in stage.gives for target in given.targets},
-        )
-        for stage in run.pipeline.stages
-    ]
+        if run.steps_done == 2:
+            break
     run.gradients.close()
-    messages = ("send", "receive")  # their bytes are those of `test_plan_collectives_pipeline`
-    found = [s for s in recorder.seen if s.kind not in messages]
     calls = collectives_of_plan(plan, parts, rank=world.rank, clip=clip is not None)
-    return list(differences(calls, found)), volumes(calls)
+    return list(differences(calls, recorder.seen)), volumes(calls)
 
 
 ONE = {"microbatches": 3}
 SPLIT = {"schedule": "zb-h1", "microbatches": 3, "sync": "eager"}
 AGAIN = {"microbatches": 3, "recompute": "stages"}
 BLOCKS = {"microbatches": 3, "recompute": "blocks"}
+EVEN = {"schedule": "zb-h1", "microbatches": 2}
 CHIMERA = {"schedule": "chimera", "microbatches": 4}
 
 
+INTERLEAVED = {"schedule": "interleaved", "microbatches": 4}
+FOUR = {"microbatches": 4, "recompute": "blocks"}
+SECOND = {"spatial": (1, 2, 1)}
+HALVES, CORNERS = {"spatial": (2, 1, 1)}, {"spatial": (2, 2, 1)}
+TWO, LINE, SQUARE = {"tensor": (2,)}, {"tensor": (1, 2, 1)}, {"tensor": (2, 2)}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "name", "pipe", "zero", "shards", "clip"),
+    ("ranks", "name", "pipe", "clip", "options"),
     [
-        (4, "residual", ONE, 1, None, 0.5),
-        (4, "tied", ONE, 2, None, None),
-        (4, "tied", AGAIN, 3, None, None),
-        (4, "scaled", SPLIT, 3, None, 0.5),
-        (4, "scaled", ONE, 2, None, None),
-        (4, "residual", CHIMERA, 1, None, None),
-        (4, "residual", CHIMERA, 3, None, None),
-        (4, "residual", BLOCKS, 3, None, None),
-        (8, "residual", ONE, 1, 2, 0.5),
-        (8, "scaled", SPLIT, 3, 2, None),
+        (4, "residual", ONE, 0.5, {"zero": 1}),
+        (4, "tied", ONE, None, {"zero": 2}),
+        (4, "tied", AGAIN, None, {"zero": 3}),
+        (4, "scaled", SPLIT, 0.5, {"zero": 3}),
+        (4, "scaled", ONE, None, {"zero": 2, "batch": 14}),
+        (4, "residual", CHIMERA, None, {"zero": 1}),
+        (4, "residual", CHIMERA, None, {"zero": 3}),
+        (4, "residual", BLOCKS, None, {"zero": 3}),
+        (8, "residual", ONE, 0.5, {"zero": 1, "shards": 2}),
+        (8, "scaled", SPLIT, None, {"zero": 3, "shards": 2}),
+        (4, "segmenter", SPLIT, 0.5, {"zero": 1, "split": HALVES, "batch": 7}),
+        (4, "segmenter", CHIMERA, None, {"zero": 3, "split": HALVES, "batch": 7}),
+        (8, "segmenter", AGAIN, 0.5, {"zero": 3, "split": HALVES, "batch": 9}),
+        (8, "segmenter", ONE, None, {"zero": 2, "split": CORNERS, "batch": 7}),
+        (4, "segmenter", FOUR, 0.5, {"split": SECOND, "batch": 10}),
+        (8, "speaker", ONE, 0.5, {"zero": 1, "split": TWO, "batch": 13}),
+        (8, "speaker", SPLIT, None, {"zero": 3, "split": TWO}),
+        (8, "speaker", CHIMERA, None, {"zero": 2, "split": TWO}),
+        (8, "speaker", ONE, None, {"zero": 1, "shards": 2, "split": TWO}),
+        (8, "speaker", EVEN, None, {"zero": 3, "split": LINE}),
+        (8, "speaker", EVEN, 0.5, {"split": SQUARE}),
+        (4, "speaker", INTERLEAVED, 0.5, {"split": TWO}),
     ],
 )
-def test_state_in_parts(ranks, name, pipe, zero, shards, clip):
+def test_every_rank_of_a_pipeline(ranks, name, pipe, clip, options):
     """A world for each: DTensor takes meshes of an earlier one for its own."""
-    for rank, (wrong, sent) in enumerate(run_ranks(ranks, seen, name, pipe, zero, shards, clip)):
+    options = {k: LayerSplit(**v) if k == "split" else v for k, v in options.items()}
+    found = run_ranks(ranks, seen, name, pipe, clip, options)
+    for rank, (wrong, sent) in enumerate(found):
         assert wrong == [], rank
-        assert {"all_gather", "reduce_scatter"} <= {kind for kind, _ in sent}
+        kinds = {kind for kind, _ in sent}
+        assert {"send", "receive", "all_reduce"} <= kinds
+        assert ({"all_gather", "reduce_scatter"} <= kinds) >= ("zero" in options)

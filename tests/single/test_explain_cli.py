@@ -26,7 +26,14 @@ from headway.parallel import cut
 from headway.plan import LayerSplit, Plan, data_parallel, pipelined
 from headway.plan.mechanisms import lacking
 from headway.plan.pipeline import Pipeline
-from headway.planner.binding import changes, fastest_of_today, holding, neighbours, parts
+from headway.planner.binding import (
+    TWICE,
+    changes,
+    fastest_of_today,
+    holding,
+    neighbours,
+    parts,
+)
 from headway.planner.facts import Job, advice_of
 from headway.planner.operators import Workload
 from headway.planner.planned import degrees_of, point_of
@@ -90,9 +97,11 @@ def test_a_point_that_becomes_a_plan_has_the_same_price(question):
 
 
 def test_every_point_becomes_a_plan_with_its_degrees(question):
-    """Tensor axis, ZeRO, order of the axes; what layers do is taken as what is fastest."""
+    """Tensor axis, ZeRO, order of the axes; what layers do is taken as what is fastest. In memory
+    that a few plans are left with: an eighth of weights, gradients, moments and one more is 498 kB,
+    and no plan needs less than 508 kB."""
     seen = set()
-    for memory in (None, 0.5e6):
+    for memory in (None, 0.52e6):
         asked = replace(question, memory=memory, tensor=None, zero=(0, 1, 3), orders=("tpd", "tdp"))
         outcome = search(asked)
         engine_ = engine(asked)
@@ -102,10 +111,21 @@ def test_every_point_becomes_a_plan_with_its_degrees(question):
             plan = to_plan(outcome, point)
             again = point_of(plan, engine_)
             assert again.degrees == point.degrees
-            assert again.seconds <= point.seconds * (1 + 1e-12) or point.degrees.tensor > 1
+            assert again.seconds <= point.seconds * (1 + 1e-12)
             assert missing(point) or not list(lacking(plan))
             seen.add((point.degrees.tensor > 1, point.degrees.zero))
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("memory", [0.52e6, 0.55e6])
+def test_a_plan_with_a_tensor_axis_costs_what_the_search_has_chosen(question, memory):
+    """Parts of tensors between its stages, and what layers do within the memory."""
+    asked = replace(question, memory=memory, tensor=(2,), objective="fastest")
+    outcome = search(asked)
+    best = outcome.best
+    assert best.border != "R"
+    again = point_of(to_plan(outcome, best), Search(asked))
+    assert again == best
 
 
 def test_what_is_forced_to_be_replicated_is_left_whole_by_the_plan(question):
@@ -224,7 +244,14 @@ def test_other_hardware_is_asked_of_the_search(question, number, devices):
     assert change.own == point_of(plan, Search(by_hand)).seconds
     assert change.own < point_of(plan, Search(asked)).seconds
     assert change.best.seconds == search(by_hand).best.seconds
-    assert len(found) == 2 * (number + 1) + 2  # a level that nobody uses is not tried
+    assert len(found) == 2 * (number + 1) + 3  # a level that nobody uses is not tried
+    device = replace(MACHINE.device, dispatch=MACHINE.device.dispatch / 2)
+    device = replace(device, kernel=MACHINE.device.kernel / 2)
+    quick = replace(asked, machine=replace(MACHINE, device=device))
+    launches = found["launches 2x faster"]
+    assert launches.own == point_of(plan, Search(quick)).seconds
+    assert launches.own < point_of(plan, Search(asked)).seconds
+    assert launches.best.seconds == search(quick).best.seconds
     twice = replace(asked, memory=2 * asked.cap)
     assert found["memory 2x"].best.seconds == search(twice).best.seconds
     base = search(asked).best
@@ -242,6 +269,8 @@ def test_memory_binds_where_twice_as_much_changes_the_choice(question, said):
     device = replace(MACHINE.device, memory=10 * least if said else least)
     tight = replace(
         fastest_of_today(question, 2),
+        zero=(0,),
+        schedules=("1f1b",),
         machine=replace(MACHINE, device=device),
         memory=least if said else None,
     )
@@ -251,6 +280,52 @@ def test_memory_binds_where_twice_as_much_changes_the_choice(question, said):
     assert found["memory 2x"].changed
     assert found["memory 2x"].best.degrees.data == 2
     assert not found["compute 2x"].changed
+
+
+def test_a_choice_changes_only_to_what_is_faster_than_the_plan(question):
+    """The plan may be faster than all that the search finds, as with a tensor axis it is; then more
+    memory, with which the search finds something else, is not what binds."""
+    found = look(data_parallel(BATCH, processes=8), engine(question), most=16)
+    other = replace(found.changes[0], name=TWICE, changed=True)
+    for share, more, bound in (
+        (2.0, "changes to", "binds, too"),
+        (0.5, "nothing faster", "does not"),
+    ):
+        one = replace(other, own=share * other.best.seconds)
+        assert one.better == (share > 1)
+        said = "\n".join(sentences(question, replace(found, changes=(one,))))
+        assert more in next(line for line in said.splitlines() if f"with {TWICE}" in line)
+        assert f"memory {bound}" in said
+
+
+def test_what_rounding_leaves_is_no_part(question):
+    point = point_of(data_parallel(BATCH, processes=8), engine(question))
+    for hidden, shown in ((1e-10, 0.0), (1e-8, 1e-8 * point.seconds)):
+        terms = parts(question, replace(point, hidden=hidden * point.seconds))
+        assert {part.name: part.hidden for part in terms}["exchange"] == shown
+
+
+def test_one_stage_is_one_stage(question):
+    """Of two, one computes again."""
+    found = look(staged(recompute="blocks", recompute_stages=(1,)), engine(question, 4), most=16)
+    faster = replace(found.point, seconds=found.point.seconds / 2)
+    said = "\n".join(sentences(question, replace(found, today=faster)))
+    assert re.search(r"the search would take .*, recompute in 1 stage$", said, re.MULTILINE)
+
+
+def test_the_choice_is_what_the_command_plan_takes(run, capsys):
+    """Schedules and ZeRO included, so that no change leads to a plan that is slower than this."""
+    words = (RECIPE, *CLUSTER, "--devices", "8", "--runnable", "--objective", "fastest", "--json")
+    assert main(["plan", *words]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    best = answer["points"][answer["chosen"]]
+    code, out, _ = run(data_parallel(BATCH, processes=8), "--recipe", RECIPE, *CLUSTER, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["today"]["seconds"] == best["seconds"]
+    assert found["today"]["degrees"] == best["degrees"]
+    for change in found["changes"]:
+        assert change["best"]["seconds"] <= change["own"] * (1 + 1e-9)
 
 
 # -- guidelines -----------------------------------------------------------------------------------
@@ -382,9 +457,31 @@ def test_the_collectives_of_a_step(run):
     assert sum(c["bytes"] - c["beside"] for c in sums) == PARAMETERS
     assert {c["ranks"] for c in sums} == {2}
     code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER)
-    table = out[out.index("collectives of a step") : out.index("one step away")]
-    assert "rank of the pipeline 0:" in table
+    table = out[out.index("as the executor carries them out") : out.index("one step away")]
+    assert "rank of the first copy 0:" in table
     assert "all_reduce     data   of 2" in table
+
+
+def test_the_collectives_of_split_samples_and_layers(run):
+    """Also where the search has no price: halos of the first stage, sums of split layers."""
+    cut = pipelined(
+        4, processes=4, stages=2, pipeline=Pipeline(microbatches=2), split=LayerSplit(spatial=(2,))
+    )
+    recipes = "support.split_recipes:"
+    code, out, err = run(cut, "--recipe", f"{recipes}segmenter", *CLUSTER, "--json")
+    assert code == 0
+    assert "no price for this plan: split.spatial" in err
+    found = json.loads(out)["collectives"]
+    assert len(found) == 4
+    for one in found:
+        kinds = {(c["kind"], c["axis"]) for c in one}
+        assert {("send", "space"), ("receive", "space"), ("all_reduce", "data")} <= kinds
+        assert [c["bytes"] for c in one if c["axis"] == "world"] == [24, 8]  # the recipe clips
+    layers = data_parallel(8, processes=4, split=LayerSplit(tensor=(2,)))
+    code, out, _ = run(layers, "--recipe", f"{recipes}speaker", *CLUSTER)
+    assert code == 0
+    table = out[out.index("as the executor carries them out") : out.index("one step away")]
+    assert "all_reduce     tensor of 2" in table
 
 
 def test_tensors_between_stages_are_what_the_stages_of_the_model_give(run, question):
@@ -413,9 +510,18 @@ def test_splits_of_convolutions_and_products(run):
     advice = {one["question"]: one for one in json.loads(out)["advice"]}
     table = advice["Which split of the convolutions is best for 4 devices?"]
     assert {"data", "spatial", "filter", "channel"} <= table["numbers"].keys()
-    assert "channel at most 1 devices" in table["answer"]  # the images have one channel
+    assert "channel at most 1 device." in table["answer"]  # the images have one channel
+    assert "spatial at most" not in table["answer"]  # the classifier behind them has no space
     degrees = advice["Which tensor degree of each product exchanges least?"]
     assert degrees["source"].startswith("Das et al. 2016")
+
+
+def test_a_memory_that_is_no_size_is_refused(run):
+    code, _, err = run(
+        data_parallel(BATCH, processes=2), "--recipe", RECIPE, *CLUSTER, "--memory", "2"
+    )
+    assert code == 1
+    assert 'write "2 GiB" or "2 B"' in err
 
 
 def test_algorithms_are_measured(run):

@@ -1,7 +1,8 @@
 """single: graphs of real models are almost trees: the frontier search needs its exact rules only.
 
 Test F7 of the planner: a GPT and a ResNet-50 end in one node by node, edge, merge and contract; an
-encoder whose layers share a mask is solved exactly, too.
+encoder whose layers share a mask is solved exactly, too. So is forward and backward of a GPT in one
+graph, where what is kept ties both together: with buckets, of 6 neighbours however many layers.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from headway.capture import capture
 from headway.graph import fold
 from headway.graph.cut import constants
 from headway.planner.frontier import ChoiceGraph, solve
+from headway.planner.frontier.rules import order_eliminations
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, ids, meta
 
@@ -57,3 +60,30 @@ def test_real_graphs_are_solved_exactly(name, folded):
         assert rules <= EASY
     assert max(len(step.neighbours) for step in found.log) <= 3
     assert found.factor <= 1.05 + 1e-9
+
+
+def joint(layers):
+    """Pairs of aten calls that share a tensor, of a loss and its gradients."""
+    config = TransformerConfig(vocabulary=64, window=16, width=32, layers=layers, heads=4)
+    with torch.device("meta"):
+        model = TransformerLM(config)
+
+    def step(state, tokens):
+        made = torch.func.functional_call(model, state, (tokens,))
+        return torch.autograd.grad(made.logsumexp(-1).sum(), list(state.values()))
+
+    traced = make_fx(step)(dict(model.named_parameters()), ids(2, 16))
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    names = [node.name for node in calls]
+    shared = [(a.name, n.name) for n in calls for a in n.all_input_nodes if a.name in names]
+    return names, shared
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_forward_and_backward_in_one_graph_need_no_guess(layers):
+    names, shared = joint(layers)
+    order = order_eliminations(shared, dict.fromkeys(names, 3), 3**7)
+    assert len(names) > 150 * layers
+    assert not order.blocked
+    assert {step.rule for step in order.log} <= EASY | {"triangle", "bucket"}
+    assert order.width <= 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -54,3 +55,31 @@ def test_what_is_folded_in_front_of_a_layer_changes_no_volume():
     folded = fold(graph)
     assert "relu.self" in folded.operators[-1].roles
     assert layers_of(folded) == layers_of(graph)
+
+
+class Heads(nn.Module):
+    """Its products are folded with views of other shapes: heads in front, samples and positions
+    in one dimension, a map as a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.qkv, self.out = nn.Conv2d(3, 8, 2, 2), nn.Linear(8, 24), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).view(len(x), -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        x = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(x.transpose(1, 2).flatten(2)).flatten(0, 1)
+
+
+def test_positions_are_those_of_the_product_whatever_shape_it_leaves():
+    graph = capture(Heads(), meta(6, 3, 8, 10))
+    folded = fold(graph)
+    assert folded.specs(next(o for o in folded.operators if o.module == "out"))[1][0].shape[0] > 6
+    for found in (layers_of(graph), layers_of(folded)):
+        assert [layer.weights for layer in found] == [96, 8 * 24, 8 * 5]
+        assert [math.prod(layer.output) for layer in found] == [4 * 5] * 3
+        assert [math.prod(layer.input) for layer in found] == [8 * 10, 4 * 5, 4 * 5]
+        attention = next(o for o in graph.operators if "attention" in o.kind)
+        whole = sum(computation(layer, 6) for layer in found)
+        assert whole == graph.flops.total - attention.flops.total

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from headway.capture import capture
 from headway.capture.clock import Clock
 from headway.capture.kinds import EMPTY, Case, cases, timed_of, visit
 from headway.capture.rounds import in_rounds
@@ -19,17 +21,38 @@ from headway.run.recipe import Recipe
 
 def test_rounds_take_the_slowest_rank_and_leave_out_what_others_disturb():
     own, other = iter([0.5, 1.5, 2.5, 3.5, 4.5]), [4.0, 1.0, 50.0, 3.0, 5.0]
-    asked = []
+    asked, ended = [], []
 
     def slowest(times):
-        if times == [0.0]:
+        if len(times) == 1 and ended:  # of this round: ours where we took longest, else nothing
+            (own,), theirs = ended.pop(), other[len(asked) - 1]
+            assert times == [own if own >= theirs else 0.0]
+            return [max(times[0], theirs if theirs > own else 0.0)]
+        if len(times) == 1:
             return times
         asked.append(times)
+        ended.append(times[1:])
         return [10.0 * len(asked), max(times[1], other[len(asked) - 1])]
 
     found = in_rounds([lambda: (next(own),)], slowest, 50.0)
     assert len(asked) == 5  # another rank's fifty seconds are over
     assert found == [(pytest.approx((1.5 + 3.5 + 5) / 3),)]  # the first one warms up
+
+
+def test_a_round_has_the_times_of_the_rank_that_took_longest_for_it():
+    """Not of every visit the slower one's: no rank takes so long for a step."""
+    theirs, totals = [3.0, 2.0], []
+
+    def slowest(times):
+        if len(times) == 1:  # in step
+            return times
+        if len(totals) % 2 == 0:
+            totals.append(times[1])
+            return [1e9, max(times[1], sum(theirs))]
+        totals.append(0.0)
+        return [max(pair) for pair in zip(times, theirs, strict=True)]
+
+    assert in_rounds([lambda: (1.0,), lambda: (3.0,)], slowest, 1.0) == [(3.0,), (2.0,)]
 
 
 def test_a_visit_is_a_step_with_weights_and_results_of_its_own():
@@ -51,6 +74,38 @@ def test_a_visit_is_a_step_with_weights_and_results_of_its_own():
     assert len(calls) * 3 * 2**20 >= 2**24  # more than a cache of one core holds
     for pointers in zip(*calls, strict=True):
         assert len(set(pointers)) == len(calls)
+
+
+def test_a_layer_calls_its_cells_one_after_the_other_and_groups_are_a_kind():
+    every = cases()
+    found = timed_of([(case, (2e-3, 2e-3)) for case in every])
+    layers = [
+        (case, one)
+        for case, one in zip(every[1:], found, strict=True)
+        if case.kind in ("lstm", "gru", "rnn_tanh")
+    ]
+    assert layers
+    for case, one in layers:
+        samples, places, inner = case.inputs[0]
+        gates, width = case.inputs[-3]
+        assert one.calls == places
+        assert one.forward[0] == 2 * samples * places * gates * (inner + width)
+        assert one.backward[0] == pytest.approx(2 * one.forward[0])
+    assert {one.calls for one in found if one.kind not in ("lstm", "gru", "rnn_tanh")} == {1}
+    assert {"conv2d grouped", "conv1d", "conv1d grouped", "conv3d", "gru_cell"} <= {
+        one.kind for one in found
+    }
+
+
+def test_captured_layers_are_called_as_often():
+    graph = capture(nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True), torch.zeros(3, 7, 4))
+    (lstm,) = (o for o in graph.operators if o.kind == "lstm")
+    assert [kernel.calls for kernel in lstm.kernels] == [7 * 2 * 2]
+    weights = 2 * (4 * 6 * (4 + 6)) + 2 * (4 * 6 * (12 + 6))
+    assert lstm.flops.forward == 2 * 3 * 7 * weights
+    graph = capture(nn.GRU(4, 6), torch.zeros(7, 3, 4))
+    (gru,) = (o for o in graph.operators if o.kind == "gru")
+    assert gru.calls == 7
 
 
 def test_cases_count_as_captured_graphs_do():
@@ -92,3 +147,21 @@ def test_the_recipes_optimiser_is_priced_by_its_tensors():
     assert clipped.update * numbers == pytest.approx(seconds + 2**20 * 5e-10 + 2**12 * 5e-9)
     adam = replace(recipe, optimizer=lambda model: torch.optim.Adam(model.parameters()))
     assert with_optimizer(machine_of(cluster), cluster, adam) == machine_of(cluster)
+
+
+def test_a_part_of_a_tensor_has_a_gradient_of_the_whole():
+    """A view moves nothing forward; backward fills zeros and copies the part into them."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return self.enter(x)[:, -1].unsqueeze(1)
+
+    graph = capture(Last(), torch.zeros(8, 5, 4))
+    (select,) = (o for o in graph.operators if o.kind == "select")
+    whole, part = 8 * 5 * 6 * 4, 8 * 6 * 4
+    assert (select.traffic.forward, select.traffic.input_gradient) == (0, whole + 2 * part)
+    assert all(not o.traffic.total for o in graph.operators if o.kind == "unsqueeze")

@@ -21,9 +21,6 @@ from headway.graph import fold
 from headway.graph.passing import regions_of
 from headway.parallel import cut
 from headway.plan import data_parallel
-from headway.planner.borders import start_of
-from headway.planner.candidate import Candidate
-from headway.planner.degrees import Degrees
 from headway.planner.operators import Workload
 from headway.planner.planned import point_of
 from headway.planner.search import Question, Search
@@ -148,44 +145,6 @@ def test_the_peak_of_every_stage_of_a_pipeline(graphs, name, microbatches):
         assert 1 - 1e-4 <= ratio <= (LOCALS if name == "BERT" else 1 + 1e-4)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "ResNet-50"])
-def test_a_plan_that_fits_does_fit(graphs, name):
-    """Of the tracker: 3 % less at most, 8 % more on the mean; with all micro-batches under way
-    (1F1B's first stages, GPipe) gradients are not there before the first backward."""
-    case, modules = CASES[name], CUTS[name]
-    data = [torch.zeros(t.shape, dtype=t.dtype) for t in case.data]
-    stages = cut(case.make(), case.loss, data, at=modules)
-    samples, count = len(case.data[0]), len(stages)
-    found: dict[tuple[str, int, int], float] = {}
-    for schedule, microbatches in [("1f1b", m) for m in (1, 2, 3, 4)] + [("gpipe", 4)]:
-        question = Question(
-            work=Workload(graph=fold(graphs[name]), samples=samples),
-            machine=machine_of(of_preset("dgx-a100", nodes=1)),
-            devices=(count,),
-            batch=samples * microbatches,
-        )
-        search = Search(question)
-        degrees = Degrees(
-            tensor=1,
-            data=1,
-            pipeline=count,
-            microbatch=samples,
-            microbatches=microbatches,
-            schedule=schedule,
-        )
-        candidate = Candidate(search.tables_of(1, samples), degrees, 4)
-        borders = (0, *(start_of(module, search.row) for module in modules), len(search.row))
-        for number, stage in enumerate(candidate.planned(borders).stages):
-            actions = order_of(number, count, microbatches, schedule)
-            rule = partial(RULES["adamw"], foreach=True)  # as on GPUs, which the plan is for
-            total, _ = peak_of_stage(stages, number, case.data, case.loss, rule, actions)
-            found[schedule, microbatches, number] = stage.bytes / total
-    assert min(found.values()) >= 0.97, found
-    assert sum(abs(ratio - 1) for ratio in found.values()) / len(found) <= 0.08, found
-    # With one micro-batch little else is there beside what folded operators count together.
-    assert all(ratio <= 1.08 for (_, m, _), ratio in found.items() if m > 1), found
-
-
 @pytest.mark.parametrize("name", ["GPT-2", "bundled", "BERT"])
 def test_a_whole_model_as_the_search_has_it(graphs, name):
     case = CASES[name]
@@ -199,7 +158,9 @@ def test_a_whole_model_as_the_search_has_it(graphs, name):
     assert 0.97 <= point.bytes / total <= 1.08, point.bytes / total
 
 
-@pytest.mark.parametrize(("zero", "ranks"), [(0, 2), (1, 2), (1, 4), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("zero", "ranks"), [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4), (3, 2), (3, 4)]
+)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_copies_and_state_in_parts(graphs, zero, ranks, microbatches):
     """The executor's buckets, and what FSDP2 gathers and sums beside the parts."""
@@ -217,9 +178,9 @@ def test_copies_and_state_in_parts(graphs, zero, ranks, microbatches):
     assert 0.97 <= predicted / total <= 1.08, predicted / total
 
 
-def order_of(stage, stages, microbatches, schedule="1f1b"):
-    """Forwards until the stages behind are full, then in turns; GPipe: all forwards first."""
-    ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - 1 - stage)
+def order_of(stage, stages, microbatches):
+    """1F1B: forwards until the stages behind are full, then in turns."""
+    ahead = min(microbatches, stages - 1 - stage)
     actions = [("F", n) for n in range(ahead)]
     for n in range(microbatches - ahead):
         actions += [("F", ahead + n), ("B", n)]

@@ -17,7 +17,6 @@ from headway.errors import PlanError, RunError
 from headway.parallel import Calls, Pipeline, StageCost, Team, cut, measure, weigh_units
 from headway.parallel.layout import Layout
 from headway.parallel.links import LocalLink
-from headway.parallel.retirement import opposite, retirements
 from headway.parallel.split_backward import input_gradients
 from headway.parallel.structure import flatten, is_payload
 from headway.parallel.version_plan import VersionPlan
@@ -25,6 +24,7 @@ from headway.parallel.versions import LIVE
 from headway.schedule import Action, Kind, Pipe, PipelineSchedule
 from headway.schedule.lowering import lower
 from headway.schedule.named import make_schedule
+from headway.schedule.retirement import opposite, retirements
 from headway.workloads.transformer.model import Block, TransformerConfig, rotation
 from support.pipelines import chain, points, run_serially
 from support.tiny_models import cross_entropy

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import Executor, criterion
+from headway.collective.calls import Call, Part
 from headway.graph import TensorSpec
 from headway.plan import Exchange, data_parallel
-from headway.planner.collectives import Call
-from headway.planner.collectives_plan import Part, collectives_of_plan, of_exchange
+from headway.planner.collectives_plan import collectives_of_plan, of_exchange
 from headway.planner.collectives_torch import ddp
 from headway.verification.fake_world import fake_world
 from headway.verification.recorder import Recorder, differences

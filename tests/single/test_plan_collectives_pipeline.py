@@ -12,13 +12,14 @@ from torch import nn
 from headway import Executor, criterion
 from headway.capture import capture
 from headway.cluster.presets import of_preset
+from headway.collective.calls import volumes
 from headway.cost.presets import machine_of
 from headway.graph import TensorSpec, fold
 from headway.parallel.layout import Form
 from headway.parallel.links import Wire
 from headway.plan import pipelined
 from headway.plan.pipeline import Pipeline
-from headway.planner.collectives import collectives_of, volumes
+from headway.planner.collectives import collectives_of
 from headway.planner.collectives_plan import Part, collectives_of_plan, parts_of
 from headway.planner.operators import Workload
 from headway.planner.planned import point_of

@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headway import Executor, criterion
+from headway.collective.calls import volumes
 from headway.errors import PlanError
 from headway.graph import TensorSpec
 from headway.parallel.state_sharding import groups_of as gathered_of
 from headway.plan import data_parallel
-from headway.planner.collectives import of_gradients, volumes
+from headway.planner.collectives import of_gradients
 from headway.planner.collectives_plan import Part, collectives_of_plan
 from headway.planner.collectives_torch import Wrapped, fully_sharded
 from headway.planner.degrees import Degrees

@@ -21,11 +21,12 @@ from torch.distributed.tensor.parallel import (
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
+from headway.collective.calls import volumes
 from headway.cost.network import Network
 from headway.cost.presets import machine_of
 from headway.graph import TensorSpec, fold
 from headway.planner import unit_choices
-from headway.planner.collectives import collectives_of, seconds, volumes
+from headway.planner.collectives import collectives_of, seconds
 from headway.planner.collectives_torch import Wrapped, fully_sharded, shards
 from headway.planner.decision import _rules
 from headway.planner.degrees import Degrees

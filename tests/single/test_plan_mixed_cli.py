@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from headway.cli.main import main
-from headway.cluster import read_cluster
-from headway.cost.presets import machine_of
+from headway.collective.calls import volumes
 from headway.plan import Plan, data_parallel, pipelined
 from headway.plan.pipeline import Pipeline
-from headway.planner.collectives import collectives_of, volumes
+from headway.planner.collectives import collectives_of
+from headway.planner.facts import Job, advice_of
 from headway.planner.mixed import MixedSearch, search_mixed
 from headway.planner.mixed_collectives import collectives_of_mixed
 from headway.planner.mixed_plan import missing, ranks_of, to_plan
 from headway.planner.mixed_planned import mixed_point_of
-from headway.planner.mixed_question import MixedQuestion
 from headway.planner.operators import Workload
 from headway.planner.planned import point_of
 from headway.planner.search import Question, Search
 from headway.run.model_graph import graph_of
-
-RECIPE = "support.recipes:stack"
-CLUSTER = """
-processes = 2
-nodes = [{{ name = "new", device = "fast" }}, {{ name = "old", device = "slow" }}]
-[[levels]]
-name = "node"
-nodes = 1
-rate = "5 GB/s"
-latency = "20 us"
-[[levels]]
-name = "cluster"
-rate = "1 GB/s"
-latency = "60 us"
-[devices.fast]
-{fast}
-[devices.slow]
-{slow}
-"""
-DEVICE = """
-peak = {{ fp32 = "{peak} GFLOP/s" }}
-memory = "1 GiB"
-memory_rate = "{rate} GB/s"
-dispatch = "1 us"
-sharpness = 1.0
-update = "1 ns"
-{price}
-"""
-
-
-def devices(price=True, slower=2):
-    own = 'price = "{} EUR/h"' if price else ""
-    return CLUSTER.format(
-        fast=DEVICE.format(peak=40, rate=20, price=own.format(3.6)),
-        slow=DEVICE.format(peak=40 / slower, rate=20 / slower, price=own.format(1.8)),
-    )
+from support.mixed import RECIPE, devices, question_of
 
 
 @pytest.fixture
@@ -80,18 +45,6 @@ def run(capsys):
 def work():
     graph, samples = graph_of(RECIPE)[:2]
     return Workload(graph=graph, samples=samples)
-
-
-def question_of(work, path, **changed):
-    cluster = read_cluster(path)
-    network = machine_of(cluster, device="fast").network
-    machines = {kind: machine_of(cluster, device=kind) for kind in ("fast", "slow")}
-    assert all(machine.network == network for machine in machines.values())
-    usual = {
-        "work": work, "machines": machines, "counts": {"fast": 2, "slow": 2}, "batch": 32,
-        "runnable": True, "zero": (0,), "tensor": (1,),
-    }  # fmt: skip
-    return MixedQuestion(**(usual | changed))
 
 
 # -- money ----------------------------------------------------------------------------------------
@@ -211,7 +164,8 @@ def test_explain_says_what_binds_and_what_would_change_it(run, cluster, tmp_path
     assert "of the plans that run today none is faster" in shown
     for kind in set(plan.prediction.device.replace(",", "").split()) & {"fast", "slow"}:
         assert f"{kind}: " in shown
-        assert f"with {kind} compute 2x: this plan" in shown
+        for change in ("compute 2x", "memory 2x", "launches 2x faster"):
+            assert f"with {kind} {change}: this plan" in shown
     code, shown, _ = run("explain", out, "--recipe", RECIPE, "--cluster", cluster, "--json")
     found = json.loads(shown)
     assert found["point"]["seconds"] == pytest.approx(plan.prediction.seconds, rel=1e-9)
@@ -230,6 +184,68 @@ def test_a_plan_that_is_slower_than_the_search_s_is_told_so(run, cluster, tmp_pa
     assert code == 0, err
     assert "ranks in the order of the mesh: 2 fast, 2 slow" in shown
     assert "of the plans that run today the search would take" in shown
-    code, _, err = run("explain", even, "--recipe", RECIPE, "--cluster", cluster, "--guidelines")
+    code, _, err = run("explain", even, "--recipe", RECIPE, "--cluster", cluster, "--measure")
     assert code == 1
-    assert "devices of one type" in err
+    assert "devices of several types" in err
+
+
+# -- guidelines and sources -----------------------------------------------------------------------
+
+
+def test_the_lemmas_are_answered_for_each_type_and_for_the_group(run, work, cluster, tmp_path):
+    even = tmp_path / "even.json"
+    plan = data_parallel(32, processes=4)
+    plan.save(even)
+    words = ("explain", even, "--recipe", RECIPE, "--cluster", cluster, "--guidelines")
+    code, shown, err = run(*words, "--json")
+    assert code == 0, err
+    answers = {one["question"]: one for one in json.loads(shown)["advice"]}
+    question = question_of(work, cluster)
+    jobs = {kind: Job(Search(question.of(kind)), 4, 8) for kind in ("fast", "slow")}
+    for kind, job in jobs.items():
+        lemma = answers[
+            f"[as if all 4 devices were {kind}] How many devices are worth their while?"
+        ]
+        assert lemma["numbers"]["R_O"] == pytest.approx(job.overhead / job.compute, rel=1e-12)
+    each = {kind: job.alone[0] / 8 for kind, job in jobs.items()}
+    shares = answers["How should the samples be shared among them, with data parallelism?"][
+        "numbers"
+    ]
+    assert (shares["sample fast"], shares["sample slow"]) == (each["fast"], each["slow"])
+    ways = [(n, 16 - n) for n in range(1, 16)]  # of each of two, and two
+    least = min(max(a * each["fast"], b * each["slow"]) for a, b in ways)
+    assert shares["passes"] == pytest.approx(least, rel=1e-12)
+    assert 2 * (shares["share fast"] + shares["share slow"]) == 32
+    assert shares["even"] == pytest.approx(8 * each["slow"], rel=1e-12)
+    worth = answers["How many of the fastest devices are they worth?"]["numbers"]
+    assert worth["G"] == pytest.approx(2 + 2 * each["fast"] / each["slow"], rel=1e-12)
+    ratio = max(job.overhead for job in jobs.values()) / jobs["fast"].compute
+    assert worth["alpha_G"] == pytest.approx((1 + ratio) / (1 + worth["G"] * ratio), rel=1e-12)
+    filled = answers["How well are the plan's own devices filled?"]["numbers"]
+    point = mixed_point_of(plan, MixedSearch(question), ("fast",) * 2 + ("slow",) * 2)
+    assert filled["idle slow"] == point.idle("slow") < filled["idle fast"] == point.idle("fast")
+    code, shown, _ = run(*words)
+    assert "--measure" not in shown
+
+
+def test_of_one_type_in_use_the_answers_are_those_of_one_type(run, work, cluster, tmp_path):
+    two = tmp_path / "two.json"
+    data_parallel(32, processes=2).save(two)
+    words = ("explain", two, "--recipe", RECIPE, "--cluster", cluster, "--guidelines")
+    code, shown, err = run(*words, "--json")
+    assert code == 0, err
+    first, *answers = json.loads(shown)["advice"]
+    assert set(first["numbers"]) == {"idle fast", "step", "stage", "seconds"}
+    own, _ = advice_of(Job(Search(question_of(work, cluster).of("fast")), 2, 16))
+    assert answers[: len(own)] == [asdict(one) for one in own]
+
+
+def test_the_sources_are_those_of_each_type(run, cluster, tmp_path):
+    even = tmp_path / "even.json"
+    data_parallel(32, processes=4).save(even)
+    words = ("explain", even, "--recipe", RECIPE, "--cluster", cluster)
+    code, shown, err = run(*words, "--sources")
+    assert code == 0, err
+    for kind in ("fast", "slow"):
+        assert f"where the numbers of {kind} come from:" in shown
+    assert set(json.loads(run(*words, "--json")[1])["sources"]) == {"fast", "slow"}

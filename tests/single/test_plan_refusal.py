@@ -147,8 +147,24 @@ def test_more_devices_than_the_cluster_s_links_join_have_no_time(work):
     assert found["devices"].point.devices == 16  # the next node
     assert found["devices"].hardware
     assert found["devices"].slower is None
-    assert "time unknown" in sentence(found["devices"])
+    assert "time unknown: the cluster's file joins no more than 8 devices" in sentence(
+        found["devices"]
+    )
     assert found["memory"].slower is not None
+
+
+def test_more_nodes_of_a_preset_have_a_time_and_are_named(work):
+    """That of a search on the preset with so many nodes."""
+    one_node, more = machine_of(of_preset("dgx-a100")), machine_of(of_preset("dgx-a100", nodes=2))
+    question = Question(work=work, machine=one_node, devices=(8,), batch=16)
+    question = replace(question, memory=0.9 * least_memory(Search(question)).bytes)
+    found = {one.kind: one for one in look(Search(question), more.network).changes}["devices"]
+    assert found.change == "16 devices (--nodes 2)"
+    asked = replace(question, machine=more, devices=(16,), objective="fastest")
+    assert found.point.seconds == search(asked).best.seconds
+    assert found.slower is not None
+    assert " a sample; " in sentence(found)
+    assert "16 devices (--nodes 2): " in refusal(question, more.network).fix
 
 
 def test_the_words(refused):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from headway.capture import capture
+from headway.cluster.device import Host
 from headway.cluster.link import Link
 from headway.cost.network import LinkLevel, Network
 from headway.cost.presets import fitted
@@ -261,11 +263,16 @@ def test_no_plan_is_below_its_bound(tower, zero, data, pipeline):
 
 
 def test_all_schedules_that_run(tower):
-    """The best of them equals that of opening everything, under a memory that binds; the plan of
-    each point is legal and has its price."""
+    """The best of them equals that of opening everything, under a memory that binds, too: the least
+    with which each still fits; the plan of each point is legal and has its price."""
     question = runnable(asked(tower, schedules=RUNS, batch=32, objective="fastest"))
-    free = search(question)
-    for cap in (1e12, free.best.bytes * 0.8):
+    engine, needs = Search(question), defaultdict(list)
+    for point in (engine.candidate(d).fastest(1e12) for d in engine.combinations()):
+        if point and not missing(point):
+            needs[point.degrees.schedule].append(point.bytes)
+    least = max(map(min, needs.values()))
+    assert least < max(map(max, needs.values())) / 2
+    for cap in (1e12, least):
         asked_ = replace(question, memory=cap)
         outcome = search(asked_)
         every = [outcome.search.candidate(d).fastest(cap) for d in outcome.search.combinations()]
@@ -286,18 +293,21 @@ def test_all_schedules_that_run(tower):
 def test_copies_hold_parameters_twice(tower):
     """Chimera: two copies of every stage, summed between their ranks."""
     engine = Search(asked(replace(tower, optimiser=OPTIMISERS["momentum"])))
-    one, two = (
-        engine.candidate(degrees(pipeline=4, schedule=schedule, pipes=pipes)).planned(
-            (0, 2, 4, 6, len(engine.row))
-        )
+    plain, chimera = (
+        engine.candidate(degrees(pipeline=4, schedule=schedule, pipes=pipes))
         for schedule, pipes in (("1f1b", 1), ("chimera", 2))
     )
+    one, two = (c.planned((0, 2, 4, 6, len(engine.row))) for c in (plain, chimera))
     assert one.exchange == 0
     assert two.exchange > 0
-    states = [stage.state for stage in two.stages]
-    more = max(two.stages[0].transient, two.stages[3].transient)
-    kept = two.ranks[0] - states[0] - states[3] - more
+    own = [two.stages[0], two.stages[3]]
+    kept = chimera.book.held(0, [stage.kept / stage.flights for stage in two.stages])
     assert kept == pytest.approx(3 * one.stages[3].kept, rel=0.35)  # D/2 + 1 micro-batches
+    micro = kept + max(stage.transient for stage in own)
+    # The messages in which gradients are summed; four micro-batches of samples, once; and what
+    # stage 3 sends back.
+    sums = sum(stage.params for stage in own) + (4 + 1) * 4 * 256 * 4
+    assert two.ranks[0] == pytest.approx(sum(stage.state for stage in own) + max(micro, sums))
 
 
 def test_copies_are_summed_in_one_group(tower):
@@ -362,6 +372,31 @@ def test_floor_and_gap(tower):
     assert 0 < outcome.floor <= outcome.best.seconds
     assert outcome.unexplored == pytest.approx(outcome.best.seconds / outcome.floor - 1)
     assert BUCKETS[0] == Exchange().bucket_bytes
+
+
+# -- beside kernels -------------------------------------------------------------------------------
+
+
+def test_what_a_step_takes_beside_its_kernels_is_priced(tower):
+    host = Host(step=3e-3, microbatch=2e-4, tensor=5e-5, piped_step=4e-3, piped_microbatch=6e-4)
+    machine = replace(MACHINE, device=replace(DEVICE, host=host))
+    tensors = len({name for o in tower.graph.operators for name in o.parameters})
+    m = 32 // 2 // 4
+    for wanted, own, more in (
+        (degrees(data=2, microbatch=4, microbatches=m), 3e-3 + m * 2e-4 + tensors * 5e-5, 0.0),
+        (
+            degrees(data=2, pipeline=4, microbatch=4, microbatches=m),
+            4e-3 + tensors / 4 * 5e-5,
+            (m + 3) * 6e-4,
+        ),
+    ):
+        questions = [asked(tower, machine=machine_, batch=32) for machine_ in (MACHINE, machine)]
+        plain, told = (Search(q).candidate(wanted).fastest(1e12) for q in questions)
+        found = {part.name: part.seconds for part in parts(questions[1], told)}
+        assert found["host"] == pytest.approx(own)
+        assert sum(found.values()) == pytest.approx(told.seconds)
+        assert told.seconds - plain.seconds == pytest.approx(own + more, rel=0.02)
+        assert "host" not in {part.name for part in parts(questions[0], plain)}
 
 
 # -- samples --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,19 +14,20 @@ from headway.cluster.presets import of_preset
 from headway.cost.presets import machine_of
 from headway.errors import PlanError
 from headway.graph import fold
+from headway.planner.borders import start_of
 from headway.planner.decision import choices
 from headway.planner.degrees import Degrees
 from headway.planner.operators import Workload
 from headway.planner.row import units
-from headway.planner.search import Question, search
+from headway.planner.search import Question, Search, search
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ResNet50, ids, meta
 
 MACHINE = machine_of(of_preset("dgx-a100", nodes=1))
 
 
-def gpt(layers=4):
-    config = TransformerConfig(vocabulary=1024, window=64, width=256, layers=layers, heads=8)
+def gpt(layers=4, width=256):
+    config = TransformerConfig(vocabulary=1024, window=64, width=width, layers=layers, heads=8)
     with torch.device("meta"):
         return Workload(graph=fold(capture(TransformerLM(config), ids(16, 64))), samples=16)
 
@@ -73,6 +75,15 @@ def test_the_questions_agree(work):
         search(asked(work, devices=fewer, memory=least * 0.7))
 
 
+def test_of_the_plans_with_the_fewest_devices_the_fastest_is_taken(work):
+    counts = (2, 4, 8)
+    roomy = search(asked(work, devices=(2,))).points
+    for cap in sorted({1.01 * point.bytes for point in roomy}):
+        fewest = search(asked(work, devices=counts, objective="fewest-devices", memory=cap)).best
+        fastest = search(asked(work, devices=(2,), objective="fastest", memory=cap)).best
+        assert (fewest.devices, fewest.seconds) == (2, fastest.seconds)
+
+
 def test_the_fastest_of_all_combinations(work):
     """Bounds drop nothing: opening every combination finds the same."""
     for memory in (80e9, 60e6, 40e6):
@@ -93,7 +104,7 @@ def test_no_plan_fits(work):
 
 def test_forced_choices(work):
     forced = search(asked(work, tensor=(8,), force=(("blocks.*", "split"),), objective="fastest"))
-    found = choices(forced, forced.best)
+    found = choices(forced.search, forced.best)
     products = [c for c in found if c.module.startswith("blocks.") and c.kind == "linear"]
     assert products
     assert all(choice.how.startswith("split:") for choice in products)
@@ -105,7 +116,7 @@ def test_decisions_add_up(work):
     outcome = search(asked(work, tensor=(4,)))
     for point in outcome.points:
         held = [0.0] * len(point.stages)
-        for choice in choices(outcome, point):
+        for choice in choices(outcome.search, point):
             held[choice.stage] += choice.parameters
         # A tied parameter counts once in a stage, but each of its operators holds it.
         twice = [outcome.search.shared.doubled(s.start, s.stop) / 4 for s in point.stages]
@@ -126,7 +137,7 @@ def test_a_hundred_thousand_classes():
     work = Workload(graph=graph, samples=64)
     changed = {"machine": machine, "devices": (32,), "tensor": (32,), "batch": 1024}
     outcome = search(asked(work, objective="fastest", **changed))
-    found = [c for c in choices(outcome, outcome.best) if c.parameters]
+    found = [c for c in choices(outcome.search, outcome.best) if c.parameters]
     assert {c.how for c in found if c.module != "head"} == {"split:n"}  # each its samples
     assert [c.how for c in found if c.module == "head"] == ["split:o"]  # each its classes
     fallen = 1 - sum(choice.summed for choice in found) / graph.parameter_bytes
@@ -136,3 +147,64 @@ def test_a_hundred_thousand_classes():
 def test_microbatches_under_way():
     degrees = Degrees(tensor=1, data=1, pipeline=4, microbatch=1, microbatches=3)
     assert [degrees.in_flight(behind) for behind in range(4)] == [1, 2, 3, 3]
+
+
+def test_one_micro_batch_is_cut_where_the_longest_sum_is_short():
+    """All cuts have one sum of stages; what differs is the stage whose gradients are last."""
+    found = Search(asked(gpt(8, width=2048), batch=8))
+    degrees = Degrees(tensor=1, data=4, pipeline=2, microbatch=2, microbatches=1)
+    candidate, length = found.candidate(degrees), len(found.row)
+    each = [candidate.planned((0, start, length)).seconds for start in range(1, length)]
+    assert max(each) > 1.2 * min(each)
+    for known in (np.inf, max(each)):
+        point = candidate.fastest(found.question.cap, known)
+        assert point is not None
+        assert point.seconds <= 1.05 * min(each)
+
+
+def test_a_stage_is_named_after_what_was_folded_into_its_first_layer():
+    """An activation that is folded into the layer behind it begins the stage."""
+    layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 8), torch.nn.ReLU())]
+    with torch.device("meta"):
+        graph = fold(capture(torch.nn.Sequential(*layers, torch.nn.Linear(8, 4)), meta(16, 8)))
+    row = units(Workload(graph=graph, samples=16))
+    assert [unit.module for unit in row] == ["0", "1", "3", "5"]
+    assert start_of("1", row) == start_of("2", row) == 1
+    assert start_of("5", row) == start_of("6", row) == 3
+    nested = [replace(unit, module=f"{unit.module}.1", layer=f"{unit.layer}.0") for unit in row]
+    assert start_of("2", nested) == 1
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.act = torch.nn.ReLU()
+
+    def forward(self, x):
+        return self.three(self.act(self.two(self.act(self.one(x)))))
+
+
+def test_a_stage_is_not_named_after_a_module_that_runs_elsewhere_too():
+    with torch.device("meta"):
+        graph = fold(capture(Twice(), meta(16, 8)))
+    row = units(Workload(graph=graph, samples=16))
+    assert [unit.module for unit in row] == ["one", "two", "three"]
+
+
+def test_a_search_that_must_end_says_how_far_it_may_be(work):
+    """C6: what is left closed counts in the gap."""
+    whole, ended = search(asked(work)), search(asked(work, seconds=0.0))
+    assert ended.opened < whole.opened
+    assert ended.bound <= whole.best.seconds <= ended.best.seconds
+    assert ended.gap >= ended.best.seconds / whole.best.seconds - 1.0
+
+
+def test_of_equally_fast_plans_the_one_on_fewest_devices_is_taken():
+    """Of a model whose layers no device can share, more devices are of no use."""
+    with torch.device("meta"):
+        layers = [torch.nn.Tanh() for _ in range(3)]
+        graph = fold(capture(torch.nn.Sequential(*layers), meta(1, 8)))
+    work = Workload(graph=graph, samples=1)
+    outcome = search(asked(work, devices=(1, 2, 8), batch=1, objective="fastest"))
+    assert outcome.best.devices == 1

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from headway.cli.main import main
+from headway.cluster.device import Host
 from headway.cluster.presets import of_preset
 from headway.cost.presets import machine_of
 from headway.errors import UsageError
@@ -89,8 +90,23 @@ def test_a_plan_takes_what_the_search_prices_it_at(question, plan):
     assert found.ranks == plan.ranks
 
 
+@pytest.mark.parametrize("plan", [data_parallel(BATCH, processes=4, microbatch=4), staged()])
+def test_what_the_host_does_is_played_as_it_is_priced(question, plan):
+    """Samples into batches, a step, its micro-batches and tensors; of a pipeline its passes."""
+    host = Host(step=1e-3, microbatch=2e-4, tensor=1e-5, piped_step=2e-3, piped_microbatch=3e-4)
+    slow = replace(MACHINE, device=replace(MACHINE.device, host=host, gather=1e-4))
+    work, point = step_of_plan(plan, Search(replace(question, devices=(4,), machine=slow)))
+    found = simulate(work)
+    plain, _ = step_of_plan(plan, Search(replace(question, devices=(4,))))
+    assert found.seconds > simulate(plain).seconds + 2e-3
+    assert found.seconds == pytest.approx(point.seconds, rel=1e-9)
+    for account in found.accounts:
+        assert account.busy["host"] == pytest.approx(work.stages[0].host, rel=1e-12)
+
+
 def test_every_point_of_a_frontier_holds_what_the_search_says(question):
-    """With tensor axis and ZeRO; time agrees where neither ZeRO nor a sum may be hidden."""
+    """With tensor axis and ZeRO; time agrees where neither ZeRO nor a sum may be hidden. Of a
+    pipeline the price has the longest update behind the last sum, whoever is the last."""
     outcome = search(question)
     kinds = set()
     for point in outcome.points:
@@ -100,7 +116,11 @@ def test_every_point_of_a_frontier_holds_what_the_search_says(question):
         degrees = point.degrees
         kinds.add((degrees.tensor > 1, degrees.zero))
         if not degrees.zero and (degrees.tensor == 1 or degrees.pipeline == 1):
-            assert found.seconds == pytest.approx(point.seconds, rel=1e-9)
+            longest = max(stage.update for stage in found.work.stages)
+            stages = [replace(stage, update=longest) for stage in found.work.stages]
+            late = simulate(replace(found.work, stages=tuple(stages)))
+            assert late.seconds == pytest.approx(point.seconds, rel=1e-9)
+            assert found.seconds <= late.seconds
     assert len(kinds) > 2
 
 
@@ -214,10 +234,18 @@ def test_without_a_plan_the_search_finds_one(run):
         (("--change", "link node fast"), "fast"),
         (("--change", "link node 0x"), "more than nothing is needed"),
         (("--change", "device weight 2x"), "peak, memory-rate"),
-        (("--change", "faster"), 'Write "link LEVEL 100 Gbit/s"'),
-        (("--fault", "rank 9 slow 2x"), "there is no rank 9"),
+        (("--change", "device lunches 2x"), "did you mean launches"),
+        (("--change", "device v100 peak 2x"), "no devices 'v100'"),
+        (("--change", "latency node 5"), "5 has neither a unit nor the x of 2x"),
+        (("--change", "memory 80"), "80 has neither a unit"),
+        (("--change", "faster"), 'is no change\n  Write "link LEVEL 100 Gbit/s"'),
+        (("--memory", "80"), 'no unit; write "80 GiB" or "80 B"'),
+        (("--memory", "lots"), "'lots' is not a size"),
+        (("--fault", "rank 9 slow 2x"), "there is no rank 9: the ranks are 0 to 7"),
         (("--fault", "link a-z 2x slower"), "no node 'z'"),
         (("--fault", "kill rank 1 at step 3"), "never ends"),
+        (("--fault", "rank 1 slow 0.5x"), "at least 1x"),
+        (("--fault", "link a-a 2x slower"), "a link has two different ends"),
         (("--fault", "rain"), '"rank 3 slow 2x"'),
         (("--devices", "4"), "--devices 4 beside a plan of 8 ranks"),
     ],
@@ -238,9 +266,24 @@ def test_a_change_changes_the_number_that_it_names():
     assert faster.network.levels[0].link.rate == 4 * node.link.rate
     assert changed(MACHINE, CLUSTER, ["memory 2x"]).device.memory == 2 * MACHINE.device.memory
     assert changed(MACHINE, CLUSTER, ["memory 80 GiB"]).device.memory == 80 * 2**30
+    named = changed(MACHINE, CLUSTER, [f"device {MACHINE.device.name} peak 2x"])
+    assert named == changed(MACHINE, CLUSTER, ["device peak 2x"])
+    launches = changed(MACHINE, CLUSTER, ["device launches 2x"]).device
+    assert (
+        launches == changed(MACHINE, CLUSTER, ["device dispatch 0.5x", "device kernel 0.5x"]).device
+    )
     doubled = changed(MACHINE, CLUSTER, ["device peak 2x"]).device
     assert doubled.peak == {key: 2 * rate for key, rate in MACHINE.device.peak.items()}
     assert replace(doubled, peak=MACHINE.device.peak) == MACHINE.device
+
+
+def test_one_node_has_no_links_between_nodes():
+    """By whatever name: `node-node` is refused with the reason, not with a guess."""
+    one = of_preset("p3.16xlarge", nodes=1)
+    with pytest.raises(UsageError, match="one node only") as error:
+        changed(machine_of(one), one, ["link node-node 100Gbit/s"])
+    assert "--nodes" in error.value.fix
+    assert "did you mean" not in str(error.value)
 
 
 def test_faults_of_the_same_rank_add_up():
@@ -255,5 +298,5 @@ def test_all_mistakes_are_told_at_once(run):
     words = ("--change", "blah", "--change", "link foo 2x", "--fault", "rank 99 slow 2x")
     code, _, err = run(staged(8), *words)
     assert code == 1
-    for said in ("'blah' changes nothing", "no level 'foo'", "no rank 99"):
+    for said in ("'blah' is no change", "no level 'foo'", "no rank 99: the ranks are 0 to 7"):
         assert said in err

@@ -19,7 +19,10 @@ from headway.capture.fake import Pretence
 from headway.parallel.stage_run import _Cut, _Enter
 from headway.parallel.stages import Stages
 from headway.plan import Plan
+from headway.run.world import World
 from headway.verification.fake_world import fake_world
+from support.memory_models import CASES
+from support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 NAMES = {
@@ -180,25 +183,79 @@ def peak_of_plan(
         optimizer: `optimizer(parameters)`.
         plan: Without a pipeline.
     """
-    torch.manual_seed(0)
     with fake_world(plan.ranks, rank=plan.ranks - 1) as world:
-        model = make()
-        rule = optimizer(model.parameters())
-        run = Executor(model, rule, loss=loss, plan=plan, world=world)
-        first, second = run.batches(_Samples(example, 2 * plan.batch.samples))
-        run.step(first)
-        exchange = run.gradients.exchange
-        buckets = [] if exchange is None else [b.fused.buffer for b in exchange.now.buckets]
-        states = [s for held in rule.state.values() for s in held.values()]
-        data = [tensor for micro in second.micros for tensor in micro.data]
-        known = (*model.parameters(), *model.buffers(), *states, *buckets, *data)
-        tracker = tracker_of(*(t for t in known if isinstance(t, torch.Tensor)))
-        with tracker:
-            # Its hooks by module do not know modules that gather their parameters.
-            tracker._mod_tracker.__exit__(None, None, None)
-            run.step(second)
-        beyond = sum(t.numel() * t.element_size() for t in data) * (1 - 1 / len(second.micros))
-        return found(tracker)[0] - round(beyond)
+        return _peak_of_run(make, example, loss, optimizer, plan, world, clip=None)[0]
+
+
+def peaks_of_ranks(
+    case: str, rule: Callable[..., torch.optim.Optimizer], plan: Plan, *, clip: float | None = 1.0
+) -> list[tuple[int, dict[str, int]]]:
+    """The peak of every rank of a plan in its second step, bytes in all and by category.
+
+    Real ranks, which speak Gloo. With numbers; all micro-batches are counted where there is a
+    pipeline, since its ranks have them together, and one otherwise.
+
+    Args:
+        case: A key of `memory_models.CASES`.
+        rule: `rule(parameters)`.
+        plan: Micro-batches are as large as the case's.
+        clip: Largest global norm of the gradients.
+    """
+    return run_ranks(plan.ranks, _peak_here, case, rule, plan, clip, timeout=240)
+
+
+def _peak_here(
+    _: object,
+    case: str,
+    rule: Callable[..., torch.optim.Optimizer],
+    plan: Plan,
+    clip: float | None,
+) -> tuple[int, dict[str, int]]:
+    of = CASES[case]
+    return _peak_of_run(of.make, of.data, of.loss, rule, plan, World.adopt(), clip=clip)
+
+
+def _peak_of_run(
+    make: Callable[[], nn.Module],
+    example: list[torch.Tensor],
+    loss: Callable[[nn.Module, Any], Any],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    plan: Plan,
+    world: World,
+    *,
+    clip: float | None,
+) -> tuple[int, dict[str, int]]:
+    torch.manual_seed(0)
+    model = make()
+    run = Executor(
+        model, optimizer(model.parameters()), loss=loss, plan=plan, world=world, clip=clip
+    )
+    first, second = run.batches(_Samples(example, 2 * plan.batch.samples))
+    run.step(first)
+    data = [tensor for micro in second.micros for tensor in micro.data]
+    tracker = tracker_of(*_held(run), *data)
+    with tracker:
+        # Its hooks by module do not know modules that gather their parameters.
+        tracker._mod_tracker.__exit__(None, None, None)
+        run.step(second)
+    beyond = 0
+    if plan.pipe_degree == 1:
+        whole = sum(t.numel() * t.element_size() for t in data)
+        beyond = round(whole * (1 - 1 / len(second.micros)))
+    total, by_category = found(tracker)
+    return total - beyond, by_category
+
+
+def _held(run: Executor) -> list[torch.Tensor]:
+    """What a rank holds between two steps, and what will have memory in them."""
+    exchange = run.gradients.exchange
+    held = [] if exchange is None else [b.fused.buffer for b in exchange.now.buckets]
+    held += [*run.model.parameters(), *run.model.buffers()]
+    held += [value for state in run.optimizer.state.values() for value in state.values()]
+    stages = None if run.pipeline is None else run.pipeline.stages
+    for stage in () if stages is None else stages:  # ZeRO: whole parameters, freed between steps
+        held += stage.parameters.values()
+    return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
 def _entering(stages: Stages, number: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,20 +1,22 @@
 """A user's model and example as tensors without numbers: nothing is allocated, nothing computed.
 
-The only file of the package that touches `torch._subclasses`, which is private; torch.export is
-built on it. All stand-ins are on the CPU, so that code which makes tensors without naming a device
-fits them, wherever the model is, on the meta device too.
+The only file of the package that touches `torch._subclasses` and `torch.utils._python_dispatch`,
+which are private; torch.export is built on them. All stand-ins are on the CPU, so that code which
+makes tensors without naming a device fits them, wherever the model is, on the meta device too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -57,6 +59,18 @@ class Pretence:
             return copy.deepcopy(real, shallow)
 
 
+@contextmanager
+def unpretended() -> Iterator[None]:
+    """While it lasts, calls of torch are carried out for real and noted nowhere."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 class _Copies(TorchFunctionMode):
     """Deep copies of tensors become stand-ins."""
 
@@ -72,6 +86,8 @@ class _Copies(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = self._stand_in(tensor)
+                made = self._stand_in(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)  # itself a stand-in
+                memo[id(tensor)] = nn.Parameter(made, made.requires_grad) if is_parameter else made
             return memo[id(tensor)]
         return func(*args, **(kwargs or {}))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from headway.capture.clock import Clock
 from headway.capture.kinds import cases, timed_of, visit
 from headway.capture.rounds import SECONDS, Slowest, Visit, alone, in_rounds
 from headway.cluster.device import UPDATED
-from headway.cluster.readings import Kernels
+from headway.cluster.readings import IdleStep, Kernels
 
 _SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}
 _DEPTHS = {"cpu": (32, 128, 256, 512, 1024), "cuda": (64, 256, 1024, 2048, 4096)}
@@ -38,7 +39,11 @@ _TENSORS = (32, 16, 4)
 
 
 def measure_kernels(
-    device: torch.device, local_ranks: int, slowest: Slowest = alone, seconds: float = SECONDS
+    device: torch.device,
+    local_ranks: int,
+    slowest: Slowest = alone,
+    seconds: float = SECONDS,
+    idle: Mapping[IdleStep, Visit] = MappingProxyType({}),
 ) -> Kernels:
     """Measure; collective among the ranks of the machine.
 
@@ -47,6 +52,7 @@ def measure_kernels(
         local_ranks: Ranks that share the memory of the machine.
         slowest: Of these ranks.
         seconds: For rounds, after some seconds for peaks.
+        idle: Steps to be timed in the same rounds.
     """
     clock, kind = Clock(device), device.type
     products = {
@@ -58,10 +64,12 @@ def measure_kernels(
     spread = clock.spread(lambda: one @ one)
     every, updates = cases(), dict(_updates(clock))
     visits: list[Visit] = [partial(visit, case, clock) for case in every]
-    visits += [lambda: (_dispatch(clock),), lambda: (_gather(clock),), *updates.values()]
+    visits += [lambda: (_dispatch(clock),), lambda: (_gather(clock),)]
+    visits += [*updates.values(), *idle.values()]
     times = in_rounds(visits, slowest, seconds)
     timed = timed_of(list(zip(every, times, strict=False)))
     dispatch, gather, *steps = times[len(every) :]
+    steps, idled = steps[: len(updates)], steps[len(updates) :]
     return Kernels(
         name=_name(device),
         adds=clock.on_host,
@@ -75,6 +83,7 @@ def measure_kernels(
         spread=spread,
         kinds=timed,
         updates={name: (a, b, c) for name, (a, b, c) in zip(updates, steps, strict=True)},
+        idle={step: own for step, (own,) in zip(idle, idled, strict=True)},
     )
 
 

@@ -1,4 +1,4 @@
-"""How long kinds of kernels take in a training step: linear layers, convolutions, norms, tables.
+"""How long kinds of kernels take in a training step: linear layers, convolutions, cells, tables.
 
 A few shapes of each kind, forward and backward. Each is timed in small steps of several calls whose
 operands are as warm as those of a real step (`_pass`); repeating one call on the same operands in
@@ -20,14 +20,15 @@ from torch import Tensor
 from headway.capture.clock import Clock
 from headway.cluster.readings import Timed
 from headway.graph.axes import Call
-from headway.graph.operator import TensorSpec
-from headway.graph.work import flops_of, traffic_of, weights_of
+from headway.graph.operator import TensorSpec, pace_name
+from headway.graph.work import calls_of, flops_of, traffic_of, weights_of
 
-_FLAT = ((192, 384), (480, 800), (1280, 1152))
-_IMAGES = ((4, 24, 20, 20), (8, 36, 36, 36), (8, 24, 80, 80))
-"""Small, middling, and more than a cache holds."""
+_FLAT = ((24, 40), (192, 384), (480, 800), (1280, 1152))
+_IMAGES = ((2, 12, 6, 6), (4, 24, 20, 20), (8, 36, 36, 36), (8, 24, 80, 80))
+"""Tiny (what a call costs), small, middling, and more than a cache holds."""
 _SPAN, _FEWEST, _MOST = 9 * 2**21, 3, 24
 """Bytes of operands and results in a small step, and the bounds on its calls."""
+_CELL = ("w_ih", "w_hh", "b_ih", "b_hh")
 EMPTY = "empty"
 
 
@@ -59,6 +60,7 @@ def _linears() -> Iterator[Case]:
         (48, 640, 640), (48, 320, 1280), (192, 320, 320), (192, 1280, 640), (192, 640, 1280),
         (640, 192, 192), (640, 768, 320), (640, 320, 1280), (1536, 320, 320), (1536, 192, 768),
         (96, 1152, 1152), (48, 1408, 896), (192, 192, 320), (320, 48, 448), (320, 448, 40),
+        (24, 32, 48), (64, 96, 64), (16, 256, 128),
     )  # fmt: skip
     for rows, inner, outer in shapes:
         yield Case(
@@ -76,6 +78,7 @@ def _convolutions() -> Iterator[Case]:
         (6, 48, 48, 40, 3, 1), (2, 48, 48, 20, 3, 1), (6, 96, 96, 20, 3, 1), (2, 160, 96, 10, 3, 1),
         (6, 160, 160, 10, 3, 1), (6, 48, 96, 40, 3, 2), (12, 48, 80, 20, 1, 2),
         (6, 96, 48, 40, 1, 1), (6, 3, 48, 56, 5, 1), (8, 3, 16, 40, 3, 1),
+        (4, 8, 12, 12, 3, 1), (8, 12, 24, 14, 1, 1), (2, 16, 16, 8, 3, 1), (12, 8, 16, 16, 3, 2),
     )  # fmt: skip
     for samples, inner, outer, side, kernel, stride in shapes:
         yield Case(
@@ -97,8 +100,96 @@ def _convolutions() -> Iterator[Case]:
         )
 
 
+def _other_convolutions() -> Iterator[Case]:
+    """Of several groups, of lines and of volumes: a kind of their own each."""
+    images = (
+        (8, 24, 28, 3, 1, 4), (8, 48, 14, 3, 1, 4), (6, 64, 20, 3, 2, 8), (2, 32, 8, 3, 1, 8),
+        (8, 24, 28, 3, 1, 24), (8, 96, 14, 3, 1, 96), (6, 48, 40, 3, 2, 48),
+        (4, 160, 10, 5, 1, 160),
+    )  # fmt: skip
+    for samples, channels, side, kernel, stride, groups in images:
+        yield _convolution(2, (samples, channels, channels, side, kernel, stride, groups))
+    lines = (
+        (8, 32, 48, 80, 3, 1, 1), (8, 64, 64, 144, 5, 1, 1), (4, 24, 24, 200, 1, 1, 1),
+        (32, 80, 160, 50, 5, 1, 1), (16, 160, 96, 64, 3, 1, 1), (4, 16, 16, 24, 3, 1, 1),
+        (8, 64, 64, 80, 5, 1, 64), (16, 96, 96, 144, 3, 1, 96), (8, 48, 48, 60, 3, 1, 4),
+    )  # fmt: skip
+    for shape in lines:
+        yield _convolution(1, shape)
+    volumes = (
+        (2, 4, 16, 20, 3, 1, 1), (1, 16, 32, 10, 3, 1, 1), (2, 16, 16, 16, 3, 1, 1),
+        (1, 40, 40, 8, 3, 1, 1),
+    )  # fmt: skip
+    for shape in volumes:
+        yield _convolution(3, shape)
+
+
+def _convolution(dims: int, shape: tuple[int, int, int, int, int, int, int]) -> Case:
+    samples, inner, outer, side, kernel, stride, groups = shape
+    call = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+    return Case(
+        kind=f"conv{dims}d",
+        call=lambda x, w: call(x, w, None, stride, kernel // 2, 1, groups),
+        roles=("input", "weight"),
+        inputs=(
+            (samples, inner, *[side] * dims),
+            (outer, inner // groups, *[kernel] * dims),
+        ),
+        trained=("weight",),
+        attributes={"groups": groups},
+    )
+
+
+def _recurrences() -> Iterator[Case]:
+    """Layers of cells, one of which waits for the one before, and cells that the model calls."""
+    for kind, gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1)):
+        for samples, places, inner, width in (
+            (16, 12, 32, 48), (32, 24, 64, 96), (8, 16, 128, 64), (64, 10, 96, 160), (4, 6, 16, 16),
+        ):  # fmt: skip
+            yield _layer(kind, gates, samples, places, inner, width)
+    cells: dict[str, tuple[int, Callable[..., Tensor]]] = {
+        "lstm_cell": (4, lambda x, h, c, *own: torch.lstm_cell(x, (h, c), *own)[0]),
+        "gru_cell": (3, torch.gru_cell),
+        "rnn_tanh_cell": (1, torch.rnn_tanh_cell),
+    }
+    for kind, (gates, call) in cells.items():
+        states = ("hx.0", "hx.1") if kind == "lstm_cell" else ("hx",)
+        for samples, inner, width in ((8, 24, 24), (16, 32, 48), (48, 64, 96), (64, 128, 160)):
+            held = ((gates * width, inner), (gates * width, width), *[(gates * width,)] * 2)
+            yield Case(
+                kind=kind,
+                call=call,
+                roles=("input", *states, *_CELL),
+                inputs=((samples, inner), *[(samples, width)] * len(states), *held),
+                trained=_CELL,
+            )
+
+
+def _layer(kind: str, gates: int, samples: int, places: int, inner: int, width: int) -> Case:
+    several = kind == "lstm"
+    states = ("hx.0", "hx.1") if several else ("hx",)
+    weights = tuple(f"params.{number}" for number in range(4))
+    layer = getattr(torch, kind)
+
+    def call(x: Tensor, *others: Tensor) -> Tensor:
+        state = tuple(others[:2]) if several else others[0]
+        own = list(others[len(states) :])
+        found: Tensor = layer(x, state, own, True, 1, 0.0, True, False, True)[0]
+        return found
+
+    held = ((gates * width, inner), (gates * width, width), *[(gates * width,)] * 2)
+    return Case(
+        kind=kind,
+        call=call,
+        roles=("input", *states, *weights),
+        inputs=((samples, places, inner), *[(1, samples, width)] * len(states), *held),
+        trained=weights,
+        attributes={"num_layers": 1, "batch_first": True},
+    )
+
+
 def _attentions() -> Iterator[Case]:
-    for shape in ((2, 6, 96, 48), (8, 6, 80, 64), (4, 3, 192, 48), (2, 4, 320, 96)):
+    for shape in ((2, 2, 16, 16), (2, 6, 96, 48), (8, 6, 80, 64), (4, 3, 192, 48), (2, 4, 320, 96)):
         yield Case(
             kind="scaled_dot_product_attention",
             call=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -150,7 +241,12 @@ def _others() -> Iterator[Case]:
             roles=("tensors.0", "tensors.1"),
             inputs=(image, image),
         )
-    for rows, width, number in ((6000, 48, 1500), (2400, 96, 6000), (12000, 40, 500)):
+    for rows, width, number in (
+        (200, 16, 20),
+        (6000, 48, 1500),
+        (2400, 96, 6000),
+        (12000, 40, 500),
+    ):
         yield Case(
             kind="embedding",
             call=lambda w, i: F.embedding(i, w),
@@ -175,7 +271,8 @@ def _others() -> Iterator[Case]:
 def cases() -> tuple[Case, ...]:
     """All of them; the first has a backward that does nothing."""
     empty = Case(kind=EMPTY, call=lambda x: x.view_as(x), roles=("self",), inputs=_FLAT[:1])
-    return (empty, *_linears(), *_convolutions(), *_attentions(), *_streams(), *_others())
+    products = (*_linears(), *_convolutions(), *_other_convolutions(), *_recurrences())
+    return (empty, *products, *_attentions(), *_streams(), *_others())
 
 
 def visit(case: Case, clock: Clock) -> tuple[float, float]:
@@ -216,7 +313,8 @@ def _timed(case: Case, ahead: float, back: float) -> Timed:
     own = sum(t.nbytes for t, is_weight in zip(tensors, trained, strict=True) if is_weight)
     weights = weights_of(case.kind, own, traffic)
     return Timed(
-        kind=case.kind,
+        kind=pace_name(case.kind, case.attributes),
+        calls=calls_of(call),
         forward=(float(flops.forward), float(traffic.forward), ahead),
         backward=(
             float(flops.input_gradient + flops.weight_gradient),

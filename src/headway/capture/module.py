@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headway.capture.calls import logical_names, spec_of
 from headway.capture.fake import Pretence
 from headway.capture.few import by_few_blocks
+from headway.capture.known import Known
 from headway.capture.record import Recorder
 from headway.capture.trace import Traced, trace
 from headway.errors import PlanError
@@ -129,7 +130,7 @@ def _culprit(called: _Called, data: tuple[Any, ...], pretence: Pretence) -> str:
         module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
         module.register_forward_hook(leave)
     try:
-        with pretence.mode, torch.enable_grad():
+        with pretence.mode, torch.enable_grad(), Known():
             called(*data)
     except Exception:
         return inside[-1] if inside else ""

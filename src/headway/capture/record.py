@@ -36,6 +36,7 @@ from headway.graph import (
     TensorSpec,
     Work,
     axes_of,
+    calls_of,
     flops_of,
     traffic_of,
 )
@@ -239,6 +240,7 @@ class Recorder:
                 saved=tuple(self._kept(name)),
                 footprint=footprint,
                 attributes=call.attributes,
+                calls=calls_of(call),
             )
         )
 

@@ -3,8 +3,9 @@
 Shared machines change their pace within seconds: on a virtual processor an undisturbed product in
 the cache runs at its full rate now and at 0.65 of it then (a host's hyperthread taken by others).
 The shortest time of a burst never sees that, a step does. So everything is timed again and again
-over half a minute, and as ranks wait for each other in every step, each round has the time of its
-slowest rank. Invariant: every rank has the same result.
+over half a minute, and as ranks wait for each other in every step, each round has the times of the
+rank that took longest for it: of every kernel the slowest rank's would be more than any rank takes
+for a step. Invariant: every rank has the same result.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def in_rounds(
             slowest([0.0])  # in step
             found.append(visit())
         own = [n for times in found for n in times]
-        end, *shared = slowest([time.perf_counter() - start, *own])
-        each = iter(shared)
+        end, longest = slowest([time.perf_counter() - start, sum(own)])
+        each = iter(slowest(own if sum(own) >= longest else [0.0] * len(own)))
         rounds.append([tuple(next(each) for _ in times) for times in found])
     return [tuple(map(_usual, zip(*times, strict=True))) for times in zip(*rounds[1:], strict=True)]
 

@@ -22,6 +22,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headway.capture.fake import Pretence
+from headway.capture.known import Known
 
 _PATH = "module"
 
@@ -80,7 +81,8 @@ def quiet() -> Iterator[None]:
 
 
 def _exported(module: nn.Module, example: tuple[Any, ...]) -> Traced:
-    program = torch.export.export(module, example, strict=False)
+    with Known():
+        program = torch.export.export(module, example, strict=False)
     held = {**program.state_dict, **program.constants}
     leaves = iter(tree_flatten(example)[0])
     arguments: dict[str, Any] = {}
@@ -112,7 +114,7 @@ def _followed(module: nn.Module, example: tuple[Any, ...], pretence: Pretence) -
         return [leaf for leaf in tree_flatten(called)[0] if isinstance(leaf, Tensor)]
 
     given = [leaves[place] for place in places]
-    with pretence.mode, preserve_node_meta(), _marked(module):
+    with pretence.mode, preserve_node_meta(), _marked(module), Known():
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(state, given)
     placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     arguments = dict(zip(placeholders, [*state.values(), *given], strict=True))

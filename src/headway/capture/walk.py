@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headway.capture.fake import Pretence
+from headway.capture.known import Known
 from headway.graph.extend import KEPT
 
 
@@ -92,6 +93,7 @@ class Walk(TorchFunctionMode):
                     stack.enter_context(self._watched(block, number, place))
             stack.enter_context(self._pretence.mode)
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(Known())
             stack.enter_context(self)
             result = call()
             self._note(self._told(result))

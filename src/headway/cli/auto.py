@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.planner.automatic import Decision, Limits
     from headway.planner.candidate import Point
     from headway.planner.operators import Workload
+    from headway.planner.search import Question
     from headway.run.recipe import Recipe
     from headway.run.world import World
 
@@ -169,7 +170,6 @@ class Automatic:
         from headway.cli.optimizer_cost import with_optimizer
         from headway.cli.plan_question import precision_in
         from headway.cost.presets import machine_of
-        from headway.planner.automatic import decide
         from headway.planner.search import Question
 
         recipe = asked.recipe
@@ -183,7 +183,7 @@ class Automatic:
             force=asked.force,
             precision=precision_in(recipe.precision),
         )
-        decision = decide(question, asked.limits, cluster)
+        decision = _decided(question, asked, cluster)
         for sentence in sentences(decision):
             note(sentence)
         plan = replace(
@@ -248,6 +248,21 @@ class _Asked:
     work: Workload
     batch: int
     force: tuple[tuple[str, str], ...]
+
+
+def _decided(question: Question, asked: _Asked, cluster: Cluster) -> Decision:
+    """The fastest plan; without a pipeline where the executor cannot cut the model so."""
+    from headway.cli.plan_cut import why_not
+    from headway.planner.automatic import decide
+    from headway.planner.search import describe
+
+    decision = decide(question, asked.limits, cluster)
+    degrees = decision.point.degrees
+    why = why_not(asked.recipe, decision.plan, degrees.microbatch)
+    if not why:
+        return decision
+    note(f"plan auto: {describe(degrees)} would be faster, but cannot run: {why}")
+    return decide(question, replace(asked.limits, pipeline=False), cluster)
 
 
 def limits_of(recipe: Recipe) -> Limits:
@@ -317,4 +332,4 @@ def _why(decision: Decision, other: Point) -> str:
 
 def _again(point: Point) -> str:
     number = sum(stage.recompute for stage in point.stages)
-    return f", recomputing in {number} stages" if number else ""
+    return f", recomputing in {number} stage{'s' * (number > 1)}" if number else ""

@@ -14,16 +14,27 @@ from headway.cli.asked import subject_of, without_subject
 from headway.cli.borders import in_lines as border_lines
 from headway.cli.borders import placement_of
 from headway.cli.console import note, say, say_json
-from headway.cli.explain_mixed import explain_mixed, of_choice, of_part, than
+from headway.cli.explain_calls import collectives, split_collectives
+from headway.cli.explain_mixed import (
+    explain_mixed,
+    guidelines_mixed,
+    in_answers,
+    of_choice,
+    of_part,
+    than,
+)
 from headway.cli.plan_mixed import kinds_of
-from headway.cli.plan_question import work_of
+from headway.cli.plan_question import memory_of, work_of
 from headway.cluster import Cluster
+from headway.collective.calls import Calls, in_rows
 from headway.cost.presets import machine_of
 from headway.errors import PlanError, UsageError
 from headway.graph.placement import Placement
 from headway.plan import Plan
 from headway.plan import explain as in_words
+from headway.planner.apart import points_apart
 from headway.planner.binding import (
+    TWICE,
     Change,
     Holding,
     Neighbour,
@@ -37,17 +48,16 @@ from headway.planner.binding import (
     reached,
 )
 from headway.planner.candidate import Point
-from headway.planner.collectives import Calls, in_rows
-from headway.planner.collectives_plan import collectives_of_plan, parts_of
 from headway.planner.facts import Job, advice_of
 from headway.planner.knapsack import Minibatch
 from headway.planner.mended import Mend, mends, too_much
 from headway.planner.planned import degrees_of, point_of, simplified
+from headway.planner.refusal import recomputed
 from headway.planner.runnable import missing
 from headway.planner.search import Question, Search, describe, search
 from headway.planner.sources import in_data, in_lines
 from headway.planner.splits import advice_of_splits
-from headway.units import format_bytes, format_seconds, parse_bytes
+from headway.units import format_bytes, format_seconds
 
 NEAREST = 4
 """Alternatives that are shown beside the fastest one."""
@@ -69,10 +79,11 @@ class Explanation:
         mends: Changes with which it would fit.
         neighbours: One step away in each degree.
         alternatives: Of the frontier of as many devices.
+        apart: What tells the plan, and each of these, from those of them that read alike.
         today: The fastest that today's executor can run; None: nothing fits.
         changes: Of hardware.
-        collectives: Of a step, by place in the pipeline, as the executor carries them out; empty
-            where only their traffic is known.
+        collectives: Of a step, of the ranks that share the first samples, as the executor carries
+            them out; empty where they are not known.
         borders: Tensors that go from stage to stage.
     """
 
@@ -85,6 +96,7 @@ class Explanation:
     mends: tuple[Mend, ...]
     neighbours: tuple[Neighbour, ...]
     alternatives: tuple[Point, ...]
+    apart: tuple[str, ...]
     today: Point | None
     changes: tuple[Change[Point], ...]
     collectives: tuple[Calls, ...]
@@ -137,13 +149,13 @@ def explain(
             fix="Take a larger cluster (--nodes with a preset), or another plan.",
         )
     if len(kinds_of(found)) > 1:
-        if guidelines or measure or sources:
+        if measure:
             raise UsageError(
-                "--guidelines, --measure, --sources speak of devices of one type",
-                fix="Ask without them, or name a cluster of one type.",
+                "--measure times this machine, the cluster has devices of several types",
+                fix="Leave it out: the guidelines then choose what is computed again.",
             )
-        facts, lines = explain_mixed(loaded, recipe, found, memory)
-        _write(json, facts, lines)
+        asked = guidelines_mixed if guidelines else partial(explain_mixed, sources=sources)
+        _write(json, *asked(loaded, recipe, found, memory))
         return
     engine = Search(_question(loaded, recipe, found, memory))
     for sentence in simplified(loaded):
@@ -154,11 +166,22 @@ def explain(
         measured = _measured(recipe, engine.question.cap, share) if measure else None
         answers, unknown = advice_of(job, measured=measured)
         answers += advice_of_splits(job)
-        lines = [in_words(loaded), "", *map(str, answers), *(f"not known: {u}" for u in unknown)]
-        data = {"advice": [asdict(answer) for answer in answers], "unknown": unknown}
-        _write(json, {"plan": loaded.hash} | data, lines)
+        _write(json, *in_answers(loaded, answers, unknown))
         return
-    explanation = look(loaded, engine, most=found.ranks, gathered=_gathered(loaded, recipe))
+    from headway.run.recipe_file import load_recipe  # imports torch
+
+    clip = load_recipe(recipe).clip is not None
+    try:
+        explanation = look(loaded, engine, most=found.ranks, recipe=recipe, clip=clip)
+    except PlanError as error:
+        calls = split_collectives(loaded, recipe, clip=clip)
+        if not calls:
+            raise
+        note(f"note: {str(error).splitlines()[0]}: {'; '.join(error.problems)}")
+        lines = [in_words(loaded), "", *_of_collectives(calls)]
+        facts = {"plan": loaded.hash, "words": in_words(loaded)}
+        _write(json, facts | {"collectives": [[asdict(c) for c in one] for one in calls]}, lines)
+        return
     facts = {"plan": loaded.hash, "words": in_words(loaded)} | asdict(explanation)
     origins = ["", "where the numbers come from:", *in_lines(engine.question)] if sources else []
     lines = [in_words(loaded), "", *sentences(engine.question, explanation), *origins]
@@ -182,21 +205,13 @@ def _question(plan: Plan, recipe: str, cluster: Cluster, memory: str | None) -> 
         machine=with_optimizer(machine_of(cluster), cluster, found),
         devices=(plan.ranks,),
         batch=batch,
-        memory=None if memory is None else parse_bytes(memory),
+        memory=memory_of(memory),
         precision=plan.memory.precision,
     )
 
 
-def _gathered(plan: Plan, recipe: str) -> list[list[str]] | None:
-    if not plan.memory.zero or plan.pipe_degree > 1:
-        return None
-    from headway.run.model_graph import gathered_of  # imports torch
-
-    return gathered_of(recipe)
-
-
 def look(
-    plan: Plan, engine: Search, *, most: int, gathered: Sequence[Sequence[str]] | None = None
+    plan: Plan, engine: Search, *, most: int, recipe: str | None = None, clip: bool = False
 ) -> Explanation:
     """Price a plan, its surroundings, and both on other hardware.
 
@@ -204,7 +219,8 @@ def look(
         plan: Of the model and cluster of `engine`.
         engine: With the plan's number of devices.
         most: Devices that the cluster has.
-        gathered: As of `collectives_plan.Part`.
+        recipe: Of the model, without which the collectives of some plans are not known.
+        clip: Whether it limits the norm of the gradients.
 
     Raises:
         PlanError: The search has no price for the plan.
@@ -215,6 +231,7 @@ def look(
         best = search(today).best
     except PlanError:
         best = None
+    alternatives = _nearest(question, point)
     return Explanation(
         point=point,
         parts=parts(question, point),
@@ -224,24 +241,13 @@ def look(
         over=too_much(engine, point),
         mends=mends(engine, point) if too_much(engine, point) else (),
         neighbours=neighbours(engine, point, most=most),
-        alternatives=_nearest(question, point),
+        alternatives=alternatives,
+        apart=tuple(points_apart(engine, [point, *alternatives])),
         today=best,
         changes=tuple(changes(today, lambda other: point_of(plan, other))),
-        collectives=_collectives(plan, engine, point, gathered),
+        collectives=collectives(plan, engine, point, recipe, clip=clip),
         borders=placement_of(plan, engine, point),
     )
-
-
-def _collectives(
-    plan: Plan, engine: Search, point: Point, gathered: Sequence[Sequence[str]] | None
-) -> tuple[Calls, ...]:
-    parts = parts_of(engine, point, gathered)
-    try:
-        return tuple(
-            collectives_of_plan(plan, parts, rank=rank) for rank in range(plan.pipe_degree)
-        )
-    except PlanError:
-        return ()
 
 
 def _nearest(question: Question, point: Point) -> tuple[Point, ...]:
@@ -269,20 +275,27 @@ def sentences(question: Question, found: Explanation) -> Iterator[str]:
     yield from _of_mends(question, found)
     if any(found.collectives):
         yield ""
-        yield "collectives of a step, of one rank:"
-        yield from in_rows(found.collectives, "rank of the pipeline")
+        yield from _of_collectives(found.collectives)
     yield from border_lines(found.borders)
     yield ""
     yield "one step away:"
     yield from (f"  {_of_neighbour(one, point)}" for one in found.neighbours)
     yield ""
     yield "on the frontier of these devices:"
-    yield from (f"  {_of_point(one, point)}" for one in found.alternatives)
+    for one, said in zip(found.alternatives, found.apart[1:], strict=True):
+        yield f"  {_of_point(one, point, said)}"
+    if found.apart[0]:
+        yield f"  (this plan: {found.apart[0]})"
     if not found.alternatives:
         yield "  nothing else"
     yield ""
     taken = partial(_of_point, point=found.point)
     yield from of_choice(found.point, found.today, found.changes, taken, _changed)
+
+
+def _of_collectives(found: Sequence[Calls]) -> Iterator[str]:
+    yield "collectives of a step as the executor carries them out, of one rank:"
+    yield from in_rows(found, "rank of the first copy")
 
 
 def _of_binding(found: Explanation) -> str:
@@ -292,7 +305,7 @@ def _of_binding(found: Explanation) -> str:
     if largest.name == "compute" and found.issuing > LAUNCHES * largest.seconds:
         what = "the launches of kernels, not the products (compute, "
     text = f"what binds: {what}{largest.share:.1%} of the step); memory "
-    more = any(change.changed for change in found.changes if change.name == "memory 2x")
+    more = any(change.better for change in found.changes if change.name == TWICE)
     if found.holding.share > 1:
         return text + "is exceeded"
     return text + ("binds, too: twice as much changes the choice" if more else "does not")
@@ -333,17 +346,17 @@ def _of_neighbour(one: Neighbour, point: Point) -> str:
     return f"{one.step}: {_of_point(one.point, point)}"
 
 
-def _of_point(one: Point, point: Point) -> str:
+def _of_point(one: Point, point: Point, said: str = "") -> str:
     lacks = f"; to run it lacks {missing(one)}" if missing(one) else ""
     return (
         f"{format_seconds(one.seconds)} ({than(one.seconds, point.seconds)}), "
-        f"{format_bytes(one.bytes)} ({one.bytes / point.bytes - 1:+.1%}): {_name(one)}{lacks}"
+        f"{format_bytes(one.bytes)} ({one.bytes / point.bytes - 1:+.1%}): {_name(one)}"
+        f"{said and f' ({said})'}{lacks}"
     )
 
 
 def _name(point: Point) -> str:
-    again = sum(stage.recompute for stage in point.stages)
-    return describe(point.degrees) + (f", recompute in {again} stages" if again else "")
+    return describe(point.degrees) + recomputed(point)
 
 
 def _changed(one: Point) -> str:

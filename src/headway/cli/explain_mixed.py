@@ -16,22 +16,24 @@ from headway.cli.plan_mixed import (
     mixed_question,
     stages_in_lines,
 )
-from headway.cli.plan_question import Wanted, precision_in, work_of
+from headway.cli.plan_question import Wanted, memory_of, precision_in, work_of
 from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.plan import Plan
 from headway.plan import explain as in_words
-from headway.planner.binding import Change, Part, parts
+from headway.planner.binding import SAME, Change, Part, parts
 from headway.planner.candidate import Point
+from headway.planner.guidelines import Advice
 from headway.planner.mixed import MixedSearch
+from headway.planner.mixed_advice import advice_of_mixed
 from headway.planner.mixed_collectives import collectives_of_mixed
 from headway.planner.mixed_planned import fastest_of, mixed_changes, mixed_point_of
 from headway.planner.mixed_point import MixedPoint
-from headway.units import format_bytes, format_seconds, parse_bytes
+from headway.planner.mixed_question import MixedQuestion
+from headway.planner.sources import in_data, in_lines
+from headway.units import format_bytes, format_seconds
 
 Found = TypeVar("Found", Point, MixedPoint)
-_SAME = 1e-3
-"""Times that differ by a smaller share are called equal."""
 _PARTS = {
     "compute": "compute of the slowest stage, launches included",
     "bubble": "bubble: ranks wait while the pipeline fills and drains",
@@ -39,6 +41,7 @@ _PARTS = {
     "exchange": "exchange of gradients that computation waits for",
     "update": "update of the parameters, and adding up of gradients",
     "data": "data: samples put together into batches",
+    "host": "host: what any step takes beside its kernels",
 }
 
 
@@ -68,7 +71,7 @@ def of_choice(
     """
     if best is None:
         yield "the search finds no plan for these devices that runs today"
-    elif best.seconds < point.seconds * (1 - _SAME):
+    elif best.seconds < point.seconds * (1 - SAME):
         yield f"of the plans that run today the search would take {taken(best)}"
     else:
         yield "of the plans that run today none is faster"
@@ -77,8 +80,10 @@ def of_choice(
         text += f"({than(change.own, point.seconds)}); "
         if change.best is None:
             text += "nothing fits"
-        elif change.changed:
+        elif change.better:
             text += f"the choice changes to {changed(change.best)}"
+        elif change.changed:
+            text += "the search finds nothing faster"
         else:
             text += "the choice stays"
         yield text
@@ -86,11 +91,29 @@ def of_choice(
 
 def than(seconds: float, other: float) -> str:
     """By how much one time differs from another one."""
-    return "equal" if abs(seconds / other - 1) < _SAME else f"{seconds / other - 1:+.1%}"
+    return "equal" if abs(seconds / other - 1) < SAME else f"{seconds / other - 1:+.1%}"
+
+
+def in_answers(
+    plan: Plan, answers: Sequence[Advice], unknown: Sequence[str]
+) -> tuple[dict[str, object], list[str]]:
+    """A practitioner's questions as data, and in lines."""
+    lines = [in_words(plan), "", *map(str, answers), *(f"not known: {u}" for u in unknown)]
+    advice = [asdict(answer) for answer in answers]
+    return {"plan": plan.hash, "advice": advice, "unknown": list(unknown)}, lines
+
+
+def guidelines_mixed(
+    plan: Plan, recipe: str, cluster: Cluster, memory: str | None
+) -> tuple[dict[str, object], list[str]]:
+    """A practitioner's questions, as `explain_mixed` is asked."""
+    kinds = kinds_of_ranks(plan, cluster)
+    search = MixedSearch(question_about(plan, recipe, cluster, memory))
+    return in_answers(plan, *advice_of_mixed(search, mixed_point_of(plan, search, kinds)))
 
 
 def explain_mixed(
-    plan: Plan, recipe: str, cluster: Cluster, memory: str | None
+    plan: Plan, recipe: str, cluster: Cluster, memory: str | None, *, sources: bool = False
 ) -> tuple[dict[str, object], list[str]]:
     """Price a plan, what the search would take, and both on other hardware: data, and lines.
 
@@ -99,22 +122,13 @@ def explain_mixed(
         recipe: As for `headway train`.
         cluster: With devices of several types.
         memory: Of a device that may be used.
+        sources: Say in the lines, too, where the numbers of each type come from.
 
     Raises:
         PlanError: There is no price for the plan.
     """
     kinds = kinds_of_ranks(plan, cluster)
-    work, batch, _ = work_of(recipe, plan)
-    wanted = Wanted(
-        objective="fastest",
-        counts=(plan.ranks,),
-        memory=None if memory is None else parse_bytes(memory),
-        price=None,
-        force=(),
-        schedules=("1f1b",),
-        runnable=True,
-    )
-    question = mixed_question(wanted, work, batch, cluster, precision_in(plan.memory.precision))
+    question = question_about(plan, recipe, cluster, memory)
     search = MixedSearch(question)
     point, best = mixed_point_of(plan, search, kinds), fastest_of(question)
     changes = tuple(mixed_changes(plan, question, kinds, best))
@@ -128,6 +142,7 @@ def explain_mixed(
         "collectives": [asdict(one) for one in collectives_of_mixed(search, point)],
         "today": best and asdict(best),
         "changes": [asdict(change) for change in changes],
+        "sources": {kind: in_data(question.of(kind)) for kind in question.machines},
     }
     named = partial(_name, seconds=point.seconds)
     lines = [
@@ -141,8 +156,35 @@ def explain_mixed(
         "",
         *collectives_in_lines(search, point),
         *of_choice(point, best, changes, named, named),
+        *(_sources(question) if sources else ()),
     ]
     return facts, lines
+
+
+def question_about(
+    plan: Plan | None, recipe: str, cluster: Cluster, memory: str | None, ranks: int = 0
+) -> MixedQuestion:
+    """For the fastest plan that runs today; without a plan, for the fastest of all.
+
+    Args:
+        plan: Whose ranks and precision count.
+        recipe: As for `headway train`.
+        cluster: With devices of several types.
+        memory: Of a device that may be used.
+        ranks: Devices, without a plan.
+    """
+    work, batch, found = work_of(recipe, plan)
+    wanted = Wanted(
+        objective="fastest",
+        counts=(ranks if plan is None else plan.ranks,),
+        memory=memory_of(memory),
+        price=None,
+        force=(),
+        schedules=("1f1b",),
+        runnable=plan is not None,
+    )
+    said = found.precision if plan is None else plan.memory.precision
+    return mixed_question(wanted, work, batch, cluster, found, precision_in(said))
 
 
 def kinds_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
@@ -168,6 +210,11 @@ def kinds_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
             fix="Name the cluster that it was made for, or make a plan for this one.",
         )
     return tuple(kinds)
+
+
+def _sources(question: MixedQuestion) -> Iterator[str]:
+    for kind in question.machines:
+        yield from ("", f"where the numbers of {kind} come from:", *in_lines(question.of(kind)))
 
 
 def _of_types(search: MixedSearch, point: MixedPoint) -> Iterator[str]:

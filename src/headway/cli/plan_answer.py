@@ -8,22 +8,26 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 
 from headway.cli.plan_question import Amounts
+from headway.collective.calls import in_rows
 from headway.planner.alternatives import Alternative, figures, money, nearest
+from headway.planner.apart import points_apart
 from headway.planner.binding import holding, parts
 from headway.planner.candidate import Point
-from headway.planner.collectives import collectives_of, in_rows
+from headway.planner.collectives import collectives_of
 from headway.planner.decision import choices
 from headway.planner.degrees import describe
 from headway.planner.refusal import ends, recomputed
 from headway.planner.runnable import missing
 from headway.planner.search import Outcome
 from headway.planner.sources import in_data, kinds, numbers
-from headway.units import format_bytes, format_seconds
+from headway.units import format_bytes, format_number, format_seconds
 
 FORMAT = "headway plan search"
 VERSION = 1
 """Of the JSON: higher when a key changes its meaning or goes."""
 THOUSAND = 1000
+PRICED = "collectives of a step as the search prices them, of one rank"
+"""A plan's own buckets, as the executor fills them, are in `headway explain`."""
 ROWS = 12
 """Of collectives that are shown."""
 WORTH = 0.01
@@ -90,10 +94,10 @@ def _table(answer: Answer) -> Iterator[str]:
     money_heads = heads_of_money(answer.amounts) if priced else []
     head = [" ", "step", "memory", "devices", *money_heads, "plan", "runs today; else lacks"]
     rows = [head]
-    shown = _worth_showing(outcome.points)
-    for number, point in enumerate(outcome.points):
-        if number != outcome.chosen and number not in shown:
-            continue
+    places = sorted(_worth_showing(outcome.points) | {outcome.chosen})
+    points = [outcome.points[number] for number in places]
+    notes = points_apart(outcome.search, points)
+    for number, point, said in zip(places, points, notes, strict=True):
         rows.append(
             [
                 "*" if number == outcome.chosen else " ",
@@ -101,7 +105,7 @@ def _table(answer: Answer) -> Iterator[str]:
                 format_bytes(point.bytes),
                 str(point.devices),
                 *columns_of_money(money(outcome.question, point), answer.currency, answer.amounts),
-                describe(point.degrees) + recomputed(point),
+                f"{describe(point.degrees)}{recomputed(point)}{said and f' ({said})'}",
                 missing(point) or "yes",
             ]
         )
@@ -164,9 +168,9 @@ def _chosen(answer: Answer) -> Iterator[str]:
         )
     if point.degrees.tensor > 1:
         ways: dict[str, list[str]] = {}
-        for choice in choices(outcome, point):
+        for choice in choices(outcome.search, point):
             if choice.parameters:
-                ways.setdefault(choice.how, []).append(choice.module)
+                ways.setdefault(choice.how, []).append(choice.module or "(model)")
         if not any(how.startswith("split") for how in ways):
             yield (
                 f"the tensor axis splits no parameters: each group of {point.degrees.tensor} "
@@ -206,7 +210,7 @@ def in_hours(seconds: Mapping[str, float]) -> str:
     hours = {kind: number * THOUSAND / 3600 for kind, number in seconds.items()}
     several = len(hours) > 1
     said = " and ".join(
-        f"{number:.3g} device-hours{f' of {kind}' if several else ''}"
+        f"{format_number(number)} device-hours{f' of {kind}' if several else ''}"
         for kind, number in hours.items()
     )
     where = " and ".join(f"[devices.{kind}]" for kind in hours)
@@ -217,23 +221,25 @@ def in_hours(seconds: Mapping[str, float]) -> str:
 
 
 def _alternatives(answer: Answer) -> Iterator[str]:
-    found = nearest(answer.outcome)
+    found, outcome = nearest(answer.outcome), answer.outcome
     if not found:
         yield "no alternatives: no other plan is on the frontier or one step away"
         return
     yield "nearest alternatives, against the chosen plan:"
-    for one in found:
-        yield f"  {_against(one)}"
+    _, *notes = points_apart(outcome.search, [outcome.best, *(one.point for one in found)])
+    for one, said in zip(found, notes, strict=True):
+        yield f"  {_against(one, said)}"
 
 
-def _against(one: Alternative) -> str:
+def _against(one: Alternative, said: str) -> str:
     devices = f"{one.devices:+d} devices" if one.devices else "as many devices"
     lacks = missing(one.point)
     step = f"{one.step}: " if one.step else ""
     return (
         f"time {one.seconds:+.1%}, memory {one.bytes:+.1%}, {devices}, money {one.money:+.1%}: "
-        f"{step}{describe(one.point.degrees)}{recomputed(one.point)}"
+        f"{step}{describe(one.point.degrees)}{recomputed(one.point)}{said and f' ({said})'}"
         + (f"; to run it lacks {lacks}" if lacks else "")
+        + ("; without what is forced" if one.free else "")
     )
 
 
@@ -241,7 +247,7 @@ def _collectives(outcome: Outcome) -> Iterator[str]:
     rows = list(in_rows(collectives_of(outcome.search, outcome.best)))
     if not rows:
         return
-    yield "collectives of a step, of one rank:"
+    yield f"{PRICED}; `headway explain PLAN` has the executor's:"
     yield from islice(rows, ROWS)
     if len(rows) > ROWS:
         yield f"  and {len(rows) - ROWS} more lines (--json)"
@@ -281,7 +287,7 @@ def facts(answer: Answer) -> dict[str, object]:
         "considered": outcome.considered,
         "opened": outcome.opened,
         "points": [_point(answer, point) for point in outcome.points],
-        "choices": [asdict(choice) for choice in choices(outcome, outcome.best)],
+        "choices": [asdict(choice) for choice in choices(outcome.search, outcome.best)],
         "collectives": [
             [asdict(call) for call in calls]
             for calls in collectives_of(outcome.search, outcome.best)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from headway.cli.console import note, say, say_json
 from headway.cli.plan_answer import (
+    PRICED,
     columns_of_money,
     data_of_money,
     heads_of_money,
@@ -18,12 +19,13 @@ from headway.cli.plan_answer import (
 )
 from headway.cli.plan_question import Amounts, Wanted, amounts_of
 from headway.cluster import Cluster
+from headway.collective.calls import Calls, in_rows
 from headway.cost.network import network_of
 from headway.cost.presets import machine_of
 from headway.errors import PlanError
 from headway.plan import Plan
 from headway.plan.prediction import Prediction
-from headway.planner.collectives import Calls, in_rows
+from headway.planner.apart import apart, placed, stages_in_words
 from headway.planner.degrees import sizes
 from headway.planner.forced import on_modules
 from headway.planner.mixed import MixedOutcome, MixedSearch, search_mixed
@@ -34,6 +36,7 @@ from headway.planner.mixed_question import MixedQuestion
 from headway.planner.operators import Workload
 from headway.planner.predicted import prediction_of
 from headway.planner.refusal import ends
+from headway.planner.row import Unit
 from headway.planner.runnable import RUNS
 from headway.units import format_bytes, format_seconds
 
@@ -48,13 +51,23 @@ def kinds_of(cluster: Cluster) -> dict[str, int]:
 
 
 def mixed_question(
-    wanted: Wanted, work: Workload, batch: int, cluster: Cluster, precision: str = ""
+    wanted: Wanted, work: Workload, batch: int, cluster: Cluster, recipe: Recipe, precision: str
 ) -> MixedQuestion:
     """The question to the search.
+
+    Args:
+        wanted: What the command line says.
+        work: Of the recipe's model.
+        batch: Samples of a step.
+        cluster: With devices of several types.
+        recipe: Whose optimiser's update counts, where the file has measured it.
+        precision: As in `Question`.
 
     Raises:
         PlanError: Somebody's devices are not known, or something is asked for that cannot be.
     """
+    from headway.cli.optimizer_cost import with_optimizer  # imports torch
+
     counts, network = kinds_of(cluster), network_of(cluster)
     force, problems = on_modules(work, wanted.force)
     if sum(counts.values()) < cluster.ranks:
@@ -72,7 +85,10 @@ def mixed_question(
     return MixedQuestion(
         work=work,
         machines={
-            kind: replace(machine_of(cluster, device=kind), network=network) for kind in counts
+            kind: replace(
+                with_optimizer(machine_of(cluster, device=kind), cluster, recipe), network=network
+            )
+            for kind in counts
         },
         counts=counts,
         batch=batch,
@@ -85,6 +101,7 @@ def mixed_question(
         force=force,
         runnable=wanted.runnable,
         precision=precision,
+        seconds=wanted.seconds,
     )
 
 
@@ -182,6 +199,7 @@ def _predicted(outcome: MixedOutcome, cluster: Cluster) -> Prediction:
 def lines(outcome: MixedOutcome, money: Money = NO_MONEY) -> Iterator[str]:
     """The frontier in lines; the chosen plan is marked."""
     priced = heads_of_money(money.amounts) if outcome.question.prices else []
+    notes = points_apart(outcome)
     head = (" ", "step", "memory", "devices", *priced, "plan", "runs today; else lacks")
     rows = [
         (
@@ -190,10 +208,10 @@ def lines(outcome: MixedOutcome, money: Money = NO_MONEY) -> Iterator[str]:
             format_bytes(point.bytes),
             " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts),
             *columns_of_money(_each(outcome, point), money.currency, money.amounts),
-            describe(point),
+            f"{describe(point)}{said and f' ({said})'}",
             missing(point) or "yes",
         )
-        for number, point in enumerate(outcome.points)
+        for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
     ]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     for row in (head, *rows):
@@ -206,6 +224,23 @@ def lines(outcome: MixedOutcome, money: Money = NO_MONEY) -> Iterator[str]:
         f"{outcome.considered} combinations, {outcome.opened} priced; for "
         f"{outcome.question.objective} the chosen plan is within {outcome.gap:.1%} of the best"
     )
+
+
+def points_apart(outcome: MixedOutcome) -> list[str]:
+    """What tells the points of an answer from those that read alike."""
+    row = outcome.search.engine.row
+    heads = [(point.combination.amounts, describe(point)) for point in outcome.points]
+    return apart(heads, [_features(row, point) for point in outcome.points])
+
+
+def _features(row: Sequence[Unit], point: MixedPoint) -> dict[str, str]:
+    prices = [part.stage.price for stage in point.stages for part in stage.parts]
+    return {
+        "ranks": f"ranks on {in_runs(ranks_of(point))}",
+        **stages_in_words(row, point.stages),
+        "border": placed(point.border),
+        "strategies": f"strategies {prices}",
+    }
 
 
 def _each(outcome: MixedOutcome, point: MixedPoint) -> float | None:
@@ -229,7 +264,7 @@ def collectives_in_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str
         alike.setdefault(one.calls, []).append(f"stage {one.stage} on {one.kind}")
     if not any(alike):
         return
-    yield "collectives of a step, of one rank:"
+    yield f"{PRICED}:"
     for calls, names in alike.items():
         if len(alike) > 1:
             yield f"{', '.join(dict.fromkeys(names))}:"

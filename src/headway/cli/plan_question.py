@@ -16,7 +16,7 @@ from headway.planner.operators import Workload
 from headway.planner.question import Objective, Question
 from headway.planner.runnable import RUNS
 from headway.planner.runnable import runnable as narrowed
-from headway.units import Price, format_bytes, parse_bytes
+from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from headway.plan import Plan
@@ -34,9 +34,9 @@ class Wanted:
         force: (pattern, what).
         objective: As in `Question`.
         runnable: Only what today's executor can run.
-        tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
         schedules: Of pipelines.
         tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
+        seconds: Of searching; None: as long as it takes.
     """
 
     counts: tuple[int, ...] | None
@@ -47,6 +47,7 @@ class Wanted:
     runnable: bool
     schedules: tuple[str, ...]
     tensor: tuple[int, ...] | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ def read_words(
     objective: Objective,
     runnable: bool,
     schedules: str,
+    time_limit: str | None = None,
 ) -> Wanted:
     """The options as values.
 
@@ -92,19 +94,20 @@ def read_words(
             problems.append(f"--devices {devices}: {error}")
     if memory is not None:
         try:
-            limit = parse_bytes(memory)
+            limit = _bytes(memory)
         except ValueError as error:
             problems.append(f"--memory {error}")
-        else:
-            if memory.strip().replace(".", "", 1).isdigit():
-                problems.append(f'--memory {memory}: no unit; write "{memory} GiB" or "{memory} B"')
-            elif limit <= 0:
-                problems.append(f"--memory {memory}: it must be positive")
     if price is not None:
         try:
             money = Price.parse(price)
         except ValueError as error:
             problems.append(f"--price {error}")
+    seconds = None
+    if time_limit is not None:
+        try:
+            seconds = parse_seconds(time_limit)
+        except ValueError as error:
+            problems.append(f"--time-limit {error}")
     if problems:
         raise UsageError(
             "the question cannot be read",
@@ -119,7 +122,29 @@ def read_words(
         objective=objective,
         runnable=runnable,
         schedules=named,
+        seconds=seconds,
     )
+
+
+def memory_of(text: str | None) -> int | None:
+    """Bytes of what `--memory` says; None: all of a device's.
+
+    Raises:
+        UsageError: It is no size, or has no unit.
+    """
+    try:
+        return None if text is None else _bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--memory {error}", fix='Write it as "80 GiB".') from None
+
+
+def _bytes(text: str) -> int:
+    size = parse_bytes(text)
+    if text.strip().replace(".", "", 1).isdigit():
+        raise ValueError(f'{text}: no unit; write "{text} GiB" or "{text} B"')
+    if size <= 0:
+        raise ValueError(f"{text}: it must be positive")
+    return size
 
 
 def counts_of(text: str) -> tuple[int, ...]:
@@ -165,6 +190,7 @@ def question_of(wanted: Wanted, work: Workload, batch: int, cluster: Cluster) ->
         objective=wanted.objective,
         schedules=wanted.schedules,
         force=force,
+        seconds=wanted.seconds,
     )
     if wanted.runnable:
         question = narrowed(question, zero=question.zero)

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from headway.cli.asked import with_asked
 from headway.cli.console import note, say, say_json
 from headway.cli.plan_answer import Answer, facts, lines
+from headway.cli.plan_cut import that_runs
 from headway.cli.plan_mixed import (
     frontier_of_mixed,
     kinds_of,
@@ -29,6 +30,8 @@ from headway.cli.plan_question import (
     read_words,
 )
 from headway.cluster import find_cluster
+from headway.cluster.presets import PRESETS, of_preset
+from headway.cost.presets import machine_of
 from headway.errors import NothingFits, UsageError
 from headway.plan import Plan
 from headway.planner.operators import Workload
@@ -56,6 +59,7 @@ def search_plans(
     force: tuple[str, ...] = (),
     schedules: str | None = None,
     runnable: Annotated[bool, Parameter(negative="")] = False,
+    time_limit: str | None = None,
     svg: Path | None = None,
     png: Path | None = None,
     out: Path | None = None,
@@ -77,6 +81,8 @@ def search_plans(
         schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer. By default 1f1b; with
             --runnable --objective fastest all that the executor runs.
         runnable: Look only for plans that today's executor can run, without a tensor axis.
+        time_limit: Of the search, as in "10 s": then the best so far is told, with what it may be
+            from the best there is.
         svg: Draw the frontier into this file.
         png: The same as PNG.
         out: Write the chosen plan there, as `headway train --plan` takes it.
@@ -91,6 +97,7 @@ def search_plans(
         objective=objective,
         runnable=runnable,
         schedules=schedules or (",".join(RUNS) if every else "1f1b"),
+        time_limit=time_limit,
     )
     found = find_cluster(cluster, nodes=nodes)
     mixed = len(kinds_of(found)) > 1
@@ -112,7 +119,7 @@ def search_plans(
     save = None if out is None else partial(_save, recipe, cluster, nodes, out)
     wanted = replace(wanted, force=wanted.force + annotated.force, tensor=annotated.tensor)
     if mixed:
-        asked = mixed_question(wanted, work, batch, found, precision)
+        asked = mixed_question(wanted, work, batch, found, loaded, precision)
         outcome = plan_mixed(asked, found, money_of(wanted, found, loaded), save, json=json)
         if svg or png:
             _pictures(frontier_of_mixed(outcome, model=recipe, cluster=cluster), svg, png)
@@ -123,8 +130,9 @@ def search_plans(
     money = price_of(wanted, found)
     if money is not None:
         question = replace(question, price=money.per_hour)
+    outcome_ = _searched(question, cluster)
     answer = Answer(
-        outcome=_searched(question),
+        outcome=that_runs(outcome_, loaded) if runnable else outcome_,
         recipe=recipe,
         cluster=cluster if nodes is None else f"{nodes} x {cluster}",
         currency="" if money is None else money.currency,
@@ -157,11 +165,12 @@ def _save(recipe: str, cluster: str, nodes: int | None, out: Path, plan: Plan) -
     note(f"wrote {out}")
 
 
-def _searched(question: Question) -> Outcome:
+def _searched(question: Question, cluster: str) -> Outcome:
     try:
         return search(question)
     except NothingFits:
-        raise refusal(question) from None
+        more = machine_of(of_preset(cluster, nodes=2)).network if cluster in PRESETS else None
+        raise refusal(question, more) from None
 
 
 def _pictures(shown: Frontier, svg: Path | None, png: Path | None) -> None:

@@ -48,6 +48,10 @@ Flops = Annotated[float, BeforeValidator(_flops)]
 """FLOP per second; in a file a text with its unit."""
 
 
+NEAR = 5 * 2**20
+"""Bytes that a kernel finds in, and leaves to, a cache of its core."""
+
+
 @document
 class Pace:
     """How fast one kind of kernel is: a pass takes the time of a call, and its FLOPs and its bytes
@@ -58,20 +62,24 @@ class Pace:
         forward: FLOP/s of the forward pass.
         forward_stream: Bytes/s.
         forward_weights: Bytes/s of parameters, which are packed anew for every call.
+        forward_far: Bytes/s of what is beyond `NEAR` bytes, which takes so much longer.
         forward_call: What a call takes beyond its launch.
         backward: FLOP/s of all gradients.
         backward_stream: Bytes/s.
         backward_weights: Bytes/s of parameters and of their gradients.
+        backward_far: As forward.
         backward_call: As forward.
     """
 
     forward: Flops | None = None
     forward_stream: Rate | None = None
     forward_weights: Rate | None = None
+    forward_far: Rate | None = None
     forward_call: Seconds | None = None
     backward: Flops | None = None
     backward_stream: Rate | None = None
     backward_weights: Rate | None = None
+    backward_far: Rate | None = None
     backward_call: Seconds | None = None
 
     def seconds(self, flops: float, moved: float, weights: float = 0.0, *, backward: bool) -> float:
@@ -88,6 +96,16 @@ class Pace:
             rates = (self.backward, self.backward_stream, self.backward_weights)
         work = (flops, moved, weights) if rates[2] else (flops, moved + weights, 0.0)
         return sum(n / rate for n, rate in zip(work, rates, strict=True) if rate)
+
+    def far(self, moved: float, *, backward: bool) -> float:
+        """Seconds of one pass more, as a cache does not hold what it moves.
+
+        Args:
+            moved: Bytes of one device, parameters included.
+            backward: Which pass.
+        """
+        rate = self.backward_far if backward else self.forward_far
+        return max(0.0, moved - NEAR) / rate if rate else 0.0
 
     def call(self, *, backward: bool) -> float:
         """Seconds of a call, however small."""
@@ -126,6 +144,25 @@ class Update:
 
 
 @document
+class Host:
+    """What a step takes beside kernels, updates and exchanges, where host and device are one.
+
+    Attributes:
+        step: Seconds of a step without a pipeline.
+        microbatch: Of each micro-batch of such a step.
+        tensor: Of each trained tensor: its hook, and its place in a bucket.
+        piped_step: Of a step of a pipeline.
+        piped_microbatch: Of both passes of a micro-batch through one stage.
+    """
+
+    step: Seconds = 0.0
+    microbatch: Seconds = 0.0
+    tensor: Seconds = 0.0
+    piped_step: Seconds = 0.0
+    piped_microbatch: Seconds = 0.0
+
+
+@document
 class Device:
     """What is known of a kind of device; the numbers are those of `cost.DeviceModel`.
 
@@ -148,6 +185,7 @@ class Device:
         overlap: Share of an exchange under way that computation beside it does not feel.
         kinds: Of kinds of kernels in a training step, by torch's names; linear layers for all
             products.
+        host: What a step takes beside all of these.
         price: Of an hour of one device.
         source: Of each number, by its name above.
     """
@@ -167,6 +205,7 @@ class Device:
     overlap: float | None = None
     kinds: dict[str, Pace] = dataclasses.field(default_factory=dict)
     updates: dict[str, Update] = dataclasses.field(default_factory=dict)
+    host: Host | None = None
     price: Annotated[Price, BeforeValidator(_price)] | None = None
     source: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -198,7 +237,7 @@ class Device:
         if self.overlap is not None and not 0 <= self.overlap <= 1:
             yield f"{key}.overlap: {self.overlap:g}; between 0 and 1 is possible"
         for name in self.source:
-            if name not in (*NUMBERS, "peak", "kinds", "updates", "price"):
+            if name not in (*NUMBERS, "peak", "kinds", "updates", "host", "price"):
                 yield f"{key}.source.{name}: no such number{nearest(name, (*NUMBERS, 'peak'))}"
 
 

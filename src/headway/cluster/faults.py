@@ -181,9 +181,8 @@ def check_faults(faults: Iterable[Fault], ranks: int, cluster: Cluster | None = 
         where = f"--fault {str(fault)!r}"
         if isinstance(fault, KillRank | SlowRank):
             if fault.rank >= ranks:
-                raise UsageError(
-                    f"there is no rank {fault.rank}", where=where, why=f"The job has {ranks} ranks."
-                )
+                there = f"the ranks are 0 to {ranks - 1}" if ranks > 1 else "rank 0 is the only one"
+                raise UsageError(f"there is no rank {fault.rank}: {there}", where=where)
             continue
         if cluster is None:
             raise UsageError(

@@ -21,12 +21,31 @@ class Timed:
         forward: FLOPs, bytes, seconds.
         backward: The same, of all gradients.
         weights: Bytes of parameters among those of forward, and of backward.
+        calls: How often it is called, one after the other: cells of a recurrent layer.
     """
 
     kind: str
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
     weights: tuple[float, float] = (0.0, 0.0)
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleStep:
+    """A step of the executor with next to nothing to compute, in a plan of all ranks.
+
+    Attributes:
+        tensors: That are trained, of four numbers each, in a row of as many products.
+        microbatches: Of a step.
+        samples: Of a micro-batch, of one tensor each.
+        stages: Of a pipeline; 1: there is none.
+    """
+
+    tensors: int
+    microbatches: int
+    samples: int
+    stages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +67,7 @@ class Kernels:
         overlap: Share of an exchange under way that products beside it do not feel.
         updates: Seconds per parameter of a step of each optimiser alone, and of the norm of the
             gradients as "clip", in tensors of each of `cluster.device.UPDATED` numbers.
+        idle: Seconds of steps with nothing to compute; empty: not measured.
     """
 
     name: str
@@ -63,6 +83,7 @@ class Kernels:
     overlap: float | None = None
     gather: float | None = None
     updates: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    idle: Mapping[IdleStep, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

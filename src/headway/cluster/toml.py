@@ -21,9 +21,11 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     "rate": _RATE,
     **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update", "gather"), _TIME),
     **dict.fromkeys(("small", "middle", "large"), _TIME),
+    **dict.fromkeys(("step", "microbatch", "tensor", "piped_step", "piped_microbatch"), _TIME),
     **dict.fromkeys(("forward", "backward"), _FLOPS),
     **dict.fromkeys(("forward_stream", "backward_stream"), _RATE),
     **dict.fromkeys(("forward_weights", "backward_weights"), _RATE),
+    **dict.fromkeys(("forward_far", "backward_far"), _RATE),
     **dict.fromkeys(("forward_call", "backward_call"), _TIME),
 }
 """By key of the file: units with their factors, the largest first."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.device import Pace
+from headway.cluster.device import Host, Pace
 from headway.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -46,6 +46,7 @@ class DeviceModel:
         overlap: Share of an exchange under way that computation beside it does not feel.
         kinds: Kernels in a training step, by torch's names, linear layers for all products; with
             any of them known, an operator costs the sum of its kernels.
+        host: What a step takes beside kernels, updates and exchanges.
         source: Of each number above: a datasheet, a measurement with its date, or an assumption.
     """
 
@@ -63,6 +64,7 @@ class DeviceModel:
     gather: float = 0.0
     overlap: float = 1.0
     kinds: Mapping[str, Pace] = field(default_factory=dict)
+    host: Host = field(default_factory=Host)
     source: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

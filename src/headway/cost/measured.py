@@ -19,7 +19,8 @@ from headway.cluster.level import Level
 from headway.cluster.link import Link
 from headway.cluster.readings import Exchanges, Kernels, Readings, Times
 from headway.collective.link import LinkFit, fit_line, fit_link
-from headway.cost.network import Network, link_level
+from headway.cost.host import with_host
+from headway.cost.network import Network, link_level, network_of
 from headway.cost.paces import paces_of
 from headway.cost.presets import device_of
 from headway.units import format_bytes
@@ -58,7 +59,13 @@ def cluster_of_readings(readings: Sequence[Readings], stamp: str) -> Cluster:
     between = _slowest(reading.between for reading in readings)
     levels = [level_of_exchanges("node", 1, inside, stamp)] if inside else []
     levels += [level_of_exchanges("cluster", None, between, stamp)] if between else []
-    return Cluster(nodes=nodes, processes=processes, levels=tuple(levels), devices=devices)
+    cluster = Cluster(nodes=nodes, processes=processes, levels=tuple(levels), devices=devices)
+    network = network_of(cluster)
+    hosts = {
+        name: with_host(devices[name], _usual(several), network, len(readings), stamp)
+        for name, several in by_device.items()
+    }
+    return replace(cluster, devices=hosts)
 
 
 def busy(readings: Sequence[Readings]) -> str | None:
@@ -133,7 +140,7 @@ def device_of_kernels(found: Kernels, stamp: str) -> Device:
         name: _rounded(median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points))
         for name, points in found.products.items()
     }
-    kinds, misses = paces_of(found.kinds, floor)
+    kinds, misses = paces_of(found.kinds, floor, peak.get("fp32", math.inf))
     updates = {
         name: Update(**dict(zip(("small", "middle", "large"), map(_rounded, times), strict=True)))
         for name, times in found.updates.items()

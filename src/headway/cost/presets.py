@@ -48,23 +48,23 @@ PRIORS = (
 
 FITTED: Mapping[str, Mapping[str, float]] = {
     "a100-80gb": {
-        "efficiency": 0.8265,
-        "depth": 60.27,
-        "memory_rate": 1.496e12,
-        "kernel": 3.789e-6,
-        "dispatch": 39.43e-6,
-        "skew": 32.61e-6,
-        "sharpness": 4.828,
-        "update": 16.6e-12,
-        "link_rate": 216.8e9,
-        "link_latency": 45.94e-6,
-        "message_rate": 19.08e9,
-        "message_latency": 61.98e-6,
-        "whole_head": 0.3438,
+        "efficiency": 0.8114,
+        "depth": 65.16,
+        "memory_rate": 1.390e12,
+        "kernel": 4.280e-6,
+        "dispatch": 49.35e-6,
+        "skew": 35.87e-6,
+        "sharpness": 2.163,
+        "update": 18.59e-12,
+        "link_rate": 211.3e9,
+        "link_latency": 53.32e-6,
+        "message_rate": 15.59e9,
+        "message_latency": 67.16e-6,
+        "whole_head": 0.3311,
     }
 }
 """What `calibrate` found, see benchmarks/2026-11-prediction.md."""
-FITTED_SOURCE = "fitted 2026-11-21 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
+FITTED_SOURCE = "fitted 2026-11-22 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
 
 
 def assumed(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Machine:
@@ -150,6 +150,8 @@ def device_of(device: Device, name: str) -> DeviceModel:
     own: dict[str, Any] = dict(device.own)
     if device.kinds:
         own["kinds"] = device.kinds
+    if device.host:
+        own["host"] = device.host
     source = dict.fromkeys((*own, *(["peak"] if device.peak else [])), "cluster")
     source |= device.source
     if device.preset is None:

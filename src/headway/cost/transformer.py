@@ -26,6 +26,8 @@ UNFUSED_KERNELS = 10.0
 """More in each pass where the fused softmax cannot be used: scale, mask, convert, and back."""
 FUSED_ROWS = 4
 """Megatron's fused softmax kernel takes (batch * heads of a rank) in multiples of this only."""
+COPIED = 16.0
+"""Bytes per parameter that ZeRO copies: gradients into buckets and out, weights too."""
 HEAD_KERNELS, EMBEDDING_KERNELS = 30.0, 12.0
 """Of the logits with their loss, and of the embedding; forward and backward together."""
 
@@ -335,7 +337,9 @@ def _exchange(model: Transformer, split: Split, machine: Machine) -> tuple[Numbe
     """Over the data axis, and the optimiser's update, both on the fullest stage.
 
     ZeRO 0 sums all gradients once; 1 and 2 scatter them and gather the new weights (2 scatters in
-    every micro-batch); 3 also gathers the weights in the passes of every micro-batch.
+    every micro-batch); 3 also gathers the weights in the passes of every micro-batch. With ZeRO
+    what is sent is copied into buckets and out. Both ends of a pipeline that fits into a node sum
+    the tied weights there: half of its ranks is the stride of that pair.
     """
     t, d, p = split.tensor, split.data, split.pipeline
     network, m, zero = machine.network, split.microbatches, np.asarray(split.zero)
@@ -349,6 +353,8 @@ def _exchange(model: Transformer, split: Split, machine: Machine) -> tuple[Numbe
         [summed, scattered + gathered, m * scattered + gathered],
         m * (scattered + 2.0 * gathered),
     )
-    tied = network.all_reduce(HALF * head, np.where(np.asarray(p) > 1, 2.0, 1.0), t * d * (p - 1.0))
+    sharded = (zero > 0) & (np.asarray(d) > 1)
+    copied = machine.device.seconds_of_elementwise(np.where(sharded, COPIED * held, 0.0))
+    tied = network.all_reduce(HALF * head, np.where(np.asarray(p) > 1, 2.0, 1.0), t * d * p / 2.0)
     update = machine.device.update * held / np.where(zero > 0, d, 1.0)
-    return exchange + tied, update
+    return exchange + copied + tied, update

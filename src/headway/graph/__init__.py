@@ -7,7 +7,7 @@ from headway.graph.folding import fold
 from headway.graph.model import ModelGraph, read_graph
 from headway.graph.operator import Axes, Axis, Footprint, Operator, Saved, TensorSpec, Window, Work
 from headway.graph.rule import Rule, rules
-from headway.graph.work import flops_of, traffic_of
+from headway.graph.work import calls_of, flops_of, traffic_of
 
 __all__ = [
     "Axes",
@@ -26,6 +26,7 @@ __all__ = [
     "Work",
     "axes_of",
     "blocks",
+    "calls_of",
     "cuts",
     "flops_of",
     "fold",

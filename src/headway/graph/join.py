@@ -6,12 +6,13 @@ axis keeps the strictest of what both say about it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 
 from headway.graph.index import common_factors, parse, take, text
-from headway.graph.operator import Axes, Axis, Footprint, Operator
+from headway.graph.operator import Axes, Axis, Footprint, Moments, Operator
 
 PENDING = ("sum", "avg", "max", "min", "masked")
 
@@ -63,10 +64,24 @@ def joined(first: Operator, second: Operator, tensor: str, *, main: Operator) ->
         footprint=Footprint(
             passing=max(first.footprint.passing, second.footprint.passing),
             weights=max(first.footprint.weights, second.footprint.weights),
+            parts=(*first.moments, *_saving_less(second, first)),
         ),
         parts=(*(first.parts or (first.name,)), *(second.parts or (second.name,))),
+        modules=tuple(dict.fromkeys(o for one in (first, second) for o in _modules(one))),
         folded=(*first.kernels, *second.kernels),
     )
+
+
+def _modules(operator: Operator) -> tuple[str, ...]:
+    return operator.modules or (operator.module,)
+
+
+def _saving_less(operator: Operator, before: Operator) -> Iterator[Moments]:
+    """Its moments, without what the operator before it has saved."""
+    left = iter(operator.saved)
+    for moment in operator.moments:
+        own = islice(left, moment.saved)
+        yield replace(moment, saved=sum(saved not in before.saved for saved in own))
 
 
 def _known(first: Operator, second: Operator) -> bool:

@@ -144,6 +144,21 @@ class Saved:
 
 
 @document
+class Moments:
+    """One part of a folded operator, as `Footprint` says.
+
+    Attributes:
+        saved: How many of what the folded operator saves it saves first.
+        passing: Of it alone.
+        weights: Of it alone.
+    """
+
+    saved: int
+    passing: int = 0
+    weights: int = 0
+
+
+@document
 class Footprint:
     """Memory that an operator needs beside its inputs, its results and what is saved.
 
@@ -159,6 +174,7 @@ class Footprint:
             earlier operators have saved, while it or its backward runs; of a folded operator the
             most of its parts. `liveness.with_passing` finds it out.
         weights: Bytes of parameters' gradients that are under way at that moment.
+        parts: Of a folded operator, in order of execution; empty: nothing was folded.
     """
 
     aliases: tuple[int, ...] = ()
@@ -167,6 +183,7 @@ class Footprint:
     gradients: tuple[str, ...] = ()
     passing: int = 0
     weights: int = 0
+    parts: tuple[Moments, ...] = ()
 
 
 @document
@@ -174,14 +191,16 @@ class Kernel:
     """What one operator of the user's model is launched as; a folded one is launched as several.
 
     Attributes:
-        kind: As in `Operator`.
+        kind: As in `Operator`, with " grouped" behind it for a convolution of several groups.
         flops: Of it alone.
         traffic: Of it alone.
+        calls: As in `Operator`.
     """
 
     kind: str
     flops: Work = Work()
     traffic: Work = Work()
+    calls: int = 1
 
 
 @document
@@ -201,9 +220,11 @@ class Operator:
             only contractions count.
         traffic: Bytes read and written.
         saved: What autograd keeps for backward.
-        footprint: What else it needs; of folded operators only `passing` and `weights`.
+        footprint: What else it needs; of folded operators `passing`, `weights` and `parts` only.
         attributes: Arguments that are no tensors.
+        calls: How often its kernel is called, one after the other: of a recurrent layer.
         parts: Names of the operators that were folded into this one, itself included.
+        modules: Those that the parts lie in, in order of execution; empty: nothing was folded.
         folded: Their kernels, in order of execution; empty: nothing was folded.
     """
 
@@ -220,10 +241,31 @@ class Operator:
     saved: tuple[Saved, ...] = ()
     footprint: Footprint = Footprint()
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    calls: int = 1
     parts: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     folded: tuple[Kernel, ...] = ()
+
+    @property
+    def moments(self) -> tuple[Moments, ...]:
+        """One for each operator of the user's model, in order of execution."""
+        own = self.footprint
+        alone = Moments(saved=len(self.saved), passing=own.passing, weights=own.weights)
+        return own.parts or (alone,)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """One for each operator of the user's model, in order of execution."""
-        return self.folded or (Kernel(kind=self.kind, flops=self.flops, traffic=self.traffic),)
+        return self.folded or (
+            Kernel(
+                kind=pace_name(self.kind, self.attributes),
+                flops=self.flops,
+                traffic=self.traffic,
+                calls=self.calls,
+            ),
+        )
+
+
+def pace_name(kind: str, attributes: Mapping[str, Any]) -> str:
+    """Of the kernels of an operator: convolutions of several groups are slower ones."""
+    return f"{kind} grouped" if attributes.get("groups", 1) != 1 else kind

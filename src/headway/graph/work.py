@@ -3,7 +3,7 @@
 FLOPs are those of torch.utils.flop_counter: contractions only, 2 for a multiplication and an
 addition, attention as two products forward and four backward (kernels that compute the scores again
 do a fifth), causal masks not subtracted. Bytes: every operand read once, every result written once;
-a view moves nothing.
+a view moves nothing, but the gradient of a tensor of which it is a part is filled with zeros first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from headway.graph.operator import TensorSpec, Work
 
 TABLES = ("embedding", "embedding_bag", "index_select", "gather", "index")
 """They read only the rows that are selected."""
+CUTS = ("select", "slice", "narrow")
+"""Views of a part, whose backward makes a gradient of the whole."""
+LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Recurrent layers: cells, called for one place of a sequence after the other."""
+CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
 def flops_of(call: Call, needs: Sequence[bool], trained: Sequence[bool]) -> Work:
@@ -28,6 +33,8 @@ def flops_of(call: Call, needs: Sequence[bool], trained: Sequence[bool]) -> Work
     """
     if call.kind == "scaled_dot_product_attention":
         return _attention(call, needs, trained)
+    if call.kind in (*LAYERS, *CELLS) and "input" in call.roles:  # none of a packed sequence
+        return _recurrent(call, needs, trained)
     forward, factors = _product(call)
     gradients = [0, 0]
     for role, wanted, weight in zip(call.roles, needs, trained, strict=True):
@@ -54,6 +61,32 @@ def _product(call: Call) -> tuple[int, tuple[str, ...]]:
     if kind == "einsum" and len(call.inputs) == 2:
         return _einsum(call), call.roles
     return 0, ()
+
+
+def calls_of(call: Call) -> int:
+    """How often an operator calls its kernel: a recurrent layer for each place and direction."""
+    if call.kind not in LAYERS or "input" not in call.roles:
+        return 1
+    shape, own = call.shape("input"), call.attributes
+    places = shape[-2] if own.get("batch_first") or len(shape) == 2 else shape[0]
+    return places * int(own.get("num_layers", 1)) * (1 + bool(own.get("bidirectional")))
+
+
+def _recurrent(call: Call, needs: Sequence[bool], trained: Sequence[bool]) -> Work:
+    """Two products for each cell, of which backward makes both gradients."""
+    matrices = [
+        spec
+        for spec, role in zip(call.inputs, call.roles, strict=True)
+        if len(spec.shape) == 2 and role.startswith(("params", "w_"))
+    ]
+    rows = math.prod(call.shape("input")[:-1])
+    forward = 2 * rows * sum(spec.elements for spec in matrices)
+    asked = [weight for weight, wanted in zip(trained, needs, strict=True) if wanted]
+    return Work(
+        forward=forward,
+        input_gradient=forward * bool(asked),
+        weight_gradient=forward * any(asked),
+    )
 
 
 def _einsum(call: Call) -> int:
@@ -87,9 +120,10 @@ def traffic_of(call: Call, needs: Sequence[bool], trained: Sequence[bool], *, vi
         trained: For each input, whether it is a parameter.
         view: The result is the memory of an input.
     """
-    if view:
-        return Work()
     result = sum(spec.bytes for spec in call.outputs)
+    if view:
+        cut = call.kind in CUTS and needs[0]
+        return Work(input_gradient=call.inputs[0].bytes + 2 * result if cut else 0)
     weights = sum(s.bytes for s, is_weight in zip(call.inputs, trained, strict=True) if is_weight)
     read = [spec for spec, is_weight in zip(call.inputs, trained, strict=True) if not is_weight]
     inputs = sum(spec.bytes for spec in read)

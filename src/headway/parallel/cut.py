@@ -71,6 +71,25 @@ def cut(
     return settled(check_loss(at_call(model, loss, data, choose), loss, data))
 
 
+def check_cut(model: nn.Module, loss: Loss, data: Any, at: Sequence[str]) -> None:
+    """Whether the stages of a cut at named modules can be made; they are not compared, so that
+    tensors may be stand-ins without numbers. Arguments as those of `cut`.
+
+    Raises:
+        PlanError: As `cut`.
+        RecipeError: Likewise.
+    """
+
+    def choose(call: ModelCall) -> None:
+        for training in (True, False):
+            with in_mode(model, training):
+                traced = trace(model, call, _down_to(at))
+                with traced.examples:
+                    split(traced, cut_at(traced, at), relay=False)
+
+    at_call(model, loss, data, choose)
+
+
 def list_units(model: nn.Module, loss: Loss, data: Any, stages: int) -> tuple[str, ...]:
     """The names of the units between which a cut into so many stages chooses, in order."""
 

@@ -70,10 +70,14 @@ class Link(ABC):
 
     def size(self, *, gradients: bool) -> int:
         """Bytes of the newest kind of message, or of the gradients that come back for it."""
-        newest = next(reversed(self._layouts.values()), None)
-        if newest is None:
+        if self.newest is None:
             return 0
-        return newest.flowing_bytes if gradients else newest.bytes
+        return self.newest.flowing_bytes if gradients else self.newest.bytes
+
+    @property
+    def newest(self) -> Layout | None:
+        """Of the newest kind of message; None: there has been none."""
+        return next(reversed(self._layouts.values()), None)
 
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Keys that will not come again."""
@@ -193,12 +197,7 @@ class Wire:
 
     def announce(self, thing: Any, tag: int) -> Sent:
         """Send a plain value of unknown size."""
-        written = io.BytesIO()
-        pickler = pickle.Pickler(written)
-        places = {id(one): number for number, one in enumerate(self._own)}
-        pickler.persistent_id = lambda one: places.get(id(one))  # type: ignore[method-assign]
-        pickler.dump(thing)
-        text = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(self.written(thing)), dtype=torch.uint8)
         size = torch.tensor([len(text)])
         return self._start([size.to(self.device), text.to(self.device)], tag)
 
@@ -208,7 +207,20 @@ class Wire:
         _wait(self._post([size], tag))
         text = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         _wait(self._post([text], tag))
-        unpickler = pickle.Unpickler(io.BytesIO(text.cpu().numpy().tobytes()))
+        return self.read(text.cpu().numpy().tobytes())
+
+    def written(self, thing: Any) -> bytes:
+        """What is announced, with numbers in the place of what each end has of its own."""
+        found = io.BytesIO()
+        pickler = pickle.Pickler(found)
+        places = {id(one): number for number, one in enumerate(self._own)}
+        pickler.persistent_id = lambda one: places.get(id(one))  # type: ignore[method-assign]
+        pickler.dump(thing)
+        return found.getvalue()
+
+    def read(self, text: bytes) -> Any:
+        """The inverse of `written`, at the other end."""
+        unpickler = pickle.Unpickler(io.BytesIO(text))
         unpickler.persistent_load = self._own.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 

@@ -1,8 +1,8 @@
 """One rank's row of a lowered table, made into bound calls once and carried out many times.
 
 Every message has a tag of its own, a receive is posted where the table says POST, and what was sent
-is let go as soon as the table proves that it has arrived (`retirement`). An action costs one call;
-everything that can be known from the table is worked out when the row is made.
+is let go as soon as the table proves that it has arrived (`schedule.retirement`). An action costs
+one call; everything that can be known from the table is worked out when the row is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headway.channel import Stream
 from headway.parallel.blocks import Blocks
+from headway.parallel.layout import Layout
 from headway.parallel.links import LocalLink, RemoteLink, Sent, Wire, let_go
-from headway.parallel.retirement import retirements
 from headway.parallel.signature import Signatures
 from headway.parallel.stage_run import Around, Entering, Share, StageRun
 from headway.parallel.stages import Stages
@@ -29,6 +29,7 @@ from headway.parallel.trouble import explained
 from headway.parallel.version_plan import VersionPlan
 from headway.parallel.versions import Versions
 from headway.schedule import Action, Kind, PipelineSchedule
+from headway.schedule.retirement import retirements
 
 Do = Callable[[], None]
 
@@ -189,6 +190,15 @@ class Row:
         for (_, stage, _), link in (*self._local.items(), *self._remote.items()):
             if stage in found:
                 found[stage] += link.bytes
+        return found
+
+    @property
+    def layouts(self) -> dict[tuple[int, int], Layout]:
+        """(earlier, later) stage -> of the newest message between them; those of this rank."""
+        found = {}
+        for (_, a, b), link in (*self._local.items(), *self._remote.items()):
+            if link.newest is not None:
+                found[a, b] = link.newest
         return found
 
     # -- what the row needs ------------------------------------------------------------------

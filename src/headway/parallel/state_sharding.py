@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from headway.errors import PlanError
 
 SHARE = 0.01
-"""A module with at least this share of the parameters is gathered by itself."""
+"""A module with at least this share of the parameters is gathered by itself,"""
+OF_LARGEST = 0.1
+"""or with this share of the largest one, as in a model of a thousand equal layers."""
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
@@ -127,15 +129,15 @@ class ShardedState:
 
 def groups_of(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered by themselves: elements of lists and sequences, the outermost
-    that have `SHARE` of the parameters and share none with the rest of the model."""
+    that have `SHARE` of the parameters, or `OF_LARGEST`, and share none with the rest of the model.
+    """
     sizes = {p: p.numel() for p in model.parameters()}
-    least = SHARE * sum(sizes.values())
     users: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in dict.fromkeys(module.parameters(recurse=False)):
             users[parameter] = users.get(parameter, 0) + 1
 
-    def found(module: nn.Module) -> Iterator[nn.Module]:
+    def found(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         for child in module.children():
             container = isinstance(child, _CONTAINERS)
             block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
@@ -144,10 +146,12 @@ def groups_of(model: nn.Module) -> list[nn.Module]:
                 continue
             own = list(child.parameters())
             alone = all(_uses(child, p) == users[p] for p in own)
-            if alone and own and sum(sizes[p] for p in own) >= least:
-                yield child
+            if alone and own:
+                yield child, sum(sizes[p] for p in own)
 
-    return list(dict.fromkeys(found(model)))
+    each = dict(found(model))
+    least = min(SHARE * sum(sizes.values()), OF_LARGEST * max(each.values(), default=0))
+    return [module for module, size in each.items() if size >= least]
 
 
 def _uses(module: nn.Module, parameter: Tensor) -> int:

@@ -144,6 +144,17 @@ class Plan:
         outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD, 0)
         return outer * self.mesh.degree(SHARD) + inner
 
+    def micro_sizes(self, rank: int) -> tuple[int, ...]:
+        """Samples of each micro-batch that a rank computes of a full batch, in order.
+
+        Where state is kept in parts a rank that lacks one passes once more with its last one.
+        """
+        share = self.batch.share(self.data_rank(rank), self.data_degree)
+        found = tuple(map(len, self.batch.microbatches(share)))
+        if self.pipe_degree == 1 and self.memory.zero and self.data_degree > 1:
+            found += found[-1:] * (self.batch.passes(self.data_degree) - len(found))
+        return found
+
     def counts(self, rank: int) -> bool:
         """Whether the loss of a rank counts: of those that share a sample the first one's does."""
         place = self.mesh.coordinate(rank)

@@ -33,8 +33,8 @@ class Prediction:
 
     Attributes:
         seconds: The whole step.
-        parts: Of it: "compute", "bubble", "messages", "exchange", "update", "data"; they
-            add up to it.
+        parts: Of it: "compute", "bubble", "messages", "exchange", "update", "data",
+            "host"; they add up to it.
         stages: Of each stage of a pipeline the seconds of one micro-batch, both passes; one number
             where the model is not cut.
         message: Seconds by which each message of the filling and draining shows.

@@ -49,6 +49,7 @@ class Alternative:
         bytes: Its memory.
         devices: Its devices are so many more.
         money: Its costs are by this share higher; the price does not matter.
+        free: What is forced on the tensor axis is not done, as it has no such degree.
     """
 
     point: Point
@@ -57,6 +58,7 @@ class Alternative:
     bytes: float
     devices: int
     money: float
+    free: bool = False
 
 
 def figures(engine: Search, point: Point) -> Figures:
@@ -91,7 +93,7 @@ def nearest(outcome: Outcome, number: int = NEAREST) -> tuple[Alternative, ...]:
         found += [(one.step, one.point) for one in around if one.point is not None]
     found.sort(key=lambda line: abs(math.log(line[1].seconds / best.seconds)))
     kept = sorted(found[:number], key=lambda line: line[1].seconds)
-    return tuple(_against(best, step, point) for step, point in kept)
+    return tuple(_against(outcome.question, best, step, point) for step, point in kept)
 
 
 def _same(one: Point, other: Point) -> bool:
@@ -101,7 +103,7 @@ def _same(one: Point, other: Point) -> bool:
     )
 
 
-def _against(best: Point, step: str, point: Point) -> Alternative:
+def _against(question: Question, best: Point, step: str, point: Point) -> Alternative:
     cost = point.seconds * point.devices / (best.seconds * best.devices)
     return Alternative(
         point=point,
@@ -110,4 +112,7 @@ def _against(best: Point, step: str, point: Point) -> Alternative:
         bytes=point.bytes / best.bytes - 1,
         devices=point.devices - best.devices,
         money=cost - 1,
+        free=any(how != "stage" for _, how in question.force)
+        and question.tensor is not None
+        and point.degrees.tensor not in question.tensor,
     )

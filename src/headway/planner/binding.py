@@ -13,20 +13,29 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from headway.cost.device import DeviceModel
+from headway.cost.faster import faster
 from headway.cost.network import LinkLevel, Network
 from headway.errors import PlanError
 from headway.planner.candidate import Point
 from headway.planner.degrees import Degrees, microbatches
+from headway.planner.found import Priced
 from headway.planner.operators import dtype_of, kernels
 from headway.planner.planned import candidate_of
+from headway.planner.pricing import host_seconds
 from headway.planner.question import ORDERS
-from headway.planner.runnable import runnable
+from headway.planner.runnable import RUNS, runnable
 from headway.planner.schemes import PLAIN
 from headway.planner.search import Question, Search, search
 from headway.units import format_bytes
 
-Found = TypeVar("Found")
+Found = TypeVar("Found", bound=Priced)
 """What a search finds: `Point`, or `MixedPoint`."""
+TWICE = "memory 2x"
+SAME = 1e-3
+"""Times that differ by a smaller share are called equal."""
+ROUNDING = 1e-9
+"""Parts below this share of a step are none."""
 _STEPS = (2, 4)
 """How much faster each level of links is tried."""
 
@@ -36,7 +45,7 @@ class Part:
     """A part of a step.
 
     Attributes:
-        name: "compute", "bubble", "messages", "exchange", "update" or "data".
+        name: "compute", "bubble", "messages", "exchange", "update", "data" or "host".
         seconds: Of a step.
         share: Of the step.
         level: Of links, where it is their time.
@@ -109,15 +118,25 @@ class Change(Generic[Found]):
     best: Found | None
     changed: bool
 
+    @property
+    def better(self) -> bool:
+        """Whether the choice changes to what is faster than the plan itself on this hardware."""
+        faster = self.best is not None and self.best.seconds < self.own * (1 - SAME)
+        return self.changed and faster
+
 
 def parts(question: Question, point: Point) -> tuple[Part, ...]:
     """The terms of a step, the largest first; those of nothing are left out, but for an exchange
     that is hidden as a whole."""
     degrees, network = point.degrees, question.machine.network
-    known = (point.busy, point.messages, point.exchange, point.update, point.reading)
+    graph = question.work.graph
+    trained = {name for o in graph.operators for name in o.parameters} - set(graph.frozen)
+    host = host_seconds(question.machine.device.host, degrees, len(trained))
+    known = (point.busy, point.messages, point.exchange, point.update, point.reading, host)
     terms = {
         "compute": point.busy,
         "data": point.reading,
+        "host": host,
         "bubble": point.seconds - sum(known),
         "messages": point.messages,
         "exchange": point.exchange,
@@ -128,7 +147,8 @@ def parts(question: Question, point: Point) -> tuple[Part, ...]:
         "exchange": degrees.stride("data") * degrees.data,
     }
     levels = {name: level_of(network, ranks).name for name, ranks in reach.items()}
-    hidden = {"exchange": point.hidden}
+    least = ROUNDING * point.seconds
+    hidden = {"exchange": point.hidden if point.hidden > least else 0.0}
     found = [
         Part(
             name=name,
@@ -138,7 +158,7 @@ def parts(question: Question, point: Point) -> tuple[Part, ...]:
             hidden=hidden.get(name, 0.0),
         )
         for name, s in terms.items()
-        if max(s, hidden.get(name, 0.0)) > 1e-9 * point.seconds
+        if max(s, hidden.get(name, 0.0)) > least
     ]
     return tuple(sorted(found, key=lambda part: -part.seconds))
 
@@ -273,12 +293,15 @@ def _moved(
 
 
 def fastest_of_today(question: Question, devices: int) -> Question:
-    """The same question for the fastest plan that today's executor can run."""
-    return replace(runnable(question), devices=(devices,), objective="fastest")
+    """The same question for the fastest plan that today's executor can run, as `headway plan
+    --runnable --objective fastest` asks it."""
+    today = runnable(question, zero=question.zero)
+    return replace(today, devices=(devices,), objective="fastest", schedules=RUNS)
 
 
 def changes(question: Question, priced: Callable[[Search], Point]) -> Iterator[Change[Point]]:
-    """Each level of links 2 and 4 times faster, memory and compute twice, one at a time.
+    """Each level of links 2 and 4 times faster, memory and compute twice, launches in half the
+    time, one at a time.
 
     Args:
         question: As of `fastest_of_today`.
@@ -311,15 +334,23 @@ def _others(question: Question) -> Iterator[tuple[str, Question]]:
     machine = question.machine
     for name, network in faster_networks(machine.network, question.devices[-1]):
         yield name, replace(question, machine=replace(machine, network=network))
-    device = machine.device
-    memory = replace(machine, device=replace(device, memory=2 * device.memory))
-    twice = None if question.memory is None else 2 * question.memory
-    yield "memory 2x", replace(question, machine=memory, memory=twice)
-    peak = {name: 2 * rate for name, rate in device.peak.items()}
-    yield (
-        "compute 2x",
-        replace(question, machine=replace(machine, device=replace(device, peak=peak))),
-    )
+    for name, device in other_devices(machine.device):
+        twice = question.memory and 2 * question.memory
+        yield (
+            name,
+            replace(
+                question,
+                machine=replace(machine, device=device),
+                memory=twice if name == TWICE else question.memory,
+            ),
+        )
+
+
+def other_devices(device: DeviceModel) -> Iterator[tuple[str, DeviceModel]]:
+    """Memory twice, peaks twice, launches in half the time, one at a time."""
+    yield TWICE, replace(device, memory=2 * device.memory)
+    yield "compute 2x", faster(device, compute=2.0)
+    yield "launches 2x faster", faster(device, launches=2.0)
 
 
 def faster_networks(network: Network, ranks: int) -> Iterator[tuple[str, Network]]:

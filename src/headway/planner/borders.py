@@ -17,8 +17,12 @@ from headway.planner.row import Unit
 def start_of(name: str, row: Sequence[Unit]) -> int | None:
     """The unit that begins with a module; no pipeline begins a second stage with the first."""
     numbers = range(1, len(row))
-    same = [n for n in numbers if row[n].module == name]
-    inside = [n for n in numbers if row[n].module.startswith(f"{name}.")]
+    same = [n for n in numbers if name in (row[n].module, row[n].layer)]
+    inside = [
+        n
+        for n in numbers
+        if any(known.startswith(f"{name}.") for known in (row[n].module, row[n].layer))
+    ]
     return next(iter([*same, *inside]), None)
 
 

@@ -123,8 +123,9 @@ class Candidate(Prepared):
         m, chunks = degrees.microbatches, degrees.virtual
         least = self.least_rows[list(self._passes)]
         floor = float((least[..., Rows.SECONDS] + least[..., Rows.TAIL] / m).min())
-        # m chunks t_max + (sum - chunks t_max) / chunks, times chunks
-        weight = chunks * (m * chunks - 1) + 1
+        # m chunks t_max + (sum - chunks t_max) / chunks, times chunks; all cuts of one micro-batch
+        # have one sum: the longest stage, whose gradients are last, counts once more
+        weight = max(2, chunks * (m * chunks - 1) + 1)
         if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
             sums = min(sums, floor + (weight - 1) * known / m)
         free = not self._starts and not barred
@@ -216,36 +217,47 @@ class Candidate(Prepared):
         `_prepared`."""
         rows, prices = self._prepared(border, width)
         setting, several = self.tables.setting, self.degrees.pipeline > 1
-        firsts, made = self.tables.transients.first(setting, several=several)
+        firsts, made = self.pricing.first, self.tables.transients.first(setting, several=several)[1]
+        starts, stops, numbers, agains, places = np.array(chosen).T
+        own = rows[numbers, agains, places]
+        firsts = np.asarray(self.early(firsts[numbers, agains], own[:, Rows.MORE]))
+        columns = np.stack(
+            [
+                self.pricing.backward(own),
+                firsts,
+                made[numbers, agains],
+                self.shared.weight_shares(starts, stops),
+                prices[places],
+                self.pricing.waiting[numbers],
+            ]
+        )
         stages = []
-        for place, (start, stop, number, again, price) in enumerate(chosen):
-            one = rows[number, again, price]
-            forward, backward = float(one[Rows.FORWARD]), float(self.pricing.backward(one))
-            own = self.pricing.split_passes(start, stop, again, int(prices[price]), border)
-            if own is not None:
-                forward, backward = own
-            share = self.shared.weight_share(start, stop)
-            seconds = forward + backward if own else float(one[Rows.SECONDS])
-            backward -= again * float(one[Rows.COMPUTE])
+        for place, (start, stop, _, again, _) in enumerate(chosen):
+            seconds, tail, state, kept, forward, compute, params, after, more = own[place].tolist()
+            backward, first, gradients, share, price, waiting = columns[:, place].tolist()
+            passes = self.pricing.split_passes(start, stop, again, int(price), border)
+            if passes is not None:
+                forward, backward = passes
+                seconds = forward + backward
             stages.append(
                 Stage(
                     start=start,
                     stop=stop,
-                    price=int(prices[price]),
+                    price=int(price),
                     recompute=bool(again),
                     seconds=seconds,
-                    tail=float(one[Rows.TAIL]),
-                    state=float(one[Rows.STATE]),
-                    kept=float(one[Rows.KEPT]) * self._in_flight[place],
-                    transient=float(one[Rows.MORE]),
-                    first=float(self.early(firsts[number, again], one[Rows.MORE])),
-                    gradients=float(made[number, again]) if self.is_late(place) else 0.0,
+                    tail=tail,
+                    state=state,
+                    kept=kept * self._in_flight[place],
+                    transient=more,
+                    first=first,
+                    gradients=gradients if self.is_late(place) else 0.0,
                     flights=self._in_flight[place],
-                    passing=float(one[Rows.STATE]) * self.pricing.passing,
-                    params=float(one[Rows.PARAMS]),
+                    passing=state * self.pricing.passing + waiting,
+                    params=params,
                     forward=forward,
-                    weight=share * max(backward, 0.0),
-                    after=float(one[Rows.AFTER]),
+                    weight=share * max(backward - again * compute, 0.0),
+                    after=after,
                 )
             )
         return tuple(stages)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
+from headway.collective.calls import Call, Calls, Phase, merged
 from headway.cost.network import Network
 from headway.graph import Operator, Rule
 from headway.planner.candidate import Candidate, Point, Stage
@@ -27,62 +27,6 @@ from headway.planner.row import Unit
 from headway.planner.search import Search
 from headway.planner.stages import Tables
 from headway.planner.unit_choices import ENDS
-from headway.units import format_bytes
-
-Kind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"
-]
-Phase = Literal["forward", "backward", "gradients", "tally"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Equal operations of one rank in one step.
-
-    Attributes:
-        kind: Of the operation.
-        axis: Of the mesh: "tensor", "data", "pipe"; "world" for all ranks.
-        ranks: That take part; 2 for a message.
-        bytes: Of one: the buffer that is summed, gathered or scattered as a whole; for all_to_all
-            what a rank hands over; of a message itself.
-        count: Of them.
-        phase: "forward", "backward" or "gradients", "tally" for the sum of losses.
-        beside: Of `bytes`, those that are no numbers of the model: flags, filling up.
-    """
-
-    kind: Kind
-    axis: str
-    ranks: int
-    bytes: float
-    count: int = 1
-    phase: Phase
-    beside: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes of all of them."""
-        return self.bytes * self.count
-
-
-Calls = tuple[Call, ...]
-
-
-def merged(calls: Iterable[Call]) -> Calls:
-    """Equal ones as one entry with their number, in the order of the first of them."""
-    found: Counter[Call] = Counter()
-    for call in calls:
-        if call.count and call.ranks > 1 and call.bytes:
-            found[replace(call, count=1, bytes=float(call.bytes))] += call.count
-    return tuple(replace(call, count=count) for call, count in found.items())
-
-
-def volumes(calls: Iterable[Call]) -> dict[tuple[Kind, str], tuple[int, float]]:
-    """(number, bytes) by kind and axis."""
-    found: dict[tuple[Kind, str], tuple[int, float]] = {}
-    for call in calls:
-        count, size = found.get((call.kind, call.axis), (0, 0.0))
-        found[call.kind, call.axis] = count + call.count, size + call.total
-    return found
 
 
 def seconds(calls: Iterable[Call], network: Network, degrees: Degrees) -> float:
@@ -97,35 +41,6 @@ def seconds(calls: Iterable[Call], network: Network, degrees: Degrees) -> float:
             price = getattr(network, call.kind)
             total += call.count * float(price(call.bytes, call.ranks, far))
     return total
-
-
-def in_rows(stages: Iterable[Calls], what: str = "stage") -> Iterator[str]:
-    """The lines of a table for people; stages, or what they are, that do the same share them."""
-    alike: dict[Calls, list[int]] = {}
-    for number, calls in enumerate(stages):
-        alike.setdefault(calls, []).append(number)
-    for calls, numbers in alike.items():
-        if len(alike) > 1:
-            yield f"{what} {_spans(numbers)}:"
-        for call in calls:
-            beside = f", of these {format_bytes(call.beside)} flags" if call.beside else ""
-            yield (
-                f"  {call.count:>7} x {format_bytes(call.bytes):>9}  {call.kind:<14} "
-                f"{call.axis:<6} of {call.ranks:<5} {call.phase}{beside}"
-            )
-        if not calls:
-            yield "  none"
-
-
-def _spans(numbers: list[int]) -> str:
-    """ "0, 2-5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    return ", ".join("-".join(map(str, dict.fromkeys(span))) for span in spans)
 
 
 # -- a point of the search ------------------------------------------------------------------------

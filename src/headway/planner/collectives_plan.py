@@ -8,8 +8,9 @@ recorded when the executor runs (after the first step, which also agrees on layo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from headway.collective.calls import Call, Calls, Kind, Parameters, Part, Phase, merged
 from headway.collective.fusion import fill_buckets
 from headway.collective.payload import gathered_parts, payloads
 from headway.collective.predict import FIRST_BUCKET
@@ -18,12 +19,13 @@ from headway.graph import TensorSpec
 from headway.plan import Exchange, Plan, parse_compression
 from headway.plan.pipeline import AXIS
 from headway.planner.candidate import Point
-from headway.planner.collectives import Call, Calls, Kind, Phase, merged
 from headway.planner.collectives_zero import (
+    EXACT,
     by_type,
     entries,
     gathers,
     kept,
+    norms,
     of_whole,
     rows_of,
     sums,
@@ -33,67 +35,71 @@ from headway.schedule import Action
 from headway.schedule import Kind as Of
 from headway.schedule.lowering import lower
 
-Parameters = Mapping[str, TensorSpec]
-"""By logical name, in the order of registration."""
 TALLY = 3 * 8
 """Bytes of the sum of loss, count and votes."""
 DEFAULT_BUCKET = 8 * 2**20
 """Until measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One stage.
-
-    Attributes:
-        parameters: That it trains; one that several stages use stands in each of them.
-        sends: For each later stage that it gives values to, the bytes of each tensor of one
-            micro-batch, and whether its gradient comes back.
-        frozen: Parameters that it uses and does not train.
-        gathered: Of a whole model whose state is kept in parts: names of the parameters that FSDP2
-            gathers together, but for the last such group (`parallel.state_sharding.groups_of`).
-            None: not known.
-    """
-
-    parameters: Parameters
-    sends: Mapping[int, Sequence[tuple[int, bool]]] = field(default_factory=dict)
-    frozen: Parameters = field(default_factory=dict)
-    gathered: Sequence[Sequence[str]] | None = None
-
-
 def collectives_of_plan(
-    plan: Plan, parts: Sequence[Part], *, rank: int = 0, clip: bool = False
+    plan: Plan,
+    parts: Sequence[Part] | Mapping[int, Sequence[Part]],
+    *,
+    rank: int = 0,
+    clip: bool = False,
 ) -> Calls:
     """What a rank does in one step of a full batch.
 
     Args:
         plan: A legal one.
-        parts: The stages; the whole model as one where there is no pipeline.
+        parts: The stages as the rank has them; the whole model as one where there is no pipeline.
+            Where micro-batches differ: those by the samples of a micro-batch.
         rank: Which.
         clip: Whether the norm of the gradients is limited.
 
     Raises:
-        PlanError: The exchange is one of which only the traffic is known (`collective.wire`).
+        PlanError: The exchange is one of which only the traffic is known (`collective.wire`), or
+            parts lack what is needed.
     """
-    _refuse(plan, parts)
+    sizes = plan.micro_sizes(rank)
+    by_size = parts if isinstance(parts, Mapping) else dict.fromkeys(sizes, parts)
+    _refuse(plan, by_size, sizes)
+    first = by_size[sizes[0]]
     found = [_sum("tally", "world", plan.ranks, TALLY)]
     if plan.pipe_degree > 1:
-        found += _of_pipeline(plan, parts, rank)
+        found += _of_pipeline(plan, by_size, sizes, rank)
         if clip:
-            found.append(_sum("gradients", "world", plan.ranks, 8))
-    elif plan.memory.zero:
-        (whole,) = parts
-        found += of_whole(plan, whole.parameters, whole.frozen, whole.gathered or (), clip=clip)
-    elif plan.data_degree > 1:
-        found += of_exchange(plan.exchange, parts[0].parameters, plan.data_degree)
+            found.append(_sum("gradients", "world", plan.ranks, EXACT))
+        return merged(found)
+    (whole,) = first
+    for size in sizes:
+        for calls in (by_size[size][0].passes or {}).values():
+            found += calls
+    split = plan.split.tensor and plan.data_degree == 1
+    if plan.memory.zero and not split:
+        found += of_whole(plan, whole, clip=clip)
+    elif plan.exchange_degree > 1:
+        found += of_exchange(plan.exchange, whole.parameters, plan.exchange_degree)
+    if clip:
+        found += norms(whole)
     return merged(found)
 
 
-def _refuse(plan: Plan, parts: Sequence[Part]) -> None:
+def _refuse(plan: Plan, by_size: Mapping[int, Sequence[Part]], sizes: Sequence[int]) -> None:
     problems = []
-    if plan.group_degree > 1:
-        problems.append(f"split: {plan.split}; what an operator sends is found at its first batch")
-    if plan.memory.zero and plan.ranks > 1 and plan.pipe_degree == 1 and parts[0].gathered is None:
+    if missing := sorted(set(sizes) - set(by_size)):
+        problems.append(
+            f"micro-batches of {', '.join(map(str, missing))} samples: nothing is known"
+        )
+    known = [part for size in sizes for part in by_size.get(size, ())]
+    if plan.group_degree > 1 and any(part.passes is None for part in known):
+        problems.append(f"split: {plan.split}; what its operators send is not known")
+    if (
+        plan.memory.zero
+        and plan.ranks > 1
+        and plan.pipe_degree == 1
+        and any(part.gathered is None for part in known)
+    ):
         problems.append(
             f"memory.zero: {plan.memory.zero}; it is not known which modules are gathered together"
         )
@@ -101,7 +107,7 @@ def _refuse(plan: Plan, parts: Sequence[Part]) -> None:
         raise PlanError(
             "the operations of this plan are not listed",
             problems=problems,
-            fix="`headway plan RECIPE` lists those of the points that it finds.",
+            fix="Give the parts that `run.rehearsal.rehearsed` makes of the model.",
         )
 
 
@@ -167,9 +173,10 @@ def _buckets(exchange: Exchange, parameters: Parameters) -> Iterator[tuple[list[
 # -- pipelines ------------------------------------------------------------------------------------
 
 
-def _of_pipeline(plan: Plan, parts: Sequence[Part], rank: int) -> list[Call]:
-    place = plan.mesh.coordinate(rank)[AXIS]
-    copies = plan.ranks // plan.pipe_degree
+def _of_pipeline(
+    plan: Plan, by_size: Mapping[int, Sequence[Part]], sizes: Sequence[int], rank: int
+) -> list[Call]:
+    place, parts = plan.mesh.coordinate(rank)[AXIS], by_size[sizes[0]]
     assert plan.batch.parts is not None
     edges = {(a, b) for a, part in enumerate(parts) for b in part.sends}
     skips = tuple(sorted((a, b) for a, b in edges if b != a + 1))
@@ -181,11 +188,11 @@ def _of_pipeline(plan: Plan, parts: Sequence[Part], rank: int) -> list[Call]:
             fix="Give as many stages as the schedule has.",
         )
     table = lower(full, sync=plan.pipeline.sync)
-    found: list[Call] = []
     row = table.order[place]
+    found: list[Call] = []
     for action in row:
-        if action.kind in (Of.SEND, Of.RECV):
-            found += _message(parts, action)
+        if action.microbatch >= 0:
+            found += _of_action(by_size[sizes[action.microbatch]], action)
     order = [action.stage for action in row if action.kind == Of.SYNC]
     own = {stage for _, stage in table.hosted(place)}
     for where, (trained, every) in _shared(parts).items():
@@ -194,13 +201,21 @@ def _of_pipeline(plan: Plan, parts: Sequence[Part], rank: int) -> list[Call]:
         holders = {holder for stage in where for holder in table.holders(stage)}
         # With the last of its stages on this rank.
         times = order.count(max(own.intersection(where), key=lambda s: _last(order, s)))
+        rows = rows_of(plan, len(holders))
         if plan.memory.zero:
-            rows = rows_of(plan, len(holders))
             found += gathers(kept(every, rows)[0], rows, entries(plan, full, row, where))
             inside, trained = kept(trained, rows)
             found += sums(inside, rows, times)
-        found += _summed(trained, copies * len(holders), times)
+        found += _summed(trained, rows.parts * rows.copies, times)
     return found
+
+
+def _of_action(parts: Sequence[Part], action: Action) -> Iterator[Call]:
+    """A message, or what the operators of a stage send."""
+    if action.kind in (Of.SEND, Of.RECV):
+        yield from _message(parts, action)
+    else:
+        yield from (parts[action.stage].passes or {}).get(action.kind, ())
 
 
 def _last(order: Sequence[int], stage: int) -> int:
@@ -254,7 +269,11 @@ def _summed(parameters: Parameters, ranks: int, times: int) -> Iterator[Call]:
 
 
 def parts_of(
-    search: Search, point: Point, gathered: Sequence[Sequence[str]] | None = None
+    search: Search,
+    point: Point,
+    gathered: Sequence[Sequence[str]] | None = None,
+    *,
+    samples: int | None = None,
 ) -> tuple[Part, ...]:
     """The stages of a point, as the captured model has them.
 
@@ -264,9 +283,11 @@ def parts_of(
         search: With the model.
         point: Of it.
         gathered: Of a whole model, as `Part.gathered`.
+        samples: Of a micro-batch; None: those of the point.
     """
     graph, row = search.question.work.graph, search.row
     setting = search.tables_of(point.degrees.tensor, point.degrees.microbatch).setting
+    setting = replace(setting, samples=samples or point.degrees.microbatch)
     used = [
         {
             name

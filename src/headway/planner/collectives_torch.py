@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headway.collective.calls import Call, Calls, merged
 from headway.collective.fusion import capped_buckets
 from headway.graph import TensorSpec
-from headway.planner.collectives import Call, Calls, merged
 
 FIRST_CAP = 2**20
 """Bytes at which DDP closes its first bucket by default."""

@@ -7,17 +7,17 @@ Invariant: as of `collectives_plan`. Source: Rajbhandari et al. 2020 (ZeRO), sec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from headway.collective.calls import Call, Parameters, Part
 from headway.graph import TensorSpec
 from headway.plan import Plan
+from headway.plan.layer_split import SPACE
 from headway.plan.sharding import SHARD
-from headway.planner.collectives import Call
 from headway.planner.collectives_torch import Wrapped, fully_sharded, padded
 from headway.schedule import Action, Kind, PipelineSchedule
 
-Parameters = Mapping[str, TensorSpec]
 EXACT = 8
 """Bytes of a number that is summed in float64: squares of norms, gradients of single numbers."""
 
@@ -44,42 +44,36 @@ def rows_of(plan: Plan, holders: int) -> Rows:
         plan: With `memory.zero`.
         holders: Ranks of one pipeline that train the stage, 1 without a pipeline.
     """
-    ranks, parts = plan.data_degree * holders, plan.mesh.degree(SHARD)
+    copies = plan.data_degree * plan.mesh.degree(SPACE)
+    ranks, parts = copies * holders, plan.mesh.degree(SHARD)
     if parts == 1:
-        parts = plan.data_degree if plan.memory.zero == 3 and plan.data_degree > 1 else ranks
+        parts = copies if plan.memory.zero == 3 and plan.data_degree > 1 else ranks
     return Rows(parts, ranks // parts)
 
 
 # -- the whole model ------------------------------------------------------------------------------
 
 
-def of_whole(
-    plan: Plan,
-    trained: Parameters,
-    frozen: Parameters,
-    gathered: Collection[Collection[str]],
-    *,
-    clip: bool,
-) -> Iterator[Call]:
-    """Without a pipeline: FSDP2's operations, the sums of single numbers, and the norm.
+def of_whole(plan: Plan, part: Part, *, clip: bool) -> Iterator[Call]:
+    """Without a pipeline: FSDP2's operations, the sums of single numbers, and of the norm those
+    over the ranks that keep parts; see `norms`.
 
     Args:
         plan: With `memory.zero`.
-        trained: Parameters by logical name.
-        frozen: Those that are not trained.
-        gathered: Names of those that are gathered together; all others are in one more group.
+        part: The whole model.
         clip: Whether the norm is limited.
     """
-    rows = rows_of(plan, 1)
-    known = {name: spec for name, spec in {**frozen, **trained}.items() if spec.shape}
+    rows, gathered = rows_of(plan, 1), part.gathered or ()
+    every = {**part.frozen, **part.parameters}
+    known = {name: spec for name, spec in every.items() if spec.shape}
     inside = {name for names in gathered for name in names}
     rest = Wrapped(
         parameters={name: spec for name, spec in known.items() if name not in inside},
         reshard=False,
-        frozen=frozenset(frozen),
+        frozen=frozenset(part.frozen),
     )
     groups = [
-        Wrapped(parameters={name: known[name] for name in names}, frozen=frozenset(frozen))
+        Wrapped(parameters={name: known[name] for name in names}, frozen=frozenset(part.frozen))
         for names in gathered
     ]
     yield from fully_sharded(
@@ -89,12 +83,28 @@ def of_whole(
         microbatches=plan.batch.passes(plan.data_degree),
         copies=rows.copies,
     )
-    numbers = sum(not spec.shape for spec in trained.values())
-    ends = [(rows.parts, EXACT * numbers), (rows.copies, EXACT * numbers)]
-    if clip and len(trained) > numbers:
-        ends.append((rows.parts, EXACT))
-    for ranks, size in ends:
-        yield Call(kind="all_reduce", axis="data", ranks=ranks, bytes=size, phase="gradients")
+    numbers = sum(not spec.shape for spec in part.parameters.values())
+    kinds = {part.cuts.get(name, ()) for name, spec in part.parameters.items() if spec.shape}
+    for ranks, size, times in (
+        (rows.parts, EXACT * numbers, 1),
+        (rows.copies, EXACT * numbers, 1),
+        (rows.parts, EXACT, len(kinds) if clip else 0),
+    ):
+        yield _exact("data", ranks, size, times)
+
+
+def norms(part: Part) -> Iterator[Call]:
+    """Of a whole model whose layers are split: of the squares of what is cut alike one sum along
+    each axis (`parallel.state_sharding.square_of_norm`)."""
+    for axes in {part.cuts.get(name, ()) for name in part.parameters}:
+        for _, ranks in axes:
+            yield _exact("tensor", ranks, EXACT, 1)
+
+
+def _exact(axis: str, ranks: int, size: int, count: int) -> Call:
+    return Call(
+        kind="all_reduce", axis=axis, ranks=ranks, bytes=size, count=count, phase="gradients"
+    )
 
 
 # -- stages ---------------------------------------------------------------------------------------

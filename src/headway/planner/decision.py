@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headway.graph import Operator, Rule
 from headway.planner.candidate import Point, Stage
 from headway.planner.operators import parameter_bytes
-from headway.planner.search import Outcome
+from headway.planner.search import Search
 from headway.planner.stages import Tables
 
 
@@ -38,10 +38,10 @@ class Choice:
     summed: float
 
 
-def choices(outcome: Outcome, point: Point) -> tuple[Choice, ...]:
-    """Of every operator, in order."""
+def choices(search: Search, point: Point) -> tuple[Choice, ...]:
+    """Of every operator of a point of the search, in order."""
     degrees = point.degrees
-    shared = outcome.search.tables_of(degrees.tensor, degrees.microbatch)
+    shared = search.tables_of(degrees.tensor, degrees.microbatch)
     return tuple(
         _choice(shared, number, operator, rule)
         for number, stage in enumerate(point.stages)

@@ -74,17 +74,16 @@ class Degrees:
     @property
     def gradient_share(self) -> float:
         """Of the gradients of a stage, what a rank keeps."""
-        return 1.0 / self.data if self.zero >= 2 else 1.0
+        return gradient_share(self.zero, self.data, self.pipeline, self.microbatches)
 
     @property
     def late_gradients(self) -> bool:
         """Whether some stage holds all its micro-batches before the first backward makes gradients.
 
-        Where a stage has copies, its gradients have buffers that stay; with ZeRO, parts of them
-        are there until the next step begins.
+        Copies of a whole model have buffers for gradients, which stay; stages and ZeRO have not.
         """
         alone = self.tensor * self.virtual * self.pipes == 1
-        alone = alone and (self.data == 1 or (self.zero > 0 and self.pipeline == 1))
+        alone = alone and (self.data == 1 or self.zero > 0 or self.pipeline > 1)
         most = self.in_flight(self.pipeline - 1)
         return alone and self.schedule in COUNTED and most == self.microbatches
 
@@ -179,6 +178,13 @@ def combinations(
                             )
 
 
+def gradient_share(zero: int, data: int, pipeline: int, microbatches: int) -> float:
+    """Of the gradients, what a rank keeps while it computes. FSDP2 sums those of a unit as its
+    backward ends, ZeRO 1 in the last micro-batch only; a pipeline behind the last backward."""
+    in_parts = zero > 1 or (zero == 1 and microbatches == 1)
+    return 1.0 / data if in_parts and pipeline == 1 else 1.0
+
+
 def gradients_per_byte(itemsize: int) -> float:
     """Bytes of gradients per byte of parameters."""
     return GRADIENTS / itemsize if itemsize == HALF else 1.0
@@ -193,25 +199,47 @@ def late_per_byte(itemsize: int, degrees: Degrees) -> float:
 
 def least_state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
     """As `state_per_byte`, of what is there at any moment of a step."""
-    state = state_per_byte(itemsize, degrees.zero, degrees.data, copies)
-    return state - late_per_byte(itemsize, degrees)
+    return state_of(degrees, itemsize, copies) - late_per_byte(itemsize, degrees)
 
 
-def state_per_byte(itemsize: int, zero: int, data: int, copies: int = 2) -> float:
+def state_of(degrees: Degrees, itemsize: int, copies: int) -> float:
+    """`state_per_byte` of a combination."""
+    return state_per_byte(
+        itemsize,
+        degrees.zero,
+        degrees.data,
+        copies,
+        pipeline=degrees.pipeline,
+        microbatches=degrees.microbatches,
+    )
+
+
+def state_per_byte(
+    itemsize: int,
+    zero: int,
+    data: int,
+    copies: int = 2,
+    *,
+    pipeline: int = 1,
+    microbatches: int = 2,
+) -> float:
     """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
 
     With Adam's two `copies` of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
     weights in 32 bits; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the last two (2) or all (3)
     by the data degree (Rajbhandari et al. 2020). In 32 bits, whole weights lie beside the parts
-    that are updated; in 16 bits those are the weights in 32.
+    that are updated; in 16 bits those are the weights in 32. In a pipeline a stage has its weights
+    and gradients whole while it computes, with any ZeRO: gradients are summed once a step, behind
+    the last backward (`parallel.stage_shards`).
     """
+    whole = pipeline > 1
     weights, state = (
         (WEIGHTS, FULL + copies * FULL) if itemsize == HALF else (itemsize, copies * itemsize)
     )
     gradients = gradients_per_byte(itemsize) * itemsize
-    total = weights / (data if zero >= 3 else 1)
-    total += gradients / (data if zero >= 2 else 1)
+    total = weights / (data if zero >= 3 and not whole else 1)
+    total += gradients * gradient_share(zero, data, pipeline, microbatches)
     total += state / (data if zero >= 1 else 1)
-    if zero in (1, 2) and itemsize != HALF:
+    if (zero in (1, 2) or (zero and whole)) and itemsize != HALF:
         total += itemsize / data
     return total / itemsize

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from headway.documents import nearest
 from headway.errors import PlanError
 from headway.planner.borders import forced_starts
+from headway.planner.meant import forcible
 from headway.planner.operators import Setting, Workload, check_force
 from headway.planner.question import Question
 from headway.planner.row import units
@@ -70,8 +71,8 @@ def on_modules(work: Workload, force: Forced) -> tuple[Forced, list[str]]:
 
 
 def _names(work: Workload) -> list[str]:
-    operators = work.graph.operators
-    return list(dict.fromkeys(o.module for o in operators if o.parameters and o.module))
+    found = (forcible(o) for o in work.graph.operators if o.parameters)
+    return list(dict.fromkeys(name for names in found for name in names))
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:

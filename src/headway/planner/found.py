@@ -1,11 +1,12 @@
 """The answer of a search, on devices of one type or several, and what is left of its points.
 
-Invariant: of points of which one is better in seconds, bytes and devices, only that one is left.
+Invariant: of points of which one is better in seconds, bytes and devices, and in what else counts,
+only that one is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from headway.planner.frontier.front import reduce
 from headway.planner.operators import Floats
 
 ALIKE = 1.001
+"""Figures that are as near are equal: of such plans the one on fewest devices is of use."""
 
 
 class Priced(Protocol):
@@ -36,7 +38,8 @@ class Answer(Generic[P]):
     """What was found.
 
     Attributes:
-        points: The frontier over (seconds, bytes, devices), fastest first.
+        points: The frontier over (seconds, bytes, devices), on devices of several types whose
+            prices are known over money, too; fastest first.
         chosen: The number of the point that meets the objective.
         bound: What the objective's value is at least; `gap` compares it with the chosen point.
         considered: Combinations that there are.
@@ -64,22 +67,23 @@ class Answer(Generic[P]):
         return max(0.0, self.value / self.bound - 1.0) if self.bound > 0 else 0.0
 
 
-def left(points: list[P]) -> tuple[list[P], Floats]:
-    """Those that no other one beats; and (n, 3) their figures."""
-    front = reduce(np.array([_figures(point) for point in points]))
+def figures(point: Priced) -> tuple[float, ...]:
+    """What a point is judged by, where devices of all types cost the same."""
+    return point.seconds, point.bytes, float(point.devices)
+
+
+def left(points: list[P], of: Callable[[P], tuple[float, ...]] = figures) -> tuple[list[P], Floats]:
+    """Those that no other one beats; and (n, figures) of them, as `of` has them."""
+    front = reduce(np.array([of(point) for point in points]))
     return [points[row] for row in front.origins[:, 0]], front.costs
 
 
-def distinct(points: Iterable[P]) -> tuple[P, ...]:
+def distinct(points: Iterable[P], of: Callable[[P], tuple[float, ...]] = figures) -> tuple[P, ...]:
     """Fastest first, without points that another one equals to a thousandth with fewer devices."""
-    found, kept = sorted(points, key=_figures), []
+    found, kept = sorted(points, key=of), []
     for point in found:
-        near = (point.seconds * ALIKE, point.bytes * ALIKE, float(point.devices))
+        near = np.array(of(point)) * ALIKE
         others = [other for other in found if other.devices < point.devices]
-        if not any(np.all(np.array(_figures(other)) <= near) for other in others):
+        if not any(np.all(np.array(of(other)) <= near) for other in others):
             kept.append(point)
     return tuple(kept)
-
-
-def _figures(point: Priced) -> tuple[float, float, float]:
-    return point.seconds, point.bytes, float(point.devices)

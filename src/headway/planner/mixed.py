@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +22,7 @@ from headway.errors import NothingFits, PlanError
 from headway.planner.borders import forced_starts
 from headway.planner.candidate import Candidate
 from headway.planner.degrees import Degrees, divisors, state_per_byte
-from headway.planner.found import Answer, distinct, left
+from headway.planner.found import Answer, distinct, figures, left
 from headway.planner.mixed_bounds import Least
 from headway.planner.mixed_mesh import amounts_of, layouts
 from headway.planner.mixed_point import Combination, MixedPoint
@@ -72,7 +73,7 @@ class MixedSearch:
         self.points: list[MixedPoint] = []
         self.opened = 0
         self.closed = np.inf  # a bound of what was not priced of those that were opened
-        self._known: Floats = np.zeros((0, 3))
+        self._known: Floats = np.zeros((0, 4))
         self._candidates: dict[tuple[str, Degrees], Candidate] = {}
         self._picks: Picks = WeakKeyDictionary()
         self.bounds = Least(question, self.engines)
@@ -89,11 +90,14 @@ class MixedSearch:
         considered = len(waiting)
         heapq.heapify(waiting)
         bound = np.inf
+        limit = self.question.seconds
+        end = np.inf if limit is None else perf_counter() + limit
         while waiting:
             seconds, combination = heapq.heappop(waiting)
             if not np.isfinite(seconds):
                 continue
-            if self._beaten(seconds, self.question.caps, combination):
+            late = bool(self.points) and perf_counter() > end
+            if late or self._beaten(seconds, self.question.caps, combination):
                 bound = min(bound, self.value(combination, seconds))
                 continue
             self.opened += 1
@@ -176,7 +180,8 @@ class MixedSearch:
             return False
         if self.question.objective == "fastest":
             return bool(self._known[:, 0].min() <= seconds)
-        most = np.array([seconds, held, combination.devices])
+        cost = self.question.cost(combination.amounts, seconds)
+        most = np.array([seconds, held, combination.devices, cost])
         return bool((self._known <= most).all(axis=1).any())
 
     # -- opening -------------------------------------------------------------------------------
@@ -213,9 +218,11 @@ class MixedSearch:
             least = min(self.value(point.combination, point.seconds) for point in self.points)
             return least / self.value(combination, 1.0)
         frontier = self.question.objective == "frontier"
-        most = [np.inf, cap * BAND if frontier else np.inf, combination.devices]
-        near = self._known[(self._known <= most).all(axis=1), 0]
-        return float(near.min(initial=np.inf)) / (NEAR if frontier else 1.0)
+        most = [np.inf, cap * BAND if frontier else np.inf, combination.devices, np.inf]
+        near = self._known[(self._known <= most).all(axis=1)]
+        each = self.question.cost(combination.amounts, 1.0)  # money of a second
+        beaten = np.maximum(near[:, 0], near[:, 3] / each if frontier else 0.0)
+        return float(beaten.min(initial=np.inf)) / (NEAR if frontier else 1.0)
 
     def fastest(
         self, combination: Combination, caps: Mapping[str, float], limit: float = np.inf
@@ -323,10 +330,15 @@ class MixedSearch:
 
     def _add(self, point: MixedPoint) -> None:
         self.points.append(point)
-        self.points, self._known = left(self.points)
+        self.points, self._known = left(self.points, self._figures)
+
+    def _figures(self, point: MixedPoint) -> tuple[float, ...]:
+        """With money: slower devices may cost less than fewer fast ones."""
+        cost = self.question.cost(point.combination.amounts, point.seconds)
+        return *figures(point), cost
 
     def _outcome(self, considered: int, bound: float) -> MixedOutcome:
-        points = distinct(self.points)
+        points = distinct(self.points, self._figures)
         values = [(self.value(p.combination, p.seconds), p.seconds) for p in points]
         chosen = values.index(min(values))
         return MixedOutcome(

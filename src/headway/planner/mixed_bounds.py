@@ -118,6 +118,10 @@ class Least:
         """Bytes of weights, gradients and optimiser of a copy on the devices of one tensor rank."""
         itemsize, work = self.engine.question.itemsize, self.engine.question.work
         per_byte = state_per_byte(
-            itemsize, combination.zero, combination.data, work.optimiser.state
+            itemsize,
+            combination.zero,
+            combination.data,
+            work.optimiser.state,
+            microbatches=combination.microbatches,
         )
         return self.engine.held * per_byte / combination.tensor

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.planner.collectives import Calls, collectives_of
+from headway.collective.calls import Calls
+from headway.planner.collectives import collectives_of
 from headway.planner.mixed import MixedSearch
 from headway.planner.mixed_point import MixedPoint
 from headway.planner.point import Point
@@ -43,8 +44,7 @@ def collectives_of_mixed(search: MixedSearch, point: MixedPoint) -> tuple[Sender
     found = []
     for number, (kinds, copies) in enumerate(point.combination.cells.classes):
         for kind in dict.fromkeys(kinds):
-            alike = _alike(point, number, kind)
-            lists = collectives_of(search.engines[kind], alike)
+            lists = collectives_of(search.engines[kind], alike(point, number, kind))
             found += [
                 Senders(
                     stage=stage,
@@ -59,7 +59,7 @@ def collectives_of_mixed(search: MixedSearch, point: MixedPoint) -> tuple[Sender
     return tuple(sorted(found, key=lambda one: one.stage))
 
 
-def _alike(point: MixedPoint, number: int, kind: str) -> Point:
+def alike(point: MixedPoint, number: int, kind: str) -> Point:
     """As if all copies were of one class, on devices of one type; stages that the class has
     elsewhere stand for themselves."""
     stages = []

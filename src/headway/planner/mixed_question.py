@@ -37,6 +37,7 @@ class MixedQuestion:
         runnable: Only what today's executor can run.
         proof: Price all shares that the bound leaves, not `mixed.TRIES` of them.
         precision: As in `Question`.
+        seconds: As in `Question`.
 
     Raises:
         PlanError: The types have different networks: which one joins two types, nobody says.
@@ -57,6 +58,7 @@ class MixedQuestion:
     runnable: bool = False
     proof: bool = False
     precision: str = ""
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         first, *others = self.machines

@@ -306,12 +306,12 @@ class Sharing:
                         )
                     )
             if len(chosen) == 1:
-                steps.append(candidate._point(border, stages))
+                steps.append((candidate, stages[0]))
         made = tuple(
             MixedStage(start=start, stop=stop, recompute=bool(pick[0]), parts=tuple(own_parts))
             for (start, stop, _, pick), own_parts in zip(chosen, parts, strict=True)
         )
-        slowest = max(steps, key=lambda one: one.seconds) if steps else self._slowest(border, made)
+        slowest = self._slowest_alone(border, steps) if steps else self._slowest(border, made)
         return MixedPoint(
             combination=self.combination,
             sizes=self.sizes,
@@ -321,6 +321,18 @@ class Sharing:
             messages=slowest.messages,
             slowest=slowest,
         )
+
+    def _slowest_alone(self, border: str, steps: Sequence[tuple[Candidate, Stage]]) -> Point:
+        """A step without a pipeline: the passes and sums of the slowest copy, behind which the
+        slowest update follows, which may be another copy's."""
+        after = max(stage.after for _, stage in steps)
+        points = [
+            candidate._point(
+                border, (replace(one, after=after, tail=one.tail + after - one.after),)
+            )
+            for candidate, one in steps
+        ]
+        return max(points, key=lambda one: one.seconds)
 
     def _slowest(self, border: str, stages: Sequence[MixedStage]) -> Point:
         """A step of a pipeline as if every copy were as slow as the slowest.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from headway.graph import ModelGraph, Operator, Rule, TensorSpec, rules
 from headway.graph.cut import constants
 from headway.graph.index import parse
 from headway.planner.kernel_times import seconds_of
+from headway.planner.meant import means
 from headway.planner.relayout import Relayout
 
 PARTS = ("forward", "backward", "step", "params", "saved")
@@ -213,7 +213,7 @@ def legal(setting: Setting, operator: Operator) -> tuple[Rule, ...]:
     if setting.tensor == 1:
         return tuple(found[:1])
     for pattern, how in setting.force:
-        if how != "stage" and fnmatchcase(operator.module, pattern) and operator.parameters:
+        if how != "stage" and means(pattern, operator):
             found = [rule for rule in found if _obeys(operator, rule, how)] or found
     return tuple(found)
 
@@ -228,11 +228,7 @@ def check_force(setting: Setting) -> None:
     for pattern, how in setting.force:
         if how == "stage":
             continue
-        meant = [
-            operator
-            for operator in setting.work.graph.operators
-            if fnmatchcase(operator.module, pattern) and operator.parameters
-        ]
+        meant = [operator for operator in setting.work.graph.operators if means(pattern, operator)]
         found = [(o, legal(replace(setting, force=()), o)) for o in meant]
         if not any(_obeys(operator, rule, how) for operator, rules_ in found for rule in rules_):
             ways = sorted({rule.axis for _, rules_ in found for rule in rules_ if rule.axis})

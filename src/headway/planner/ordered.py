@@ -76,7 +76,11 @@ class Ordered(NamedTuple):
 
 
 def ordered(
-    rows: Floats, microbatches: int, passing: float, first: Floats | None = None
+    rows: Floats,
+    microbatches: int,
+    passing: float,
+    first: Floats | None = None,
+    waiting: Floats | float = 0.0,
 ) -> Ordered:
     """From rows (classes, ways, K, columns) as `Rows` says.
 
@@ -85,6 +89,7 @@ def ordered(
         microbatches: Over which a step's end is spread.
         passing: Bytes that the update needs for a moment, per byte of state.
         first: (classes, ways, K) bytes for a moment with all micro-batches under way.
+        waiting: (classes, 1) bytes above what the update needs, as `DeviceBytes.waiting`.
     """
     flat = (len(rows), -1)
     value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / microbatches).reshape(flat)
@@ -101,7 +106,7 @@ def ordered(
         state,
         kept,
         more,
-        state * (1.0 + passing),
+        state * (1.0 + passing) + waiting,
         microbatches,
         None if first is None else np.take_along_axis(first.reshape(flat), order, 1),
     )

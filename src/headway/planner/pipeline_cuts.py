@@ -161,13 +161,25 @@ def _shortest(programme: _Programme, bounds: Floats) -> Cuts | None:
 
 
 class _Band(NamedTuple):
-    """F of a stage: `values` where it begins with unit `low`, or one behind it, and has so many
-    units at least and at most."""
+    """F of a stage by the unit with which it begins, from `low` on, between `pad` infinite values
+    at both ends; it has so many units at least and at most, and takes `times` by class."""
 
     low: int
     shortest: int
     widest: int
-    values: Floats
+    times: Floats
+    padded: Floats
+    pad: int
+
+    @property
+    def least(self) -> float:
+        """Of the first value."""
+        return float(self.padded[self.pad])
+
+    def behind(self, first: int, last: int) -> Floats:
+        """F where it begins with these units, both included; infinite where it cannot."""
+        place = self.pad - self.low
+        return self.padded[place + first : place + last + 1]
 
 
 class _Programme:
@@ -210,12 +222,12 @@ class _Programme:
     def longest(self, bound: float) -> float:
         """The least longest stage of all cuts; infinite if it is above the bound."""
         found = self._values(bound, np.maximum, -np.inf)
-        return float(found[-1].values[0]) if found else np.inf
+        return found[-1].least if found else np.inf
 
     def solve(self, bound: float) -> Cuts | None:
         """The least sum of stage times of which none is above the bound."""
         found = self._values(bound, np.add, 0.0)
-        return self._unrolled(bound, found) if found and np.isfinite(found[-1].values[0]) else None
+        return self._unrolled(found) if found and np.isfinite(found[-1].least) else None
 
     def _bands(self, bound: float) -> list[tuple[int, int, int, int]]:
         """From the last stage: between which units one can begin that has so many behind it, and
@@ -239,22 +251,27 @@ class _Programme:
         if not bands:
             return []
         classes = self._classes(bound, max(band[3] for band in bands))
-        left = np.full(self.length + self.width + 1, np.inf)
-        left[self.length] = nothing
-        step, found = left.itemsize, []
-        before = slice(self.length, self.length + 1)
-        for times, (low, high, shortest, widest) in zip(classes, bands, strict=True):
+        pads = [high - low for low, high, *_ in bands]  # a window of F goes so far beyond its ends
+        room = np.full(3 * sum(pads) + len(pads) + 1, np.inf)
+        place = pads[0]
+        room[place] = nothing
+        before = _Band(self.length, 0, 0, classes[0], room[: 2 * place + 1], place)
+        step, left, found = room.itemsize, 2 * place + 1, []
+        for times, (low, high, shortest, widest), pad in zip(
+            classes, bands, [*pads[1:], 0], strict=True
+        ):
             sums = times.take(self.lines.of[shortest - 1 : widest, low : high + 1])
-            rest: Floats = np.ndarray(
-                sums.shape, left.dtype, left, (low + shortest) * step, (step, step)
-            )
-            values = (
-                join(sums, rest, out=sums).min(axis=0) if len(sums) > 1 else join(sums, rest)[0]
-            )
-            left[before] = np.inf
-            before = slice(low, high + 1)
-            left[before] = values
-            found.append(_Band(low, shortest, widest, values))
+            rest = before.behind(low + shortest, high + widest)
+            own = room[left + pad : left + pad + sums.shape[1]]
+            if len(sums) > 1:
+                windows = np.ndarray(sums.shape, rest.dtype, rest, 0, (step, step))
+                join(sums, windows, out=sums).min(axis=0, out=own)
+            else:
+                join(sums[0], rest, out=own)
+            size = len(own) + 2 * pad
+            before = _Band(low, shortest, widest, times, room[left : left + size], pad)
+            left += size
+            found.append(before)
         return found
 
     def _classes(self, bound: float, widest: int) -> Floats:
@@ -265,30 +282,19 @@ class _Programme:
         np.copyto(times[:, :-1], self.times[:, :last], where=self.times[:, :last] <= bound)
         return times
 
-    def _unrolled(self, bound: float, bands: list[_Band]) -> Cuts:
+    def _unrolled(self, bands: list[_Band]) -> Cuts:
         borders, each = [0], []
-        for stage in range(len(bands) - 1, -1, -1):
+        for stage in range(len(bands) - 1, 0, -1):
             start, band = borders[-1], bands[stage]
-            own = self.lines.of[band.shortest - 1 : band.widest, start]
-            times = _times_of(self.times[stage], own)
-            times[times > bound] = np.inf
-            sums = times + self._rest(bands, stage, start)
-            number = int(sums.argmin())
+            times = band.times.take(self.lines.of[band.shortest - 1 : band.widest, start])
+            first = start + band.shortest
+            number = int((times + bands[stage - 1].behind(first, start + band.widest)).argmin())
             each.append(float(times[number]))
-            borders.append(start + number + band.shortest)
+            borders.append(first + number)
+        last = self.lines.of[self.length - borders[-1] - 1, borders[-1]]
+        each.append(float(bands[0].times[last]))
+        borders.append(self.length)
         return Cuts(borders=tuple(borders), total=float(sum(each)), slowest=max(each))
-
-    def _rest(self, bands: list[_Band], stage: int, start: int) -> Floats:
-        """F behind each number of units that a stage may have which begins there."""
-        band = bands[stage]
-        found = np.full(band.widest - band.shortest + 1, np.inf)
-        first = start + band.shortest
-        low, values = self.length, np.zeros(1)
-        if stage:
-            low, values = bands[stage - 1].low, bands[stage - 1].values
-        begin, end = max(first, low), min(first + len(found), low + len(values))
-        found[begin - first : end - first] = values[begin - low : end - low]
-        return found
 
 
 def _least_of_each(lines: Lines, times: Floats) -> Floats:

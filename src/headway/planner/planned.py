@@ -6,6 +6,7 @@ Invariant: a plan that `runnable.to_plan` has made of a point becomes that point
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from headway.errors import PlanError
 from headway.plan import Plan
@@ -72,7 +73,8 @@ def candidate_of(search: Search, degrees: Degrees) -> Candidate:
 
 
 def point_of(plan: Plan, search: Search) -> Point:
-    """The plan's price. A plan that names no cut gets the fastest that needs the least memory.
+    """The plan's price. A plan that names no cut gets the fastest that needs the least memory; how
+    a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
 
     Args:
         plan: A legal one.
@@ -81,12 +83,36 @@ def point_of(plan: Plan, search: Search) -> Point:
     Raises:
         PlanError: The search has no price for it, or the model has no such borders.
     """
-    candidate = candidate_of(search, degrees_of(plan))
+    degrees = degrees_of(plan)
+    candidate = candidate_of(search, degrees)
     borders = borders_of(plan, search.row, candidate)
     recompute = recomputed_of(plan, len(borders) - 1)
     bucket = plan.exchange.bucket_bytes
     buckets = BUCKETS if bucket is None else (float(bucket),)
-    return candidate.planned(borders, recompute, buckets=buckets, overlap=plan.exchange.overlap)
+    overlap = plan.exchange.overlap
+    point = candidate.planned(borders, recompute, buckets=buckets, overlap=overlap)
+    fits = point.bytes <= search.question.cap
+    if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
+        return point
+    found = _fastest_split(plan, search, degrees)
+    return found if found is not None and _alike(found, point) else point
+
+
+def _fastest_split(plan: Plan, search: Search, degrees: Degrees) -> Point | None:
+    """What the search takes where stages must begin as the plan says; None: nothing fits."""
+    cut = tuple((name, "stage") for name in plan.pipeline.cut if plan.pipe_degree > 1)
+    question = search.question
+    engine = Search(replace(question, force=(*question.force, *cut))) if cut else search
+    return candidate_of(engine, degrees).fastest(question.cap)
+
+
+def _alike(one: Point, other: Point) -> bool:
+    """Whether both cut the model alike, and compute the same stages again."""
+    first, second = (
+        [(stage.start, stage.stop, stage.recompute) for stage in point.stages]
+        for point in (one, other)
+    )
+    return first == second
 
 
 def recomputed_of(plan: Plan, stages: int) -> tuple[int, ...]:
@@ -134,17 +160,26 @@ def borders_of(plan: Plan, row: tuple[Unit, ...], candidate: Candidate) -> tuple
     return found
 
 
-def simplified(plan: Plan) -> Iterator[str]:
-    """What of a plan the price does not count, one sentence each."""
+def simplified(plan: Plan, *, unlike: bool = False) -> Iterator[str]:
+    """What of a plan the price does not count, one sentence each.
+
+    Args:
+        plan: Any.
+        unlike: Devices are of several types: every share has a price of its own.
+    """
     exchange = plan.exchange
-    sizes = (len(part) for share in _shares(plan) for part in plan.batch.microbatches(share))
-    if len({*map(len, _shares(plan))}) > 1 or len({*sizes}) > 1:
+    sizes = [[len(part) for part in plan.batch.microbatches(own)] for own in _shares(plan)]
+    if unlike:
+        if any(len({*own}) > 1 for own in sizes):
+            yield "micro-batches of a share are not all alike: all count as its largest"
+    elif len({tuple(own) for own in sizes}) > 1 or len({*sizes[0]}) > 1:
         yield "shares or micro-batches are not all alike: all count as the largest"
     special = exchange.compress != "none" or exchange.parts or exchange.priority or exchange.carried
     if special and plan.exchange_degree > 1:
         yield "the exchange counts as a plain sum: no compression, no priority, no program"
     if plan.split.tensor:
-        yield "which layers the tensor axis splits, and how, is taken as what is fastest"
+        between = "; so are tensors between stages, which are sent whole" * (plan.pipe_degree > 1)
+        yield f"which layers the tensor axis splits, and how, is taken as what is fastest{between}"
     if plan.memory.zero and plan.mesh.degree(SHARD) > 1:
         yield "hybrid sharding counts as sharding over all ranks that share the batch"
     if plan.pipe_degree > 1:

@@ -22,8 +22,10 @@ from headway.plan.pipeline import AXIS
 from headway.plan.sharding import SHARD
 from headway.planner.candidate import Point, Stage
 from headway.planner.collectives import collectives_of, seconds
+from headway.planner.degrees import Degrees
 from headway.planner.overlap import BUCKETS
 from headway.planner.planned import candidate_of, point_of
+from headway.planner.pricing import Pricing
 from headway.planner.runnable import missing
 from headway.planner.search import Search
 from headway.planner.stages import Tables
@@ -74,19 +76,20 @@ def step_of_plan(plan: Plan, search: Search) -> tuple[StepWork, Point | None]:
         point, priced = point_of(plan, search), True
     except PlanError:  # a schedule without a price, or the same fault again
         point, priced = point_of(plain(plan), search), False
-    grid = Grid(
-        tensor=plan.mesh.degree(TENSOR),
-        data=plan.data_degree,
-        pipeline=plan.pipe_degree,
-        strides=_strides(plan),
-    )
-    return _step(search, point, table, grid, plan), point if priced else None
+    return _step(search, point, table, grid_of_plan(plan), plan), point if priced else None
 
 
 def step_of_point(point: Point, search: Search) -> StepWork:
     """A step of a plan that was found. What today's executor cannot run sums the gradients of
     every unit as they come."""
-    degrees = point.degrees
+    again = tuple(number for number, stage in enumerate(point.stages) if stage.recompute)
+    return _step(
+        search, point, table_of_degrees(point.degrees, again), grid_of(point.degrees), None
+    )
+
+
+def table_of_degrees(degrees: Degrees, again: tuple[int, ...]) -> PipelineSchedule:
+    """The table of a point whose stages with these numbers compute their blocks again."""
     table = make_schedule(
         degrees.schedule,
         stages=degrees.pipeline,
@@ -94,37 +97,65 @@ def step_of_point(point: Point, search: Search) -> StepWork:
         virtual=degrees.virtual,
         pipes=degrees.pipes,
     )
-    again = tuple(number for number, stage in enumerate(point.stages) if stage.recompute)
-    table = replace(table, recompute=again, blockwise=bool(again))
-    grid = Grid(
-        tensor=degrees.tensor,
-        data=degrees.data,
-        pipeline=degrees.pipeline,
-        strides=(degrees.stride("tensor"), degrees.stride("data"), degrees.stride("pipe")),
-    )
-    return _step(search, point, table, grid, None)
+    return replace(table, recompute=again, blockwise=bool(again))
 
 
 def _step(
     search: Search, point: Point, table: PipelineSchedule, grid: Grid, plan: Plan | None
 ) -> StepWork:
-    inside = _collectives(search, point)
-    stages = tuple(_stage(search, point, number, inside[number]) for number in range(table.stages))
-    network, device = search.question.machine.network, search.question.machine.device
+    machine = search.question.machine
     found = StepWork(
         table=table,
-        stages=stages,
+        stages=stages_of(search, point),
         grid=grid,
-        network=network,
+        network=machine.network,
         zero=point.degrees.zero,
-        overlap=getattr(device, "overlap", 1.0),
+        overlap=getattr(machine.device, "overlap", 1.0),
     )
-    if grid.pipeline == 1:
+    return as_carried_out(found, plan, missing(point))
+
+
+def as_carried_out(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
+    """With the sums where the executor has them.
+
+    Args:
+        work: Of any step.
+        plan: Whose; None: of a point that was found.
+        lacks: What the executor lacks for such a point.
+    """
+    if work.grid.pipeline == 1:
         overlap = plan is None or plan.exchange.overlap
-        return replace(found, bucket=0.0) if overlap else replace(found, sync="post")
+        return replace(work, bucket=0.0) if overlap else replace(work, sync="post")
     if plan is not None:
-        return replace(found, sync=plan.pipeline.sync)
-    return replace(found, bucket=0.0) if missing(point) else found
+        return replace(work, sync=plan.pipeline.sync)
+    return replace(work, bucket=0.0) if lacks else work
+
+
+def stages_of(search: Search, point: Point) -> tuple[StageWork, ...]:
+    """All stages of a point."""
+    inside = _collectives(search, point)
+    pricing = candidate_of(search, point.degrees).pricing
+    return tuple(_stage(search, point, number, own, pricing) for number, own in enumerate(inside))
+
+
+def grid_of_plan(plan: Plan) -> Grid:
+    """The ranks of a plan, in the order of its mesh."""
+    return Grid(
+        tensor=plan.mesh.degree(TENSOR),
+        data=plan.data_degree,
+        pipeline=plan.pipe_degree,
+        strides=_strides(plan),
+    )
+
+
+def grid_of(degrees: Degrees) -> Grid:
+    """The ranks of a point."""
+    return Grid(
+        tensor=degrees.tensor,
+        data=degrees.data,
+        pipeline=degrees.pipeline,
+        strides=(degrees.stride("tensor"), degrees.stride("data"), degrees.stride("pipe")),
+    )
 
 
 def _strides(plan: Plan) -> tuple[int, int, int]:
@@ -139,7 +170,9 @@ def _strides(plan: Plan) -> tuple[int, int, int]:
     )
 
 
-def _stage(search: Search, point: Point, number: int, inside: tuple[float, float]) -> StageWork:
+def _stage(
+    search: Search, point: Point, number: int, inside: tuple[float, float], pricing: Pricing
+) -> StageWork:
     degrees, stage = point.degrees, point.stages[number]
     tables = search.tables_of(degrees.tensor, degrees.microbatch)
     units = list(_units(tables, point, stage))
@@ -148,14 +181,15 @@ def _stage(search: Search, point: Point, number: int, inside: tuple[float, float
         Piece(forward=line[0], backward=line[1], params=own)
         for line, own in zip(units, held, strict=True)
     )
+    beside = pricing.host_microbatch(len(point.stages)) / 2
     forward = math.fsum(piece.forward for piece in pieces)
     backward = math.fsum(piece.backward for piece in pieces)
     weight = min(stage.weight, backward)
     step = sum(line[2] for line in units)
     alone = degrees.pipeline == 1 and degrees.zero < 2
     return StageWork(
-        forward=forward,
-        input_grad=backward - weight,
+        forward=forward + beside,
+        input_grad=backward - weight + beside,
         weight_grad=weight,
         pieces=pieces,
         leaving=tuple(_leaving(search, point, [line[3] for line in units])) if alone else (),
@@ -164,6 +198,7 @@ def _stage(search: Search, point: Point, number: int, inside: tuple[float, float
         params=stage.params,
         step=step,
         update=max(0.0, stage.after - step - _gathered(search, point, stage)),
+        host=pricing.reading + pricing.host,
         state=stage.state,
         kept=sum(line[4] for line in units),
         transient=stage.transient,

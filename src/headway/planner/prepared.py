@@ -114,8 +114,7 @@ class Prepared:
         """
         if not self.late:
             return None
-        setting, several = self.tables.setting, self.degrees.pipeline > 1
-        first = self.tables.transients.first(setting, several=several)[0][: len(rows), :, None]
+        first = self.pricing.first[: len(rows), :, None]
         first = np.asarray(self.early(first, rows[..., Rows.MORE]))
         if self.degrees.microbatches == 1:
             return np.broadcast_to(first, rows.shape[:-1])
@@ -125,11 +124,11 @@ class Prepared:
         """Bytes for a moment in the first backward of a step, as a rank keeps its gradients.
 
         Args:
-            first: As `Transients.first` has it, where all gradients are kept.
+            first: As `Pricing.first` has it, where all gradients are kept.
             more: Where they are there already, as `Rows` says.
         """
         share = self.degrees.gradient_share
-        return share * (first + self.pricing.gathered) + (1.0 - share) * more
+        return share * first + (1.0 - share) * more
 
     @cached_property
     def _crowded(self) -> float:
@@ -181,6 +180,7 @@ class Prepared:
                 self.degrees.microbatches,
                 self.pricing.passing,
                 None if first is None else first[:, :some],
+                self.pricing.waiting[: len(rows), None],
             )
         return self._orders[key]
 

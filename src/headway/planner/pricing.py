@@ -13,8 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from headway.cluster.device import Host
 from headway.cost.device import Number
-from headway.planner.degrees import FULL, Degrees, state_per_byte
+from headway.planner.degrees import Degrees
+from headway.planner.device_bytes import DeviceBytes
 from headway.planner.operators import Floats
 from headway.planner.overlap import BUCKETS, bucketed, hidden_at_most, passes, played
 from headway.planner.schemes import Book
@@ -54,27 +56,29 @@ class Price:
     reading: float = 0.0
 
 
-class Pricing:
-    """Of one combination on its tables.
+def host_seconds(host: Host, degrees: Degrees, tensors: int) -> float:
+    """What a step takes beside kernels, update and exchange.
 
-    Attributes:
-        passing: Bytes that the update needs for a moment, per byte of state.
+    Args:
+        host: Of the device.
+        degrees: Of the plan; what a pipeline's passes take is part of them.
+        tensors: That are trained; the stages of a pipeline have as many each.
     """
+    if degrees.pipeline > 1:
+        return host.piped_step + tensors / degrees.pipeline * host.tensor
+    return host.step + degrees.microbatches * host.microbatch + tensors * host.tensor
+
+
+class Pricing(DeviceBytes):
+    """Of one combination on its tables."""
 
     def __init__(self, tables: Tables, degrees: Degrees, itemsize: int, shared: Shared) -> None:
-        self.tables = tables
-        self.degrees = degrees
-        self.itemsize = itemsize
-        self.shared = shared
+        super().__init__(tables, degrees, itemsize, shared)
         self.machine = tables.setting.machine
         self.overlap = self.machine.device.overlap
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
+        self._links: tuple[Book, list[float], Floats] | None = None
         self._passes: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
-        optimiser = tables.setting.work.optimiser
-        zero, data = degrees.zero, degrees.data
-        self.per_byte = state_per_byte(itemsize, zero, data, optimiser.state)
-        updated = max(FULL, itemsize) / itemsize / (data if zero else 1)
-        self.passing = optimiser.together * updated / self.per_byte
 
     # -- stretches -------------------------------------------------------------------------------
 
@@ -90,20 +94,9 @@ class Pricing:
         after = cells.step + self.after(params)
         tail = self._behind(params, backward) + after
         state = params * self.per_byte
-        more = cells.more + self.gathered
+        more = self.moment(cells)
         own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, more)
         return np.moveaxis(np.stack(own), (0, 1), (3, 1))
-
-    @cached_property
-    def gathered(self) -> float:
-        """Bytes beside state and transients where FSDP2 gathers and sums units in every pass: with
-        ZeRO 3 a unit's weights, the largest; with several micro-batches the message in which the
-        last unit's gradients have left, until the next one's do."""
-        degrees, own = self.degrees, self.own(self.shared.held / self.degrees.tensor)
-        own = own[own > 0]
-        if degrees.zero < 2 or degrees.pipeline > 1 or not len(own):
-            return 0.0
-        return float((degrees.zero == 3) * own.max() + (degrees.microbatches > 1) * own[0])
 
     @staticmethod
     def backward(rows: Floats) -> Floats:
@@ -159,6 +152,18 @@ class Pricing:
         moved = 2.0 * degrees.microbatches * sum(setting.bytes_of(t) for t in tensors)
         one_by_one = self.machine.device.gather * samples * len(tensors)
         return one_by_one + float(self.machine.device.seconds_of_elementwise(moved))
+
+    @cached_property
+    def host(self) -> float:
+        """What a step takes beside all that is priced one by one."""
+        tensors = len(self.shared.gradients.sizes)
+        return host_seconds(self.machine.device.host, self.degrees, tensors)
+
+    def host_microbatch(self, stages: int) -> float:
+        """What the host adds to both passes of a micro-batch through one of so many stages."""
+        if self.degrees.pipeline == 1:
+            return 0.0
+        return self.machine.device.host.piped_microbatch / stages * self.degrees.pipeline
 
     @cached_property
     def _stride(self) -> int:
@@ -237,7 +242,7 @@ class Pricing:
         update = float(self._update(params))
         late = exposed + after - update
         return Price(
-            seconds=compute + late + update + self.reading,
+            seconds=compute + late + update + self.reading + self.host,
             exposed=late,
             hidden=sent - exposed,
             update=update,
@@ -245,16 +250,6 @@ class Pricing:
             bucket=bucket,
             reading=self.reading,
         )
-
-    def own(self, held: Floats, start: int = 0) -> Floats:
-        """Bytes of parameters of each unit from `start` on; what is tied counts with its first
-        use."""
-        found = held.copy()
-        for tie in self.shared.ties:
-            inside = [unit - start for unit in tie.units if 0 <= unit - start < len(held)]
-            for unit in inside[1:]:
-                found[unit] -= tie.bytes / self.degrees.tensor
-        return np.maximum(found, 0.0)
 
     def units(self, start: int, stop: int, again: int, price: int, border: str) -> Floats:
         """(units, 5): `operators.PARTS` of every unit of a stretch with this strategy."""
@@ -321,7 +316,9 @@ class Pricing:
             after: Seconds of each stage of what follows when the gradients have been summed.
             parts: False: all but the seconds is left open, which takes a third of the time.
         """
-        backward = [s - f for s, f in zip(seconds, forward, strict=True)]
+        beside = self.host_microbatch(len(starts))
+        backward = [s - f + beside / 2 for s, f in zip(seconds, forward, strict=True)]
+        forward, seconds = [f + beside / 2 for f in forward], [s + beside for s in seconds]
         work = Work(forward, backward, weight)
         wire = self.wire(book, border, starts)
         sums = self.sums(starts, np.array(params))
@@ -330,7 +327,7 @@ class Pricing:
         held = max(sum(params[stage] for stage in stages) for stages in hosted)
         update = float(self._update(held))
         if not parts:
-            whole = book.play(work, wire, sums).finish + last + self.reading
+            whole = book.play(work, wire, sums).finish + last + self.reading + self.host
             return Price(seconds=whole, exposed=0.0, hidden=0.0, update=update, busy=0.0)
         bare = book.play(work).finish
         sent = book.play(work, wire).finish if any(map(any, wire)) else bare
@@ -341,7 +338,7 @@ class Pricing:
         )
         exposed = summed - sent
         return Price(
-            seconds=summed + last + self.reading,
+            seconds=summed + last + self.reading + self.host,
             messages=sent - bare,
             exposed=exposed + last - update,
             hidden=max(0.0, max(sums) - exposed),
@@ -352,16 +349,13 @@ class Pricing:
 
     def wire(self, book: Book, border: str, starts: Sequence[int]) -> Wire:
         """Latency and seconds of the bytes of one micro-batch's tensor at each border."""
-        setting = self.tables.setting
-        latencies, seconds = [], []
-        for start, pairs in zip(starts[1:], book.table.joins, strict=True):
-            tensor = self.tables.row[start].entry
-            split = border.startswith("S") and border in self.tables.states(tensor)
-            size = setting.bytes_of(tensor) / (self.degrees.tensor if split else 1)
-            found = [self._message(pair) for pair in pairs]
-            latencies.append(max((latency for latency, _ in found), default=0.0))
-            seconds.append(size * max((per_byte for _, per_byte in found), default=0.0))
-        return Wire(latencies, seconds)
+        if self._links is None or self._links[0] is not book:
+            found = [[self._message(pair) for pair in pairs] for pairs in book.table.joins]
+            latencies = [max((one for one, _ in each), default=0.0) for each in found]
+            per_byte = [max((one for _, one in each), default=0.0) for each in found]
+            self._links = book, latencies, np.array(per_byte)
+        size = self.tables.crossing(border)[list(starts[1:])]
+        return Wire(self._links[1], (size * self._links[2]).tolist())
 
     def _message(self, pair: tuple[int, int]) -> tuple[float, float]:
         """(latency, seconds per byte) of a message between two ranks of a pipeline, in the copy

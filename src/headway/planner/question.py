@@ -35,6 +35,8 @@ class Question:
         recompute: "any": every stage may; "pipeline": not without a pipeline.
         precision: Of the recipe: "bfloat16" for autocast; "": that of the model's tensors.
         force: As in `Setting`.
+        seconds: Of searching, after which nothing more is opened once a plan is found: what is
+            found then depends on the machine, its bound holds. None: as long as it takes.
     """
 
     work: Workload
@@ -51,6 +53,7 @@ class Question:
     recompute: Literal["any", "pipeline"] = "any"
     precision: str = ""
     force: tuple[tuple[str, str], ...] = ()
+    seconds: float | None = None
 
     @property
     def cap(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from headway.cost.network import Network
 from headway.errors import NothingFits
 from headway.planner.binding import holding
 from headway.planner.candidate import Point, Stage
@@ -15,11 +16,16 @@ from headway.planner.search import Search
 from headway.units import format_bytes, format_seconds
 
 
-def refusal(question: Question) -> NothingFits:
+def refusal(question: Question, wider: Network | None = None) -> NothingFits:
     """The error for a question to which nothing fits: how much is missing where, and each change
-    that would do."""
+    that would do.
+
+    Args:
+        question: Asked.
+        wider: As for `relaxations.look`.
+    """
     engine = Search(question)
-    verdict = look(engine)
+    verdict = look(engine, wider)
     problems = list(_missing(engine, verdict))
     lines = [f"  {sentence(one)}" for one in verdict.changes]
     head = (
@@ -33,7 +39,8 @@ def refusal(question: Question) -> NothingFits:
 def sentence(one: Relaxation) -> str:
     """ "tensor 4: 21.3 ms a step, +6.0% a sample; data 2, tensor 4, ..." """
     point = one.point
-    time = "time unknown: the cluster's links end before"
+    most = one.question.machine.network.levels[-1].width
+    time = f"time unknown: the cluster's file joins no more than {most:g} devices"
     if one.slower is not None:
         time = f"{format_seconds(point.seconds)} a step, {one.slower:+.1%} a sample"
     return f"{one.change}: {time}; {describe(point.degrees)}{recomputed(point)}"

@@ -15,6 +15,7 @@ import numpy as np
 
 from headway.cluster.device import Device
 from headway.cluster.sheets import SHEETS
+from headway.cost.network import Network
 from headway.cost.presets import device_of
 from headway.errors import PlanError
 from headway.planner.candidate import Point
@@ -78,12 +79,13 @@ class Verdict:
     changes: tuple[Relaxation, ...]
 
 
-def look(engine: Search) -> Verdict:
+def look(engine: Search, wider: Network | None = None) -> Verdict:
     """What is missing, and the smallest change of each kind with which there is a plan: those that
     take no other machines first, the cheapest of them first.
 
     Args:
         engine: Of a question to which nothing fits.
+        wider: The links of as many such nodes as are wanted, of a preset.
     """
     question = engine.question
     need = least_memory(engine)
@@ -91,7 +93,7 @@ def look(engine: Search) -> Verdict:
         return Verdict(question=question, need=None, changes=())
     free = sibling(engine, replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
-    found = list(_memory(engine, base, need))
+    found = [*_memory(engine, base, need), *_devices(engine, base, wider)]
     found += [relaxed for kind in _KINDS for relaxed in kind(engine, base)]
     found.sort(key=lambda one: (one.hardware, one.cost))
     return Verdict(question=question, need=need, changes=tuple(found))
@@ -114,14 +116,17 @@ def _memory(engine: Search, base: float, need: Need) -> Iterator[Relaxation]:
     )
 
 
-def _devices(engine: Search, base: float) -> Iterator[Relaxation]:
+def _devices(engine: Search, base: float, wider: Network | None) -> Iterator[Relaxation]:
     """The least number: up to a node one by one, then node by node; where the file does not say
     how large a node is, doubled."""
+    if wider is not None:
+        machine = replace(engine.question.machine, network=wider)
+        engine = Search(replace(engine.question, machine=machine))
     question = engine.question
     most = question.devices[-1]
     whole = engine.held * state_per_byte(question.itemsize, 0, 1, question.work.optimiser.state)
     least = max(most + 1, int(np.ceil(whole / question.cap)))
-    width = question.machine.network.levels[0].width
+    width, node = question.machine.network.levels[0].width, 1
     if np.isfinite(width):
         node = int(width)
         start = -(-max(least, node + 1) // node) * node
@@ -138,7 +143,7 @@ def _devices(engine: Search, base: float) -> Iterator[Relaxation]:
                 engine,
                 base,
                 kind="devices",
-                change=f"{number} devices",
+                change=f"{number} devices" + (f" (--nodes {-(-number // node)})" if wider else ""),
                 question=asked,
                 shorter=replace(question, devices=(before,)),
                 hardware=True,
@@ -227,7 +232,7 @@ def _device(engine: Search, base: float) -> Iterator[Relaxation]:
     yield from _first_that_fits(engine, base, kind="device", tried=tried, hardware=True)
 
 
-_KINDS = (_devices, _tensor, _zero, _recompute, _schedule, _batch, _force, _device)
+_KINDS = (_tensor, _zero, _recompute, _schedule, _batch, _force, _device)
 
 
 def _first_that_fits(

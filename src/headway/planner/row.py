@@ -5,13 +5,15 @@ Invariant: units cover the operators without gaps, and stretches of one class ha
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from headway.graph import blocks, cuts
+from headway.graph import Operator, blocks, cuts
 from headway.graph.block import Structures
 from headway.planner.operators import Workload
 from headway.planner.pipeline_cuts import Lines, by_number
@@ -27,7 +29,10 @@ class Unit:
         kind: Equal for units of equal structure: a number from 0.
         entry: The tensor that enters; "" for the first unit.
         exit: The tensor that leaves; "" for the last.
-        module: Of its first operator that has one.
+        module: With which it begins: of the first part of its first operator, where nothing else
+            lies in it; else `layer`.
+        layer: Module of its first operator that has one. A border in front of it, behind what was
+            folded into it, is taken for this one.
     """
 
     start: int
@@ -36,6 +41,7 @@ class Unit:
     entry: str
     exit: str
     module: str
+    layer: str = ""
 
 
 def units(work: Workload) -> tuple[Unit, ...]:
@@ -59,16 +65,37 @@ def units(work: Workload) -> tuple[Unit, ...]:
     borders.append((len(graph.operators), ""))
     kinds: dict[object, int] = {}
     found = []
+    everywhere = _around(graph.operators)
     for (start, entry), (stop, exit_) in pairwise(borders):
         operators = graph.operators[start:stop]
         shapes = tuple(graph.tensors[t].shape if t else () for t in (entry, exit_))
         key = (structures.of(start, stop), shapes)
-        module = next((o.module for o in operators if o.module), "")
+        layer = next((o.module for o in operators if o.module), "")
+        module, own = next(iter(operators[0].modules), ""), _around(operators)
+        if not module or own[module] < everywhere[module]:
+            module = layer
         kind = kinds.setdefault(key, len(kinds))
         found.append(
-            Unit(start=start, stop=stop, kind=kind, entry=entry, exit=exit_, module=module)
+            Unit(
+                start=start,
+                stop=stop,
+                kind=kind,
+                entry=entry,
+                exit=exit_,
+                module=module,
+                layer=layer,
+            )
         )
     return tuple(found)
+
+
+def _around(operators: Sequence[Operator]) -> Counter[str]:
+    """How many operators lie in each module, wholly or in part."""
+    found = Counter[str]()
+    for operator in operators:
+        paths = (name.split(".") for name in operator.modules or (operator.module,))
+        found.update({".".join(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from headway.errors import NothingFits, PlanError
 from headway.planner.bounds import Bounds
 from headway.planner.candidate import Candidate, Point
 from headway.planner.degrees import Degrees, combinations, describe
-from headway.planner.found import Answer, distinct, left
+from headway.planner.found import ALIKE, Answer, distinct, left
 from headway.planner.question import Objective, Question
 from headway.planner.schemes import schemes
 from headway.units import format_bytes
@@ -79,6 +80,7 @@ class Search(Bounds):
             NothingFits: No plan is within the memory.
         """
         question = self.question
+        end = np.inf if question.seconds is None else perf_counter() + question.seconds
         waiting: list[tuple[float, Degrees, float, bool]] = []
         for degrees in self.combinations():
             seconds, held = self._first_bound(degrees)
@@ -90,7 +92,8 @@ class Search(Bounds):
             seconds, degrees, held, tight = heapq.heappop(waiting)
             if held > question.cap or not np.isfinite(seconds):
                 continue
-            if self._beaten(seconds, question.cap, degrees.devices, held):
+            late = bool(self.points) and perf_counter() > end
+            if late or self._beaten(seconds, question.cap, degrees.devices, held):
                 bound = min(bound, _bound_value(question, degrees.devices, seconds))
                 continue
             candidate = self.candidate(degrees)
@@ -197,21 +200,24 @@ class Search(Bounds):
                 ]
             )
             return bool((self._known <= most).all(axis=1).any())
-        least = min(_value(self.question, point) for point in self.points)
+        least, fewest = min((_value(self.question, p), p.devices) for p in self.points)
         value = _bound_value(self.question, devices, seconds)
-        return value >= least if self.question.objective != "fewest-devices" else value > least
+        if self.question.objective == "fewest-devices":
+            return value > least
+        return value > least * ALIKE if devices < fewest else value >= least
 
     def _outcome(self, considered: int, bound: float) -> Outcome:
         question = self.question
         found = distinct(self.points)
         points = tuple(self.candidate(point.degrees).detailed(point) for point in found)
-        values = [(_value(question, point), point.seconds) for point in points]
-        chosen = values.index(min(values))
+        values = [_value(question, point) for point in points]
+        equal = [n for n, value in enumerate(values) if value <= min(values) * ALIKE]
+        chosen = min(equal, key=lambda n: (points[n].devices, points[n].seconds))
         return Outcome(
             question=question,
             points=points,
             chosen=chosen,
-            bound=min(bound, values[chosen][0]),
+            bound=min(bound, values[chosen]),
             floor=min(
                 self.floor(degrees)
                 for degrees in self.combinations()

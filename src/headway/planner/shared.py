@@ -119,11 +119,12 @@ class Shared:
                 found[unit] += tensors[name].bytes
         return found
 
-    def weight_share(self, start: int, stop: int) -> float:
-        """Which part of the backward of a stretch makes gradients of weights, by its FLOPs."""
-        inputs, weights = self._gradient_flops
-        both = inputs[stop] + weights[stop] - inputs[start] - weights[start]
-        return float((weights[stop] - weights[start]) / both) if both else 0.0
+    def weight_shares(self, starts: np.ndarray, stops: np.ndarray) -> Floats:
+        """Which part of the backward of stretches makes gradients of weights, by its FLOPs."""
+        inputs, weights = (sums[stops] - sums[starts] for sums in self._gradient_flops)
+        both = inputs + weights
+        found: Floats = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
+        return found
 
     @cached_property
     def _gradient_flops(self) -> tuple[Floats, Floats]:

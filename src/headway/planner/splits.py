@@ -98,7 +98,7 @@ def _table(job: Job) -> Iterator[Advice]:
 
 def _line(name: str, row: paradl.Row, devices: int, cap: float) -> str:
     if devices > row.limit:
-        return f"{name} at most {row.limit} devices"
+        return f"{name} at most {row.limit} device{'s' * (row.limit > 1)}"
     text = f"{name} {format_seconds(row.seconds)}, of these {format_seconds(row.communication)} "
     text += f"exchange, {format_bytes(row.memory)}"
     return text if row.memory <= cap else f"{text}, too much"

@@ -10,15 +10,14 @@ a stretch costs is the sum of the strategies of its units, which can be named. S
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import groupby
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from headway.planner.chains import Chain, Chains, Longer, joined, path, rows_of
 from headway.planner.operators import Floats, Setting
 from headway.planner.room import ROUNDING, Room, room_of
 from headway.planner.row import Stretches, Unit
@@ -54,6 +53,22 @@ class Cells(NamedTuple):
     more: Floats
     prices: np.ndarray
 
+    def first(self, classes: int) -> Cells:
+        """Of the first classes."""
+        if classes == self.params.shape[1]:
+            return self
+        return Cells._make([*(part[:, :classes] for part in self[:-1]), self.prices])
+
+
+class _Group(NamedTuple):
+    """Classes of stretches that are one chain: `rows` of it, (2, J, len(PARTS)) what a further
+    unit of each of its runs adds, the classes, and (members, runs) how many units those have."""
+
+    rows: Floats
+    steps: list[Floats]
+    members: np.ndarray
+    counts: Floats
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -64,13 +79,13 @@ class Tables:
     classes: Stretches
     transients: Transients
     scale: float
-    _known: dict[int, Floats] = field(default_factory=dict)
+    _places: dict[int, tuple[Chain, Longer]] = field(default_factory=dict)
+    _grouped: dict[int, list[_Group]] = field(default_factory=dict)
     _solved: dict[int, Solved] = field(default_factory=dict)
-    _cells: dict[tuple[str, int], Cells] = field(default_factory=dict)
-    _priced: dict[int, Floats] = field(default_factory=dict)
-    _picks: dict[int, np.ndarray] = field(default_factory=dict)
+    _cells: dict[str, Cells] = field(default_factory=dict)
     _least: list[Cells] = field(default_factory=list)
     _least_of: dict[int, float] = field(default_factory=dict)
+    _crossing: dict[str, Floats] = field(default_factory=dict)
     _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -114,45 +129,59 @@ class Tables:
             self._states[tensor] = self.setting.placements(tensor) if tensor else ("",)
         return self._states[tensor]
 
+    @cached_property
+    def chains(self) -> Chains:
+        """Of the units, at all prices."""
+        return Chains(self.weights, lambda kind: self.solved(kind).rows)
+
     def stretch(self, number: int) -> Floats:
         """(2, J, A, B, len(PARTS)) of a class of stretches."""
-        way = []
-        while number not in self._known and self.classes.before[number] >= 0:
-            way.append(number)
-            number = self.classes.before[number]
-        found = self._known.get(number)
-        if found is None:
-            found = self.solved(self.classes.last[number]).rows
-            self._known[number] = found
-        for number in reversed(way):
-            found, picks = self._with(found, self.classes.last[number])
-            self._known[number], self._picks[number] = found, picks.astype(np.int8)
-        return found
+        return rows_of(*self._place_of(number))
 
-    def _with(self, left: Floats, last: int) -> tuple[Floats, np.ndarray]:
-        """`_joined` with one more unit of this kind."""
-        right = self.solved(last).rows
-        if last not in self._priced:
-            self._priced[last] = _price(right, self.weights)
-        return _joined(left, right, self.weights, self._priced[last])
+    def _place_of(self, number: int) -> tuple[Chain, Longer]:
+        """The chain of a class, and how much longer its runs are."""
+        if number not in self._places:
+            before, last = self.classes.before[number], self.classes.last[number]
+            if before < 0:
+                self._places[number] = self.chains.first(last), ()
+            elif before in self._places:
+                self._places[number] = self.chains.longer(*self._places[before], last)
+            else:
+                start, stop = self.classes.examples[number]
+                self._places[number] = self.chains.of([u.kind for u in self.row[start:stop]])
+        return self._places[number]
 
-    def _stretches(self, classes: int) -> None:
-        """The first classes, those of a length and with one last unit at once."""
-        sizes = [stop - start for start, stop in self.classes.examples[:classes]]
-        missing = [number for number in range(len(sizes)) if number not in self._known]
-        for _, alike in groupby(missing, key=sizes.__getitem__):  # shorter ones come first
-            groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-            for number in alike:
-                before, last = self.classes.before[number], self.classes.last[number]
-                if before < 0:
-                    self._known[number] = self.solved(last).rows
-                else:
-                    groups.setdefault((last, self._known[before].shape), []).append(number)
-            for (last, _), numbers in groups.items():
-                left = np.stack([self._known[self.classes.before[n]] for n in numbers])
-                rows, picks = self._with(left, last)
-                self._known.update(zip(numbers, rows, strict=True))
-                self._picks.update(zip(numbers, picks.astype(np.int8), strict=True))
+    def _groups(self, classes: int) -> list[_Group]:
+        """The first classes, those of one chain together."""
+        if classes not in self._grouped:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            self._join_all(classes)
+            for number in range(classes):
+                chain, runs = self._place_of(number)
+                groups.setdefault((id(chain), *(id(run) for run, _ in runs)), []).append(number)
+            found = []
+            for members in groups.values():
+                places = [self._places[number] for number in members]
+                chain, runs = places[0]
+                counts = np.array([[n for _, n in runs] for _, runs in places], dtype=float)
+                steps = [run.step for run, _ in runs]
+                found.append(_Group(chain.rows, steps, np.array(members), counts))
+            self._grouped[classes] = found
+        return self._grouped[classes]
+
+    def _join_all(self, classes: int) -> None:
+        """Joins the units of the first classes, those of one length at once."""
+        before, last = self.classes.before, self.classes.last
+        for low, high in self.classes.lengths:
+            if low >= classes:
+                break
+            pairs = {}
+            for number in range(low, high):
+                if number not in self._places and before[number] >= 0:
+                    chain, _ = self._place_of(before[number])
+                    if self.chains.missing(chain, last[number]):
+                        pairs[id(chain), last[number]] = chain, last[number]
+            self.chains.join(pairs.values())
 
     @cached_property
     def transient(self) -> float:
@@ -169,23 +198,33 @@ class Tables:
             doubled: (classes,) bytes of parameters that are counted more than once; the same
                 whoever asks.
         """
-        key = border, len(doubled)
-        if key not in self._cells:
-            several = bool(border)
-            if several:
-                self._stretches(len(doubled))
-            found = []
-            some = self.classes.examples[: len(doubled)] if several else ((0, len(self.row)),)
-            for start, stop in some:
-                rows = self.stretch(int(self.classes.of[start, stop]))
-                first, last = self.row[start].entry, self.row[stop - 1].exit
-                found.append(rows[:, :, self.place(first, border), self.place(last, border)])
-            cells = np.stack(found, axis=2)  # (2, J, classes, 5)
-            by_price = {cells[:, j].tobytes(): j for j in reversed(range(cells.shape[1]))}
-            prices = np.sort(list(by_price.values()))
-            parts = cells[:, prices].transpose(3, 0, 2, 1)
-            self._cells[key] = self._laid_out(np.ascontiguousarray(parts), doubled, prices)
-        return self._cells[key]
+        known = self._cells.get(border)
+        if known is None or len(doubled) > known.params.shape[1]:
+            known = self._cells[border] = self._cells_of(border, doubled)
+        return known.first(len(doubled))
+
+    def _cells_of(self, border: str, doubled: Floats) -> Cells:
+        if not border:
+            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            groups = [_Group(rows[:, :, None, None], [], np.zeros(1, dtype=int), np.zeros((1, 0)))]
+        else:
+            groups = self._groups(len(doubled))
+        lines = []
+        for group in groups:
+            start, stop = self.classes.examples[group.members[0]] if border else (0, len(self.row))
+            first, last = self.row[start].entry, self.row[stop - 1].exit
+            entry, exit_ = self.place(first, border), self.place(last, border)
+            lines.append(group.rows[:, :, entry, exit_])
+        every = np.stack([*lines, *(step for group in groups for step in group.steps)])
+        by_price = {every[:, :, j].tobytes(): j for j in reversed(range(every.shape[2]))}
+        prices = np.sort(list(by_price.values()))
+        parts = np.empty((every.shape[-1], 2, len(doubled), len(prices)))
+        for group, line in zip(groups, lines, strict=True):
+            own = line[:, prices].transpose(2, 0, 1)[:, :, None]
+            for step, numbers in zip(group.steps, group.counts.T, strict=True):
+                own = own + step[:, prices].transpose(2, 0, 1)[:, :, None] * numbers[:, None]
+            parts[:, :, group.members] = own
+        return self._laid_out(parts, doubled, prices)
 
     def least(self, doubled: Floats) -> Cells:
         """Of the whole row at all prices, with whole tensors at its ends; arguments as `cells`."""
@@ -213,7 +252,7 @@ class Tables:
         for middle in sorted({length // 4, length // 2, 3 * length // 4} - {0}):
             left = self.stretch(int(self.classes.of[0, middle]))
             right = self.stretch(int(self.classes.of[middle, length]))
-            _, picks = _joined(left, right, self.weights)
+            _, picks = joined(left, right, self.weights)
             states = self.states(self.row[middle].entry)
             found.update(states[place] for place in np.unique(picks))
         return tuple(sorted(found))
@@ -224,6 +263,15 @@ class Tables:
             sums = np.concatenate([[0.0], np.cumsum([self.room.least[u.kind] for u in self.row])])
             self._least_of[units] = float((sums[units:] - sums[:-units]).min()) * (1.0 - ROUNDING)
         return self._least_of[units]
+
+    def crossing(self, border: str) -> Floats:
+        """(L,): bytes of a device of what enters each unit, where it has this placement."""
+        if border not in self._crossing:
+            tensors = [unit.entry for unit in self.row]
+            split = [border.startswith("S") and border in self.states(tensor) for tensor in tensors]
+            whole = [self.setting.bytes_of(tensor) if tensor else 0.0 for tensor in tensors]
+            self._crossing[border] = np.array(whole) / np.where(split, self.setting.tensor, 1)
+        return self._crossing[border]
 
     def place(self, tensor: str, state: str) -> int:
         """The number of a placement of a border's tensor; 0, whole, where it has not got it."""
@@ -242,56 +290,8 @@ class Tables:
     def _path(
         self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
     ) -> tuple[tuple[int, int], ...]:
-        number, (entry, exit_) = int(self.classes.of[start, stop]), ends
-        self.stretch(number)
-        states = []
-        while self.classes.before[number] >= 0:
-            between = int(self._picks[number][again, price, entry, exit_])
-            states.append((between, exit_))
-            number, exit_ = self.classes.before[number], between
-        return ((entry, exit_), *reversed(states))
-
-
-def _price(rows: Floats, weights: Floats) -> Floats:
-    """(..., 2, J, A, B): what strategies (..., 2, J, A, B, 5) cost."""
-    found: Floats = np.einsum("...rjabp,rjp->...rjab", rows, weights)
-    return found
-
-
-def _joined(
-    left: Floats, right: Floats, weights: Floats, other: Floats | None = None
-) -> tuple[Floats, np.ndarray]:
-    """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
-
-    There may be several in front, (..., 2, J, A, B, 5). `other` is `_price` of those behind.
-    """
-    if left.shape[-2] == 1 and right.shape[-3] == 1:
-        sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
-        return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
-    priced = _price(left, weights)
-    other = _price(right, weights) if other is None else other
-    best = priced[..., :, 0, None] + other[..., None, 0, :]
-    picks = np.zeros(best.shape, dtype=np.int64)
-    for between in range(1, left.shape[-2]):
-        sums = priced[..., :, between, None] + other[..., None, between, :]
-        picks[sums < best] = between
-        np.minimum(best, sums, out=best)
-    one, two = _lines(picks.shape[:-1], left.shape[-2], right.shape[:-1])
-    return _rows_of(left, one + picks) + _rows_of(right, two + picks * right.shape[3]), picks
-
-
-@lru_cache(maxsize=256)
-def _lines(
-    shape: tuple[int, ...], between: int, right: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The lines of both tables where the placement between them is the first one."""
-    one = np.arange(math.prod(shape)).reshape(*shape, 1) * between
-    two = np.arange(math.prod(right[:2])).reshape(*right[:2], 1, 1) * right[2] * right[3]
-    return one, two + np.arange(right[3])
-
-
-def _rows_of(table: Floats, lines: np.ndarray) -> Floats:
-    return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
+        place = self._place_of(int(self.classes.of[start, stop]))
+        return path(*place, again, price, ends)
 
 
 def tables(

@@ -44,6 +44,14 @@ class Straight(Timetable):
         ready = {(rank, rank): end for rank, end in enumerate(done)}
         return Played(tuple(done), ready, max(self._summed(done, ready, sums)))
 
+    @cached_property
+    def _sweeps(self) -> list[tuple[bool, slice]]:
+        """One after the other: whether ranks have a backward, and which."""
+        both = (
+            (back, ranks) for cells in self._seconds_of_cells() for back, ranks in enumerate(cells)
+        )
+        return [(bool(back), ranks) for back, ranks in both if ranks.stop > (ranks.start or 0)]
+
     def _seconds_of_cells(self) -> Iterator[tuple[slice, slice]]:
         """Of every second the ranks with a forward and those with a backward."""
         p, m = self.stages, self.microbatches
@@ -70,21 +78,18 @@ class Straight(Timetable):
         delay_back, sent_back = np.roll(delay, 1), np.roll(sent, 1)  # of the border in front
         clock, free, free_back = np.zeros((3, p))
         there, there_back = np.zeros((2, p + 1))  # of rank r: from r - 1 at r, from r + 1 at r + 1
-        for ahead, back in self._seconds_of_cells():
-            for ranks, seconds, come, link, wire_, wait, go in (
-                (ahead, forward, there[:-1], free, sent, delay, there[1:]),
-                (back, backward, there_back[1:], free_back, sent_back, delay_back, there_back[:-1]),
-            ):
-                if ranks.stop <= (ranks.start or 0):
-                    continue
-                time = np.maximum(clock[ranks], come[ranks])
-                time += seconds[ranks]
-                clock[ranks] = time
-                left = np.maximum(link[ranks], time)
-                left += wire_[ranks]
-                link[ranks] = left
-                left += wait[ranks]
-                go[ranks] = left
+        ways = (
+            (forward, there[:-1], free, sent, delay, there[1:]),
+            (backward, there_back[1:], free_back, sent_back, delay_back, there_back[:-1]),
+        )
+        for back, ranks in self._sweeps:
+            seconds, come, link, wire_, wait, go = ways[back]
+            time, left = clock[ranks], link[ranks]
+            np.maximum(time, come[ranks], out=time)
+            time += seconds[ranks]
+            np.maximum(left, time, out=left)
+            left += wire_[ranks]
+            np.add(left, wait[ranks], out=go[ranks])
         found: list[float] = clock.tolist()
         return found
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headway.planner.apart import points_apart
 from headway.planner.degrees import describe
 from headway.planner.refusal import recomputed
 from headway.planner.search import Outcome
@@ -85,16 +86,16 @@ def frontier_of(outcome: Outcome, *, model: str, cluster: str) -> Frontier:
         model: Its name.
         cluster: Its name.
     """
-    question = outcome.question
+    question, notes = outcome.question, points_apart(outcome.search, outcome.points)
     spots = [
         Spot(
             seconds=point.seconds,
             bytes=point.bytes,
             devices=point.devices,
-            words=describe(point.degrees) + recomputed(point),
+            words=f"{describe(point.degrees)}{recomputed(point)}{said and f' ({said})'}",
             chosen=number == outcome.chosen,
         )
-        for number, point in enumerate(outcome.points)
+        for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
     ]
     return Frontier(
         title=f"{model} on {cluster}, batch {question.batch}: {question.objective}",

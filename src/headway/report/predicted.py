@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = ("compute", "wait", "update", "other")
-"""Other: data and what lies between the steps' parts; the prediction knows nothing of it."""
+"""Other: data, what any step takes beside its kernels, and what lies between a step's parts."""
 _COLOURS = {"compute": "forward", "wait": "wait", "update": "update", "other": "other"}
 _FORWARD = 1.0 / 3.0
 """Of both passes, in the timeline: B = 2 F of the performance model."""

@@ -13,6 +13,8 @@ from headway.capture.kernels import cores_in_use, measure_kernels
 from headway.capture.links import measure_exchanges, measure_overlap, measure_skew, slowest_of
 from headway.capture.rounds import SECONDS, Slowest, alone
 from headway.cluster.readings import Exchanges, Readings
+from headway.run.idle_steps import idle_steps
+from headway.run.memory import keep_freed_memory
 from headway.run.place import Place
 from headway.run.world import World
 
@@ -46,7 +48,9 @@ def measure_in(world: World, seconds: float = SECONDS) -> list[Readings]:
     world.barrier("measuring")
     by_node = [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
     slowest = _slowest(world, by_node)
-    kernels = measure_kernels(world.device, len(mine), slowest, seconds)
+    keep_freed_memory()  # as training does
+    with idle_steps(world) as idle:
+        kernels = measure_kernels(world.device, len(mine), slowest, seconds, idle)
     inside = between = None
     if world.ranks > 1:
         kernels = replace(

@@ -8,11 +8,14 @@ import torch
 
 from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
+from headway.capture.fake import Pretence
 from headway.graph import ModelGraph, fold
 from headway.graph.annotations import Annotations
+from headway.parallel.cut import check_cut
 from headway.parallel.state_sharding import groups_of
 from headway.run.amounts import resolve_batch
 from headway.run.model_costs import example_of
+from headway.run.recipe import Recipe
 from headway.run.recipe_file import load_recipe
 
 SAMPLES = 64
@@ -51,6 +54,24 @@ def annotated_graph_of(
         said = annotations_of(model)
     graph = capture(model, example_of(recipe, samples), loss=recipe.loss)
     return fold(graph), samples, batch, said
+
+
+def check_stages(recipe: Recipe, at: Sequence[str], samples: int) -> None:
+    """Whether the executor can cut a recipe's model there; nothing is allocated.
+
+    Args:
+        recipe: Its model and loss.
+        at: Modules with which the second and all later stages begin.
+        samples: Of a micro-batch.
+
+    Raises:
+        PlanError: The forward cannot be followed, or not be cut there.
+    """
+    with torch.device("meta"), building():
+        model = recipe.model()
+    pretence = Pretence()
+    model, data = pretence.model(model), pretence.tree(example_of(recipe, samples))
+    check_cut(model, recipe.loss, data, at)
 
 
 def gathered_of(reference: str) -> list[list[str]]:

@@ -36,7 +36,7 @@ from headway.run.randomness import Sites
 from headway.run.recipe import Loss
 from headway.run.record import StepRecord
 from headway.run.routes import find_nodes
-from headway.run.spatial import SpatialInputs
+from headway.run.spatial import SpatialInputs, context_of
 from headway.run.stage_cut import cut_as_planned
 from headway.run.stage_evaluation import StageEvaluation
 from headway.run.stage_randomness import StageRandomness
@@ -112,7 +112,9 @@ class PipelineSteps:
     def __init__(self, means: Means) -> None:
         self._means = means
         plan, rank = means.plan, means.world.rank
-        self._inputs = SpatialInputs(plan, means.world) if plan.split.spatial else None
+        self._inputs = (
+            SpatialInputs(plan, context_of(plan, means.world)) if plan.split.spatial else None
+        )
         self._team = Team(
             rank=plan.mesh.coordinate(rank)[AXIS],
             ranks=plan.mesh.peers(rank, AXIS),

@@ -115,8 +115,8 @@ class StageLayers:
         return () if self._split is None else (self._split.context,)
 
     def entering(self, model: Any) -> Any:
-        """What a loss calls in place of the model: its inputs are cut by samples."""
-        return model if self._split is None else _Entering(model, self._split.context)
+        """See the function."""
+        return entering(model, self._split)
 
     def keep(self, meshes: Mapping[str, DeviceMesh]) -> None:
         """Parameters are cut once more, by rows; see `StageShards.meshes`."""
@@ -154,6 +154,11 @@ def _check_islands(stages: Stages, decisions: Decisions) -> None:
             problems=problems,
             fix="Name smaller modules in split.by, or modules to cut at in pipeline.cut.",
         )
+
+
+def entering(model: Any, split: Split | None) -> Any:
+    """What a loss calls in place of a model whose layers are split: it cuts inputs by samples."""
+    return model if split is None else _Entering(model, split.context)
 
 
 class _Entering:

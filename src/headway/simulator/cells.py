@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from headway.schedule import Kind, PipelineSchedule
+from headway.schedule import Action, Kind, PipelineSchedule
 from headway.schedule.wiring import Wiring, wire
 from headway.simulator.work import Piece, StageWork, StepWork
 
@@ -57,6 +57,41 @@ class Cells:
 
     def stage(self, cell: int) -> StageWork:
         return self.work.stages[self.wiring.actions[cell].stage]
+
+    def seconds(self, cell: int) -> tuple[float, float]:
+        """Of a cell on sound devices; and of those, what are collectives of the tensor axis."""
+        action = self.wiring.actions[cell]
+        whole = self.stage(cell).update if action.kind == Kind.STEP else self.wiring.seconds[cell]
+        return whole, self._collectives(action)
+
+    def _collectives(self, action: Action) -> float:
+        """Seconds of the tensor axis within an action."""
+        forward, backward = self.work.stages[action.stage].collectives
+        again = forward if action.stage in self.table.recompute else 0.0
+        found = {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: again + backward,
+            Kind.INPUT_GRAD: again + backward / 2,
+            Kind.WEIGHT_GRAD: backward / 2,
+        }.get(action.kind, 0.0)
+        return found / 2 if self.table.halves else found
+
+    def memory(self, place: int, action: Action) -> tuple[float, float]:
+        """What a cell takes at its start, and frees at its end; one update is of all stages."""
+        part = 0.5 if self.table.halves else 1.0
+        stage, kind = self.work.stages[action.stage], action.kind
+        again = stage.again if action.stage in self.table.recompute else 0.0
+        took = freed = 0.0
+        if kind == Kind.FORWARD:
+            took = stage.kept
+        elif kind in BACKWARD:
+            took = stage.transient + (again if kind != Kind.WEIGHT_GRAD else 0.0)
+            freed = stage.transient + (stage.kept + again if kind in WHOLE else 0.0)
+        elif kind == Kind.STEP:
+            hosted = {stage for _, stage in self.table.hosted(place)}
+            both = sum(self.work.stages[stage].passing for stage in hosted)
+            return both, both
+        return took * part, freed * part
 
     def summed(self, stage: int) -> bool:
         """Whether several ranks hold a stage's gradients."""

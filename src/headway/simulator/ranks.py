@@ -2,9 +2,9 @@
 
 Ranks are numbered by axes with strides, node by node. A message is priced on the innermost level
 that joins its two ends, a collective by `cost.Network` for its whole group. Invariant: copies of a
-pipeline, and positions on the tensor axis, are one class exactly if all their ranks are equally
-fast and all their messages and collectives cost the same; so playing one of each class is playing
-all.
+pipeline, and positions on the tensor axis, are one class exactly if all their ranks have the same
+devices, are equally fast and all their messages and collectives cost the same; so playing one of
+each class is playing all.
 """
 
 from __future__ import annotations
@@ -187,12 +187,14 @@ class Cast:
         edges: Between which places messages go.
         holders: Of each stage, the places that hold it.
         everybody: Play every rank, whether others behave alike or not.
+        variant: Of each copy: those with the same number have the same devices; empty: all have.
     """
 
     world: World
     edges: tuple[Edge, ...]
     holders: tuple[tuple[int, ...], ...]
     everybody: bool = False
+    variant: tuple[int, ...] = ()
 
     @cached_property
     def parts(self) -> tuple[Class, ...]:
@@ -213,7 +215,8 @@ class Cast:
         def look(copy: int) -> object:
             slow = tuple(world.slowness(copy, place) for place in places)
             links = tuple(world.links_of_tensor(copy, place) for place in places)
-            return slow, links, tuple(self._messages(part.first, copy) for part in self.parts)
+            messages = tuple(self._messages(part.first, copy) for part in self.parts)
+            return self.variant[copy : copy + 1], slow, links, messages
 
         return self._classes(world.grid.data, look)
 

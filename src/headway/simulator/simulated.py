@@ -16,13 +16,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 from headway.simulator.engine import NONE, Played, play
-from headway.simulator.step import COMMUNICATION, MESSAGES, Built, Device, build
+from headway.simulator.step import COMMUNICATION, HOST, MESSAGES, Built, Device, build
 from headway.simulator.work import StepWork
 from headway.timeline import Span, Timeline
 
-COMPUTE = ("forward", "backward", "update")
-KINDS = dict.fromkeys(COMMUNICATION, "wait")
-"""What a timeline calls communication that a compute lane feels."""
+COMPUTE = (HOST, "forward", "backward", "update")
+KINDS = dict.fromkeys(COMMUNICATION, "wait") | {HOST: "data"}
+"""What a timeline calls communication that a compute lane feels, and what comes before a step."""
 ROUNDING = 1e-12
 """Idle time below this share of a step is none."""
 INSIDE = "tensor axis"

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.schedule import Action, Kind, PipelineSchedule
+from headway.schedule import Kind, PipelineSchedule
 from headway.schedule.stats import measure
 from headway.schedule.wiring import Sync
-from headway.simulator.cells import BACKWARD, WHOLE, Cells
+from headway.simulator.cells import BACKWARD, Cells
 from headway.simulator.engine import Program
 from headway.simulator.ranks import Cast, Class, Edge, World
 from headway.simulator.work import StepWork
@@ -24,6 +24,8 @@ MESSAGES, SUMS, SCATTERS, GATHERS = "messages", "sums", "scatters", "gathers"
 """Kinds of communication: between stages, and collectives of gradients and parameters."""
 COLLECTIVES = (SUMS, SCATTERS, GATHERS)
 COMMUNICATION = (MESSAGES, *COLLECTIVES)
+HOST = "host"
+"""Kind of what a rank does before its first pass."""
 KIND_OF = {Kind.FORWARD: "forward", Kind.STEP: "update"} | dict.fromkeys(BACKWARD, "backward")
 Member = tuple[int, int, int]
 """(copy, part, place) of a rank that is played."""
@@ -91,11 +93,13 @@ class _Builder:
         self.work = work
         self.built = Built(work)
         self.program = self.built.program
-        self.cells = Cells(work)
+        self.variants = tuple(Cells(one) for one in work.alike)
+        self.cells = self.variants[0]  # of what all copies have in common
         self.table, self.wiring = self.cells.table, self.cells.wiring
         self.world = World(work.grid, work.network, work.faults)
         holders = tuple(self.table.holders(stage) for stage in range(self.table.stages))
-        self.cast = Cast(self.world, tuple(_edges(self.table)), holders, everybody)
+        edges = tuple(_edges(self.table))
+        self.cast = Cast(self.world, edges, holders, everybody, work.variant)
         self.numbers: dict[Member, int] = {}
         self.older = _older_weights(work)
         self.lanes: dict[tuple[int, str, str], int] = {}
@@ -121,17 +125,22 @@ class _Builder:
 
     # -- devices and cells ---------------------------------------------------------------------
 
+    def _of(self, copy: int) -> Cells:
+        """The cells of a copy, on its own devices."""
+        return self.variants[self.work.variant[copy] if self.work.variant else 0]
+
     def _device(self, copy: Class, part: Class, place: int) -> None:
         number = len(self.built.devices)
         self.numbers[copy.first, part.first, place] = number
         hosted = sorted({stage for _, stage in self.table.hosted(place)})
+        stages = self._of(copy.first).work.stages
         self.built.devices.append(
             Device(
                 rank=self.work.grid.rank(part.first, copy.first, place),
                 place=place,
                 count=copy.count * part.count,
                 compute=self.program.stream(number, "compute", "compute"),
-                state=sum(self.work.stages[stage].early for stage in hosted) + self.older[place],
+                state=sum(stages[stage].early for stage in hosted) + self.older[place],
             )
         )
 
@@ -142,23 +151,24 @@ class _Builder:
 
     def _row(self, copy: int, place: int) -> None:
         """What one tensor group does, in order."""
-        on = self._compute(copy, place)
-        before: tuple[int, ...] = ()
+        on, cells = self._compute(copy, place), self._of(copy)
+        stages = cells.work.stages
+        before = self._host(copy, place, on)
         known: dict[tuple[Kind, int], tuple[float, float, float, float]] = {}
-        late = {n for n, stage in enumerate(self.work.stages) if stage.gradients}
+        late = {n for n, stage in enumerate(stages) if stage.gradients}
         for cell in self.wiring.order[place]:
             action = self.wiring.actions[cell]
             kind, label = KIND_OF.get(action.kind, ""), str(action)
             alike = (action.kind, action.stage)
             if alike not in known:
-                known[alike] = (*self._seconds(copy, place, cell), *self._memory(place, action))
+                known[alike] = (*self._seconds(copy, place, cell), *cells.memory(place, action))
             whole, inside, took, freed = known[alike]
             if action.stage in late and action.kind in BACKWARD:
                 late.remove(action.stage)
-                more = self.work.stages[action.stage].more
-                took, freed = took + more + self.work.stages[action.stage].gradients, freed + more
+                more = stages[action.stage].more
+                took, freed = took + more + stages[action.stage].gradients, freed + more
             chain = []
-            for chunk in self.cells.chunks(cell):
+            for chunk in cells.chunks(cell):
                 task = self.program.add(kind, on, whole * chunk.share, before, label=label)
                 if inside:
                     self.built.inside[task] = inside * chunk.share
@@ -169,46 +179,22 @@ class _Builder:
                 self.built.takes[chain[0]] = took
                 self.built.frees[chain[-1]] = freed
 
+    def _host(self, copy: int, place: int, on: tuple[int, ...]) -> tuple[int, ...]:
+        """What a rank does before its first pass; on a slow rank it takes longer, too."""
+        stages = self._of(copy).work.stages
+        seconds = max((stages[stage].host for _, stage in self.table.hosted(place)), default=0.0)
+        seconds *= self.world.slowness(copy, place)
+        return (self.program.add(HOST, on, seconds, (), label=HOST),) if seconds else ()
+
     def _seconds(self, copy: int, place: int, cell: int) -> tuple[float, float]:
         """Of a cell on a tensor group, which may be slow, or joined by a slow link; and of those,
         what are collectives."""
-        action, stage = self.wiring.actions[cell], self.cells.stage(cell)
-        whole = stage.update if action.kind == Kind.STEP else self.wiring.seconds[cell]
+        whole, inside = self._of(copy).seconds(cell)
         slow = self.world.slowness(copy, place)
         links = self.world.links_of_tensor(copy, place)
-        inside = self._collectives(action)
         if slow == 1.0 and links == 1.0:
             return whole, inside
         return (whole - inside) * slow + inside * links, inside * links
-
-    def _collectives(self, action: Action) -> float:
-        """Seconds of the tensor axis within an action."""
-        forward, backward = self.work.stages[action.stage].collectives
-        again = forward if action.stage in self.table.recompute else 0.0
-        found = {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: again + backward,
-            Kind.INPUT_GRAD: again + backward / 2,
-            Kind.WEIGHT_GRAD: backward / 2,
-        }.get(action.kind, 0.0)
-        return found / 2 if self.table.halves else found
-
-    def _memory(self, place: int, action: Action) -> tuple[float, float]:
-        """What a cell takes at its start, and frees at its end; one update is of all stages."""
-        part = 0.5 if self.table.halves else 1.0
-        stage, kind = self.work.stages[action.stage], action.kind
-        again = stage.again if action.stage in self.table.recompute else 0.0
-        took = freed = 0.0
-        if kind == Kind.FORWARD:
-            took = stage.kept
-        elif kind in BACKWARD:
-            took = stage.transient + (again if kind != Kind.WEIGHT_GRAD else 0.0)
-            freed = stage.transient + (stage.kept + again if kind in WHOLE else 0.0)
-        elif kind == Kind.STEP:
-            hosted = {stage for _, stage in self.table.hosted(place)}
-            both = sum(self.work.stages[stage].passing for stage in hosted)
-            return both, both
-        return took * part, freed * part
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -223,7 +209,7 @@ class _Builder:
 
     def _messages(self, copy: int) -> None:
         """Each position on the tensor axis sends its own."""
-        wiring, rank = self.wiring, self.work.grid.rank
+        wiring, rank = self._of(copy).wiring, self.work.grid.rank
         takers = {event: cell for cell, needs in enumerate(wiring.needs) for event in needs}
         prices = {
             (part.first, ends): self.world.message(
@@ -275,14 +261,15 @@ class _Builder:
                 done += self._collective(kind, members, seconds, before, name, label)
         for copy in copies:
             own = [*done, *(self.tasks[copy.first, cell][-1] for cell in sync.cells)]
-            for cell in sync.cells if stage.step else ():
+            step = self._of(copy.first).work.stages[sync.stage].step
+            for cell in sync.cells if step else ():
                 members = [
                     (copy.first, part.first, self.wiring.ranks[cell]) for part in self.cast.parts
                 ]
                 before = self.tasks[copy.first, cell][-1:]
                 label = f"stage {sync.stage}, over the tensor axis"
                 name = self.world.level_of(self.work.grid.tensor, 1).name
-                own += self._collective(SUMS, members, stage.step, before, name, label)
+                own += self._collective(SUMS, members, step, before, name, label)
             self.events[copy.first, sync.event] = own
 
     def _rounds(self, sync: Sync) -> Iterator[tuple[list[int], float, str]]:

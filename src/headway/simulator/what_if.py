@@ -20,6 +20,7 @@ from headway.cluster.faults import (
     check_faults,
     parse_fault,
 )
+from headway.cost.faster import faster
 from headway.cost.network import LinkLevel, Network
 from headway.cost.transformer import Machine
 from headway.documents import nearest
@@ -30,18 +31,15 @@ from headway.units import parse_bytes, parse_rate, parse_seconds
 _TIMES = re.compile(r"([0-9]+(?:\.[0-9]+)?)x")
 LEGAL_CHANGES = (
     '"link LEVEL 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us", "device peak 2x", '
-    '"memory 80 GiB", "memory 2x"'
+    '"memory 80 GiB", "memory 2x"; of one type of devices "device TYPE peak 2x", "memory TYPE 2x"'
 )
 LEGAL_FAULTS = '"rank 3 slow 2x" or "link a-b 10x slower"'
-NUMBERS = {
-    "peak": "peak",
-    "memory-rate": "memory_rate",
-    "dispatch": "dispatch",
-    "kernel": "kernel",
-    "update": "update",
-}
-"""Of a device, as a sentence calls them, and their names in `DeviceModel`; the last three are
-seconds, of which 2x is slower."""
+RATES = {"peak": "compute", "memory-rate": "stream", "launches": "launches"}
+"""Of a device, as a sentence calls them, and their names in `faster`; 2x is faster."""
+BETWEEN = "node-node"
+"""The innermost level that joins nodes, whatever its own name is."""
+TIMES = ("dispatch", "kernel", "update")
+"""Seconds, of which 2x is slower."""
 
 
 def changed(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Machine:
@@ -55,9 +53,46 @@ def changed(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Mac
     Raises:
         UsageError: A sentence says nothing that can be changed.
     """
+    name = machine.device.name
+    return changed_types({name: machine}, cluster, sentences)[name]
+
+
+def changed_types(
+    machines: Mapping[str, Machine], cluster: Cluster, sentences: Sequence[str]
+) -> dict[str, Machine]:
+    """The same of several types of devices, on one network.
+
+    Args:
+        machines: By type.
+        cluster: As for `changed`.
+        sentences: As for `changed`; one that names a type changes that alone.
+
+    Raises:
+        UsageError: As `changed` does.
+    """
+    found = dict(machines)
+    levels = levels_of(next(iter(machines.values())).network, cluster)
     for sentence in sentences:
-        machine = _changed(machine, levels_of(machine.network, cluster), sentence)
-    return machine
+        kinds, words = _addressed(sentence, list(machines))
+        for kind in kinds:
+            found[kind] = _changed(found[kind], levels, words, sentence)
+    return found
+
+
+def _addressed(sentence: str, kinds: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """The types of devices that a sentence is about, and its words without their name."""
+    words = sentence.split()
+    name = words[1] if len(words) > 1 else ""
+    typed = {"device": len(words) > 3, "memory": len(words) > 2 and name[0].isalpha()}
+    if not typed.get(words[0] if words else ""):
+        return kinds, words
+    if name not in kinds:
+        raise UsageError(
+            f"{sentence!r}: no devices {name!r}{nearest(name, kinds)}",
+            where="--change",
+            fix=f"The cluster has {', '.join(kinds)}; without a name all are meant.",
+        )
+    return [name], [words[0], *words[2:]]
 
 
 def levels_of(network: Network, cluster: Cluster) -> dict[str, int]:
@@ -67,12 +102,13 @@ def levels_of(network: Network, cluster: Cluster) -> dict[str, int]:
     own = (node.processes for node in cluster.nodes)
     widest = max(cluster.processes if number is None else number for number in own)
     between = [n for n, level in enumerate(network.levels) if level.width > widest]
-    aliases = {"rank-rank": 0} | ({"node-node": between[0]} if between else {})
+    aliases = {"rank-rank": 0} | ({BETWEEN: between[0]} if between else {})
     return aliases | names
 
 
-def _changed(machine: Machine, levels: Mapping[str, int], sentence: str) -> Machine:
-    words = sentence.split()
+def _changed(
+    machine: Machine, levels: Mapping[str, int], words: Sequence[str], sentence: str
+) -> Machine:
     what, rest = (words[0], words[1:]) if words else ("", [])
     if what in ("link", "latency") and len(rest) > 1:
         number = _level(levels, rest[0], sentence)
@@ -88,15 +124,19 @@ def _changed(machine: Machine, levels: Mapping[str, int], sentence: str) -> Mach
         return replace(machine, device=replace(machine.device, memory=memory))
     if what == "device" and len(rest) == 2:
         return _device(machine, rest[0], rest[1], sentence)
-    raise UsageError(
-        f"{sentence!r} changes nothing", where="--change", fix=f"Write {LEGAL_CHANGES}."
-    )
+    raise UsageError(f"{sentence!r} is no change", where="--change", fix=f"Write {LEGAL_CHANGES}.")
 
 
 _PARSE: Mapping[str, Callable[[str], float]] = {"link": parse_rate, "latency": parse_seconds}
 
 
 def _level(levels: Mapping[str, int], name: str, sentence: str) -> int:
+    if name == BETWEEN and name not in levels:
+        raise UsageError(
+            f"{sentence!r}: there is one node only, nothing joins nodes",
+            where="--change",
+            fix=f"Take several nodes (--nodes with a preset), or one of {', '.join(levels)}.",
+        )
     if name not in levels:
         raise UsageError(
             f"{sentence!r}: no level {name!r}{nearest(name, list(levels))}",
@@ -111,6 +151,8 @@ def _value(text: str, parse: Callable[[str], float], sentence: str) -> tuple[flo
     found = _TIMES.fullmatch(text)
     try:
         factor, value = (float(found[1]), 0.0) if found else (0.0, float(parse(text)))
+        if not found and text.strip().replace(".", "", 1).isdigit():
+            raise ValueError(f"{text} has neither a unit nor the x of 2x")
     except ValueError as error:
         raise UsageError(f"{sentence!r}: {error}", where="--change") from None
     if not (factor or value) or not math.isfinite(factor + value):
@@ -138,27 +180,28 @@ def _latency(level: LinkLevel, value: tuple[float, float]) -> LinkLevel:
 
 def _device(machine: Machine, name: str, text: str, sentence: str) -> Machine:
     found = _TIMES.fullmatch(text)
-    if name not in NUMBERS or not found or not float(found[1]):
+    if name not in (*RATES, *TIMES) or not found or not float(found[1]):
         raise UsageError(
-            f"{sentence!r} changes nothing of a device",
+            f"{sentence!r} is no change of a device{nearest(name, (*RATES, *TIMES))}",
             where="--change",
-            fix=f'Write "device NUMBER 2x" with one of {", ".join(NUMBERS)}.',
+            fix=f'Write "device NUMBER 2x" with one of {", ".join((*RATES, *TIMES))}.',
         )
     device, factor = machine.device, float(found[1])
-    if name == "peak":
-        peak = {key: rate * factor for key, rate in device.peak.items()}
-        return replace(machine, device=replace(device, peak=peak))
-    own = {NUMBERS[name]: getattr(device, NUMBERS[name]) * factor}
-    return replace(machine, device=replace(device, **own))
+    if name in RATES:
+        return replace(machine, device=faster(device, **{RATES[name]: factor}))
+    return replace(machine, device=replace(device, **{name: getattr(device, name) * factor}))
 
 
-def faults_of(sentences: Sequence[str], ranks: int, cluster: Cluster) -> Faults:
+def faults_of(
+    sentences: Sequence[str], ranks: int, cluster: Cluster, places: Sequence[int] = ()
+) -> Faults:
     """What is wrong in a step.
 
     Args:
         sentences: As `headway train --fault` takes them, without the step.
         ranks: Of the plan.
         cluster: Its nodes.
+        places: Of each rank the device, by its number in the cluster; empty: its own number.
 
     Raises:
         UsageError: A sentence is none, names what is not there, or lets the step never end.
@@ -175,7 +218,11 @@ def faults_of(sentences: Sequence[str], ranks: int, cluster: Cluster) -> Faults:
             )
         check_faults([fault], ranks, cluster)
         if isinstance(fault, SlowLink):
-            one, other = (frozenset(cluster.ranks_of(name)) for name in fault.ends)
+            on = places or range(ranks)
+            one, other = (
+                frozenset(rank for rank, place in enumerate(on) if place in cluster.ranks_of(name))
+                for name in fault.ends
+            )
             paths.append(SlowPath(ends=(one, other), factor=fault.factor))
         else:
             slow[fault.rank] = slow.get(fault.rank, 1.0) * fault.factor
@@ -183,12 +230,12 @@ def faults_of(sentences: Sequence[str], ranks: int, cluster: Cluster) -> Faults:
 
 
 def _parsed(sentence: str) -> Fault:
-    try:
-        return parse_fault(sentence)
-    except ValueError:
+    whys = []
+    for text in (sentence, f"{sentence} from step 1"):
         try:
-            return parse_fault(f"{sentence} from step 1")
-        except ValueError:
-            raise UsageError(
-                f"{sentence!r} is no fault of a step", where="--fault", fix=f"Write {LEGAL_FAULTS}."
-            ) from None
+            return parse_fault(text)
+        except ValueError as error:
+            whys.append(str(error).replace(text, sentence))
+    plain = f"{sentence!r} is no fault of a step"
+    why = next((one for one in whys if "is no fault" not in one), plain)
+    raise UsageError(why, where="--fault", fix=f"Write {LEGAL_FAULTS}.")

@@ -48,6 +48,8 @@ class StageWork:
         step: Seconds of a step in which gradients of whole parameters are summed over the tensor
             axis.
         update: Seconds of the optimiser.
+        host: Seconds of a step before its first pass: samples put together, and what the host does
+            beside kernels; a rank with several stages does it once.
         state: Bytes of weights, gradients and optimiser.
         kept: Bytes of one micro-batch from its forward to its backward.
         again: Bytes that come with its backward and stay until its weight gradients are there.
@@ -68,6 +70,7 @@ class StageWork:
     params: float = 0.0
     step: float = 0.0
     update: float = 0.0
+    host: float = 0.0
     state: float = 0.0
     kept: float = 0.0
     again: float = 0.0
@@ -104,6 +107,10 @@ class StepWork:
         shared: All that a rank sends over one level of links shares them evenly; else each
             message to a rank, and the collectives, have their own stream.
         faults: Of ranks and links.
+        others: The stages of copies on other devices, or with other micro-batches; each holds the
+            same parameters.
+        variant: Of each copy of the pipeline: 0, it has `stages`; n, the n-th of `others`. Empty:
+            all have `stages`.
     """
 
     table: PipelineSchedule
@@ -116,17 +123,29 @@ class StepWork:
     overlap: float = 1.0
     shared: bool = False
     faults: Faults = NO_FAULTS
+    others: tuple[tuple[StageWork, ...], ...] = ()
+    variant: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = []
-        if len(self.stages) != self.table.stages:
-            problems.append(f"{len(self.stages)} stages for a table of {self.table.stages}")
+        problems = [
+            f"{len(stages)} stages for a table of {self.table.stages}"
+            for stages in (self.stages, *self.others)
+            if len(stages) != self.table.stages
+        ]
+        if len(self.variant) not in (0, self.grid.data):
+            problems.append(f"devices of {len(self.variant)} copies, of which {self.grid.data} are")
         if self.grid.pipeline != self.table.ranks:
             problems.append(f"a pipeline of {self.grid.pipeline} for {self.table.ranks} ranks")
         if self.zero and len(self.table.pipes) > 1:
             problems.append(f"ZeRO {self.zero} with {len(self.table.pipes)} pipes")
         if problems:
             raise PlanError("there is no such step", problems=problems)
+
+    @property
+    def alike(self) -> tuple[StepWork, ...]:
+        """The step as if all copies were like some of them, for each of `variant`."""
+        every = (self.stages, *self.others)
+        return tuple(replace(self, stages=one, others=(), variant=()) for one in every)
 
     @property
     def costs(self) -> StageCosts:

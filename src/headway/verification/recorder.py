@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.planner.collectives import Call
+from headway.collective.calls import Call
 from headway.verification.fake_world import group_named
 
 _SPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -39,6 +39,7 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "reduce_": "reduce",
     "send": "send",
     "recv_": "receive",
 }
@@ -46,7 +47,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One operation; see `planner.collectives.Call`.
+    """One operation; see `collective.calls.Call`.
 
     Attributes:
         kind: As of a `Call`; torch's name for others.

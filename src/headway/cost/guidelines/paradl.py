@@ -32,7 +32,8 @@ class Layer:
         b: Biases.
         filters: Output channels.
         channels: Input channels.
-        points: W H of the input, what a spatial split divides.
+        points: W H of the input, what a spatial split divides; 1: it has no space, and what it
+            computes is divided by samples there.
         halo_x: Elements of the input that a part fetches from its neighbours.
         halo_dy: Elements of the output's gradient that it fetches.
     """
@@ -131,7 +132,8 @@ def channel(job: Job, p: int) -> Row:
 
 
 def spatial(job: Job, p: int) -> Row:
-    """As `data`, plus D/B sum (2 alpha + B (halo|x| + halo|dy|) delta beta)."""
+    """As `data`, plus D/B sum (2 alpha + B (halo|x| + halo|dy|) delta beta), and at most min(W H)
+    devices, both of the layers that have space."""
     return data_spatial(job, 1, p)
 
 
@@ -159,12 +161,13 @@ def data_spatial(job: Job, p1: int, p2: int) -> Row:
     halos = sum(
         job.latency + job.message(job.batch / p1 * (layer.halo_x + layer.halo_dy))
         for layer in layers
+        if layer.points > 1
     )
     return Row(
         computation=_passes(job, p) + job.iterations * _total(layers, "update"),
         communication=job.iterations * (weights + (halos if p2 > 1 else 0.0)),
         memory=_memory(job, layers, samples=job.batch / p),
-        limit=_limit(job, min(layer.points for layer in layers), p1, p2),
+        limit=_limit(job, min((n.points for n in layers if n.points > 1), default=1), p1, p2),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.collective.calls import Tell, untold
 from headway.graph.ranges import Box, Range, crossing, length, overlap
 
 
@@ -24,14 +25,16 @@ class Axis:
     """Ranks among which one dimension is split.
 
     Attributes:
-        group: Their process group; None: this rank alone.
+        group: Their process group; None: this rank alone, or nothing is moved.
         size: How many they are.
         rank: Of this process among them.
+        tell: Told what would be started where nothing is moved.
     """
 
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
+    tell: Tell = untold
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Axis:
@@ -93,11 +96,17 @@ class Flight:
 
     def send(self, part: Tensor, peer: int) -> None:
         """Add a message."""
-        self._add(dist.isend, part.contiguous(), peer)
+        if self._axis.group is None:
+            self._axis.tell("send", 2, part.nbytes)
+        else:
+            self._add(dist.isend, part.contiguous(), peer)
 
     def receive(self, into: Tensor, peer: int) -> None:
         """Add a message to come."""
-        self._add(dist.irecv, into, peer)
+        if self._axis.group is None:
+            self._axis.tell("receive", 2, into.nbytes)
+        else:
+            self._add(dist.irecv, into, peer)
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
         self._kept.append(tensor)
@@ -289,9 +298,17 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum over an axis, in the order of its ranks: the same bits on all of them."""
     if axis.size == 1:
         return x
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
-    total = parts[0]
-    for part in parts[1:]:
+    total, *others = all_parts(x, axis)
+    for part in others:
         total = total + part
     return total
+
+
+def all_parts(x: Tensor, axis: Axis) -> list[Tensor]:
+    """What each rank of an axis of several has, in their order."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    if axis.group is None:
+        axis.tell("all_gather", axis.size, x.nbytes * axis.size)
+    else:
+        dist.all_gather(parts, x.contiguous(), group=axis.group)
+    return parts

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from headway.capture.fake import is_stand_in
 from headway.errors import RunError
 from headway.graph.ranges import Range
 from headway.parallel.spatial.exchange import (
@@ -131,10 +132,10 @@ def fetched(
     kept: _Recipe | _Sizes = _Recipe(pieces, tuple(needs), fill, x._version)
     if not values:
         kept = _Sizes(x.new_empty(1), box.shape)
-    place, shape, stride = box.data_ptr(), box.shape, box.stride()
+    place, shape, stride = _place(box), box.shape, box.stride()
 
     def pack(saved: Tensor) -> Tensor | _Recipe | _Sizes:
-        same = saved.data_ptr() == place and saved.shape == shape and saved.stride() == stride
+        same = _place(saved) == place and saved.shape == shape and saved.stride() == stride
         return kept if same and saved.numel() else saved
 
     def unpack(found: Tensor | _Recipe | _Sizes) -> Tensor:
@@ -142,6 +143,13 @@ def fetched(
 
     with saved_tensors_hooks(pack, unpack):
         yield box
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    """Where it lies in memory; a stand-in has its storage alone."""
+    if is_stand_in(x):
+        return id(x.untyped_storage()), int(x.storage_offset())
+    return x.data_ptr(), 0
 
 
 class _Sum(Function):

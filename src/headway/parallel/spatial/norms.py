@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from headway.parallel.spatial.exchange import Axis, all_sum
+from headway.parallel.spatial.exchange import Axis, all_parts, all_sum
 from headway.parallel.spatial.tensor import SplitTensor, unsupported
 
 
@@ -40,10 +39,8 @@ def _statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor
 def _combined(state: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return state
-    parts = [torch.empty_like(state) for _ in range(axis.size)]
-    dist.all_gather(parts, state, group=axis.group)
-    mean, squares, count = parts[0]
-    for other_mean, other_squares, other_count in parts[1:]:
+    (mean, squares, count), *others = all_parts(state, axis)
+    for other_mean, other_squares, other_count in others:
         total = count + other_count
         share = other_count / total.clamp(min=1)
         apart = other_mean - mean

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headway.collective.calls import Kind, Tell, untold
 from headway.errors import UsageError
 from headway.plan.tensor_layout import TensorGrid
 
@@ -60,6 +61,7 @@ class Grid:
         place: Coordinate along each axis.
         groups: Process group of each axis.
         received: Elements by (operation, axis).
+        tell: Told what a dry grid would start: kind, ranks, bytes as of a `collective.calls.Call`.
     """
 
     plan: TensorGrid
@@ -67,6 +69,7 @@ class Grid:
     place: dict[str, int]
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     received: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tell: Tell = untold
 
     @staticmethod
     def of(plan: TensorGrid, mesh: DeviceMesh | None = None, *, device: str = "cpu") -> Grid:
@@ -108,9 +111,9 @@ class Grid:
         )
 
     @staticmethod
-    def dry(plan: TensorGrid) -> Grid:
-        """One that moves nothing, seen from its first rank."""
-        return Grid(plan=plan, mesh=None, place=dict.fromkeys(plan.axes, 0))
+    def dry(plan: TensorGrid, tell: Tell = untold) -> Grid:
+        """One that moves nothing, seen from its first rank; all of them start the same."""
+        return Grid(plan=plan, mesh=None, place=dict.fromkeys(plan.axes, 0), tell=tell)
 
     @property
     def held_on(self) -> DeviceMesh:
@@ -147,6 +150,7 @@ class Grid:
             return _done(x)
         self._note("gather", axis, (size - 1) * x.numel())
         if self.mesh is None:
+            self.tell("all_gather", size, x.nbytes * size)
             return _done(torch.cat([x] * size, dim))
         x = x.contiguous()
         out = x.new_empty((size, *x.shape))
@@ -162,6 +166,8 @@ class Grid:
             return _done(x)
         self._note("reduce-scatter", axis, (size - 1) * (x.numel() // size))
         if self.mesh is None:
+            kind: Kind = "all_to_all" if x.device.type == "cpu" else "reduce_scatter"
+            self.tell(kind, size, x.nbytes)
             return _done(x.chunk(size, dim)[0].clone())
         sent = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
         if x.device.type != "cpu":
@@ -175,11 +181,12 @@ class Grid:
     def all_reduce(self, x: Tensor, axis: str, *, largest: bool = False) -> Pending:
         """Sum (or maximum) over the ranks, in place."""
         size = self.size(axis)
-        if size == 1 or self.mesh is None:
-            if size > 1:
-                self._note("all-reduce", axis, 2 * (size - 1) * x.numel() // size)
+        if size == 1:
             return _done(x)
         self._note("all-reduce", axis, 2 * (size - 1) * x.numel() // size)
+        if self.mesh is None:
+            self.tell("all_reduce", size, x.nbytes)
+            return _done(x)
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work = dist.all_reduce(x, operation, group=self.groups[axis], async_op=True)
         return Pending(work, lambda: x)
@@ -201,6 +208,7 @@ class Grid:
         else:
             buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
         if self.size(axis) == 1 or self.mesh is None:
+            self.tell("broadcast", self.size(axis), buffer.nbytes)
             return _done(buffer)
         group = self.groups[axis]
         work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
@@ -211,6 +219,7 @@ class Grid:
         if self.place[axis] == target:
             self._note("reduce", axis, (self.size(axis) - 1) * x.numel())
         if self.size(axis) == 1 or self.mesh is None:
+            self.tell("reduce", self.size(axis), x.nbytes)
             return _done(x)
         group = self.groups[axis]
         work = dist.reduce(x, group_dst=target, group=group, async_op=True)

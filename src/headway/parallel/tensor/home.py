@@ -29,18 +29,19 @@ class Home:
 
     Attributes:
         grid: The ranks that split layers.
-        mesh: The grid's axes that have more than one rank (all, where none has), then others.
+        mesh: The grid's axes that have more than one rank (all, where none has), then others. None:
+            of a dry grid, on which nothing is held.
         inner: For each of the others, how a grid's part lies on it: in rows, or as copies.
     """
 
     grid: Grid
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     inner: tuple[Placement, ...] = ()
 
     @staticmethod
     def of(grid: Grid) -> Home:
         """On the grid alone."""
-        return Home(grid, grid.held_on)
+        return Home(grid, None if grid.mesh is None else grid.held_on)
 
     def wrapped(self, local: Tensor, shape: torch.Size, cuts: Cuts) -> Tensor:
         """This rank's memory as a part of the whole; nothing is copied.
@@ -81,6 +82,7 @@ class Home:
         return found.redistribute(placements=self._outer(cuts) + self._inner(shape))
 
     def _made(self, local: Tensor, shape: torch.Size, placements: list[Placement]) -> Tensor:
+        assert self.mesh is not None
         stride = torch.empty(shape, device="meta").stride()
         found: Tensor = DTensor.from_local(
             local, self.mesh, placements, run_check=False, shape=shape, stride=stride

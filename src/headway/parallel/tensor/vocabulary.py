@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from headway.capture.fake import is_stand_in
 from headway.parallel.tensor.grid import Grid
 
 
@@ -118,11 +119,7 @@ def check_range(index: Tensor, count: int, what: str) -> None:
     Raises:
         IndexError: A number is negative or too large.
     """
-    if index.device.type == "cpu" and not _is_fake(index) and index.numel():
+    if index.device.type == "cpu" and not is_stand_in(index) and index.numel():
         low, high = torch.aminmax(index)
         if low < 0 or high >= count:
             raise IndexError(f"{what} {int(low if low < 0 else high)} is not among {count}")
-
-
-def _is_fake(index: Tensor) -> bool:
-    return type(index) is not Tensor

@@ -29,6 +29,8 @@ from headway.parallel.tensor.summa import summa_linear
 def linear(context: Context, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
     if isinstance(weight, Undecided):
         weight, bias = context.decide_linear(input, weight, bias)
+    elif context.classic and isinstance(weight, SplitTensor) and isinstance(bias, Undecided):
+        bias = context.decide_vector(bias, weight.cuts[0])  # the weight is another layer's, too
     bias = context.resolve(bias) if isinstance(bias, Undecided) else bias
     return _linear(context, input, weight, bias)
 
