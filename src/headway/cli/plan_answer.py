@@ -68,6 +68,9 @@ def lines(answer: Answer) -> Iterator[str]:
     outcome = answer.outcome
     question = outcome.question
     yield from _table(answer)
+    if question.objective != "frontier":
+        words = "plans that were met while looking for the best one"
+        yield f"({words}; --objective frontier looks for all that nothing beats)"
     yield ""
     yield from _chosen(answer)
     yield ""

@@ -53,6 +53,17 @@ def forced_starts(force: Sequence[tuple[str, str]], row: Sequence[Unit]) -> tupl
     return tuple(sorted({start for start in found.values() if start}))
 
 
+def named(unit: Unit, force: Sequence[tuple[str, str]]) -> str:
+    """What a plan calls the border in front of a unit: the module with which it begins, or its
+    layer, where that is what somebody said that begins a stage."""
+
+    def said(module: str) -> bool:
+        names = [name for name, how in force if how == "stage"]
+        return any(module == name or module.startswith(f"{name}.") for name in names)
+
+    return unit.layer if said(unit.layer) and not said(unit.module) else unit.module
+
+
 def nameless(row: Sequence[Unit]) -> frozenset[int]:
     """Units that no plan can name as the first of a stage: what calls no module (a loss, a mean),
     a later call of a module, and the first module, before which the executor has no stage."""

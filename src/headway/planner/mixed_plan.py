@@ -8,6 +8,7 @@ from __future__ import annotations
 from headway.plan import Axis, BatchSplit, Mesh, Pipeline, Plan
 from headway.plan.batch import apportion
 from headway.plan.plan import MemoryPolicy
+from headway.planner.borders import named
 from headway.planner.mixed import MixedOutcome
 from headway.planner.mixed_point import MixedPoint
 from headway.planner.runnable import lacking, refuse, zero_of
@@ -67,7 +68,9 @@ def to_plan(outcome: MixedOutcome, point: MixedPoint) -> Plan:
             microbatches=combination.microbatches if combination.pipeline > 1 else None,
             recompute="blocks" if again else None,
             recompute_stages=again,
-            cut=tuple(row[stage.start].module for stage in point.stages[1:]),
+            cut=tuple(
+                named(row[stage.start], outcome.question.force) for stage in point.stages[1:]
+            ),
         ),
         memory=MemoryPolicy(
             precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",

@@ -13,6 +13,7 @@ from headway.plan import Exchange, LayerSplit, Plan, pipelined
 from headway.plan.mesh import Mesh
 from headway.plan.pipeline import Pipeline
 from headway.plan.sharding import Zero
+from headway.planner.borders import named
 from headway.planner.candidate import Point
 from headway.planner.degrees import Degrees
 from headway.planner.overlap import BUCKETS
@@ -93,7 +94,7 @@ def to_plan(outcome: Outcome, point: Point) -> Plan:
         pipes=degrees.pipes if degrees.pipes > 1 else default.pipes,
         recompute="blocks" if again else None,
         recompute_stages=again,
-        cut=tuple(row[stage.start].module for stage in point.stages[1:]),
+        cut=tuple(named(row[stage.start], outcome.question.force) for stage in point.stages[1:]),
     )
     bucket = point.bucket if point.bucket not in (0.0, BUCKETS[0]) else None
     plan = pipelined(
