@@ -10,8 +10,9 @@ from headway.plan import Plan
 from headway.run.model_graph import check_stages
 from headway.run.recipe_file import load_recipe
 from support.commands import headway_here
+from support.uncuttable import SQUARE
 
-MODULE = '''
+MODULE = """
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -19,19 +20,9 @@ from torch.utils.data import TensorDataset
 
 from headway import Recipe, criterion
 
-
-class Square(torch.autograd.Function):
-    """Of the model's own code, which torch.fx cannot follow."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
-
+"""
+MODULE += SQUARE
+MODULE += """
 
 class Odd(nn.Module):
     def __init__(self, odd):
@@ -66,7 +57,7 @@ def odd():
 
 def even():
     return recipe(False)
-'''
+"""
 SLOW_LINK = """
 nodes = 1
 processes = 2

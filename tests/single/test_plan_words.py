@@ -8,6 +8,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.cli.plan_answer import in_hours
+from support.uncuttable import SQUARE
 
 MODULE = """
 import torch
@@ -16,17 +17,9 @@ from torch.utils.data import TensorDataset
 
 from headway import Recipe, criterion
 
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
-
+"""
+MODULE += SQUARE
+MODULE += """
 
 class Bare(nn.Module):
     def __init__(self):

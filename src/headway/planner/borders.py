@@ -18,11 +18,7 @@ def start_of(name: str, row: Sequence[Unit]) -> int | None:
     """The unit that begins with a module; no pipeline begins a second stage with the first."""
     numbers = range(1, len(row))
     same = [n for n in numbers if name in (row[n].module, row[n].layer)]
-    inside = [
-        n
-        for n in numbers
-        if any(known.startswith(f"{name}.") for known in (row[n].module, row[n].layer))
-    ]
+    inside = [n for n in numbers if _lies_in(name, row[n].module) or _lies_in(name, row[n].layer)]
     return next(iter([*same, *inside]), None)
 
 
@@ -57,11 +53,9 @@ def named(unit: Unit, force: Sequence[tuple[str, str]]) -> str:
     """What a plan calls the border in front of a unit: the module with which it begins, or its
     layer, where that is what somebody said that begins a stage."""
 
-    def said(module: str) -> bool:
-        names = [name for name, how in force if how == "stage"]
-        return any(module == name or module.startswith(f"{name}.") for name in names)
-
-    return unit.layer if said(unit.layer) and not said(unit.module) else unit.module
+    names = [name for name, how in force if how == "stage"]
+    module, layer = (any(_lies_in(n, known) for n in names) for known in (unit.module, unit.layer))
+    return unit.layer if layer and not module else unit.module
 
 
 def nameless(row: Sequence[Unit]) -> frozenset[int]:
@@ -92,4 +86,9 @@ def without_crossing(
 
 def _is_first(name: str, row: Sequence[Unit]) -> bool:
     first = next((unit.module for unit in row if unit.module), "")
-    return first == name or first.startswith(f"{name}.")
+    return _lies_in(name, first)
+
+
+def _lies_in(name: str, module: str) -> bool:
+    """Whether a module is the one of this name, or inside of it."""
+    return module == name or module.startswith(f"{name}.")

@@ -182,7 +182,9 @@ class Setting:
         return self.samples / self.work.samples
 
     def bytes_of(self, tensor: str) -> float:
-        """Of the whole tensor, for one micro-batch."""
+        """Of the whole tensor, for one micro-batch; 0 of "", at the ends of a row of units."""
+        if not tensor:
+            return 0.0
         spec = self.work.graph.tensors[tensor]
         return spec.bytes * (self.scale if tensor in self.work.batch_dims else 1.0)
 

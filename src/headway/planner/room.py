@@ -122,7 +122,7 @@ def room_of(tables: Tables) -> Room:
         rows = tables.solved(kind).rows.reshape(2, -1, 5)
         forward, backward = rows[..., 0], rows[..., 1] + np.arange(2.0)[:, None] * rows[..., 0]
         kept, more, again, *_ = moments[kind]
-        entry = tables.setting.bytes_of(entries[kind]) if entries[kind] else 0.0
+        entry = tables.setting.bytes_of(entries[kind])
         twice = tables.transients.twice(kind, tables.setting)
         least = rows[..., 4].min(axis=1)
         seconds = (forward + backward).min(axis=1)

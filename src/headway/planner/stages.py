@@ -269,7 +269,7 @@ class Tables:
         if border not in self._crossing:
             tensors = [unit.entry for unit in self.row]
             split = [border.startswith("S") and border in self.states(tensor) for tensor in tensors]
-            whole = [self.setting.bytes_of(tensor) if tensor else 0.0 for tensor in tensors]
+            whole = [self.setting.bytes_of(tensor) for tensor in tensors]
             self._crossing[border] = np.array(whole) / np.where(split, self.setting.tensor, 1)
         return self._crossing[border]
 

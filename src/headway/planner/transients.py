@@ -126,7 +126,7 @@ class Transients:
             ends: A stage ends with the unit.
             apart: As `along` has it.
         """
-        leaves = {u.kind: setting.bytes_of(u.exit) if ends and u.exit else 0.0 for u in self.row}
+        leaves = {u.kind: setting.bytes_of(u.exit if ends else "") for u in self.row}
         found: dict[int, tuple[float, ...]] = {}
         for kind, several in self._facts.items():
             each = [_unit(facts, setting, leaves[kind], apart) for facts in several]
@@ -165,7 +165,7 @@ class Transients:
         return whole if several else whole[[int(self.classes.of[0, -1])]]
 
     def _all(self, setting: Setting) -> Floats:
-        crossing = {u.kind: setting.bytes_of(u.entry) if u.entry else 0.0 for u in self.row}
+        crossing = {u.kind: setting.bytes_of(u.entry) for u in self.row}
         ways = np.zeros((len(crossing), 2, 7))  # by kind, as `of` has them
         for ends, columns in ((False, (1, 3)), (True, (5, 6))):
             for kind, line in self.units(setting, ends=ends).items():
@@ -207,7 +207,7 @@ class Transients:
         """
         lines = self.units(setting, apart=apart)
         kept, more, again, first, first_again, made = np.array([lines[u.kind] for u in self.row]).T
-        entry = np.array([setting.bytes_of(u.entry) if u.entry else 0.0 for u in self.row])
+        entry = np.array([setting.bytes_of(u.entry) for u in self.row])
         twice = np.array([self.twice(u.kind, setting) for u in self.row])
         held = np.stack([kept - twice, entry], axis=-1)
         behind = held.sum(axis=0) - held.cumsum(axis=0)
@@ -239,13 +239,8 @@ class Transients:
         """(3, 2, classes): of one message, without and with recomputation, bytes of what enters a
         stretch, of what leaves it, and of that where the stretch does not keep it, too."""
         if setting.samples not in self._crossing:
-            known = {"": 0.0}
-            for unit in self.row:
-                known.setdefault(unit.exit, setting.bytes_of(unit.exit) if unit.exit else 0.0)
-            entries, exits = (
-                np.array([known[getattr(unit, end)] for unit in self.row])
-                for end in ("entry", "exit")
-            )
+            ends = [(setting.bytes_of(u.entry), setting.bytes_of(u.exit)) for u in self.row]
+            entries, exits = np.array(ends).T
             first, stop = np.array(self.classes.examples).T
             whole = np.stack([entries[first], exits[stop - 1], exits[stop - 1]])
             found = np.repeat(whole[:, None], 2, axis=1)
