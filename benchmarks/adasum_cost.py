@@ -17,10 +17,17 @@ import torch
 import torch.distributed as dist
 
 import emulated
-from headway.collective import Nodes
-from headway.comm.adasum import Adasum
-from headway.comm.adasum_rule import adasum_tree
-from headway.comm.method import AllReduce, Fused, Method, Piece, Route, complete, make_route
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.adasum import Adasum, adasum_tree
+from headway.comm.algorithms.method import (
+    AllReduce,
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    Route,
+    complete,
+    make_route,
+)
 
 LAYERS, SIZE, RANKS = 25, 2**18, 4
 TARGET, ERROR = 1.05, 1e-7
@@ -33,7 +40,9 @@ def gradients(rank: int) -> torch.Tensor:
     return common + own
 
 
-def seconds(method: Method, fused: Fused, values: torch.Tensor, route: Route) -> float:
+def seconds(
+    method: ExchangeMethod, fused: FusedBuffer, values: torch.Tensor, route: Route
+) -> float:
     fused.gradients.copy_(values)
     fused.flags.fill_(1.0)
     dist.barrier()
@@ -47,8 +56,8 @@ def seconds(method: Method, fused: Fused, values: torch.Tensor, route: Route) ->
 def body(world: emulated.World, pairs: int) -> tuple[list[tuple[float, float]], float]:
     torch.set_num_threads(1)
     route = make_route(None, Nodes.one(world.size))
-    pieces = tuple(Piece(str(n), n * SIZE, (n + 1) * SIZE, (SIZE,)) for n in range(LAYERS))
-    fused, values = Fused(torch.empty(LAYERS * (SIZE + 1)), pieces), gradients(world.rank)
+    pieces = tuple(GradientSlice(str(n), n * SIZE, (n + 1) * SIZE, (SIZE,)) for n in range(LAYERS))
+    fused, values = FusedBuffer(torch.empty(LAYERS * (SIZE + 1)), pieces), gradients(world.rank)
     plain, ours = AllReduce(), Adasum()
     times = []
     for number in range(pairs + 1):  # the first pair makes connections and memory

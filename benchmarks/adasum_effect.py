@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.comm.adasum_rule import TINY, adasum_tree
-from headway.comm.method import Piece
+from headway.comm.algorithms.adasum import TINY, adasum_tree
+from headway.comm.algorithms.method import GradientSlice
 
 RANKS = 8
 GOAL = 0.8
@@ -96,7 +96,7 @@ class Ranks:
         self.pieces, begin = [], 0
         for number, parameter in enumerate(layers):
             end = begin + parameter.numel()
-            self.pieces.append(Piece(str(number), begin, end, tuple(parameter.shape)))
+            self.pieces.append(GradientSlice(str(number), begin, end, tuple(parameter.shape)))
             begin = end
 
     def _loss(self, flat: Tensor, index: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ class Ranks:
             return self._loss(flat.unsqueeze(0), self._check.unsqueeze(0)).item()
 
 
-def mean(gradients: Tensor, pieces: Sequence[Piece]) -> Tensor:
+def mean(gradients: Tensor, pieces: Sequence[GradientSlice]) -> Tensor:
     return gradients.mean(0)
 
 
-def adasum(gradients: Tensor, pieces: Sequence[Piece]) -> Tensor:
+def adasum(gradients: Tensor, pieces: Sequence[GradientSlice]) -> Tensor:
     """`adasum_tree`, all pairs of a level at once."""
     level = gradients.double()
     while len(level) > 1:

@@ -22,11 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.capture.algorithm_times import from_plain, measure, peak_bytes, to_plain
-from headway.capture.algorithms import CONVOLUTION, chosen
-from headway.capture.clock import Clock
+from headway.capture.benchmark.layer_algorithms import (
+    CONVOLUTION,
+    measure_algorithms,
+    peak_bytes,
+    profile_from_plain,
+    profile_to_plain,
+    use_algorithms,
+)
+from headway.capture.benchmark.timer import DeviceTimer
 from headway.errors import PlanError
-from headway.planner.knapsack import Profile, choose_minibatch
+from headway.graph.layer_algorithms import AlgorithmProfile
+from headway.planner.guidelines.layer_algorithms import choose_minibatch
 
 BATCHES = (2, 4, 8, 16)
 SAMPLES = 4096
@@ -68,7 +75,7 @@ def main() -> None:
 
 def record() -> dict[str, Any]:
     """All measurements: layer by layer, and combination by combination, in turn."""
-    model, clock = Net(), Clock(torch.device("cpu"), seconds=0.02)
+    model, clock = Net(), DeviceTimer(torch.device("cpu"), seconds=0.02)
     weights = 4 * sum(p.numel() for p in model.parameters())
     parameters = 4.0 * weights  # weights, gradients, Adam's two moments
     steps = {
@@ -76,8 +83,8 @@ def record() -> dict[str, Any]:
         for batch in BATCHES
     }
     profiles = {
-        str(batch): to_plain(
-            measure(
+        str(batch): profile_to_plain(
+            measure_algorithms(
                 model, step, clock=clock, parameters=parameters, known={}, rounds=ROUNDS
             ).profile
         )
@@ -87,12 +94,12 @@ def record() -> dict[str, Any]:
     best = dict.fromkeys(itertools.product(BATCHES, ways), math.inf)
     for _ in range(ROUNDS):
         for batch, way in best:
-            with chosen(model, dict(zip(LAYERS, way, strict=True))):
+            with use_algorithms(model, dict(zip(LAYERS, way, strict=True))):
                 best[batch, way] = min(best[batch, way], clock.best(steps[batch][1]))
     sweep = []
     for (batch, way), seconds in best.items():
         model.zero_grad(set_to_none=True)
-        with chosen(model, dict(zip(LAYERS, way, strict=True))):
+        with use_algorithms(model, dict(zip(LAYERS, way, strict=True))):
             peak = peak_bytes(steps[batch][1], clock)
         sweep.append([batch, way, seconds, peak - weights + parameters])
     facts = {"torch": torch.__version__, "machine": machine(), "samples": SAMPLES}
@@ -118,7 +125,7 @@ def judge(table: dict[str, Any]) -> Iterator[str]:
     """One line for each bound: what was chosen, and the best of the sweep."""
     measured = {(b, tuple(ways)): (s, held) for b, ways, s, held in table["sweep"]}
     sizes = sorted(held for _, held in measured.values())
-    profiles = {int(batch): from_plain(p) for batch, p in table["profiles"].items()}
+    profiles = {int(batch): profile_from_plain(p) for batch, p in table["profiles"].items()}
     low = min(p.features + p.parameters for p in profiles.values()) * 1.02
     low = max(low, sizes[0])
     worst = 0.0
@@ -133,7 +140,7 @@ def judge(table: dict[str, Any]) -> Iterator[str]:
 def _at(
     bound: float,
     samples: int,
-    profiles: dict[int, Profile],
+    profiles: dict[int, AlgorithmProfile],
     measured: dict[tuple[int, tuple[str, ...]], tuple[float, float]],
 ) -> tuple[float, str]:
     try:

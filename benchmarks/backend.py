@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 
 import emulated
 import headway
-from headway.launch.emulation import Emulated
-from headway.launch.namespaces import batch
+from headway.launch.emulation import EmulatedCluster
+from headway.launch.namespaces import run_batch
 from headway.units import parse_rate
 
 MIB = 2**20
@@ -175,10 +175,10 @@ def stripes(world: emulated.World, rounds: int) -> dict[str, dict[str, list[Run]
     }
 
 
-def second_interface(emulation: Emulated) -> None:
+def second_interface(emulation: EmulatedCluster) -> None:
     """A second link between two nodes, of the same rate as the first."""
     first, second = emulation.nodes
-    batch(
+    run_batch(
         "ip",
         [
             f"link add eth1 netns {first.namespace} type veth peer name eth1 "
@@ -186,12 +186,12 @@ def second_interface(emulation: Emulated) -> None:
         ],
     )
     for place, node in enumerate((first, second)):
-        batch(
+        run_batch(
             "ip",
             [f"addr add 10.251.250.{place + 1}/24 dev eth1", "link set eth1 up"],
             namespace=node.namespace,
         )
-        batch("tc", replace(node.shape, interface="eth1").commands(), namespace=node.namespace)
+        run_batch("tc", replace(node.shape, interface="eth1").commands(), namespace=node.namespace)
 
 
 # ---- what is printed ----------------------------------------------------------------------------

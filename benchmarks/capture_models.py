@@ -15,7 +15,8 @@ import time
 import torch
 
 from headway.capture import capture
-from headway.graph import blocks, fold
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.graph.repeated_blocks import find_repeated_blocks
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
 SIZES = {12: (768, 12, 1024), 48: (1536, 24, 1024), 96: (12288, 96, 2048)}
@@ -35,8 +36,8 @@ def main() -> None:
         built = time.perf_counter()
         graph = capture(model, example)
         captured = time.perf_counter()
-        light = fold(graph)
-        repeated = blocks(light).repeated
+        light = fuse_light_operators(graph)
+        repeated = find_repeated_blocks(light).repeated
         folded = time.perf_counter()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 from headway.checkpoint.store import CheckpointStore
-from headway.run.memory import keep_freed_memory
-from headway.run.training_state import Trained
+from headway.run.step.memory import keep_freed_memory
+from headway.run.strategy.training_state import TrainingState
 from language_model import LanguageModel, Words, adamw, loss
 from pairs import torchrun
 
 STEPS = 5
 
 
-def torch_save(trained: Trained, path: Path) -> float:
+def torch_save(trained: TrainingState, path: Path) -> float:
     start = time.perf_counter()
     torch.save({**trained.tensors()}, path)
     return time.perf_counter() - start
@@ -42,7 +42,7 @@ def measure(folder: Path, count: int) -> None:
     keep_freed_memory()
     torch.manual_seed(0)
     model = LanguageModel(layers=16, width=704)
-    trained = Trained(model, adamw(model), None)
+    trained = TrainingState(model, adamw(model), None)
     data = Words()
     batch = torch.utils.data.default_collate([data[i] for i in range(2)])
 

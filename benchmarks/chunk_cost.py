@@ -19,8 +19,8 @@ from torch import nn
 
 import emulated
 import headway
-from headway.comm import adapt
-from headway.comm.slices import OptimizerSlices
+from headway.comm.exchange.gradient_exchange import BucketOptimizers
+from headway.comm.tuning import autotuning
 
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 WIDTH, STEPS, ROUNDS = 64, 20, 5
@@ -34,21 +34,21 @@ def build() -> nn.Sequential:
 def timed_slices() -> list[float]:
     """Seconds of processor time of each optimiser's step in the progress thread."""
     spent: list[float] = []
-    original = OptimizerSlices.step
+    original = BucketOptimizers.step
 
     def step(self: Any, *arguments: Any) -> None:
         start = time.thread_time()
         original(self, *arguments)
         spent.append(time.thread_time() - start)
 
-    OptimizerSlices.step = step  # type: ignore[method-assign]
+    BucketOptimizers.step = step  # type: ignore[method-assign]
     return spent
 
 
 def body(world: Any) -> list[tuple[float, float, float]]:
     torch.set_num_threads(1)
     spent = timed_slices()
-    adapt.REFIT_STEPS = 10**9  # one lane for the whole measurement
+    autotuning.REFIT_STEPS = 10**9  # one lane for the whole measurement
     model, alone = build(), build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     own = torch.optim.SGD(alone.parameters(), lr=1e-5)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from cosmoflow_ridge import NAMES, PENALTY, WIDTH, figures
-from headway.workloads.cosmoflow.data import Turned, Universes
-from headway.workloads.cosmoflow.generate import Box, matter
+from headway.workloads.cosmoflow.data import RotatedUniverses, Universes
+from headway.workloads.cosmoflow.matter_field import PeriodicBox, matter
 from headway.workloads.cosmoflow.recipe import recipe
 from learning import train
 
@@ -33,7 +33,7 @@ JUDGED, FIRST = 400, 1 << 32
 
 def made(numbers: range) -> list[tuple[np.ndarray, np.ndarray]]:
     """Universes of seed 0."""
-    return [matter(0, number, Box(WIDTH)) for number in numbers]
+    return [matter(0, number, PeriodicBox(WIDTH)) for number in numbers]
 
 
 def universes(first: int, count: int, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +73,7 @@ def explained(said: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 def summary(cube: np.ndarray) -> np.ndarray:
     """Figures of each redshift of a universe [4, F]."""
-    return np.stack([figures(matter.astype(np.float64), Box(WIDTH)) for matter in cube])
+    return np.stack([figures(matter.astype(np.float64), PeriodicBox(WIDTH)) for matter in cube])
 
 
 def summaries(cubes: np.ndarray, first: int, folder: Path) -> np.ndarray:
@@ -93,7 +93,7 @@ def main(count: int, steps: int, seconds: float, folder: Path) -> None:
     print(f"{count} + {JUDGED} universes of {WIDTH}^3, {time.perf_counter() - start:.0f} s")
     job = recipe(width=WIDTH, samples=count, steps=steps)
     with torch.enable_grad():
-        turned = Turned(known(cubes, targets, 0))
+        turned = RotatedUniverses(known(cubes, targets, 0))
         model, done = train(job, turned, steps, state=folder / "state.pt", seconds=seconds)
     if done < steps:
         return  # a further call goes on

@@ -13,13 +13,13 @@ import time
 
 import numpy as np
 
-from headway.workloads.cosmoflow.generate import Box, matter
+from headway.workloads.cosmoflow.matter_field import PeriodicBox, matter
 
 BOXES, WIDTH, FOLDS, PENALTY = 360, 32, 5, 1.0
 NAMES = ("Omega_m", "sigma_8", "n_s", "h")
 
 
-def figures(cube: np.ndarray, box: Box) -> np.ndarray:
+def figures(cube: np.ndarray, box: PeriodicBox) -> np.ndarray:
     """The figures of one redshift's matter [W, W, W]."""
     k = np.sqrt(box.square())
     power = np.abs(np.fft.rfftn(cube)) ** 2
@@ -56,7 +56,7 @@ def explained(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    box, start = Box(WIDTH), time.process_time()
+    box, start = PeriodicBox(WIDTH), time.process_time()
     made = [matter(0, sample, box) for sample in range(BOXES)]
     seconds = time.process_time() - start
     features = np.stack([figures(cube[0].astype(np.float64), box) for cube, _ in made])

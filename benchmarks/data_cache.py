@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headway.data import CachedSource, Cursor, Loader, Order, as_source, cached
+from headway.data import CachedSource, Cursor, Loader, SampleOrder, as_source, cached
 from headway.plan import BatchSplit
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 3
@@ -145,7 +145,7 @@ def report() -> None:
 
 
 def visits(samples: int, count: int) -> Iterator[list[int]]:
-    order = Order(samples, seed=1)
+    order = SampleOrder(samples, seed=1)
     for number in range(count):
         yield order.indices(number, 0, samples).tolist()
 

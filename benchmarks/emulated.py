@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.cluster import Cluster
-from headway.launch.emulation import Emulated, Emulation, interface_bytes
+from headway.launch.emulation import EmulatedCluster, Emulation, interface_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class World:
     node: str
     local_rank: int
     nodes: tuple[str, ...]
-    emulated: Emulated | None
+    emulated: EmulatedCluster | None
 
     def counters(self) -> tuple[int, int]:
         """Bytes that this node's interface (or the loopback) has sent and received so far."""
@@ -79,7 +79,7 @@ def run(
     arguments: tuple[Any, ...] = (),
     timeout: float = 600.0,
     threads: int = 1,
-    prepare: Callable[[Emulated], None] | None = None,
+    prepare: Callable[[EmulatedCluster], None] | None = None,
 ) -> Results:
     """Run body(world, *arguments) on every rank; raises what a rank raised.
 
@@ -115,7 +115,7 @@ def run(
 @dataclass(frozen=True)
 class _Job:
     cluster: Cluster
-    emulated: Emulated | None
+    emulated: EmulatedCluster | None
     folder: Path
     body: Callable[..., Any]
     arguments: tuple[Any, ...]

@@ -17,20 +17,28 @@ import torch
 from torch import nn
 
 import emulated
-from headway.collective.choice import TYPICAL
-from headway.collective.fusion import backward_order, capped_buckets
-from headway.collective.link import LinkFit
-from headway.collective.predict import Layer, Scheme, moments, predict
-from headway.collective.service import Network
-from headway.comm.adapt import probe_link
+from headway.collective.model.bucket_cost import ExchangeNetwork
+from headway.collective.model.exchange_scheme import (
+    TYPICAL_COMPRESSOR_SPEEDS,
+    ExchangeScheme,
+    GradientLayer,
+    gradient_moments,
+    predict_exchange,
+)
+from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
+from headway.collective.model.link_fit import LinkFit
+from headway.comm.tuning.autotuning import probe_link
 from priority import LAYERS, WIDTH, WithDDP, WithHeadway, build, measure
 
 MIB = 2**20
 DDP = {"DDP default": 25, "DDP 5 MiB": 5, "DDP 2 MiB": 2}
-OWN: dict[str, tuple[dict[str, Any], Scheme]] = {
-    "headway, fitted": ({"bucket": "auto"}, Scheme()),
-    "headway, fitted, fp16": ({"bucket": "auto", "compress": "fp16"}, Scheme(compressor="fp16")),
-    "headway, priority": ({"bucket": "auto", "priority": True}, Scheme(priority=True)),
+OWN: dict[str, tuple[dict[str, Any], ExchangeScheme]] = {
+    "headway, fitted": ({"bucket": "auto"}, ExchangeScheme()),
+    "headway, fitted, fp16": (
+        {"bucket": "auto", "compress": "fp16"},
+        ExchangeScheme(compressor="fp16"),
+    ),
+    "headway, priority": ({"bucket": "auto", "priority": True}, ExchangeScheme(priority=True)),
 }
 
 
@@ -51,7 +59,7 @@ class Alone:
 def foretell(compute: float, link: LinkFit) -> dict[str, float]:
     """Seconds of a step of each, from the time of the computation and the link."""
     layers = [
-        Layer(
+        GradientLayer(
             name=str(i),
             shapes=((WIDTH, WIDTH),),
             forward=compute / 3 / LAYERS,
@@ -59,15 +67,17 @@ def foretell(compute: float, link: LinkFit) -> dict[str, float]:
         )
         for i in range(LAYERS)
     ]
-    network = Network.flat(link)
+    network = ExchangeNetwork.flat(link)
     sizes = [layer.num_bytes for layer in layers]
-    order = backward_order(moments(layers)[0])
+    order = backward_order(gradient_moments(layers)[0])
     found = {}
     for name, cap in DDP.items():
-        buckets = capped_buckets(sizes, order, (MIB, cap * MIB))
-        found[name] = predict(Scheme(), layers, network, TYPICAL, buckets=buckets).step
+        buckets = ddp_buckets(sizes, order, (MIB, cap * MIB))
+        found[name] = predict_exchange(
+            ExchangeScheme(), layers, network, TYPICAL_COMPRESSOR_SPEEDS, buckets=buckets
+        ).step
     for name, (_, scheme) in OWN.items():
-        found[name] = predict(scheme, layers, network, TYPICAL).step
+        found[name] = predict_exchange(scheme, layers, network, TYPICAL_COMPRESSOR_SPEEDS).step
     return found
 
 

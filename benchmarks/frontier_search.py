@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.planner.frontier import ChoiceGraph, block_of, chain, reduce, repeat, solve
+from headway.planner.pareto import ChoiceGraph, block_of, chain, reduce_front, repeat, solve
 
 Costs = NDArray[np.float64]
 OBJECTIVES = ("bytes", "seconds")
@@ -93,7 +93,7 @@ def show_power(random: np.random.Generator, choices: int, times: int, rows: int)
     block = chain([block_of(part) for part in parts], rows)
     power = repeat(block, times, rows)
     took = time.process_time() - start
-    points = len(reduce(power.costs.reshape(2, -1).T))
+    points = len(reduce_front(power.costs.reshape(2, -1).T))
     name = f"{times} blocks of 6, {choices} choices"
     print(f"{name:<34}rows {rows:<9}{took:7.2f} s {points:5d} points factor {power.factor:8.6f}")
 

@@ -18,17 +18,29 @@ import torch
 import torch.distributed as dist
 
 import emulated
-from headway.collective import Nodes
-from headway.comm.hierarchical import Hierarchical
-from headway.comm.method import AllReduce, Fused, Method, Piece, Route, complete, make_route
-from headway.comm.sparse_hierarchical import SparseHierarchical
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
+from headway.comm.algorithms.method import (
+    AllReduce,
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    Route,
+    complete,
+    make_route,
+)
+from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 
 NUMEL, DENSITY, RATE = 25 * 2**18, 0.01, "100 Mbit/s"
 MIB = 2**20
 
 
 def once(
-    method: Method, fused: Fused, values: torch.Tensor, route: Route, world: emulated.World
+    method: ExchangeMethod,
+    fused: FusedBuffer,
+    values: torch.Tensor,
+    route: Route,
+    world: emulated.World,
 ) -> tuple[float, int]:
     """Seconds of the slowest rank; bytes that this node has sent."""
     fused.gradients.copy_(values)
@@ -48,12 +60,12 @@ def once(
 def body(world: emulated.World, rounds: int) -> dict[str, list[tuple[float, int]]]:
     torch.set_num_threads(1)
     route = make_route(None, Nodes.of(world.nodes), hierarchical=True)
-    fused = Fused(torch.empty(NUMEL + 1), (Piece("all", 0, NUMEL, (NUMEL,)),))
+    fused = FusedBuffer(torch.empty(NUMEL + 1), (GradientSlice("all", 0, NUMEL, (NUMEL,)),))
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
     methods = {
-        "HiTopKComm": SparseHierarchical(DENSITY),
+        "HiTopKComm": HierarchicalTopK(DENSITY),
         "gloo all_reduce": AllReduce(),
-        "hierarchical": Hierarchical(),
+        "hierarchical": HierarchicalAllReduce(),
     }
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in methods}
     for number in range(rounds + 1):

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from headway.optim import LAMB, LARS, ParallelOperator, WarmUp, linear, parallel_norms, square_root
-from headway.optim.multitensor import norms
-from headway.optim.pto import Division
+from headway.optim.layerwise import norms
+from headway.optim.parallel_operator import Division
 from headway.workloads.transformer.data import text_file
 from pairs import torchrun
 

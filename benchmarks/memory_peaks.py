@@ -26,15 +26,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.cost.step_memory import OPTIMISERS, step_memory
-from headway.graph import ModelGraph, fold
-from headway.graph.passing import regions_of
-from headway.plan import Pipeline, Plan, data_parallel, pipelined
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.point import Point
-from headway.planner.search import Question, Search
+from headway.cost.machine_presets import machine_of
+from headway.cost.memory import OPTIMISER_MEMORY, step_memory
+from headway.graph.model_graph import ModelGraph
+from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
+from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import PlanRequest
 from support.big_models import UNet, ids, meta
 from support.memory_models import CASES, Case, Gpt2, per_point, per_token
 from support.tracked import peak_of_plan, peak_of_steps, peaks_of_ranks
@@ -64,7 +65,7 @@ def against_tracker() -> Iterator[tuple[str, int, int]]:
             tracked, _ = peak_of_steps(case.make, case.data, case.loss, optimizer)
             yield f"{name}, {rule}", step_memory(graph, rule).bytes, tracked
         if name == "GPT-2":
-            regions = regions_of(graph, [f"blocks.{n}" for n in range(6)])
+            regions = operator_ranges_of(graph, [f"blocks.{n}" for n in range(6)])
             for rule, optimizer in RULES.items():
                 tracked, _ = peak_of_steps(
                     partial(Gpt2, again=True), case.data, case.loss, optimizer
@@ -86,25 +87,27 @@ CUTS = {
 def predicted(name: str, graph: ModelGraph, plan: Plan, rule: str = "adamw") -> Point:
     """The point of the search; `graph` is folded."""
     samples = len(CASES[name].data[0])
-    work = Workload(graph=graph, samples=samples, optimiser=OPTIMISERS[rule])
+    work = PlanningWorkload(graph=graph, samples=samples, optimiser=OPTIMISER_MEMORY[rule])
     machine = machine_of(of_preset("dgx-a100", nodes=1))
     batch = plan.batch.samples
-    question = Question(work=work, machine=machine, devices=(plan.ranks,), batch=batch)
-    return point_of(plan, Search(question))
+    question = PlanRequest(work=work, machine=machine, devices=(plan.ranks,), batch=batch)
+    return point_of(plan, PlanSearch(question))
 
 
 def of_stages(names: list[str], rules: list[str]) -> Iterator[tuple[str, int, int]]:
     """(what, predicted, tracked) of both ranks of a pipeline, and of one with a copy and ZeRO;
     1F1B, clipping, real ranks; ranks 2 and 3 are copies."""
     for name in names:
-        samples, graph = len(CASES[name].data[0]), fold(graph_of(CASES[name]))
+        samples, graph = len(CASES[name].data[0]), fuse_light_operators(graph_of(CASES[name]))
         for rule, number, copies in product(rules, (1, 4), (1, 2)):
             for zero in (0, 1, 2, 3) if copies > 1 else (0,):
                 plan = pipelined(
                     samples * number * copies,
                     processes=2 * copies,
                     stages=2,
-                    pipeline=Pipeline(microbatches=number, cut=(CUTS[name],), shared_memory=False),
+                    pipeline=PipelinePlan(
+                        microbatches=number, cut=(CUTS[name],), shared_memory=False
+                    ),
                     zero=zero,
                 )
                 point = predicted(name, graph, plan, rule)
@@ -118,7 +121,7 @@ def of_plans(names: list[str]) -> Iterator[tuple[str, int, int]]:
     """(what, predicted by the search, tracked) of headway's executor on two ranks."""
     for name in names:
         case = CASES[name]
-        samples, graph = len(case.data[0]), fold(graph_of(case))
+        samples, graph = len(case.data[0]), fuse_light_operators(graph_of(case))
         for zero in (0, 1, 2, 3):
             for number in (1, 2):
                 plan = data_parallel(

@@ -17,28 +17,28 @@ from pathlib import Path
 import torch
 
 from headway.capture import capture
-from headway.cluster.sheets import sheet
-from headway.collective.link import LinkFit
-from headway.cost.guidelines.windows import LayerTimes, windows
-from headway.graph import ModelGraph
-from headway.planner.whale.balance import (
-    Share,
+from headway.cluster.datasheets import datasheet_of
+from headway.collective.model.link_fit import LinkFit
+from headway.cost.guidelines.das_model import LayerTimes, windows
+from headway.graph.model_graph import ModelGraph
+from headway.planner.whale.load_balance import (
+    DeviceShare,
     algorithm_1,
     proportional,
     water_filling,
     whole_samples,
 )
-from headway.planner.whale.stages import (
-    Block,
-    Device,
-    Stages,
+from headway.planner.whale.task_graphs import (
+    StageBlock,
+    StageDevice,
+    UnequalStages,
     by_memory,
     cut_by_shares,
     cut_exactly,
     in_flight,
 )
-from headway.schedule import StageCosts
-from headway.schedule.named import make_schedule
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 from headway.units import parse_rate
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
@@ -48,10 +48,14 @@ from support.big_models import ResNet50, ids, meta
 
 EFFICIENCY = 0.6
 LINK = parse_rate("50 Gbit/s")
-V100 = Device(sheet("v100-32gb").peak["fp32"] * EFFICIENCY, sheet("v100-32gb").memory)
+V100 = StageDevice(
+    datasheet_of("v100-32gb").peak["fp32"] * EFFICIENCY, datasheet_of("v100-32gb").memory
+)
 P100 = {
-    "P100 PCIe": Device(9.3e12 * EFFICIENCY, 16 * 2.0**30),  # NVIDIA Tesla P100 PCIe datasheet
-    "P100 SXM2": Device(sheet("p100").peak["fp32"] * EFFICIENCY, sheet("p100").memory),
+    "P100 PCIe": StageDevice(9.3e12 * EFFICIENCY, 16 * 2.0**30),  # NVIDIA Tesla P100 PCIe datasheet
+    "P100 SXM2": StageDevice(
+        datasheet_of("p100").peak["fp32"] * EFFICIENCY, datasheet_of("p100").memory
+    ),
 }
 STATE = {"resnet-50": 3, "bert-large": 4}
 """Copies of the parameters: gradients, and the optimiser's one or two."""
@@ -77,7 +81,7 @@ def parts(graph: ModelGraph) -> Iterator[tuple[str, list[int]]]:
     yield from found.items()
 
 
-def blocks_of(graph: ModelGraph, state: int, samples: int) -> list[Block]:
+def blocks_of(graph: ModelGraph, state: int, samples: int) -> list[StageBlock]:
     """Pieces of the model for a micro-batch; tied parameters count where they are first."""
     seen: set[str] = set()
     blocks = []
@@ -86,7 +90,7 @@ def blocks_of(graph: ModelGraph, state: int, samples: int) -> list[Block]:
         new = {p for o in operators for p in o.parameters} - seen
         seen |= new
         blocks.append(
-            Block(
+            StageBlock(
                 flops=float(samples * sum(o.flops.total for o in operators)),
                 weights=float(state * sum(graph.parameters[p].bytes for p in new)),
                 activations=float(samples * sum(graph.saved_by(operators).values())),
@@ -95,7 +99,9 @@ def blocks_of(graph: ModelGraph, state: int, samples: int) -> list[Block]:
     return blocks
 
 
-def data_step(blocks: Sequence[Block], devices: Sequence[Device], batches: Sequence[int]) -> float:
+def data_step(
+    blocks: Sequence[StageBlock], devices: Sequence[StageDevice], batches: Sequence[int]
+) -> float:
     """Seconds of a step: gradients of a layer are ready when the slowest device has them."""
     link = LinkFit.of_rate(LINK, 100e-6, len(devices))
     slowest = max(b / d.rate for b, d in zip(batches, devices, strict=True))
@@ -116,7 +122,7 @@ def data_parallel(name: str, graph: ModelGraph, kind: str, batch: int) -> None:
     blocks = blocks_of(graph, 1, 1)
     fixed = float(STATE[name] * graph.parameter_bytes)
     shares = [
-        Share(
+        DeviceShare(
             rate=device.rate,
             memory=device.memory,
             scaled=float(batch * graph.saved_bytes),
@@ -141,7 +147,7 @@ def data_parallel(name: str, graph: ModelGraph, kind: str, batch: int) -> None:
     print(f"    limit without exchange and rounding {1 / 16 / ideal[-1]:.2f}")
 
 
-def pipeline_step(stages: Stages, microbatches: int) -> float:
+def pipeline_step(stages: UnequalStages, microbatches: int) -> float:
     costs = StageCosts(
         forward=tuple(s / 3 for s in stages.seconds),
         input_grad=tuple(s / 3 for s in stages.seconds),
@@ -158,10 +164,10 @@ def pipeline(graph: ModelGraph, kind: str, samples: int, microbatches: int) -> N
     devices = [unordered[i] for i in by_memory(unordered)]
     blocks = blocks_of(graph, STATE["bert-large"], samples)
     held = in_flight(4, microbatches)
-    alike = [Device(1.0, 1e18)] * 4
+    alike = [StageDevice(1.0, 1e18)] * 4
     ends = cut_exactly(blocks, alike, held).ends
     edges = (0, *ends)
-    even = Stages(
+    even = UnequalStages(
         ends,
         tuple(
             sum(block.flops for block in blocks[a:b]) / device.rate

@@ -12,13 +12,13 @@ import argparse
 import time
 from dataclasses import replace
 
-from headway.cli.plan_mixed import describe
+from headway.cli.plan.mixed_devices import describe_mixed_point
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.graph import fold
-from headway.planner.mixed import search_mixed
-from headway.planner.mixed_question import MixedQuestion
-from headway.planner.operators import Workload
+from headway.cost.machine_presets import machine_of
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.mixed_search import search_mixed
+from headway.planner.search.request import MixedPlanRequest
 from headway.units import format_bytes, format_seconds
 from plan_search import GPT, SAMPLES, gpt
 
@@ -34,11 +34,11 @@ def main() -> None:
     if unknown := [word for word in asked if word not in OBJECTIVES]:
         parser.error(f"no objective {', '.join(unknown)}; there are {known}")
     *shape, batch, _ = GPT["39b"]
-    work = Workload(graph=fold(gpt(*shape)), samples=SAMPLES)
+    work = PlanningWorkload(graph=fuse_light_operators(gpt(*shape)), samples=SAMPLES)
     new, old = (machine_of(of_preset(name, nodes=4)) for name in ("dgx-a100", "p3.16xlarge"))
     machines = {"a100": new, "v100": replace(old, network=new.network)}
     for objective in asked or OBJECTIVES:
-        question = MixedQuestion(
+        question = MixedPlanRequest(
             work=work, machines=machines, counts=COUNTS, batch=batch, objective=objective
         )
         begin, used = time.perf_counter(), time.process_time()
@@ -52,7 +52,8 @@ def main() -> None:
             kinds = " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts)
             print(
                 f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}, {kinds}: "
-                f"{describe(point)}; units {[stage.stop - stage.start for stage in point.stages]}"
+                f"{describe_mixed_point(point)}; units "
+                f"{[stage.stop - stage.start for stage in point.stages]}"
             )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from headway import Executor, criterion
-from headway.plan import Pipeline, pipelined
+from headway.plan import PipelinePlan, pipelined
 
 WIDTH, LAYERS, MB = 2048, 12, 1e6
 
@@ -43,7 +43,7 @@ def main() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters())
     draw = torch.randn(16, WIDTH)
-    plan = pipelined(8, processes=4, stages=4, pipeline=Pipeline(microbatches=4))
+    plan = pipelined(8, processes=4, stages=4, pipeline=PipelinePlan(microbatches=4))
     run = Executor(model, optimizer, loss=criterion(nn.MSELoss()), plan=plan)
     for batch in run.batches(TensorDataset(draw, draw)):
         run.step(batch)

@@ -21,9 +21,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from headway.parallel import Calls, Pipeline, Team, cut, with_streams
+from headway.parallel import (
+    Pipeline,
+    PipelineCallbacks,
+    PipelineRanks,
+    cut,
+    open_shared_memory_streams,
+)
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from headway.units import parse_bytes
 from pipelines import timed
 
@@ -47,16 +53,16 @@ def mean(model: Any, data: Tensor) -> Tensor:
 def steps(size: int) -> dict[str, Callable[[], Any]]:
     ranks, width = dist.get_world_size(), size // 4 // ROWS
     table = lower(make_schedule("1f1b", stages=ranks, microbatches=MICROBATCHES))
-    group = Team(rank=dist.get_rank(), ranks=tuple(range(ranks)))
+    group = PipelineRanks(rank=dist.get_rank(), ranks=tuple(range(ranks)))
     found = {}
     for name, team in (
         ("group", group),
-        ("shared memory", with_streams(group, table, lambda a, b: True)),
+        ("shared memory", open_shared_memory_streams(group, table, lambda a, b: True)),
     ):
         model = nn.Sequential(*(Times(width) for _ in range(ranks)))
         data = [torch.ones(ROWS, width) for _ in range(MICROBATCHES)]
         stages = cut(model, mean, data[0], at=[str(n) for n in range(1, ranks)])
-        pipeline = Pipeline(stages, table, team, Calls(loss=mean))
+        pipeline = Pipeline(stages, table, team, PipelineCallbacks(loss=mean))
         found[name] = lambda p=pipeline, d=data: p.run(d)
     return found
 

@@ -34,12 +34,13 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import emulated
-from headway.parallel import Calls, Pipeline, StageSums, Team, cut
-from headway.planner import search_schedule
-from headway.schedule import PipelineSchedule, StageCosts
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
+from headway.planner.schedule_search.tables import search_schedule
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
-from headway.schedule.stats import measure
+from headway.schedule.pipeline_schedule import PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import measure_schedule
 from headway.schedule.timing import time_schedule
 
 RANKS, UNIT, WIDTH = 4, 0.02, 16
@@ -155,9 +156,9 @@ def carried_out(plain: PipelineSchedule, times: Sequence[float]) -> Callable[[],
     """A step of a table, over stages with these seconds of a forward."""
     schedule, count = lower(plain, sync="eager-opt"), plain.num_microbatches
     stages = cut(build(times), mean, batch(1)[0], stages=schedule.stages)
-    team = Team(rank=dist.get_rank(), ranks=tuple(range(RANKS)))
-    sums = StageSums(stages, schedule, team)
-    calls = Calls(loss=mean, sync=sums, step=lambda _: None)
+    team = PipelineRanks(rank=dist.get_rank(), ranks=tuple(range(RANKS)))
+    sums = StageGradientSync(stages, schedule, team)
+    calls = PipelineCallbacks(loss=mean, sync=sums, step=lambda _: None)
     pipeline = Pipeline(stages, schedule, team, calls)
     data = batch(count)
     return lambda: pipeline.run(data) and None
@@ -270,11 +271,11 @@ def slow_tables() -> dict[str, tuple[PipelineSchedule, float, float]]:
     found = {}
     for name in ("1f1b", "interleaved"):
         schedule = schedule_of(name, 8)
-        seen = measure(schedule, stretched(schedule.stages))
+        seen = measure_schedule(schedule, stretched(schedule.stages))
         found[name] = schedule, seen.makespan, max(seen.peak_activations)
     for placements in (("v", "loop"), ("w",), ("both-directions",)):
         one = search_schedule(RANKS, 8, costs, most_activations=RANKS, placements=placements)
-        seen = measure(one.schedule, one.costs)
+        seen = measure_schedule(one.schedule, one.costs)
         found["searched " + "/".join(placements)] = (
             one.schedule,
             seen.makespan,

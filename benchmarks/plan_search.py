@@ -19,10 +19,13 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.graph import ModelGraph, fold
-from headway.planner.operators import Workload
-from headway.planner.search import Question, describe, search
+from headway.cost.machine_presets import machine_of
+from headway.graph.model_graph import ModelGraph
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import find_plans
+from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes, format_seconds
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
@@ -77,14 +80,14 @@ def main() -> None:
             *shape, batch, devices = GPT[name]
             graph = gpt(*shape)
         captured = time.perf_counter()
-        work = Workload(graph=fold(graph), samples=SAMPLES)
+        work = PlanningWorkload(graph=fuse_light_operators(graph), samples=SAMPLES)
         folded = time.perf_counter()
         machine = machine_of(of_preset("dgx-a100", nodes=devices // 8))
-        question = Question(
+        question = PlanRequest(
             work=work, machine=machine, devices=(devices,), batch=batch, objective=objective
         )
         used = time.process_time()
-        outcome = search(question)
+        outcome = find_plans(question)
         used, done = time.process_time() - used, time.perf_counter()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
@@ -97,7 +100,7 @@ def main() -> None:
         for point in outcome.points[:6]:
             print(
                 f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}: "
-                f"{describe(point.degrees)}"
+                f"{describe_degrees(point.degrees)}"
             )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.run.recipe import Recipe, criterion
+from headway.run.recipe.recipe import Recipe, criterion
 from prediction_models import STEPS, Made, _adam, _choices, _momentum, _numbers, _recipe
 
 NAMES = ("speech", "squeeze", "columns", "dilated", "wide")

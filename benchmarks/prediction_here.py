@@ -35,23 +35,24 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from headway.cli.optimizer_cost import with_optimizer
+from headway.cli.plan.optimizer_cost import with_measured_optimizer
 from headway.cluster import Cluster
-from headway.cost.measured import cluster_of_readings
-from headway.cost.presets import machine_of
+from headway.cost.cluster_fit import cluster_of_readings
+from headway.cost.machine_presets import machine_of
 from headway.data import RankBatch
-from headway.plan import Pipeline, Plan, data_parallel, pipelined
-from headway.planner.binding import parts
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.point import Point
-from headway.planner.search import Question, Search
+from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import PlanRequest
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.measuring import measure_in
-from headway.run.model_graph import graph_of
-from headway.run.recipe_file import load_recipe
-from headway.run.start import find_world
-from headway.run.world import World
+from headway.run.measure.cluster import measure_in
+from headway.run.measure.recipe_model import recipe_graph
+from headway.run.recipe.factory import load_recipe
+from headway.run.step.defaults import find_world
 from headway.units import format_seconds
 
 MODELS = "prediction_models"
@@ -104,30 +105,30 @@ def plan_of(kind: str, batch: int) -> Plan:
     """Data parallel, or a pipeline of two stages with four micro-batches."""
     if kind == "data":
         return data_parallel(batch, processes=2)
-    pipeline = Pipeline(schedule="1f1b", microbatches=4)
+    pipeline = PipelinePlan(schedule="1f1b", microbatches=4)
     return pipelined(batch, processes=2, stages=2, pipeline=pipeline)
 
 
 @cache
-def captured(reference: str) -> tuple[Workload, int]:
-    graph, samples, batch = graph_of(reference)
-    return Workload(graph=graph, samples=samples), batch
+def captured(reference: str) -> tuple[PlanningWorkload, int]:
+    graph, samples, batch = recipe_graph(reference)
+    return PlanningWorkload(graph=graph, samples=samples), batch
 
 
-def engine_of(reference: str, cluster: Cluster) -> Search:
+def engine_of(reference: str, cluster: Cluster) -> PlanSearch:
     work, batch = captured(reference)
-    machine = with_optimizer(machine_of(cluster), cluster, load_recipe(reference))
-    return Search(
-        Question(work=work, machine=machine, devices=(2,), batch=batch, tensor=(1,), zero=(0,))
+    machine = with_measured_optimizer(machine_of(cluster), cluster, load_recipe(reference))
+    return PlanSearch(
+        PlanRequest(work=work, machine=machine, devices=(2,), batch=batch, tensor=(1,), zero=(0,))
     )
 
 
-def priced(plan: Plan, engine: Search) -> tuple[float, dict[str, float]]:
+def priced(plan: Plan, engine: PlanSearch) -> tuple[float, dict[str, float]]:
     point = point_of(plan, engine)
-    return point.seconds, {part.name: part.seconds for part in parts(engine.question, point)}
+    return point.seconds, {part.name: part.seconds for part in step_parts(engine.question, point)}
 
 
-def with_cut(plan: Plan, engine: Search) -> Plan:
+def with_cut(plan: Plan, engine: PlanSearch) -> Plan:
     """With the cut that the cost model takes: what is priced is what runs."""
     if plan.pipe_degree == 1:
         return plan

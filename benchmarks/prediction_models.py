@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from headway.run.recipe import Recipe, criterion
+from headway.run.recipe.recipe import Recipe, criterion
 from headway.workloads.transformer.recipe import recipe as transformer_recipe
 
 STEPS = 40

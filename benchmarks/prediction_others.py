@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.run.recipe import Recipe, criterion
+from headway.run.recipe.recipe import Recipe, criterion
 from prediction_models import STEPS, Made, _adam, _choices, _momentum, _numbers, _recipe
 
 NAMES = ("autoencoder", "vgg", "mobile", "encoder", "sequences")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.cost.calibration import StepTable
 from headway.cost.device import Array
 from headway.cost.memory import memory_of_transformer
-from headway.cost.steps import Steps
-from headway.cost.transformer import Split, Transformer
+from headway.cost.transformer import Transformer, TransformerSplit
 
 NAMES = {
     "GPUs": r"gpu|device|world",
@@ -54,7 +54,7 @@ class Rows:
         columns: (10, rows), as `ORDER`.
     """
 
-    steps: Steps
+    steps: StepTable
     seconds: Array
     columns: Array
 
@@ -90,7 +90,7 @@ def read_rows(path: Path) -> Rows:
         heads=table["heads"],
         sequence=table["sequence"],
     )
-    split = Split(
+    split = TransformerSplit(
         tensor=t,
         data=d,
         pipeline=p,
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> Rows:
         zero=1.0,
     )
     return Rows(
-        steps=Steps(model=model, split=split),
+        steps=StepTable(model=model, split=split),
         seconds=table["time"] / (1.0 if in_seconds else 1e3),
         columns=np.array([table[name] for name in ORDER]),
     )
@@ -128,11 +128,11 @@ def _columns(path: Path, head: Sequence[str]) -> tuple[dict[str, int], bool, int
     return found, bool(SECONDS.search(said[found["time"]])), chunks
 
 
-def recomputing(steps: Steps, how: str) -> Steps:
+def recomputing(steps: StepTable, how: str) -> StepTable:
     return replace(steps, split=replace(steps.split, recompute=how))
 
 
-def unheld(steps: Steps, memory: float) -> Array:
+def unheld(steps: StepTable, memory: float) -> Array:
     """Which steps clearly do not fit into `memory` bytes unless activations are computed again."""
     needed = memory_of_transformer(steps.model, recomputing(steps, "none").split).total
     return np.asarray(needed > CLEARLY * memory)

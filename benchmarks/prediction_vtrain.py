@@ -6,7 +6,7 @@
 ROWS.csv: vTrain's single-node runs (columns as in `prediction_rows`; MIT licence). At most 72 of
 them are fitted, all others predicted. --across: fits that leave whole layer shapes out, with the
 rows taken to compute activations again, and not to. OTHER.csv: further rows, only predicted, from
-the 72 rows that `Steps.spread` chooses; nodes joined by `--uplink` (vTrain's, from memory: four
+the 72 rows that `StepTable.spread` chooses; nodes joined by `--uplink` (vTrain's, from memory: four
 interfaces of 200 Gbit/s). Whether OTHER's steps compute activations again is decided by their
 plans (`recomputing_of`), never by their times, and both are printed.
 """
@@ -19,11 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.cost.calibration import NUMBERS, Calibration, Options, calibrate, intervals
+from headway.cost.calibration import (
+    NUMBERS,
+    Calibration,
+    CalibrationOptions,
+    StepTable,
+    calibrate,
+    prediction_intervals,
+)
 from headway.cost.device import Array
-from headway.cost.presets import PRIORS, assumed
-from headway.cost.steps import Steps
-from headway.cost.transformer import Split, Transformer, price_transformer
+from headway.cost.machine_presets import PRIORS, assumed_machine
+from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from prediction_rows import (
     ORDER,
     Rows,
@@ -63,11 +69,11 @@ MT_NLG = np.array([60.1, 50.2, 44.4])
 """Seconds on 2,240, 2,800 and 3,360 GPUs: Smith et al. 2022."""
 
 
-def megatron() -> tuple[Steps, Array]:
+def megatron() -> tuple[StepTable, Array]:
     heads, hidden, layers, t, p, devices, batch, teraflops, micro, virtual = MEGATRON
     model = Transformer(layers=layers, hidden=hidden, heads=heads, sequence=2048.0)
     d = devices / (t * p)
-    split = Split(
+    split = TransformerSplit(
         tensor=t,
         data=d,
         pipeline=p,
@@ -75,34 +81,36 @@ def megatron() -> tuple[Steps, Array]:
         microbatches=batch / (d * micro),
         virtual=virtual,
     )
-    return Steps(model=model, split=split), model.flops(batch) / (teraflops * 1e12 * devices)
+    return StepTable(model=model, split=split), model.flops(batch) / (teraflops * 1e12 * devices)
 
 
-def korthikanti() -> tuple[Steps, Array]:
+def korthikanti() -> tuple[StepTable, Array]:
     """Korthikanti et al. 2022, Table 5, with full recomputation, one replica on 8 to 512 GPUs."""
     table = [(6144, 48, 64, 1, 4, 1, 1.42), (12288, 96, 96, 8, 1, 3, 18.13)]
     table += [(20480, 105, 128, 35, 1, 3, 49.05), (25600, 128, 160, 64, 1, 1, 94.42)]
     batch = np.array([4.0, 64.0, 280.0, 512.0])
     hidden, layers, heads, p, micro, virtual, seconds = np.array(table, dtype=float).T
     model = Transformer(layers=layers, hidden=hidden, heads=heads, sequence=2048.0)
-    split = Split(
+    split = TransformerSplit(
         tensor=8.0, pipeline=p, microbatch=micro, microbatches=batch / micro, virtual=virtual
     )
-    return Steps(model=model, split=split), seconds
+    return StepTable(model=model, split=split), seconds
 
 
-def mt_nlg() -> Steps:
+def mt_nlg() -> StepTable:
     d = np.array([8.0, 10.0, 12.0])
     model = Transformer(layers=105.0, hidden=20480.0, heads=128.0, sequence=2048.0)
-    split = Split(tensor=8.0, data=d, pipeline=35.0, microbatches=1920.0 / d)
-    return Steps(model=model, split=split)
+    split = TransformerSplit(tensor=8.0, data=d, pipeline=35.0, microbatches=1920.0 / d)
+    return StepTable(model=model, split=split)
 
 
-def fit(steps: Steps, seconds: Array, rows: Array, uplink: str = "8x hdr") -> Calibration:
-    return calibrate(steps.take(rows), seconds[rows], assumed("a100", uplink=uplink), PRIORS)
+def fit(steps: StepTable, seconds: Array, rows: Array, uplink: str = "8x hdr") -> Calibration:
+    return calibrate(
+        steps.take(rows), seconds[rows], assumed_machine("a100", uplink=uplink), PRIORS
+    )
 
 
-def formula(calibration: Calibration, steps: Steps) -> Array:
+def formula(calibration: Calibration, steps: StepTable) -> Array:
     """Predicted as if no shape had been measured."""
     return price_transformer(steps.model, steps.split, calibration.machine).seconds
 
@@ -207,7 +215,7 @@ def across(rows: Rows) -> None:
         print(f"  efficiency {calibration.machine.device.efficiency:.3f}")
 
 
-def extrapolated(steps: Steps, seconds: Array) -> None:
+def extrapolated(steps: StepTable, seconds: Array) -> None:
     plans, measured = megatron()
     for label, own in (
         ("72 by `spread`", np.array(steps.spread(MOST))),
@@ -223,8 +231,13 @@ def extrapolated(steps: Steps, seconds: Array) -> None:
         )
         print("  each, raw: " + " ".join(f"{value:+.1f}" for value in off))
     own = np.array(steps.spread(MOST))
-    low, high = intervals(
-        steps.take(own), seconds[own], assumed("a100"), PRIORS, plans, options=Options()
+    low, high = prediction_intervals(
+        steps.take(own),
+        seconds[own],
+        assumed_machine("a100"),
+        PRIORS,
+        plans,
+        options=CalibrationOptions(),
     )
     inside = int(((low < measured) & (measured < high)).sum())
     calibration = fit(steps, seconds, own)
@@ -239,7 +252,7 @@ def extrapolated(steps: Steps, seconds: Array) -> None:
     print("  after one scalar from the first:", *(f"{value:+.1f}" for value in after[1:]))
 
 
-def speed(steps: Steps, seconds: Array) -> None:
+def speed(steps: StepTable, seconds: Array) -> None:
     own = np.array(steps.spread(MOST))
     start = time.perf_counter()
     calibration = fit(steps, seconds, own)
@@ -261,7 +274,7 @@ def recomputing_of(rows: Rows, calibration: Calibration) -> str:
     return "full" if apart.any() else "none"
 
 
-def judge(path: Path, steps: Steps, seconds: Array, uplink: str) -> None:
+def judge(path: Path, steps: StepTable, seconds: Array, uplink: str) -> None:
     rows = read_rows(path)
     calibration = fit(steps, seconds, np.array(steps.spread(MOST)), uplink)
     inside = rows["GPUs"] <= NODE

@@ -14,12 +14,17 @@ import time
 from dataclasses import replace
 
 from headway.errors import PlanError
-from headway.planner import Budget, Found, search_schedule
-from headway.planner.layouts import costs_of
-from headway.schedule import PipelineSchedule, StageCosts
-from headway.schedule.check import check_schedule
-from headway.schedule.named import make_schedule
-from headway.schedule.stats import ScheduleStats, measure
+from headway.planner.schedule_search.placements import costs_of
+from headway.planner.schedule_search.tables import (
+    ScheduleSearchBudget,
+    ScheduleSearchResult,
+    search_schedule,
+)
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.pipeline_schedule import PipelineSchedule
+from headway.schedule.rules.check import check_schedule
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import ScheduleStats, measure_schedule
 
 PLACEMENTS = {
     "one copy, halves": ("straight", "v", "loop"),
@@ -37,7 +42,7 @@ def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 def judge(schedule: PipelineSchedule, costs: StageCosts) -> ScheduleStats:
-    return measure(schedule, costs_of(schedule.stages, costs))
+    return measure_schedule(schedule, costs_of(schedule.stages, costs))
 
 
 def row(name: str, stats: ScheduleStats, rival: float, note: str = "") -> None:
@@ -55,8 +60,12 @@ def head(title: str) -> None:
 
 
 def search(
-    costs: StageCosts, microbatches: int, most: float, placements: tuple[str, ...], budget: Budget
-) -> Found:
+    costs: StageCosts,
+    microbatches: int,
+    most: float,
+    placements: tuple[str, ...],
+    budget: ScheduleSearchBudget,
+) -> ScheduleSearchResult:
     return search_schedule(
         costs.stages,
         microbatches,
@@ -68,7 +77,7 @@ def search(
 
 
 def searched(
-    costs: StageCosts, microbatches: int, most: float, rival: float, budget: Budget
+    costs: StageCosts, microbatches: int, most: float, rival: float, budget: ScheduleSearchBudget
 ) -> None:
     """With one copy of the weights and with two, by how finely the stages are cut."""
     for copies, placements in PLACEMENTS.items():
@@ -84,7 +93,7 @@ def searched(
         row(f"searched, {copies}", judge(found.schedule, found.costs), rival, note)
 
 
-def against(rival_name: str, ranks: int, microbatches: int, budget: Budget) -> None:
+def against(rival_name: str, ranks: int, microbatches: int, budget: ScheduleSearchBudget) -> None:
     costs = StageCosts.of(ranks)
     rival = judge(named(rival_name, ranks, microbatches), costs)
     most = max(rival.peak_activations)
@@ -95,7 +104,7 @@ def against(rival_name: str, ranks: int, microbatches: int, budget: Budget) -> N
     searched(costs, microbatches, most, rival.makespan, budget)
 
 
-def at_memory_of_1f1b(budget: Budget, ranks: int = 4, microbatches: int = 8) -> None:
+def at_memory_of_1f1b(budget: ScheduleSearchBudget, ranks: int = 4, microbatches: int = 8) -> None:
     """Beside every schedule that torch has too; "over" are those that hold more than 1F1B."""
     costs = StageCosts.of(ranks)
     rival = judge(named("1f1b", ranks, microbatches), costs)
@@ -113,7 +122,7 @@ def beside(name: str, costs: StageCosts, microbatches: int, most: float, rival: 
     row(name, stats, rival, "over" if max(stats.peak_activations) > most else "")
 
 
-def unequal(budget: Budget, ranks: int = 4, microbatches: int = 8) -> None:
+def unequal(budget: ScheduleSearchBudget, ranks: int = 4, microbatches: int = 8) -> None:
     """One stage takes longer; the looped and folded tables cut it into two halves."""
     for slow in range(ranks):
         times = tuple(SLOW if stage == slow else 1.0 for stage in range(ranks))
@@ -131,7 +140,7 @@ def unequal(budget: Budget, ranks: int = 4, microbatches: int = 8) -> None:
 
 
 def main(lists: int = 400, moves: int = 4000) -> None:
-    budget = Budget(lists=lists, moves=moves)
+    budget = ScheduleSearchBudget(lists=lists, moves=moves)
     start = time.perf_counter()
     print(f"Saved: less time than the first table (of unequal stages: the best). {budget}")
     for ranks in (4, 8):

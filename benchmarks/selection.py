@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from headway.comm.compress import ms_top_k, top_k
-from headway.comm.compress.draws import generator
+from headway.comm.compress.compressor import seeded_generator
 
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 TARGET = 8
@@ -34,7 +34,7 @@ def compare(size: int, density: float) -> None:
     """Peer, exact selection and MSTopK in turn."""
     values = torch.randn(size, generator=torch.Generator().manual_seed(0))
     magnitudes, k = values.abs(), round(density * size)
-    draw = generator(0, "benchmark")
+    draw = seeded_generator(0, "benchmark")
     assert torch.equal(top_k(values, k), magnitudes.topk(k).indices.sort().values)
     calls = {
         "torch.topk": lambda: torch.topk(magnitudes, k, sorted=False),

@@ -19,13 +19,15 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.graph import fold
-from headway.planner.operators import Workload
-from headway.planner.played import step_of_point
-from headway.planner.search import Question, describe, search
-from headway.simulator.ranks import Faults
-from headway.simulator.simulated import simulate
+from headway.cost.machine_presets import machine_of
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.to_simulation import step_of_point
+from headway.planner.search.branch_and_bound import find_plans
+from headway.planner.search.request import PlanRequest
+from headway.simulator.ranks import StepFaults
+from headway.simulator.simulation import simulate_training_step
 from headway.units import format_bytes, format_seconds
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
@@ -36,7 +38,7 @@ BATCH = 16384
 BAR = 30.0
 
 
-def work_of(name: str) -> tuple[Workload, float]:
+def work_of(name: str) -> tuple[PlanningWorkload, float]:
     layers, width, heads = GPT[name]
     begin = time.perf_counter()
     config = TransformerConfig(
@@ -45,7 +47,9 @@ def work_of(name: str) -> tuple[Workload, float]:
     with torch.device("meta"):
         model = TransformerLM(config).bfloat16()
         graph = capture(model, torch.empty(SAMPLES, 2048, dtype=torch.int64))
-    return Workload(graph=fold(graph), samples=SAMPLES), time.perf_counter() - begin
+    return PlanningWorkload(
+        graph=fuse_light_operators(graph), samples=SAMPLES
+    ), time.perf_counter() - begin
 
 
 class Clock:
@@ -66,25 +70,25 @@ def run(name: str, devices: int) -> None:
     work, captured = work_of(name)
     start = Clock()
     machine = machine_of(of_preset("dgx-a100", nodes=devices // 8))
-    question = Question(
+    question = PlanRequest(
         work=work, machine=machine, devices=(devices,), batch=BATCH, objective="fastest"
     )
-    outcome = search(question)
+    outcome = find_plans(question)
     planned, middle = str(start), Clock()
     point = outcome.best
     step = step_of_point(point, outcome.search)
-    found = simulate(step)
+    found = simulate_training_step(step)
     simulated, verdict = str(middle), "within" if start.wall <= BAR else "NOT within"
     print(
         f"GPT-{name} on {devices} devices: capture {captured:.1f} s; plan {planned}, simulate "
         f"{simulated}; together {start}, {verdict} {BAR:g} s\n"
-        f"   {describe(point.degrees)}\n"
+        f"   {describe_degrees(point.degrees)}\n"
         f"   priced {format_seconds(point.seconds)}, played {format_seconds(found.seconds)}; "
         f"bubble {found.bubble:.1%}, memory {format_bytes(found.peak)}\n"
         f"   {found.tasks} tasks; {len(found.accounts)} of {found.ranks} ranks"
     )
     again = Clock()
-    slow = simulate(replace(step, faults=Faults(slow={devices // 2: 2.0})))
+    slow = simulate_training_step(replace(step, faults=StepFaults(slow={devices // 2: 2.0})))
     print(
         f"   with rank {devices // 2} twice as slow: {format_seconds(slow.seconds)}, "
         f"{slow.tasks} tasks, {len(slow.accounts)} ranks in {again}"

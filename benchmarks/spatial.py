@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.parallel.spatial import SpatialContext, exchange
+from headway.parallel.spatial import SpatialContext, halo_exchange
 from pairs import torchrun
 
 PAIRS = 9
@@ -210,13 +210,13 @@ def memory() -> None:
     context = SpatialContext.of({-3: dist.group.WORLD})
     shape = (1, 4, side, side, side)
     received = []
-    receive = exchange.Flight.receive
+    receive = halo_exchange.AxisMessages.receive
 
-    def counted(flight: exchange.Flight, into: Tensor, peer: int) -> None:
+    def counted(flight: halo_exchange.AxisMessages, into: Tensor, peer: int) -> None:
         received.append(into.nbytes)
         receive(flight, into, peer)
 
-    exchange.Flight.receive = counted
+    halo_exchange.AxisMessages.receive = counted
     with Live() as live:
         part = context.adopt(torch.randn([b - a for a, b in context.ranges(shape)]), shape)
         loss = model(part).square().mean() / context.copies

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from headway.parallel.tensor import Grid, Settings, split
+from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
 from headway.plan.tensor_layout import TensorGrid
 
 TARGETS = {"mlp": 1.0, "zero": 1.05}
@@ -73,12 +73,12 @@ def models(kind: str, x: Tensor, width: int) -> tuple[Callable[[], None], Callab
     peer.load_state_dict(ours.state_dict())
     mesh = init_device_mesh("cpu", (2,))
     if kind == "mlp":
-        split(ours, Grid.of(TensorGrid.classic(2)), square, x)
+        split_model(ours, ProcessGrid.of(TensorGrid.classic(2)), square, x)
         for block in peer.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return step_of(ours, x), step_of(peer, x)
-    settings = Settings(keep=False)
-    split(ours, Grid.of(TensorGrid.cuboid(2, 1, 1)), square, x, settings=settings)
+    settings = SplitSettings(keep=False)
+    split_model(ours, ProcessGrid.of(TensorGrid.cuboid(2, 1, 1)), square, x, settings=settings)
     for block in peer.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(peer, mesh=mesh)

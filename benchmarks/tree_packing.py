@@ -26,21 +26,11 @@ import headway
 from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
 from headway.collective.generators import trees
-from headway.collective.packing import (
-    ChunkTuner,
-    LinkGraph,
-    Packing,
-    dgx1p,
-    dgx1v,
-    islands,
-    pack,
-)
-from headway.collective.packing.multiplicative import multiplicative
-from headway.collective.packing.pack import problem_of
-from headway.collective.program import CollectiveProgram
-from headway.collective.task import Collective
-from headway.collective.wires import Wires
-from headway.planner.carried import find_carrier
+from headway.collective.packing import ChunkTuner, LinkGraph, Packing, dgx1p, dgx1v, islands, pack
+from headway.collective.packing.pack import pack_by_multiplicative_weights, packing_problem
+from headway.collective.program.program import CollectiveProgram, CollectiveTask
+from headway.collective.topology import NetworkTopology
+from headway.planner.collective_algorithm import choose_all_reduce
 
 ELEMENTS = 2 * 2**20
 """8 MiB."""
@@ -57,7 +47,7 @@ class Packed:
         self.made: dict[int, CollectiveProgram] = {}
 
     def __call__(
-        self, task: Collective, ranks: tuple[int, ...], element_bytes: int
+        self, task: CollectiveTask, ranks: tuple[int, ...], element_bytes: int
     ) -> CollectiveProgram | None:
         if task.op != "all_reduce":
             return None
@@ -97,7 +87,7 @@ def tuned(packed: Packed, group: dist.ProcessGroup) -> ChunkTuner:
 
 
 def body(world: emulated.World, rounds: int, cluster: Cluster) -> list[str]:
-    packing = pack(Wires.of_cluster(cluster).graph, "all_reduce")
+    packing = pack(NetworkTopology.of_cluster(cluster).graph, "all_reduce")
     packed = Packed(packing)
     headway.register_backend(choose=packed)
     group = dist.new_group(backend="headway")
@@ -140,7 +130,7 @@ def body(world: emulated.World, rounds: int, cluster: Cluster) -> list[str]:
 def drift(world: emulated.World, count: int, cluster: Cluster) -> list[str]:
     """Seconds per step of 8 MiB of gradients before and after the link b-c becomes ten times
     slower, by a program that stays and by one that follows the links."""
-    carrying = find_carrier("auto", Wires.of_cluster(cluster), 4 * ELEMENTS)
+    carrying = choose_all_reduce("auto", NetworkTopology.of_cluster(cluster), 4 * ELEMENTS)
     lines = [f"program: {carrying.collective}"]
     for repack in (False, True):
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 512, bias=False) for _ in range(4)])
@@ -218,7 +208,7 @@ def table() -> Iterator[str]:
             packing = pack(graph, direction)
             took = time.perf_counter() - began
             began = time.perf_counter()
-            weights = multiplicative(problem_of(graph, direction, 0))
+            weights = pack_by_multiplicative_weights(packing_problem(graph, direction, 0))
             other = time.perf_counter() - began
             yield (
                 f"{name:<16}{direction:<12}{packing.bound:>7.3f}{packing.rate:>7.3f}"

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.planner.whale.balance import Share, algorithm_1, whole_samples
+from headway.planner.whale.load_balance import DeviceShare, algorithm_1, whole_samples
 
 BATCH, STEPS, WARM = 24, 14, 4
 FAULT = "rank 1 2x slower"
@@ -26,7 +26,7 @@ FAULT = "rank 1 2x slower"
 
 def shares() -> tuple[int, ...]:
     """Of a rank of rate 2 and one of rate 1; memory does not matter."""
-    devices = [Share(rate=rate, memory=1.0, scaled=0.0) for rate in (2.0, 1.0)]
+    devices = [DeviceShare(rate=rate, memory=1.0, scaled=0.0) for rate in (2.0, 1.0)]
     return whole_samples(algorithm_1(devices).loads, BATCH, devices)
 
 

@@ -14,28 +14,28 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from headway.cli.schedule_costs import Costs
-from headway.cli.schedule_figures import figures
+from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
 from headway.cluster import of_preset
-from headway.collective.task import Collective
-from headway.cost.presets import machine_of
+from headway.collective.program.program import CollectiveTask
+from headway.cost.machine_presets import machine_of
 from headway.plan import pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.operators import Workload
-from headway.planner.played import step_of_plan
-from headway.planner.programs import price_programs, wires_of
-from headway.planner.search import Question, Search
-from headway.report.collective_picture import Drawn, programs_svg
-from headway.report.curves import loss_picture
-from headway.report.history import read_history
-from headway.report.lanes import representative_step, timeline_picture
-from headway.report.schedule_picture import picture_svg
-from headway.report.simulated import picture as simulated
-from headway.report.stacked import stack
-from headway.run.model_graph import graph_of
-from headway.schedule.named import make_schedule
-from headway.simulator.ranks import Faults
-from headway.simulator.simulated import simulate
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.collective_algorithm import parse_wires, price_programs
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.to_simulation import step_of_plan
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.request import PlanRequest
+from headway.report.history.reader import read_history
+from headway.report.pictures.canvas import stack_svg
+from headway.report.pictures.collective_programs import ProgramDrawing, programs_svg
+from headway.report.pictures.pipeline_schedule import schedule_svg
+from headway.report.pictures.simulated_steps import simulated_steps_svg as simulated
+from headway.report.pictures.step_timeline import representative_step, timeline_picture
+from headway.report.pictures.training_curves import loss_picture
+from headway.run.measure.recipe_model import recipe_graph
+from headway.schedule.generators.registry import make_schedule
+from headway.simulator.ranks import StepFaults
+from headway.simulator.simulation import simulate_training_step
 from headway.timeline import Timeline
 
 IMAGES = Path(__file__).parent / "images"
@@ -52,40 +52,45 @@ def picture(run: Path) -> str:
     assert loss is not None
     assert timeline is not None
     ranks = len({span.rank for span in spans})
-    return stack([("Loss", loss), (f"Step {step} on {ranks} ranks", timeline)])
+    return stack_svg([("Loss", loss), (f"Step {step} on {ranks} ranks", timeline)])
 
 
 def schedules_picture() -> str:
     """Schedules of as many micro-batches as ranks."""
     shown = [
-        figures(make_schedule(name, stages=RANKS, microbatches=RANKS), Costs())
+        evaluate_schedule(make_schedule(name, stages=RANKS, microbatches=RANKS), ScheduleCosts())
         for name in SCHEDULES
     ]
     heading = f"{RANKS} ranks, {RANKS} micro-batches, backward twice as long as forward"
-    return stack([(heading, picture_svg(shown))])
+    return stack_svg([(heading, schedule_svg(shown))])
 
 
 def simulated_picture() -> str:
     """The plan of docs/simulate.md: one pipeline of it as planned, and with a slow rank."""
     machine = machine_of(of_preset("p3.16xlarge", nodes=2))
-    graph, samples, batch = graph_of("headway.workloads.transformer.recipe:recipe")
-    plan = pipelined(batch, processes=16, stages=4, pipeline=Pipeline(microbatches=4))
-    work = Workload(graph=graph, samples=samples)
-    question = Question(work=work, machine=machine, devices=(16,), batch=batch)
-    step, _ = step_of_plan(plan, Search(question))
-    slow = replace(step, faults=Faults(slow={3: 2.0}))
-    return simulated([("as planned", simulate(step)), ("rank 3 slow 2x", simulate(slow))])
+    graph, samples, batch = recipe_graph("headway.workloads.transformer.recipe:recipe")
+    plan = pipelined(batch, processes=16, stages=4, pipeline=PipelinePlan(microbatches=4))
+    work = PlanningWorkload(graph=graph, samples=samples)
+    question = PlanRequest(work=work, machine=machine, devices=(16,), batch=batch)
+    step, _ = step_of_plan(plan, PlanSearch(question))
+    slow = replace(step, faults=StepFaults(slow={3: 2.0}))
+    return simulated(
+        [
+            ("as planned", simulate_training_step(step)),
+            ("rank 3 slow 2x", simulate_training_step(slow)),
+        ]
+    )
 
 
 def packing_picture() -> str:
     """Packed trees of an all-reduce and of a broadcast on the NVLinks of a DGX-1V."""
-    wires, parts = wires_of("dgx-1v"), []
+    wires, parts = parse_wires("dgx-1v"), []
     for op in ("all_reduce", "broadcast"):
         size = 2**26  # 256 MiB in float32
-        priced, _ = price_programs(Collective.of(op, 8, size), wires, names=("trees",))
+        priced, _ = price_programs(CollectiveTask.of(op, 8, size), wires, names=("trees",))
         best = priced[0]
         weights = sum(weight for _, weight in best.trees)
-        drawn = Drawn(
+        drawn = ProgramDrawing(
             best.name,
             best.seconds,
             best.program.traffic(4).sent,
@@ -93,7 +98,7 @@ def packing_picture() -> str:
         )
         heading = f"{op}, 256 MiB"
         parts.append((heading, programs_svg("", [drawn], best.least, wires.names)))
-    return stack(parts)
+    return stack_svg(parts)
 
 
 if __name__ == "__main__":

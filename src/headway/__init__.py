@@ -9,22 +9,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from headway.capture.annotations import replicate, set_default_strategy, split, stage
+    from headway.channel import Channel
+    from headway.comm.backend.process_group import register_backend
+    from headway.comm.exchange.ddp_hook import register_comm_hook
+    from headway.data.source import MemmapSource, Source
+    from headway.errors import HeadwayError
+    from headway.plan import Plan, data_parallel
+    from headway.run.exchange import Exchange
+    from headway.run.executor import Executor
+    from headway.run.recipe.recipe import Recipe, criterion
+    from headway.timeline import Timeline
+
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "Channel": "headway.channel",
-    "Exchange": "headway.run.own_loop",
+    "Exchange": "headway.run.exchange",
     "Executor": "headway.run.executor",
     "HeadwayError": "headway.errors",
     "MemmapSource": "headway.data.source",
     "Plan": "headway.plan",
-    "Recipe": "headway.run.recipe",
+    "Recipe": "headway.run.recipe.recipe",
     "Source": "headway.data.source",
     "Timeline": "headway.timeline",
-    "criterion": "headway.run.recipe",
+    "criterion": "headway.run.recipe.recipe",
     "data_parallel": "headway.plan",
-    "register_backend": "headway.comm.backend",
-    "register_comm_hook": "headway.comm.hook",
+    "register_backend": "headway.comm.backend.process_group",
+    "register_comm_hook": "headway.comm.exchange.ddp_hook",
     "replicate": "headway.capture.annotations",
     "set_default_strategy": "headway.capture.annotations",
     "split": "headway.capture.annotations",
@@ -50,19 +64,6 @@ __all__ = [
     "split",
     "stage",
 ]
-
-if TYPE_CHECKING:
-    from headway.capture.annotations import replicate, set_default_strategy, split, stage
-    from headway.channel import Channel
-    from headway.comm.backend import register_backend
-    from headway.comm.hook import register_comm_hook
-    from headway.data.source import MemmapSource, Source
-    from headway.errors import HeadwayError
-    from headway.plan import Plan, data_parallel
-    from headway.run.executor import Executor
-    from headway.run.own_loop import Exchange
-    from headway.run.recipe import Recipe, criterion
-    from headway.timeline import Timeline
 
 
 def __getattr__(name: str) -> Any:

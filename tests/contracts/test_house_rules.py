@@ -105,7 +105,15 @@ def broken(rule, *allowed):
 
 
 def test_the_environment_is_read_in_one_place():
-    assert broken(reads_environment, "run/place.py", "launch/", "comm/backend_torch.py") == []
+    assert (
+        broken(
+            reads_environment,
+            "run/distributed/launch_env.py",
+            "launch/",
+            "comm/backend/torch_compat.py",
+        )
+        == []
+    )
 
 
 def test_only_the_command_line_prints_and_exits():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import headway
 from headway.cluster import Cluster
 from headway.launch.emulation import Emulation, interface_bytes
-from headway.launch.namespaces import batch
+from headway.launch.namespaces import run_batch
 from support.emulated import needs_root, run_nodes
 
 ELEMENTS = 600_000
@@ -23,11 +23,11 @@ def second_interface(emulated):
     """Between the two nodes, with the rate of the first."""
     first, second = emulated.nodes
     ends = [f"netns {node.namespace}" for node in (first, second)]
-    batch("ip", [f"link add eth1 {ends[0]} type veth peer name eth1 {ends[1]}"])
+    run_batch("ip", [f"link add eth1 {ends[0]} type veth peer name eth1 {ends[1]}"])
     for place, node in enumerate((first, second)):
         up = [f"addr add 10.251.250.{place + 1}/24 dev eth1", "link set eth1 up"]
-        batch("ip", up, namespace=node.namespace)
-        batch("tc", replace(node.shape, interface="eth1").commands(), namespace=node.namespace)
+        run_batch("ip", up, namespace=node.namespace)
+        run_batch("tc", replace(node.shape, interface="eth1").commands(), namespace=node.namespace)
 
 
 def counted(call, *interfaces):

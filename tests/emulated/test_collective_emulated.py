@@ -10,10 +10,10 @@ import torch
 import headway
 from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
-from headway.collective.wire import bucket_traffic
-from headway.collective.wires import Wires
-from headway.planner.carried import find_carrier
-from headway.run.world import World
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.topology import NetworkTopology
+from headway.planner.collective_algorithm import choose_all_reduce
+from headway.run.distributed.world import World
 from support.emulated import needs_root, run_nodes
 
 STEPS, WIDTH, LAYERS = 2, 512, 4
@@ -28,7 +28,7 @@ MESH = replace(
 def body(world):
     """By exchange: the bytes that this node sent to each other one in a step, counted and planned;
     and a sum of the parameters."""
-    found = find_carrier("auto", Wires.of_cluster(MESH), 2**22)
+    found = choose_all_reduce("auto", NetworkTopology.of_cluster(MESH), 2**22)
     assert found.collective == "trees"
     choices = {"all_reduce": {}, "trees": {"collective": "trees", "carrier": found.carrier}}
     return {name: steps(world, choice) for name, choice in choices.items()}
@@ -54,7 +54,7 @@ def steps(world, choice):
     torch.distributed.barrier()
     after = world.emulated.sent_to(world.node)
     exchange.close()
-    plan = bucket_traffic(shapes, Wires.of_cluster(MESH).nodes, **choice).sent
+    plan = bucket_traffic(shapes, NetworkTopology.of_cluster(MESH).nodes, **choice).sent
     counts = {
         peer: ((after[name] - before[name]) / STEPS, plan.get((world.rank, peer), 0.0))
         for peer, name in enumerate(MESH.nodes_of_ranks)

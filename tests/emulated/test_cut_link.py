@@ -17,7 +17,7 @@ from headway.cluster import Cluster
 from headway.errors import Stalled
 from headway.launch.emulation import Emulation
 from headway.launch.local import launch_local
-from headway.run.failure import read_failures
+from headway.run.distributed.failure_record import read_failures
 from support import heartbeat_entries as entries
 from support.commands import environment, events, none_left, warm_variables
 from support.emulated import needs_root

@@ -13,8 +13,14 @@ import pytest
 
 from headway.cluster import Cluster, Link, Node, Pair
 from headway.errors import UsageError
-from headway.launch.emulation import Emulation, check_possible, interface_bytes, lost
-from headway.launch.namespaces import RUN, batch, enter_namespace, query, tags_in_use
+from headway.launch.emulation import Emulation, check_possible, emulation_limits, interface_bytes
+from headway.launch.namespaces import (
+    NETNS_FOLDER,
+    command_json,
+    enter_namespace,
+    run_batch,
+    tags_in_use,
+)
 from support.commands import environment
 from support.emulated import needs_root, run_nodes
 
@@ -30,8 +36,10 @@ reaches is in docs/emulation.md; that a link is never too fast holds on every ma
 
 def own_remains(pid: int) -> list[str]:
     """Namespaces and links that carry a process id."""
-    names = [path.name for path in RUN.glob(f"headway-{pid}-*")]
-    return names + [link["ifname"] for link in query("ip", "link") if f"hw{pid}." in link["ifname"]]
+    names = [path.name for path in NETNS_FOLDER.glob(f"headway-{pid}-*")]
+    return names + [
+        link["ifname"] for link in command_json("ip", "link") if f"hw{pid}." in link["ifname"]
+    ]
 
 
 def transfer(world, num_bytes, sender=0, receiver=1):
@@ -287,17 +295,17 @@ def test_what_is_not_emulated_is_a_warning():
     with pytest.warns(UserWarning, match="up to 2 ms, is not emulated"), Emulation(cluster):
         pass
     inside = Cluster(nodes=cluster.nodes, inside=Link.of("20 GB/s"))
-    assert "not at 160 Gbit/s" in next(iter(lost(inside)))
-    assert list(lost(Cluster.of(2, rate="1 Gbit/s"))) == []
+    assert "not at 160 Gbit/s" in next(iter(emulation_limits(inside)))
+    assert list(emulation_limits(Cluster.of(2, rate="1 Gbit/s"))) == []
 
 
 def test_a_command_that_fails_is_named():
     with pytest.raises(UsageError) as caught:
-        batch("ip", ["link show lo", "link add bad type nonsense"])
+        run_batch("ip", ["link show lo", "link add bad type nonsense"])
     assert caught.value.where == "ip link add bad type nonsense"
     assert "Unknown device type" in caught.value.why
     with pytest.raises(UsageError, match="cannot be read"):
-        query("ip", "link", "show", "absent0")
+        command_json("ip", "link", "show", "absent0")
     with pytest.raises(UsageError, match="cannot enter the namespace"):
         enter_namespace("headway-absent")
     with pytest.raises(UsageError, match="no interface absent0"):

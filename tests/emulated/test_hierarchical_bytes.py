@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from headway.cluster import Cluster
-from headway.collective import Nodes
-from headway.comm.adasum import Adasum
-from headway.comm.hierarchical import Hierarchical
-from headway.comm.method import Fused, Method, Piece, complete, make_route
-from headway.comm.sparse_hierarchical import SparseHierarchical
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.adasum import Adasum
+from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
+from headway.comm.algorithms.method import (
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    complete,
+    make_route,
+)
+from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 from support.emulated import needs_root, run_nodes
 
 pytestmark = needs_root
@@ -18,10 +24,10 @@ pytestmark = needs_root
 NUMEL = 2**20
 
 
-def exchange(world, nodes: Nodes, method: Method) -> bool:
+def exchange(world, nodes: Nodes, method: ExchangeMethod) -> bool:
     route = make_route(None, nodes, hierarchical=True)
-    pieces = tuple(Piece(str(n), n * 2**16, (n + 1) * 2**16, (2**16,)) for n in range(16))
-    fused = Fused(torch.ones(NUMEL + 16), pieces)
+    pieces = tuple(GradientSlice(str(n), n * 2**16, (n + 1) * 2**16, (2**16,)) for n in range(16))
+    fused = FusedBuffer(torch.ones(NUMEL + 16), pieces)
     fused.gradients.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank)))
     complete(method, fused, route)
     return bool((fused.flags > 0).all())
@@ -31,10 +37,10 @@ def exchange(world, nodes: Nodes, method: Method) -> bool:
     ("cluster", "method", "expected"),
     [
         # 2 (m - 1) / m d elements of 4 bytes on each node's link
-        (Cluster.of(2, 2, rate="1 Gbit/s"), Hierarchical(), NUMEL * 4),
+        (Cluster.of(2, 2, rate="1 Gbit/s"), HierarchicalAllReduce(), NUMEL * 4),
         # (m - 1) density d elements of 4 bytes, with an index of 4
-        (Cluster.of(2, 2, rate="1 Gbit/s"), SparseHierarchical(0.1), 0.1 * NUMEL * 8),
-        (Cluster.of(3, 2, rate="1 Gbit/s"), SparseHierarchical(0.1), 2 * 0.1 * NUMEL * 8),
+        (Cluster.of(2, 2, rate="1 Gbit/s"), HierarchicalTopK(0.1), 0.1 * NUMEL * 8),
+        (Cluster.of(3, 2, rate="1 Gbit/s"), HierarchicalTopK(0.1), 2 * 0.1 * NUMEL * 8),
         # 2 (n - 1) / n d elements, and the dot products
         (Cluster.of(2, 1, rate="1 Gbit/s"), Adasum(), NUMEL * 4 + 24 * 16),
     ],
@@ -50,7 +56,7 @@ def test_each_node_sends_what_the_formula_says(cluster, method, expected):
         assert sent == pytest.approx(expected, rel=0.03)
 
 
-class Quiet(Method):
+class Quiet(ExchangeMethod):
     """Says nothing."""
 
     def rounds(self, fused, route):

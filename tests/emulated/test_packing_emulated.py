@@ -12,7 +12,7 @@ from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
 from headway.collective.generators import trees
 from headway.collective.packing import pack
-from headway.collective.wires import Wires
+from headway.collective.topology import NetworkTopology
 from support.emulated import needs_root, run_nodes
 
 ELEMENTS = 750_001
@@ -35,7 +35,7 @@ class Packed:
 
 
 def body(world):
-    packed = Packed(pack(Wires.of_cluster(world.emulated.cluster).graph, "all_reduce"))
+    packed = Packed(pack(NetworkTopology.of_cluster(world.emulated.cluster).graph, "all_reduce"))
     headway.register_backend(choose=packed)
     group = dist.new_group(backend="headway")
     for dtype, close in ((torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2e-2)):

@@ -8,10 +8,10 @@ import torch
 
 import headway
 from headway.cluster import Cluster
-from headway.collective.wire import bucket_traffic
-from headway.collective.wires import Wires
-from headway.planner.carried import find_carrier
-from headway.run.world import World
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.topology import NetworkTopology
+from headway.planner.collective_algorithm import choose_all_reduce
+from headway.run.distributed.world import World
 from support.emulated import needs_root, run_nodes
 
 RANKS, WIDTH, LAYERS, RATE = 4, 128, 8, 12.5e6
@@ -35,7 +35,7 @@ def loss_of(model, step, rank):
 
 def body(world):
     torch.set_num_threads(1)
-    found = find_carrier("auto", Wires.of_cluster(MESH), 2**20)
+    found = choose_all_reduce("auto", NetworkTopology.of_cluster(MESH), 2**20)
     model, optimizer = made()
     exchange = headway.Exchange(
         model, optimizer, world=World.adopt(), collective=found.collective, carrier=found.carrier
@@ -63,7 +63,7 @@ def body(world):
         for each in shapes:
             sent = bucket_traffic(
                 each,
-                Wires.of_cluster(MESH).nodes,
+                NetworkTopology.of_cluster(MESH).nodes,
                 collective=now.collective,
                 carrier=now.carrier,
                 element_bytes=8,

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from headway.cluster import Cluster, parse_fault
-from headway.comm.pacing import Pace
-from headway.launch.faults import Faults, deeds_of
-from headway.launch.namespaces import RUN, query
-from headway.launch.paced import Paced
-from headway.run.place import Place
+from headway.comm.traffic_shaper import TrafficShaper
+from headway.launch.emulation import PacedCluster
+from headway.launch.faults import FaultInjector, fault_actions
+from headway.launch.namespaces import NETNS_FOLDER, command_json
+from headway.run.distributed.launch_env import LaunchEnv
 from support.commands import (
     HEADWAY,
     environment,
@@ -98,7 +98,7 @@ def test_a_cut_link_ends_in_an_error_and_leaves_nothing(tmp_path):
     assert done.code in (3, 5), done.err
     assert "HW-" in done.err
     assert none_left(tmp_path / "run")
-    names = [path.name for path in RUN.glob("headway-*")]
+    names = [path.name for path in NETNS_FOLDER.glob("headway-*")]
     assert all(Path(f"/proc/{name.split('-')[1]}").exists() for name in names)
 
 
@@ -108,7 +108,7 @@ def test_ranks_know_their_node(tmp_path):
         "import os\n"
         "from pathlib import Path\n"
         "from support.recipes import mlp\n"
-        "from headway.run.place import Place\n"
+        "from headway.run.distributed.launch_env import Place\n"
         "def recipe():\n"
         "    place = Place.here()\n"
         "    facts = (place.node, place.local_rank, place.local_ranks, place.node_rank)\n"
@@ -138,8 +138,8 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     job.communicate()
     assert none_left(tmp_path / "run")
     deadline = time.monotonic() + 8
-    while list(RUN.glob(f"headway-{job.pid}-*")) or any(
-        f"hw{job.pid}." in link["ifname"] for link in query("ip", "link")
+    while list(NETNS_FOLDER.glob(f"headway-{job.pid}-*")) or any(
+        f"hw{job.pid}." in link["ifname"] for link in command_json("ip", "link")
     ):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -182,8 +182,8 @@ def test_gpus_and_other_launchers_are_refused(tmp_path, monkeypatch):
 # ---- which rank does what, and when -----------------------------------------------------------
 
 
-def place(rank: int, attempt: int = 0) -> Place:
-    return replace(Place.alone(), rank=rank, ranks=4, attempt=attempt)
+def place(rank: int, attempt: int = 0) -> LaunchEnv:
+    return replace(LaunchEnv.alone(), rank=rank, ranks=4, attempt=attempt)
 
 
 class Links:
@@ -205,7 +205,7 @@ def test_one_rank_acts_once_and_a_resumed_run_catches_up(tmp_path):
     links = Links()
 
     def launch(first_attempt=0):
-        return Faults(
+        return FaultInjector(
             faults=tuple(map(parse_fault, texts)), directory=tmp_path,
             first_attempt=first_attempt, emulated=links,
         )  # fmt: skip
@@ -224,14 +224,14 @@ def test_one_rank_acts_once_and_a_resumed_run_catches_up(tmp_path):
     assert links.done[2:] == [("b", "a", 1_250_000.0)]
     resumed(place(0, attempt=2), 12)
     assert links.done[3:] == [("a", "b", "cut")]
-    assert [deed.step for deed in deeds_of(parse_fault(texts[0]), links)] == [3, 5]
+    assert [deed.step for deed in fault_actions(parse_fault(texts[0]), links)] == [3, 5]
     assert len(events(tmp_path, "fault")) == 4
 
 
 def test_a_kill_is_not_made_up_for(tmp_path, monkeypatch):
     killed = []
     monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
-    faults = Faults(faults=(parse_fault("kill rank 1 at step 3"),), directory=tmp_path)
+    faults = FaultInjector(faults=(parse_fault("kill rank 1 at step 3"),), directory=tmp_path)
     for step in (1, 2, 4):
         faults(place(1), step)
     assert killed == []
@@ -240,11 +240,11 @@ def test_a_kill_is_not_made_up_for(tmp_path, monkeypatch):
 
 
 def test_without_root_the_faults_change_the_pace(tmp_path):
-    paced = Paced(cluster=Cluster.of(2, 2, rate="100 Mbit/s"))
+    paced = PacedCluster(cluster=Cluster.of(2, 2, rate="100 Mbit/s"))
     where = {name: paced.pace(name, tmp_path) for name in "ab"}
     fault = parse_fault("link a-b 10x slower from step 3")
-    faults = Faults(faults=(fault,), directory=tmp_path, emulated=paced)
+    faults = FaultInjector(faults=(fault,), directory=tmp_path, emulated=paced)
     faults(replace(place(0), pace=where["a"]), 3)
     for name in "ab":
-        with Pace.of(*where[name]) as pace:
+        with TrafficShaper.of(*where[name]) as pace:
             assert pace.rate == 1_250_000

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.cli import scene
-from headway.cli.scene import read_scene
+from headway.cli.train import emulation
+from headway.cli.train.emulation import read_emulation_options
 from headway.errors import UsageError
-from headway.launch.paced import Paced
-from headway.launch.unprivileged import become_root_inside
-from headway.run.place import Place
+from headway.launch.emulation import PacedCluster
+from headway.launch.namespaces import enter_user_namespace
+from headway.run.distributed.launch_env import LaunchEnv
 from support.commands import HERE, command, events
 from support.emulated import needs_root
 
@@ -67,7 +67,7 @@ def as_nobody(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 ALLOWED = """
 import sys
-from headway.launch.unprivileged import become_root_inside
+from headway.launch.namespaces import become_root_inside
 sys.exit(0 if become_root_inside() else 7)
 """
 
@@ -94,7 +94,7 @@ def test_nobody_trains_on_emulated_nodes(folder):
 def test_a_process_with_threads_stays_as_it_is(folder):
     program = (
         "import os, sys, threading\n"
-        "from headway.launch.unprivileged import become_root_inside\n"
+        "from headway.launch.namespaces import become_root_inside\n"
         "wait = threading.Event()\n"
         "threading.Thread(target=wait.wait).start()\n"
         "moved = become_root_inside()\n"
@@ -107,9 +107,9 @@ def test_a_process_with_threads_stays_as_it_is(folder):
 def test_a_failed_try_leaves_the_process_as_it_is(monkeypatch):
     """Root can, so the commands must not be found: only the child has moved."""
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("headway.launch.unprivileged._alone", lambda: True)
+    monkeypatch.setattr("headway.launch.namespaces._alone", lambda: True)
     before = os.readlink("/proc/self/ns/net")
-    assert not become_root_inside()
+    assert not enter_user_namespace()
     assert os.readlink("/proc/self/ns/net") == before
 
 
@@ -118,18 +118,20 @@ def test_a_failed_try_leaves_the_process_as_it_is(monkeypatch):
 
 @pytest.fixture
 def powerless(monkeypatch):
-    monkeypatch.setattr(scene, "has_root", lambda: False)
-    monkeypatch.setattr(scene, "become_root_inside", lambda: False)
+    monkeypatch.setattr(emulation, "has_root", lambda: False)
+    monkeypatch.setattr(emulation, "enter_user_namespace", lambda: False)
 
 
 def test_the_exchange_is_paced_and_a_warning_says_what_that_is(tmp_path, powerless):
     path = tmp_path / "cluster.toml"
     path.write_text(CLUSTER)
-    found = read_scene(path, ["link a-b 2x slower from step 3"], Place.alone(), "auto")
+    found = read_emulation_options(
+        path, ["link a-b 2x slower from step 3"], LaunchEnv.alone(), "auto"
+    )
     assert found.device == "cpu"
     told = pytest.warns(UserWarning, match="emulated inside of the exchange")
     with told as caught, found.nodes() as nodes:
-        assert nodes == Paced(cluster=found.cluster)
+        assert nodes == PacedCluster(cluster=found.cluster)
     assert "a 100 Mbit/s, b 100 Mbit/s" in str(caught[0].message)
 
 
@@ -166,7 +168,7 @@ def test_the_steps_take_as_long_as_the_link_would(tmp_path):
 def test_a_cut_needs_real_links(tmp_path, powerless):
     path = tmp_path / "cluster.toml"
     path.write_text(CLUSTER)
-    found = read_scene(path, ["cut link a-b at step 3"], Place.alone(), "auto")
+    found = read_emulation_options(path, ["cut link a-b at step 3"], LaunchEnv.alone(), "auto")
     with pytest.raises(UsageError, match="cannot be cut") as caught, found.nodes():
         pass
     assert "sudo" in caught.value.fix

@@ -7,7 +7,7 @@ import torch
 
 import headway
 from headway.cluster import Cluster
-from headway.run.world import World
+from headway.run.distributed.world import World
 from support.emulated import needs_root, run_nodes
 
 pytestmark = needs_root

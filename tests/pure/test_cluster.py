@@ -17,10 +17,16 @@ from headway.cluster import (
     parse_fault,
     read_cluster,
 )
-from headway.collective import Nodes
+from headway.collective.nodes import Nodes
 from headway.errors import DocumentError, UsageError
-from headway.launch.paced import Paced, what_is_paced
-from headway.launch.shaping import UNLIMITED, Shape, burst, receiving
+from headway.launch.emulation import (
+    UNLIMITED,
+    NodeShaping,
+    PacedCluster,
+    burst,
+    pacing_limits,
+    receive_limit,
+)
 
 MBIT = 125_000.0
 
@@ -264,7 +270,7 @@ def test_bursts():
 
 def test_shares_are_the_interface_and_ceilings_are_the_links():
     peers = {"10.0.0.2": 10 * MBIT, "10.0.0.3": None}
-    shape = Shape(interface="eth0", rate=300 * MBIT, peers=peers)
+    shape = NodeShaping(interface="eth0", rate=300 * MBIT, peers=peers)
     classes = [line for line in shape.commands() if line.startswith("class")]
     assert [line.split(" burst")[0].split("classid ")[1] for line in classes] == [
         "1:1 htb rate 37500000bps ceil 37500000bps",
@@ -275,17 +281,17 @@ def test_shares_are_the_interface_and_ceilings_are_the_links():
     assert "match ip dst 10.0.0.3/32 flowid 1:b" in list(shape.commands())[-1]
     assert "class change" in next(iter(shape.limit("10.0.0.2", MBIT)))
     assert list(shape.cut("10.0.0.2")) == ["qdisc replace dev eth0 parent 1:a blackhole"]
-    assert f"{UNLIMITED}bps" in list(Shape(interface="e", rate=None, peers={}).commands())[1]
-    assert "ceil 1250000bps" in list(receiving("node0", 10 * MBIT))[1]
+    assert f"{UNLIMITED}bps" in list(NodeShaping(interface="e", rate=None, peers={}).commands())[1]
+    assert "ceil 1250000bps" in list(receive_limit("node0", 10 * MBIT))[1]
 
 
 def test_without_root_a_node_has_the_rate_of_its_slowest_link():
     pair = Pair(nodes=("a", "b"), rate=10 * MBIT)
     nodes = tuple(Node(name=name) for name in "abc")
     cluster = Cluster(nodes=nodes, between=Link.of("100 Mbit/s"), links=(pair,))
-    paced = Paced(cluster=cluster)
+    paced = PacedCluster(cluster=cluster)
     assert [paced.rate(name) for name in "abc"] == [10 * MBIT, 10 * MBIT, 100 * MBIT]
-    told = list(what_is_paced(cluster))
+    told = list(pacing_limits(cluster))
     assert "a 10 Mbit/s, b 10 Mbit/s, c 100 Mbit/s" in told[0]
     assert "slowest" in told[1]
-    assert Paced(cluster=Cluster.of(2)).pace("a", None) is None
+    assert PacedCluster(cluster=Cluster.of(2)).pace("a", None) is None

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link, read_cluster, to_toml
-from headway.cluster.device import Host
-from headway.cluster.readings import Exchanges, IdleStep, Kernels, Readings
+from headway.cluster.device import HostOverhead
+from headway.cluster.measurement import DeviceReadings, IdleStep, LinkReadings, RankReadings
+from headway.cost.cluster_fit import busy_warning, cluster_of_readings
 from headway.cost.device import DeviceModel
-from headway.cost.measured import busy, cluster_of_readings
-from headway.cost.network import LinkLevel, Network, network_of
-from headway.cost.presets import device_of, machine_of
+from headway.cost.machine_presets import device_of, machine_of
+from headway.cost.network import HierarchicalNetwork, LinkLevel, network_of
 
 SIZES = [2.0**power for power in range(10, 25, 2)]
 DEVICE = DeviceModel(
@@ -35,8 +35,8 @@ STAMP = "2026-11-21, torch 2.13.0"
 
 def exchanges(rate, latency, ranks, message):
     level = LinkLevel(name="x", width=math.inf, link=Link(rate=rate, latency=latency))
-    sums = Network((level,)).all_reduce(np.array(SIZES), ranks)
-    return Exchanges(
+    sums = HierarchicalNetwork((level,)).all_reduce(np.array(SIZES), ranks)
+    return LinkReadings(
         ranks=ranks,
         sums=tuple(zip(SIZES, sums.tolist(), strict=True)),
         messages=tuple((size, message.seconds(size)) for size in SIZES),
@@ -45,7 +45,7 @@ def exchanges(rate, latency, ranks, message):
 
 def kernels(device=DEVICE, name="cpu"):
     shapes = [(256, 256, k) for k in (128, 512, 1024)] + [(512, 512, k) for k in (256, 2048)]
-    return Kernels(
+    return DeviceReadings(
         name=name,
         adds=True,
         products={
@@ -65,7 +65,9 @@ def kernels(device=DEVICE, name="cpu"):
     )
 
 
-WANTED = Host(step=1.5e-3, microbatch=3e-4, tensor=2e-5, piped_step=2e-3, piped_microbatch=5e-4)
+WANTED = HostOverhead(
+    step=1.5e-3, microbatch=3e-4, tensor=2e-5, piped_step=2e-3, piped_microbatch=5e-4
+)
 
 
 def idle():
@@ -115,7 +117,7 @@ BETWEEN = exchanges(1e8, 200e-6, 2, Link(rate=1.1e8, latency=90e-6))
 def readings(**changes):
     facts = {"kernels": kernels(), "inside": INSIDE, "between": None, "busy": 0.0, "threads": 1}
     facts |= changes
-    return [Readings(node=node, **facts) for node in ("node-0", "node-0", "node-1", "node-1")]
+    return [RankReadings(node=node, **facts) for node in ("node-0", "node-0", "node-1", "node-1")]
 
 
 def test_known_numbers_are_found_again_and_survive_the_file(tmp_path):
@@ -178,6 +180,8 @@ def test_one_process_has_no_links():
 
 
 def test_a_busy_machine_is_told():
-    assert busy(readings()) is None
-    assert "others used 1.5 cores" in busy(readings(busy=1.5))
-    assert "took 1.40 times as long" in busy(readings(kernels=replace(kernels(), spread=1.4)))
+    assert busy_warning(readings()) is None
+    assert "others used 1.5 cores" in busy_warning(readings(busy=1.5))
+    assert "took 1.40 times as long" in busy_warning(
+        readings(kernels=replace(kernels(), spread=1.4))
+    )

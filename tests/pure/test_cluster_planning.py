@@ -17,10 +17,10 @@ from headway.cluster import (
     read_cluster,
     to_toml,
 )
+from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS
-from headway.cluster.sheets import SHEETS
+from headway.cost.machine_presets import assumed_machine, device_of, fitted_machine, machine_of
 from headway.cost.network import network_of
-from headway.cost.presets import assumed, device_of, fitted, machine_of
 from headway.errors import DocumentError, PlanError, UsageError
 from headway.units import Price, format_flops, parse_flops
 from support.golden import check_golden
@@ -171,7 +171,7 @@ def test_devices_by_node_rank_and_price(tmp_path):
 
 def test_what_a_file_says_counts_before_what_the_preset_says(tmp_path):
     cluster = read(tmp_path, RACKS)
-    fast, usual = device_of(cluster.devices["fast"], "fast"), fitted("a100").device
+    fast, usual = device_of(cluster.devices["fast"], "fast"), fitted_machine("a100").device
     assert fast.memory == 64 * 2**30
     assert (fast.peak, fast.efficiency) == (usual.peak, usual.efficiency)
     assert fast.source["memory"] == "cluster"
@@ -184,7 +184,7 @@ def test_what_a_file_says_counts_before_what_the_preset_says(tmp_path):
 
 
 def test_a_preset_of_a_measured_machine_has_the_fitted_numbers():
-    machine, known = machine_of(of_preset("dgx-a100", nodes=4)), fitted("a100")
+    machine, known = machine_of(of_preset("dgx-a100", nodes=4)), fitted_machine("a100")
     assert machine.network.levels == known.network.levels
     assert machine.whole_head == known.whole_head
     assert machine.device.update == known.device.update
@@ -217,11 +217,11 @@ def test_every_preset_is_a_cluster_with_sources_and_a_file(name, nodes, tmp_path
     for one, other in zip(again.levels, cluster.levels, strict=True):
         assert one.rate == pytest.approx(other.rate, rel=1e-12)
         assert one.latency == pytest.approx(other.latency, rel=1e-12)
-    assert machine_of(again).device.memory == SHEETS[PRESETS[name].device].memory
+    assert machine_of(again).device.memory == DATASHEETS[PRESETS[name].device].memory
 
 
 def test_a_preset_and_a_device_say_the_same():
-    known = assumed("h100", uplink="8x ndr")
+    known = assumed_machine("h100", uplink="8x ndr")
     machine = machine_of(of_preset("dgx-h100", nodes=2))
     assert machine.network == known.network
     assert machine.device.rate("bf16") == known.device.rate("bf16")

@@ -8,27 +8,36 @@ from dataclasses import replace
 
 import pytest
 
-from headway.cli.carried import Carried
 from headway.cli.main import main
+from headway.cli.train.plan_selection import CollectiveOption
 from headway.cluster import Cluster, Pair, to_toml
-from headway.collective.carried import carried_traffic, fingerprint, make_program
-from headway.collective.carrier import CARRIED, Carrier, Tree
-from headway.collective.link import LinkFit
+from headway.collective.all_reduce.algorithm import (
+    ALL_REDUCE_KINDS,
+    AllReduceOptions,
+    PlanTree,
+    all_reduce_program,
+    all_reduce_traffic,
+    program_fingerprint,
+)
+from headway.collective.model.bucket_cost import ExchangeNetwork, bucket_traffic
+from headway.collective.model.exchange_scheme import ExchangeScheme, GradientLayer, predict_exchange
+from headway.collective.model.link_fit import LinkFit
 from headway.collective.nodes import Nodes
-from headway.collective.predict import Layer, Scheme, predict
-from headway.collective.program_check import check_program
-from headway.collective.service import Network
-from headway.collective.wire import bucket_traffic
-from headway.collective.wires import Wires
+from headway.collective.program.check import check_program
+from headway.collective.topology import NetworkTopology
 from headway.cost.exchange import price_exchange
 from headway.documents import to_type
 from headway.errors import DocumentError, PlanError, UsageError
-from headway.plan import Exchange, Plan, carried_by, data_parallel, explain, pipelined
+from headway.plan import ExchangePlan, Plan, data_parallel, explain, pipelined, with_collective
 from headway.plan.layer_split import LayerSplit
-from headway.planner.carried import carried_fit, find_carrier
-from headway.planner.programs import INTERPRETED, price_programs
-from headway.run.directory import RunDirectory
-from headway.simulator.collective import IDEAL, play_collective
+from headway.planner.collective_algorithm import (
+    INTERPRETED,
+    choose_all_reduce,
+    fit_all_reduce,
+    price_programs,
+)
+from headway.run.training.run_directory import RunDirectory
+from headway.simulator.collective import FREE_HOST, simulate_collective
 
 MIB = 2**20
 MESH = Cluster.of(4, rate="100 Mbit/s", fabric="mesh")
@@ -40,53 +49,53 @@ CLUSTERS = {
     "two nodes": Cluster.of(2, 4, rate="1 Gbit/s"),
     "two ranks": Cluster.of(2, rate="100 Mbit/s"),
 }
-CARRIERS: dict[str, Carrier | None] = {
-    "ring": Carrier(order=(2, 0, 1), chunk="64 B"),
+CARRIERS: dict[str, AllReduceOptions | None] = {
+    "ring": AllReduceOptions(order=(2, 0, 1), chunk="64 B"),
     "direct": None,
     "halving-doubling": None,
-    "servers": Carrier(chunk="48 B"),
-    "trees": Carrier(
-        trees=(Tree(parents=(-1, 0, 1), weight=2.0), Tree(parents=(2, 2, -1), weight=0.5))
+    "servers": AllReduceOptions(chunk="48 B"),
+    "trees": AllReduceOptions(
+        trees=(PlanTree(parents=(-1, 0, 1), weight=2.0), PlanTree(parents=(2, 2, -1), weight=0.5))
     ),
 }
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_auto_is_what_a_comparison_of_all_programs_names(name):
-    wires = Wires.of_cluster(CLUSTERS[name])
+    wires = NetworkTopology.of_cluster(CLUSTERS[name])
     for size in (64 * 1024, 8 * MIB):
-        found = find_carrier("auto", wires, size)
+        found = choose_all_reduce("auto", wires, size)
         rows, _ = price_programs(found.chosen.program.collective, wires, host=INTERPRETED)
         assert found.chosen.name == rows[0].name
         assert found.chosen.seconds == rows[0].seconds
         expected = {"ring": "all_reduce"}.get(rows[0].name, rows[0].name)
         assert found.collective in (rows[0].name, expected)
-        if found.collective not in CARRIED:
+        if found.collective not in ALL_REDUCE_KINDS:
             assert found.carrier is None
             continue
-        made = make_program(found.collective, found.carrier, wires.ranks, size // 4, 4)
+        made = all_reduce_program(found.collective, found.carrier, wires.ranks, size // 4, 4)
         check_program(made)
-        played = play_collective(made, wires, 4, host=INTERPRETED).seconds
+        played = simulate_collective(made, wires, 4, host=INTERPRETED).seconds
         assert played == pytest.approx(rows[0].seconds, rel=0.01)  # sizes of chunks are rounded
 
 
 def test_the_slow_link_gets_trees_and_a_ring_goes_around_it():
-    wires = Wires.of_cluster(SLOW)
-    assert find_carrier("auto", wires, 8 * MIB).collective == "trees"
-    ring = find_carrier("ring", wires, 8 * MIB)
+    wires = NetworkTopology.of_cluster(SLOW)
+    assert choose_all_reduce("auto", wires, 8 * MIB).collective == "trees"
+    ring = choose_all_reduce("ring", wires, 8 * MIB)
     assert ring.carrier is not None
     assert sorted(ring.carrier.order) == [0, 1, 2, 3]
     pairs = {*zip(ring.carrier.order, ring.carrier.order[1:] + ring.carrier.order[:1], strict=True)}
     assert not pairs & {(1, 2), (2, 1)}
 
 
-@pytest.mark.parametrize("kind", CARRIED)
+@pytest.mark.parametrize("kind", ALL_REDUCE_KINDS)
 def test_traffic_is_that_of_the_steps_of_every_size(kind):
     """Flags included, and in global ranks; of 16 bits half of it."""
     nodes = Nodes(((1, 4), (6,)))
     for shapes in ([(3,)], [(40, 64), (33,)], [(1,), (1,)]):
         elements = sum(len(range(s[0])) * (s[1] if len(s) > 1 else 1) + 1 for s in shapes)
-        program = make_program(kind, CARRIERS[kind], 3, elements, 4)
+        program = all_reduce_program(kind, CARRIERS[kind], 3, elements, 4)
         check_program(program)
         traffic = bucket_traffic(shapes, nodes, collective=kind, carrier=CARRIERS[kind])
         ranks = (1, 4, 6)
@@ -98,15 +107,15 @@ def test_traffic_is_that_of_the_steps_of_every_size(kind):
         )
         assert half.total == traffic.total / 2
     with pytest.raises(ValueError, match="int8"):
-        carried_traffic(kind, CARRIERS[kind], (0, 1, 2), 10, "int8")
-    assert not carried_traffic(kind, None, (3,), 10).sent
+        all_reduce_traffic(kind, CARRIERS[kind], (0, 1, 2), 10, "int8")
+    assert not all_reduce_traffic(kind, None, (3,), 10).sent
 
 
 def test_a_plan_keeps_its_program(tmp_path):
-    found = find_carrier("auto", Wires.of_cluster(SLOW), 8 * MIB)
+    found = choose_all_reduce("auto", NetworkTopology.of_cluster(SLOW), 8 * MIB)
     plain = data_parallel(16, processes=4)
     assert "carrier" not in plain.to_dict()["exchange"]
-    plan = carried_by(plain, found.collective, found.carrier)
+    plan = with_collective(plain, found.collective, found.carrier)
     assert plan.hash != plain.hash
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -117,33 +126,36 @@ def test_a_plan_keeps_its_program(tmp_path):
 
 def test_a_recipe_may_name_one():
     table = tomllib.loads('collective = "ring"\ncarrier = { order = [1, 0, 2], chunk = "1 MiB" }')
-    exchange = to_type(table, Exchange, where="recipe.toml")
-    assert exchange.carrier == Carrier(order=(1, 0, 2), chunk="1 MiB")
+    exchange = to_type(table, ExchangePlan, where="recipe.toml")
+    assert exchange.carrier == AllReduceOptions(order=(1, 0, 2), chunk="1 MiB")
     assert not exchange.problems(3)
 
 
 def tree(*parents, weight=1.0):
-    return Carrier(trees=(Tree(parents=parents, weight=weight),))
+    return AllReduceOptions(trees=(PlanTree(parents=parents, weight=weight),))
 
 
 PROBLEMS = {
-    "no trees": (Exchange(collective="trees"), "carrier.trees is missing"),
-    "ranks": (Exchange(collective="trees", carrier=tree(-1, 0)), "parents of 2 ranks; there are 3"),
-    "a circle": (Exchange(collective="trees", carrier=tree(-1, 2, 1)), "rank 1 never reaches"),
-    "two roots": (Exchange(collective="trees", carrier=tree(-1, -1, 0)), "one is -1, the root"),
-    "weight": (Exchange(collective="trees", carrier=tree(-1, 0, 0, weight=0.0)), "weight 0"),
+    "no trees": (ExchangePlan(collective="trees"), "carrier.trees is missing"),
+    "ranks": (
+        ExchangePlan(collective="trees", carrier=tree(-1, 0)), "parents of 2 ranks; there are 3"
+    ),
+    "a circle": (ExchangePlan(collective="trees", carrier=tree(-1, 2, 1)), "rank 1 never reaches"),
+    "two roots": (ExchangePlan(collective="trees", carrier=tree(-1, -1, 0)), "one is -1, the root"),
+    "weight": (ExchangePlan(collective="trees", carrier=tree(-1, 0, 0, weight=0.0)), "weight 0"),
     "order": (
-        Exchange(collective="ring", carrier=Carrier(order=(0, 1, 1))),
+        ExchangePlan(collective="ring", carrier=AllReduceOptions(order=(0, 1, 1))),
         "order [0, 1, 1] is no order of ranks 0 to 2",
     ),
     "chunk": (
-        Exchange(collective="ring", carrier=Carrier(chunk="many")), "exchange.carrier.chunk",
+        ExchangePlan(collective="ring", carrier=AllReduceOptions(chunk="many")),
+        "exchange.carrier.chunk",
     ),
     "no such entry": (
-        Exchange(collective="direct", carrier=Carrier(chunk="1 MiB")),
+        ExchangePlan(collective="direct", carrier=AllReduceOptions(chunk="1 MiB")),
         "carrier.chunk: collective direct has none",
     ),
-    "no program": (Exchange(carrier=Carrier(chunk="1 MiB")), "it is all_reduce"),
+    "no program": (ExchangePlan(carrier=AllReduceOptions(chunk="1 MiB")), "it is all_reduce"),
 }  # fmt: skip
 
 
@@ -156,39 +168,39 @@ def test_a_carrier_that_cannot_be_is_named(what):
 
 
 def test_plans_whose_sums_something_else_has_are_refused():
-    carrier = find_carrier("direct", Wires.of_cluster(MESH), MIB)
+    carrier = choose_all_reduce("direct", NetworkTopology.of_cluster(MESH), MIB)
     for plan, text in (
         (data_parallel(8, processes=4, zero=1), "with memory.zero 1"),
         (data_parallel(8, processes=4, split=LayerSplit(tensor=(2,))), "with split.tensor"),
         (pipelined(8, processes=4, stages=2, microbatch=2), "copies of a pipeline's stages"),
     ):
         with pytest.raises(PlanError) as caught:
-            carried_by(plan, carrier.collective, carrier.carrier)
+            with_collective(plan, carrier.collective, carrier.carrier)
         assert text in str(caught.value)
 
 
 def test_the_price_is_that_of_the_played_program():
     """On links of their own with one slow, an exchange by trees is as much faster than the ring as
     the programs are; and its bytes are the steps'."""
-    wires = Wires.of_cluster(SLOW)
-    trees = find_carrier("trees", wires, 8 * MIB)
-    fit = carried_fit(trees.collective, trees.carrier, wires, host=IDEAL)
-    played = play_collective(
-        make_program("trees", trees.carrier, 4, 2 * MIB, 4), wires, 4, host=IDEAL
+    wires = NetworkTopology.of_cluster(SLOW)
+    trees = choose_all_reduce("trees", wires, 8 * MIB)
+    fit = fit_all_reduce(trees.collective, trees.carrier, wires, host=FREE_HOST)
+    played = simulate_collective(
+        all_reduce_program("trees", trees.carrier, 4, 2 * MIB, 4), wires, 4, host=FREE_HOST
     ).seconds
     assert fit.seconds(8 * MIB) == pytest.approx(played, rel=0.05)
     slow = LinkFit.of_rate(1.25e6, 0.0, 4)
-    network = Network(slow, wires.nodes, carried=fit)
-    layers = [Layer(name=f"{n}", shapes=((512, 1024),), backward=1e-3) for n in range(4)]
-    exchange = Exchange(collective="trees", carrier=trees.carrier)
+    network = ExchangeNetwork(slow, wires.nodes, carried=fit)
+    layers = [GradientLayer(name=f"{n}", shapes=((512, 1024),), backward=1e-3) for n in range(4)]
+    exchange = ExchangePlan(collective="trees", carrier=trees.carrier)
     price = price_exchange(exchange, layers, network)
-    plain = price_exchange(Exchange(), layers, network)
+    plain = price_exchange(ExchangePlan(), layers, network)
     assert plain.isolated / price.isolated == pytest.approx(
         slow.seconds(8 * MIB) / fit.seconds(8 * MIB), rel=0.05
     )
     assert price.predicted.link == fit
-    own = predict(
-        Scheme(collective="trees", carrier=trees.carrier, bucket=MIB), layers, network, {}
+    own = predict_exchange(
+        ExchangeScheme(collective="trees", carrier=trees.carrier, bucket=MIB), layers, network, {}
     )
     assert own.traffic.total == pytest.approx(price.predicted.traffic.total, rel=1e-5)
 
@@ -207,14 +219,14 @@ def test_ways_are_compared_on_a_cluster(tmp_path, capsys):
 
 
 def test_a_fingerprint_names_what_is_done():
-    programs = [make_program(kind, CARRIERS[kind], 3, 100, 4) for kind in CARRIED]
-    assert len({fingerprint([program]) for program in programs}) == len(CARRIED)
-    assert fingerprint(programs) == fingerprint(list(programs))
-    assert fingerprint(programs) != fingerprint(programs[::-1])
+    programs = [all_reduce_program(kind, CARRIERS[kind], 3, 100, 4) for kind in ALL_REDUCE_KINDS]
+    assert len({program_fingerprint([program]) for program in programs}) == len(ALL_REDUCE_KINDS)
+    assert program_fingerprint(programs) == program_fingerprint(list(programs))
+    assert program_fingerprint(programs) != program_fingerprint(programs[::-1])
 
 
 def asked(name, run, known=None, ranks=4, *, cluster=None, emulate=None, resume=False):
-    wanted = Carried(name=name, cluster=cluster, emulate=emulate)
+    wanted = CollectiveOption(name=name, cluster=cluster, emulate=emulate)
     return wanted.find(RunDirectory(run), known, ranks, resume=resume, told=True)
 
 
@@ -240,7 +252,9 @@ def test_what_the_command_line_asks_for(tmp_path, capsys):
 
 
 def test_a_run_that_goes_on_keeps_its_program(tmp_path, capsys):
-    plan = carried_by(data_parallel(16, processes=4), "ring", Carrier(order=(1, 0, 2, 3)))
+    plan = with_collective(
+        data_parallel(16, processes=4), "ring", AllReduceOptions(order=(1, 0, 2, 3))
+    )
     plan.save(tmp_path / "plan.json")
     kept = asked(None, tmp_path, data_parallel(16, processes=4), resume=True)
     assert kept == ("ring", plan.exchange.carrier)

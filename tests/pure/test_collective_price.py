@@ -9,7 +9,6 @@ import pytest
 
 from headway.cli.main import main
 from headway.cluster import Cluster, Level, Link, Node, Pair, read_cluster, to_toml
-from headway.collective import Nodes
 from headway.collective.generators import (
     chain,
     direct,
@@ -20,18 +19,21 @@ from headway.collective.generators import (
     star,
     trees,
 )
-from headway.collective.packing.graph import LinkGraph
-from headway.collective.packing.machines import dgx1v
-from headway.collective.program_bound import least_seconds
-from headway.collective.program_check import check_program
-from headway.collective.ring_order import ring_order
-from headway.collective.task import OPS, Collective
-from headway.collective.wires import Wires
+from headway.collective.generators.rings import ring_order
+from headway.collective.model.collective_bound import collective_lower_bound
+from headway.collective.nodes import Nodes
+from headway.collective.program.check import check_program
+from headway.collective.program.program import COLLECTIVE_OPS, CollectiveTask
+from headway.collective.topology import LinkGraph, NetworkTopology, dgx1v
 from headway.errors import PlanError, UsageError
-from headway.planner.programs import PROGRAMS, choose, price_programs, wires_of
-from headway.simulator.collective import IDEAL, Host, play_collective
-from headway.simulator.engine import Program, play
-from headway.simulator.fair import Sharing
+from headway.planner.collective_algorithm import (
+    PROGRAMS,
+    choose_program,
+    parse_wires,
+    price_programs,
+)
+from headway.simulator.collective import FREE_HOST, HostCosts, simulate_collective
+from headway.simulator.engine import MaxMinSharing, TaskProgram, run_tasks
 from support.golden import check_golden
 from support.link_graphs import SLOW_MESH
 
@@ -40,16 +42,18 @@ RATE = 12.5e6
 
 
 def switch(nodes, processes=1, latency="0 s"):
-    return Wires.of_cluster(Cluster.of(nodes, processes, rate="100 Mbit/s", latency=latency))
+    return NetworkTopology.of_cluster(
+        Cluster.of(nodes, processes, rate="100 Mbit/s", latency=latency)
+    )
 
 
 def mesh(nodes):
-    return Wires.of_cluster(Cluster.of(nodes, rate="100 Mbit/s", fabric="mesh"))
+    return NetworkTopology.of_cluster(Cluster.of(nodes, rate="100 Mbit/s", fabric="mesh"))
 
 
 def seconds(program, wires, **facts):
     check_program(program)
-    return play_collective(program, wires, **facts).seconds
+    return simulate_collective(program, wires, **facts).seconds
 
 
 # -- sharing -----------------------------------------------------------------------------------
@@ -57,14 +61,14 @@ def seconds(program, wires, **facts):
 
 def flows(rates, *each):
     """Ends of flows (lane, wires, amount), all ready at 0."""
-    tasks = Program()
+    tasks = TaskProgram()
     wires = [tasks.stream(0, "wire", rate=rate) for rate in rates]
     lanes = [tasks.stream(0, "link") for _ in each]
     numbers = [
         tasks.flow("flow", lanes[lane], [wires[w] for w in crossed], amount)
         for lane, crossed, amount in each
     ]
-    played = play(tasks)
+    played = run_tasks(tasks)
     return [played.ends[number] for number in numbers]
 
 
@@ -84,7 +88,7 @@ def test_flows_of_one_lane_follow_each_other():
 
 
 def test_a_flow_needs_a_wire():
-    tasks = Program()
+    tasks = TaskProgram()
     lane = tasks.stream(0, "link")
     with pytest.raises(ValueError, match="streams with a rate"):
         tasks.flow("flow", lane, [lane], 1.0)
@@ -94,7 +98,7 @@ def test_a_flow_needs_a_wire():
 def test_no_flow_can_have_more_without_taking_from_a_poorer_one(seed):
     draw = random.Random(seed)
     rates = {wire: draw.uniform(1, 9) for wire in range(6)}
-    sharing = Sharing(rates)
+    sharing = MaxMinSharing(rates)
     crossed = {n: draw.sample(range(6), draw.randrange(1, 4)) for n in range(12)}
     for number, wires in crossed.items():
         sharing.join(0.0, number, (100 + number, *wires), 1.0)
@@ -116,7 +120,7 @@ def test_no_flow_can_have_more_without_taking_from_a_poorer_one(seed):
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_ring_and_direct_on_a_switch(n):
     late = 1e-3
-    c = Collective.of("all_reduce", n, 840 * n)
+    c = CollectiveTask.of("all_reduce", n, 840 * n)
     wire = 2 * (n - 1) / n * c.elements * 4 / RATE
     wires = switch(n, latency="1 ms")
     assert seconds(ring(c), wires) == pytest.approx(wire + 2 * (n - 1) * late)
@@ -125,20 +129,20 @@ def test_ring_and_direct_on_a_switch(n):
         doubling = {2: 1, 4: 2, 8: 3}[n]
         assert seconds(halving_doubling(c), wires) == pytest.approx(wire + 2 * doubling * late)
     for op in ("reduce_scatter", "all_gather", "all_to_all"):
-        c = Collective.of(op, n, 840 * n)
+        c = CollectiveTask.of(op, n, 840 * n)
         assert seconds(direct(c), wires) == pytest.approx(wire / 2 + late)
 
 
 def test_levels_send_less_between_nodes():
     wires = switch(2, 4)
-    c = Collective.of("all_reduce", 8, 8000)
+    c = CollectiveTask.of("all_reduce", 8, 8000)
     flat = seconds(direct(c), wires)
     assert flat == pytest.approx(4 * c.elements * 4 / RATE)  # 2 x 4 x 4 eighths leave a node
     assert seconds(hierarchical(c, wires.nodes), wires) == pytest.approx(c.elements * 4 / RATE)
 
 
 def test_one_server_has_to_take_in_everything():
-    c = Collective.of("all_reduce", 5, 16000)
+    c = CollectiveTask.of("all_reduce", 5, 16000)
     once = 4 * c.elements * 4 / RATE  # in and out of the server at the same time, in 16 chunks
     assert seconds(servers(c, [2]), switch(5)) == pytest.approx(once * 17 / 16)
     shared = seconds(servers(c), switch(5))
@@ -149,24 +153,24 @@ def test_one_server_has_to_take_in_everything():
 def test_a_tree_fills_like_a_pipe(chunks):
     for tree, depth in ((star(4, 0), 1), (chain(range(4)), 3), ((None, 0, 1, 0), 2)):
         for op, steps in (("all_reduce", 2 * depth), ("broadcast", depth), ("reduce", depth)):
-            c = Collective.of(op, 4, 6400)
+            c = CollectiveTask.of(op, 4, 6400)
             program = trees(c, [(tree, 1.0)], chunk=6400 // chunks)
             wanted = (chunks + steps - 1) / chunks * 6400 * 4 / RATE
             assert seconds(program, mesh(4)) == pytest.approx(wanted)
 
 
 def test_two_packed_trees_are_three_rings_on_a_mesh_of_four():
-    c = Collective.of("all_reduce", 4, 2**20)
+    c = CollectiveTask.of("all_reduce", 4, 2**20)
     weighted = [((None, 0, 0, 1), 1.0), ((3, 2, 3, None), 1.0)]  # no link in common
     program = trees(c, weighted, chunk=2**12)
-    played = play_collective(program, mesh(4))
+    played = simulate_collective(program, mesh(4))
     assert played.seconds == pytest.approx(c.elements * 4 / (2 * RATE), rel=0.05)
     assert seconds(ring(c), mesh(4)) == pytest.approx(1.5 * c.elements * 4 / RATE)
 
 
 def test_what_ranks_add_and_copy_counts():
-    c = Collective.of("all_reduce", 2, 1000)
-    host = Host(combine=1e3, copy=1e3, overhead=0.5)
+    c = CollectiveTask.of("all_reduce", 2, 1000)
+    host = HostCosts(combine=1e3, copy=1e3, overhead=0.5)
     # begin two messages, send half, add half; again, without the sum
     wanted = 2 * (2 * 0.5 + 2000 / RATE) + 2000 / 1e3
     assert seconds(direct(c), switch(2), host=host) == pytest.approx(wanted)
@@ -190,7 +194,7 @@ def test_wires_of_a_switch_a_mesh_and_levels():
         Level(name="all", rate=1e9, latency=1e-3),
     )
     names = tuple(Node(name=name) for name in "abcd")
-    racks = Wires.of_cluster(Cluster(nodes=names, processes=2, levels=levels))
+    racks = NetworkTopology.of_cluster(Cluster(nodes=names, processes=2, levels=levels))
     for pair, rate in (((0, 1), 8e9), ((0, 2), 2e9), ((0, 4), 1e9)):
         assert {racks.wires[w].rate for w in racks.ways[pair].wires} == {rate}
     assert racks.ways[0, 4].wires == racks.ways[3, 7].wires  # racks share one wire
@@ -206,11 +210,11 @@ def test_links_that_are_not_there(tmp_path):
     )
     cluster = read_cluster(path)
     assert 'fabric = "links"' in to_toml(cluster)
-    wires = Wires.of_cluster(cluster)
+    wires = NetworkTopology.of_cluster(cluster)
     assert sorted(wires.ways) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    c = Collective.of("all_reduce", 3, 1000)
+    c = CollectiveTask.of("all_reduce", 3, 1000)
     with pytest.raises(PlanError, match="nothing joins rank 0 and rank 2"):
-        play_collective(direct(c), wires)
+        simulate_collective(direct(c), wires)
     found, refused = price_programs(c, wires)
     assert [one.name for one in found] == ["trees"]
     assert refused["ring"].startswith("no ring of links joins all 3 ranks")
@@ -229,11 +233,11 @@ def test_a_ring_goes_round_the_slow_link():
 
 def test_bounds_of_the_literature():
     size = 4 * 4000
-    c = Collective.of("all_reduce", 4, 4000)
-    assert least_seconds(c, switch(4)) == pytest.approx(1.5 * size / RATE)
-    assert least_seconds(c, mesh(4)) == pytest.approx(size / (2 * RATE))
-    assert least_seconds(c, switch(2, 2)) == pytest.approx(size / RATE)
-    slow = Wires.of_cluster(
+    c = CollectiveTask.of("all_reduce", 4, 4000)
+    assert collective_lower_bound(c, switch(4)) == pytest.approx(1.5 * size / RATE)
+    assert collective_lower_bound(c, mesh(4)) == pytest.approx(size / (2 * RATE))
+    assert collective_lower_bound(c, switch(2, 2)) == pytest.approx(size / RATE)
+    slow = NetworkTopology.of_cluster(
         Cluster(
             nodes=Cluster.of(4).nodes,
             between=Link(rate=1.0),
@@ -241,19 +245,21 @@ def test_bounds_of_the_literature():
             fabric="mesh",
         )
     )
-    assert least_seconds(c, slow) == pytest.approx(size / 1.7)
-    assert least_seconds(Collective.of("broadcast", 4, 4000), switch(4)) == pytest.approx(
-        size / RATE
-    )
-    assert least_seconds(Collective.of("reduce", 4, 4000), mesh(4)) == pytest.approx(
+    assert collective_lower_bound(c, slow) == pytest.approx(size / 1.7)
+    assert collective_lower_bound(
+        CollectiveTask.of("broadcast", 4, 4000), switch(4)
+    ) == pytest.approx(size / RATE)
+    assert collective_lower_bound(CollectiveTask.of("reduce", 4, 4000), mesh(4)) == pytest.approx(
         size / RATE / 3
     )
     for op in ("all_gather", "reduce_scatter", "all_to_all"):
-        some = least_seconds(Collective.of(op, 4, 4000), switch(4))
+        some = collective_lower_bound(CollectiveTask.of(op, 4, 4000), switch(4))
         assert some == pytest.approx(0.75 * size / RATE)
-    big = Collective.of("all_reduce", 8, 1000)
-    assert least_seconds(big, Wires.of_links(dgx1v())) == pytest.approx(4000 * 7 / 24)
-    assert least_seconds(Collective.of("all_reduce", 1, 9), switch(1)) == 0
+    big = CollectiveTask.of("all_reduce", 8, 1000)
+    assert collective_lower_bound(big, NetworkTopology.of_links(dgx1v())) == pytest.approx(
+        4000 * 7 / 24
+    )
+    assert collective_lower_bound(CollectiveTask.of("all_reduce", 1, 9), switch(1)) == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -270,11 +276,13 @@ def test_nothing_is_played_below_its_bound(seed):
         between=Link(rate=draw.uniform(1, 5)),
         fabric=draw.choice(["switch", "mesh"]),
     )
-    wires = Wires.of_cluster(cluster)
+    wires = NetworkTopology.of_cluster(cluster)
     if wires.ranks < 2:
         return
-    for op in OPS:
-        found, _ = price_programs(Collective.of(op, wires.ranks, draw.randrange(40, 400)), wires)
+    for op in COLLECTIVE_OPS:
+        found, _ = price_programs(
+            CollectiveTask.of(op, wires.ranks, draw.randrange(40, 400)), wires
+        )
         for one in found:
             assert one.share <= 1 + 1e-9, (op, one.name)
             wire = one.played.busiest()
@@ -284,8 +292,8 @@ def test_nothing_is_played_below_its_bound(seed):
 
 
 def test_each_program_is_the_best_somewhere():
-    def best(op, size, wires, host=IDEAL):
-        found, _ = price_programs(Collective.of(op, wires.ranks, size), wires, host=host)
+    def best(op, size, wires, host=FREE_HOST):
+        found, _ = price_programs(CollectiveTask.of(op, wires.ranks, size), wires, host=host)
         return found[0].name, {one.name: one.seconds for one in found}
 
     assert best("all_reduce", 8, switch(4, latency="1 ms"))[0] == "direct"
@@ -294,19 +302,19 @@ def test_each_program_is_the_best_somewhere():
     name, times = best("all_reduce", 2**12, switch(2, 4, latency="1 ms"))
     assert times["hierarchical"] == pytest.approx(times[name])
     assert times["direct"] > 2 * times[name]
-    costly = Host(overhead=0.01)  # then whoever begins fewer messages is faster
+    costly = HostCosts(overhead=0.01)  # then whoever begins fewer messages is faster
     assert best("all_reduce", 8, switch(4, latency="1 ms"), costly)[0] != "direct"
 
 
 def test_the_choice_is_a_program_that_is_right():
-    program = choose("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
+    program = choose_program("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
     check_program(program)
     assert (program.elements, program.ranks) == (1000, 4)
-    assert program == choose("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
+    assert program == choose_program("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
 
 
 def test_equal_programs_are_chosen_by_their_messages():
-    found, _ = price_programs(Collective.of("all_reduce", 4, 4000), switch(4))
+    found, _ = price_programs(CollectiveTask.of("all_reduce", 4, 4000), switch(4))
     near = [one.program.messages() for one in found if one.share > 0.999999]
     assert near == sorted(near)
 
@@ -350,9 +358,9 @@ def test_what_the_command_refuses(words, why, tmp_path, capsys):
 
 
 def test_published_machines_by_name():
-    assert wires_of("dgx-1p").wires[0].rate == 20e9
-    assert len(wires_of("dgx-1v").wires) == 32
+    assert parse_wires("dgx-1p").wires[0].rate == 20e9
+    assert len(parse_wires("dgx-1v").wires) == 32
     assert next(iter(PROGRAMS)) == "ring"
     with pytest.raises(UsageError):
-        wires_of("dgx-1x")
-    assert wires_of("cpu", nodes=2).nodes == Nodes(((0, 1), (2, 3)))
+        parse_wires("dgx-1x")
+    assert parse_wires("cpu", nodes=2).nodes == Nodes(((0, 1), (2, 3)))

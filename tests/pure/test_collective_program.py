@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from headway.collective import Nodes
 from headway.collective.generators import (
     binomial,
     chain,
@@ -20,18 +19,23 @@ from headway.collective.generators import (
     trees,
     two_level,
 )
-from headway.collective.program import (
+from headway.collective.nodes import Nodes
+from headway.collective.program.check import PROGRAM_RULES, check_program, program_problems
+from headway.collective.program.program import (
+    COLLECTIVE_OPS,
+    ROOTED,
+    BufferSpan,
     CollectiveProgram,
+    CollectiveTask,
     Combine,
     Copy,
     Recv,
     Send,
-    Span,
     Wait,
+    even_sizes,
+    proportional_sizes,
+    rounds,
 )
-from headway.collective.program_check import RULES, check_program, problems
-from headway.collective.program_order import rounds
-from headway.collective.task import OPS, ROOTED, Collective, even, proportional
 from headway.errors import PlanError
 from support.program_oracle import Stuck, carry_out, expected
 
@@ -70,21 +74,21 @@ def programs(collective):
 
 def collectives(ranks):
     draw = random.Random(ranks)
-    for op in OPS:
+    for op in COLLECTIVE_OPS:
         for elements in (*SIZES, 4 * ranks):
-            yield Collective.of(op, ranks, elements, root=ranks - 1 if op in ROOTED else None)
+            yield CollectiveTask.of(op, ranks, elements, root=ranks - 1 if op in ROOTED else None)
     shares = tuple(draw.randrange(4) for _ in range(ranks))
-    yield Collective("all_gather", ranks, shares)
-    yield Collective("reduce_scatter", ranks, shares)
+    yield CollectiveTask("all_gather", ranks, shares)
+    yield CollectiveTask("reduce_scatter", ranks, shares)
     table = tuple(tuple(draw.randrange(4) for _ in range(ranks)) for _ in range(ranks))
-    yield Collective("all_to_all", ranks, (), table=table)
+    yield CollectiveTask("all_to_all", ranks, (), table=table)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_generator_makes_what_it_is_asked_for(ranks):
     for collective in collectives(ranks):
         for program in programs(collective):
-            assert problems(program) == (), program.name
+            assert program_problems(program) == (), program.name
             assert all(size > 0 for size in program.sent().values())
 
 
@@ -99,18 +103,18 @@ def test_numbers_come_out_right_whatever_the_timing(ranks):
 
 # -- each rule ---------------------------------------------------------------------------------
 
-A, B, T = Span("out", 0, 1), Span("out", 1, 2), Span("tmp", 0, 1)
+A, B, T = BufferSpan("out", 0, 1), BufferSpan("out", 1, 2), BufferSpan("tmp", 0, 1)
 SWAP = (Recv(1, 0, T), Send(1, 0, A), Wait((0, 1)), Combine(A, T))
 BACK = (Recv(0, 0, T), Send(0, 0, A), Wait((0, 1)), Combine(A, T))
 
 
 def program(*steps, op="all_reduce", elements=1, scratch=1):
-    collective = Collective.of(op, len(steps), elements)
+    collective = CollectiveTask.of(op, len(steps), elements)
     return CollectiveProgram(collective, steps, (scratch,) * len(steps), "mine")
 
 
 def rules(*steps, **facts):
-    return [(p.rule, p.rank, p.place) for p in problems(program(*steps, **facts))]
+    return [(p.rule, p.rank, p.place) for p in program_problems(program(*steps, **facts))]
 
 
 def test_two_ranks_that_swap_and_add_are_right():
@@ -121,8 +125,8 @@ CASES = {
     "malformed": [
         ((Recv(0, 0, T), *SWAP[1:]), ("malformed", 0, 0)),
         ((Recv(2, 0, T), *SWAP[1:]), ("malformed", 0, 0)),
-        ((*SWAP[:3], Combine(A, Span("tmp", 0, 2))), ("malformed", 0, 3)),
-        ((*SWAP[:3], Combine(A, Span("tmp", 0, 0))), ("malformed", 0, 3)),
+        ((*SWAP[:3], Combine(A, BufferSpan("tmp", 0, 2))), ("malformed", 0, 3)),
+        ((*SWAP[:3], Combine(A, BufferSpan("tmp", 0, 0))), ("malformed", 0, 3)),
         ((*SWAP[:3], Combine(A, A)), ("malformed", 0, 3)),
     ],
     "unmatched": [((Recv(1, 7, T), *SWAP[1:]), ("unmatched", 0, 0))],
@@ -139,7 +143,7 @@ CASES = {
         ((*SWAP[:2], Wait((0,)), SWAP[3], Wait((1,))), ("race", 0, 3)),
     ],
     "result": [(SWAP[:3], ("result", 0, -1)), ((*SWAP, SWAP[3]), ("result", 0, -1))],
-    "undefined": [((*SWAP[:3], Combine(A, Span("tmp", 1, 2))), ("undefined", 0, 3))],
+    "undefined": [((*SWAP[:3], Combine(A, BufferSpan("tmp", 1, 2))), ("undefined", 0, 3))],
 }
 
 
@@ -160,16 +164,26 @@ def test_ranks_that_wait_for_each_other_in_a_circle():
 
 def test_what_is_read_only_stays():
     gather = program(
-        (Recv(1, 0, B), Send(1, 0, Span("in", 0, 1)), Wait((0, 1)), Copy(Span("in", 0, 1), B)),
-        (Recv(0, 0, A), Send(0, 0, Span("in", 0, 1)), Wait((0, 1)), Copy(B, Span("in", 0, 1))),
+        (
+            Recv(1, 0, B),
+            Send(1, 0, BufferSpan("in", 0, 1)),
+            Wait((0, 1)),
+            Copy(BufferSpan("in", 0, 1), B),
+        ),
+        (
+            Recv(0, 0, A),
+            Send(0, 0, BufferSpan("in", 0, 1)),
+            Wait((0, 1)),
+            Copy(B, BufferSpan("in", 0, 1)),
+        ),
         op="all_gather",
         elements=2,
     )
-    assert [p.rule for p in problems(gather)] == ["read-only"]
+    assert [p.rule for p in program_problems(gather)] == ["read-only"]
 
 
 def test_every_rule_has_a_failing_example():
-    assert {*CASES, "deadlock", "read-only"} == set(RULES)
+    assert {*CASES, "deadlock", "read-only"} == set(PROGRAM_RULES)
 
 
 def test_all_problems_come_together():
@@ -234,7 +248,7 @@ def other(span, draw):
 
 
 def well_formed(program):
-    return not any(p.rule in ("malformed", "read-only", "wait") for p in problems(program))
+    return not any(p.rule in ("malformed", "read-only", "wait") for p in program_problems(program))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -244,12 +258,12 @@ def test_a_corrupted_program_is_rejected_or_still_right(seed):
     good = [
         p
         for ranks in (2, 3, 4)
-        for op in OPS
-        for p in programs(Collective.of(op, ranks, 7, root=1 if op in ROOTED else None))
+        for op in COLLECTIVE_OPS
+        for p in programs(CollectiveTask.of(op, ranks, 7, root=1 if op in ROOTED else None))
     ]
     for _ in range(120):
         bad = corrupted(draw.choice(good), draw)
-        if problems(bad):
+        if program_problems(bad):
             rejected += 1
             continue
         accepted += 1
@@ -263,11 +277,11 @@ def test_a_corrupted_program_is_rejected_or_still_right(seed):
 def test_what_is_rejected_as_wrong_can_go_wrong():
     """Not only suspicious: for some timing the numbers are wrong, or ranks wait forever."""
     draw = random.Random(7)
-    good = list(programs(Collective.of("all_reduce", 3, 7)))
+    good = list(programs(CollectiveTask.of("all_reduce", 3, 7)))
     wrong = 0
     for _ in range(250):
         bad = corrupted(draw.choice(good), draw)
-        found = {problem.rule for problem in problems(bad)}
+        found = {problem.rule for problem in program_problems(bad)}
         if not found or not found <= {"result", "deadlock", "race"}:
             continue
         for timing in range(20):
@@ -289,17 +303,17 @@ def test_what_is_rejected_as_wrong_can_go_wrong():
 
 def test_rounds_are_those_of_the_literature():
     for n, log in ((2, 1), (4, 2), (8, 3)):
-        c = Collective.of("all_reduce", n, 64)
+        c = CollectiveTask.of("all_reduce", n, 64)
         assert rounds(ring(c)) == 2 * (n - 1)
         assert rounds(direct(c)) == 2
         assert rounds(halving_doubling(c)) == 2 * log
         assert rounds(trees(c, [(binomial(n, 0), 1.0)], chunk=64)) == 2 * log
         assert rounds(trees(c, [(chain(range(n)), 1.0)], chunk=64)) == 2 * (n - 1)
-    assert rounds(halving_doubling(Collective.of("all_reduce", 6, 64))) == 6
+    assert rounds(halving_doubling(CollectiveTask.of("all_reduce", 6, 64))) == 6
 
 
 def test_bytes_are_those_of_the_formulas():
-    c = Collective.of("all_reduce", 4, 40)
+    c = CollectiveTask.of("all_reduce", 4, 40)
     around = ring(c).traffic(4)
     assert around.sent == {(0, 1): 240.0, (1, 2): 240.0, (2, 3): 240.0, (3, 0): 240.0}
     assert ring(c).bytes_on([(0, 1), (1, 2)], 4) == 480
@@ -322,25 +336,25 @@ def test_nodes_give_the_levels_of_a_tree():
 
 
 def test_shares():
-    assert even(10, 4) == (3, 3, 2, 2)
-    assert proportional(10, [1, 1, 2]) == (2, 3, 5)
-    assert sum(proportional(1001, [0.1, 7, 0.3])) == 1001
+    assert even_sizes(10, 4) == (3, 3, 2, 2)
+    assert proportional_sizes(10, [1, 1, 2]) == (2, 3, 5)
+    assert sum(proportional_sizes(1001, [0.1, 7, 0.3])) == 1001
 
 
 def test_what_a_generator_does_not_make_is_refused():
-    c = Collective.of("all_to_all", 4, 8)
+    c = CollectiveTask.of("all_to_all", 4, 8)
     for make in (ring, halving_doubling, servers):
         with pytest.raises(PlanError, match="program for all_to_all"):
             make(c)
-    c = Collective.of("all_reduce", 4, 8)
+    c = CollectiveTask.of("all_reduce", 4, 8)
     with pytest.raises(PlanError, match="each rank is on one node"):
         hierarchical(c, Nodes.one(3))
     with pytest.raises(ValueError, match="make no tree"):
         trees(c, [((None, 2, 1, 0), 1.0)])
     with pytest.raises(ValueError, match="other roots"):
-        trees(Collective.of("broadcast", 4, 8), [(star(4, 1), 1.0)])
+        trees(CollectiveTask.of("broadcast", 4, 8), [(star(4, 1), 1.0)])
     with pytest.raises(ValueError, match="no tree carries the part of rank 1"):
-        trees(Collective.of("all_gather", 2, 8), [(star(2, 0), 1.0)])
+        trees(CollectiveTask.of("all_gather", 2, 8), [(star(2, 0), 1.0)])
 
 
 @pytest.mark.parametrize(
@@ -354,4 +368,4 @@ def test_what_a_generator_does_not_make_is_refused():
 )
 def test_a_collective_that_cannot_be_is_refused(facts):
     with pytest.raises(ValueError, match="ranks with"):
-        Collective(*facts)
+        CollectiveTask(*facts)

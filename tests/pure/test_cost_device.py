@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from headway.cluster.cluster import Cluster, Node
-from headway.cluster.device import Host
+from headway.cluster.datasheets import DATASHEETS
+from headway.cluster.device import HostOverhead
 from headway.cluster.link import Link
 from headway.cluster.presets import UPLINKS
-from headway.cluster.sheets import SHEETS
 from headway.cost.device import DeviceModel
-from headway.cost.network import LinkLevel, Network, network_of
-from headway.cost.presets import FITTED, assumed, fitted
+from headway.cost.machine_presets import FITTED, assumed_machine, fitted_machine
+from headway.cost.network import HierarchicalNetwork, LinkLevel, network_of
 from headway.errors import PlanError
 
 IDEAL = DeviceModel(
@@ -31,8 +31,8 @@ IDEAL = DeviceModel(
 )
 
 
-def two_levels(*, width=4, inner=100e9, uplink=50e9, latency=0.0, far=0.0) -> Network:
-    return Network(
+def two_levels(*, width=4, inner=100e9, uplink=50e9, latency=0.0, far=0.0) -> HierarchicalNetwork:
+    return HierarchicalNetwork(
         (
             LinkLevel(name="node", width=width, link=Link(rate=inner, latency=latency)),
             LinkLevel(name="cluster", width=math.inf, link=Link(rate=uplink, latency=far)),
@@ -161,9 +161,9 @@ def test_collectives_of_many_groups_at_once():
 def test_levels_must_grow():
     level = LinkLevel(name="node", width=8, link=Link(rate=1e9))
     with pytest.raises(PlanError, match="no such network"):
-        Network((level, level))
+        HierarchicalNetwork((level, level))
     with pytest.raises(PlanError, match="carries nothing"):
-        Network((LinkLevel(name="node", width=8, link=Link(rate=0.0)),))
+        HierarchicalNetwork((LinkLevel(name="node", width=8, link=Link(rate=0.0)),))
 
 
 def test_a_described_cluster_as_levels():
@@ -188,22 +188,22 @@ def test_a_described_cluster_as_levels():
 
 def test_every_number_of_a_preset_has_a_source():
     plain = {"name", "source"}
-    measured = {"overlap": 1.0, "kinds": {}, "gather": 0.0, "host": Host()}  # of no effect
-    for name in SHEETS:
-        device = assumed(name).device
+    measured = {"overlap": 1.0, "kinds": {}, "gather": 0.0, "host": HostOverhead()}  # of no effect
+    for name in DATASHEETS:
+        device = assumed_machine(name).device
         numbers = set(device.__dataclass_fields__) - plain - set(measured)
         assert numbers == set(device.source), name
         assert {key: getattr(device, key) for key in measured} == measured, name
-        for level in assumed(name).network.levels:
+        for level in assumed_machine(name).network.levels:
             assert {"rate", "latency"} <= set(level.source)
     for name in FITTED:
-        assert "fitted" in fitted(name).device.source["efficiency"]
+        assert "fitted" in fitted_machine(name).device.source["efficiency"]
     assert all(uplink.source for uplink in UPLINKS.values())
 
 
 def test_faster_devices_are_faster():
     order = ["p100", "t4", "v100", "rtx-4090", "a100", "h100"]
-    times = [float(assumed(n).device.seconds_of_matmul(4096, 4096, 4096)) for n in order]
+    times = [float(assumed_machine(n).device.seconds_of_matmul(4096, 4096, 4096)) for n in order]
     assert times == sorted(times, reverse=True)
     with pytest.raises(PlanError, match="no device 'a1000'"):
-        assumed("a1000")
+        assumed_machine("a1000")

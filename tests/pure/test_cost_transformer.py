@@ -10,24 +10,24 @@ import pytest
 
 from headway.cluster.link import Link
 from headway.cost.device import DeviceModel
+from headway.cost.machine_presets import fitted_machine
 from headway.cost.memory import memory_of_transformer
-from headway.cost.network import LinkLevel, Network
-from headway.cost.presets import fitted
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.cost.transformer import (
     Machine,
-    Split,
     Transformer,
+    TransformerSplit,
     layer_seconds,
     pipeline_seconds,
     price_transformer,
 )
-from headway.schedule import StageCosts
-from headway.schedule.named import make_schedule
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 
 GPT = Transformer(layers=24.0, hidden=2048.0, heads=16.0, sequence=1024.0)
 GPT3 = Transformer(layers=96.0, hidden=12288.0, heads=96.0, sequence=2048.0)
-A100 = fitted("a100")
+A100 = fitted_machine("a100")
 # Nothing but arithmetic: no floors, memory without limit, links without latency.
 BARE = Machine(
     device=DeviceModel(
@@ -42,7 +42,7 @@ BARE = Machine(
         skew=0.0,
         update=0.0,
     ),
-    network=Network((LinkLevel(name="node", width=math.inf, link=Link(rate=1e11)),)),
+    network=HierarchicalNetwork((LinkLevel(name="node", width=math.inf, link=Link(rate=1e11)),)),
 )
 
 
@@ -68,15 +68,17 @@ def test_parameters():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_bare_machine_does_the_flops_and_nothing_else(recompute):
-    split = Split(microbatch=4.0, microbatches=2.0, recompute="full" if recompute else "none")
+    split = TransformerSplit(
+        microbatch=4.0, microbatches=2.0, recompute="full" if recompute else "none"
+    )
     step = price_transformer(GPT, split, BARE)
     assert step.seconds == pytest.approx(GPT.flops(8.0, recompute=recompute) / 1e14, rel=1e-12)
     assert step.bubble == step.messages == step.exchange == step.update == 0
 
 
 def test_a_tensor_split_does_a_share_and_sums_twice_per_pass():
-    whole = layer_seconds(GPT, Split(microbatch=4.0), BARE)
-    parts = layer_seconds(GPT, Split(microbatch=4.0, tensor=4.0), BARE)
+    whole = layer_seconds(GPT, TransformerSplit(microbatch=4.0), BARE)
+    parts = layer_seconds(GPT, TransformerSplit(microbatch=4.0, tensor=4.0), BARE)
     one = 2 * 3 / 4 * (2 * 4 * 1024 * 2048) / 1e11
     assert parts[2] == pytest.approx(6 * one)
     assert parts[0] == pytest.approx(whole[0] / 4 + 2 * one)
@@ -86,7 +88,7 @@ def test_a_tensor_split_does_a_share_and_sums_twice_per_pass():
 def test_exchange_of_each_zero_stage():
     held = (24 * 12 * 2048**2 + 51200 * 2048) * 2.0
     half = 3 / 4 * held / 1e11
-    split = Split(data=4.0, microbatches=5.0)
+    split = TransformerSplit(data=4.0, microbatches=5.0)
     for zero, passes in ((0, 2), (1, 2), (2, 6), (3, 15)):
         step = price_transformer(GPT, replace(split, zero=float(zero)), BARE)
         assert step.exchange == pytest.approx(passes * half), zero
@@ -133,7 +135,7 @@ def test_fewer_micro_batches_than_stages_are_no_cheaper_than_played():
 
 
 def test_pipelines_of_a_step():
-    split = Split(pipeline=4.0, microbatches=8.0)
+    split = TransformerSplit(pipeline=4.0, microbatches=8.0)
     step = price_transformer(GPT, split, BARE)
     layer = step.forward + step.backward
     last = 6 * layer + step.head
@@ -152,9 +154,9 @@ def test_the_ends_of_a_pipeline_in_one_node_sum_their_weights_there():
     far = LinkLevel(name="cluster", width=math.inf, link=Link(rate=1e9))
     for width, rate in ((8.0, 1e11), (4.0, 1e9 / 4)):  # as if all four ranks sent
         near = LinkLevel(name="node", width=width, link=Link(rate=1e11))
-        machine = replace(BARE, network=Network((near, far)))
+        machine = replace(BARE, network=HierarchicalNetwork((near, far)))
         # Ranks 0 and 1 hold the first stage, 6 and 7 the last one.
-        split = Split(tensor=2.0, pipeline=4.0, microbatches=8.0)
+        split = TransformerSplit(tensor=2.0, pipeline=4.0, microbatches=8.0)
         step = price_transformer(GPT, split, machine)
         assert step.exchange == pytest.approx(tied / 2 * 1e11 / rate), width
 
@@ -163,10 +165,11 @@ def test_what_is_sharded_is_copied_into_buckets_and_out():
     slow = replace(BARE, device=replace(BARE.device, memory_rate=1e12))
     held = 24 * 12 * 2048**2 + 51200 * 2048
     plain, sharded = (
-        price_transformer(GPT, Split(data=4.0, zero=zero), slow).exchange for zero in (0.0, 1.0)
+        price_transformer(GPT, TransformerSplit(data=4.0, zero=zero), slow).exchange
+        for zero in (0.0, 1.0)
     )
     assert sharded - plain == pytest.approx(16 * held / 1e12)
-    alone = price_transformer(GPT, Split(zero=1.0), slow)
+    alone = price_transformer(GPT, TransformerSplit(zero=1.0), slow)
     assert alone.exchange == 0
 
 
@@ -177,15 +180,17 @@ def test_many_plans_are_priced_as_one_by_one():
     t = np.array([1.0, 2.0, 4.0, 8.0, 2.0])
     d = np.array([8.0, 4.0, 1.0, 1.0, 2.0])
     p = np.array([1.0, 1.0, 2.0, 1.0, 2.0])
-    split = Split(tensor=t, data=d, pipeline=p, microbatch=2.0, microbatches=16.0 / d)
+    split = TransformerSplit(tensor=t, data=d, pipeline=p, microbatch=2.0, microbatches=16.0 / d)
     together = price_transformer(GPT, split, A100).seconds
     for i in range(5):
-        one = Split(tensor=t[i], data=d[i], pipeline=p[i], microbatch=2.0, microbatches=16.0 / d[i])
+        one = TransformerSplit(
+            tensor=t[i], data=d[i], pipeline=p[i], microbatch=2.0, microbatches=16.0 / d[i]
+        )
         assert together[i] == pytest.approx(float(price_transformer(GPT, one, A100).seconds))
 
 
 def test_more_work_takes_longer():
-    split = Split(tensor=2.0, data=2.0, pipeline=2.0, microbatch=2.0, microbatches=4.0)
+    split = TransformerSplit(tensor=2.0, data=2.0, pipeline=2.0, microbatch=2.0, microbatches=4.0)
     step = float(price_transformer(GPT, split, A100).seconds)
     for change in ({"layers": 32.0}, {"hidden": 4096.0}, {"sequence": 2048.0}):
         assert price_transformer(replace(GPT, **change), split, A100).seconds > step, change
@@ -198,18 +203,18 @@ def test_more_work_takes_longer():
 
 
 def test_launches_bound_small_layers_and_arithmetic_large_ones():
-    small = layer_seconds(replace(GPT, hidden=256.0, heads=4.0), Split(), A100)
+    small = layer_seconds(replace(GPT, hidden=256.0, heads=4.0), TransformerSplit(), A100)
     kernels = A100.device.seconds_of_host(20.0 + 20.0 + 36.0)
     assert sum(small[:2]) == pytest.approx(kernels, rel=0.02)
-    large = layer_seconds(GPT3, Split(microbatch=8.0), A100)
+    large = layer_seconds(GPT3, TransformerSplit(microbatch=8.0), A100)
     work = GPT3.flops(8.0) - 6 * 8 * 2048 * 12288 * 51200
     rate = work / GPT3.layers / sum(large[:2])
     assert 0.6 * 312e12 < rate < 0.8265 * 312e12
 
 
 def test_a_softmax_that_cannot_be_fused_costs_kernels():
-    fused = layer_seconds(GPT, Split(tensor=8.0, microbatch=2.0), A100)
-    alone = layer_seconds(GPT, Split(tensor=8.0, microbatch=1.0), A100)
+    fused = layer_seconds(GPT, TransformerSplit(tensor=8.0, microbatch=2.0), A100)
+    alone = layer_seconds(GPT, TransformerSplit(tensor=8.0, microbatch=1.0), A100)
     assert sum(alone[:2]) > sum(fused[:2])  # two rows of heads instead of four
 
 
@@ -219,14 +224,14 @@ def test_a_softmax_that_cannot_be_fused_costs_kernels():
 def test_state_is_eighteen_bytes_per_parameter_and_zero_divides_it():
     held = float(GPT.parameters)
     for zero, expected in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)):
-        memory = memory_of_transformer(GPT, Split(data=8.0, zero=float(zero)))
+        memory = memory_of_transformer(GPT, TransformerSplit(data=8.0, zero=float(zero)))
         assert memory.weights + memory.gradients + memory.state == pytest.approx(expected * held)
 
 
 def test_activations_are_those_of_the_papers():
     s, b, h, a, t = 2048.0, 1.0, 12288.0, 96.0, 8.0
     unit = s * b * h * GPT3.layers
-    split = Split(tensor=t, recompute="none")
+    split = TransformerSplit(tensor=t, recompute="none")
     assert memory_of_transformer(GPT3, split).activations == pytest.approx(
         unit * (10 + 24 / t + 5 * a * s / (h * t))
     )
@@ -240,7 +245,7 @@ def test_activations_are_those_of_the_papers():
 
 
 def test_stages_hold_what_is_under_way():
-    plain = Split(tensor=8.0, pipeline=8.0, microbatches=64.0, recompute="none")
+    plain = TransformerSplit(tensor=8.0, pipeline=8.0, microbatches=64.0, recompute="none")
     one = memory_of_transformer(GPT3, replace(plain, microbatches=1.0)).activations
     assert memory_of_transformer(GPT3, plain).activations == pytest.approx(8 * one)
     looped = memory_of_transformer(GPT3, replace(plain, virtual=3.0)).activations

@@ -7,9 +7,16 @@ import random
 
 import pytest
 
-from headway.collective.bound import bound, crossing_gain, diagnose, sharp_bound
-from headway.collective.link import LinkFit
-from headway.collective.order import Load, planned_order, play
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.overlap import (
+    LinkLoad,
+    crossing_gain,
+    diagnose,
+    sharp_step_bound,
+    simulate_link,
+    step_bound,
+)
+from headway.collective.model.priority_order import planned_order
 
 
 @pytest.mark.parametrize("crossing", [False, True])
@@ -18,47 +25,47 @@ def test_no_order_is_faster_than_the_bounds(crossing):
     for number in range(12):
         forward = draw.uniform(1, 4)
         loads = [
-            Load(i, draw.randint(1, 20), draw.uniform(forward, 10), draw.uniform(0, forward))
+            LinkLoad(i, draw.randint(1, 20), draw.uniform(forward, 10), draw.uniform(0, forward))
             for i in range(1 + number % 5)
         ]
         compute = max(load.ready for load in loads)
         link = LinkFit(draw.uniform(0, 0.2), draw.uniform(0, 1))
         busy = sum(link.seconds_per_byte * load.num_bytes for load in loads)
-        sharp = sharp_bound(loads, link, compute=compute, crossing=crossing)
+        sharp = sharp_step_bound(loads, link, compute=compute, crossing=crossing)
         best = min(
-            play(loads, link, order=order, crossing=crossing, credit=len(loads)).step
+            simulate_link(loads, link, order=order, crossing=crossing, credit=len(loads)).step
             for order in itertools.permutations(range(len(loads)))
         )
         assert sharp <= best + 1e-9
         if not crossing:
-            assert bound(forward, compute - forward, busy, "overlap") <= best + 1e-9
+            assert step_bound(forward, compute - forward, busy, "overlap") <= best + 1e-9
             assert best == pytest.approx(max(sharp, compute), abs=1e-9)
 
 
 def test_small_chunks_reach_the_sharp_bound():
     n, pieces = 25, 8
     loads = [
-        Load((i, k), 1, 1 / 3 + (n - i) / n * 2 / 3, i / n / 3)
+        LinkLoad((i, k), 1, 1 / 3 + (n - i) / n * 2 / 3, i / n / 3)
         for i in range(n)
         for k in range(pieces)
     ]
     for busy in (0.5, 1.0, 1.5, 3.0):
         link = LinkFit(0.0, busy / len(loads))
-        sharp = sharp_bound(loads, link, compute=1.0, crossing=True)
-        step = play(loads, link, order=planned_order(loads, link, credit=2)).step
+        sharp = sharp_step_bound(loads, link, compute=1.0, crossing=True)
+        step = simulate_link(loads, link, order=planned_order(loads, link, credit=2)).step
         assert sharp * (1 - 1e-12) <= step <= sharp * 1.006
 
 
 @pytest.mark.parametrize(("how", "expected"), [("none", 6.0), ("overlap", 5.0), ("crossing", 4.0)])
 def test_closed_forms(how, expected):
-    assert bound(1.0, 1.0, 4.0, how) == expected
+    assert step_bound(1.0, 1.0, 4.0, how) == expected
 
 
 def test_the_gain_of_crossing_is_largest_where_both_are_equal():
     forward, backward = 1.0, 2.0
 
     def gain(busy):
-        return bound(forward, backward, busy, "overlap") / bound(
+        return step_bound(forward, backward, busy, "overlap") / step_bound(
             forward, backward, busy, "crossing"
         )
 

@@ -8,17 +8,18 @@ import random
 
 import pytest
 
-from headway.collective.chunks import ALIGNED, cut
-from headway.collective.fusion import (
+from headway.collective.model.gradient_buckets import (
+    CHUNK_ALIGNMENT,
     SLACK,
     SLOWER,
     arrival,
     backward_order,
-    capped_buckets,
+    chunk_spans,
+    ddp_buckets,
     fill_buckets,
     merge_buckets,
 )
-from headway.collective.link import LinkFit
+from headway.collective.model.link_fit import LinkFit
 
 
 def all_cuts(order):
@@ -116,9 +117,9 @@ def test_lengths_must_agree():
 def test_ddp_s_default_overlaps_nothing_of_25_mib():
     """One bucket of 1 MiB, one of 24, which leaves at the end of the backward pass."""
     order = [*reversed(range(25))]
-    buckets = capped_buckets([2**20] * 25, order, (2**20, 25 * 2**20))
+    buckets = ddp_buckets([2**20] * 25, order, (2**20, 25 * 2**20))
     assert [len(bucket) for bucket in buckets] == [1, 24]
-    assert [len(b) for b in capped_buckets([10] * 5, [*range(5)], (20,))] == [2, 2, 1]
+    assert [len(b) for b in ddp_buckets([10] * 5, [*range(5)], (20,))] == [2, 2, 1]
 
 
 def test_fixed_sizes_are_never_exceeded_but_by_a_single_gradient():
@@ -137,9 +138,9 @@ def test_fixed_sizes_are_never_exceeded_but_by_a_single_gradient():
 def test_chunks_cover_a_bucket_evenly():
     sizes, chunks = (1, 63, 64, 65, 1000, 4096, 2**20 + 4), (64, 100, 1000, 2**18)
     for size, chunk in itertools.product(sizes, chunks):
-        spans = cut(size, chunk)
+        spans = chunk_spans(size, chunk)
         assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
         assert spans[-1][1] == size
-        assert all(start % ALIGNED == 0 for start, _ in spans)
-        assert max(stop - start for start, stop in spans) <= chunk + ALIGNED
+        assert all(start % CHUNK_ALIGNMENT == 0 for start, _ in spans)
+        assert max(stop - start for start, stop in spans) <= chunk + CHUNK_ALIGNMENT
         assert len(spans) <= math.ceil(size / chunk)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from headway.collective.link import LinkFit, drifted, fit_link, ring_factor
+from headway.collective.model.link_fit import LinkFit, fit_link, link_drifted, ring_factor
 
 SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
 
@@ -118,5 +118,5 @@ def test_one_rank_sends_nothing():
 def test_drift_is_seen_in_both_directions(latency, slope, moved):
     old = LinkFit(1e-3, 1e-8)
     new = LinkFit(latency * 1e-3, slope * 1e-8)
-    assert drifted(old, new) is moved
-    assert drifted(new, old) is moved
+    assert link_drifted(old, new) is moved
+    assert link_drifted(new, old) is moved

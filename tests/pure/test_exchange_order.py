@@ -8,37 +8,41 @@ from dataclasses import replace
 
 import pytest
 
-from headway.collective.link import LinkFit
-from headway.collective.order import (
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.overlap import LinkLoad, ready_order, simulate_link
+from headway.collective.model.priority_order import (
     SMALLEST_CHUNK,
-    Load,
+    SequencedJob,
+    carlier,
     chunk_size,
     planned_order,
-    play,
+    preemptive_end,
     queue_order,
-    ready_order,
+    schrage,
+    sequence_end,
 )
-from headway.collective.sequence import Job, carlier, preemptive_end, schrage, span
 
 
 def layers(n, communication, pieces=1, latency=0.0):
     """n equal layers, forward 1/3 and backward 2/3 of a second; the model of the bound."""
     link = LinkFit(latency, communication / n / pieces)
     f, b = 1 / 3 / n, 2 / 3 / n
-    loads = [Load((i, k), 1, 1 / 3 + (n - i) * b, i * f) for i in range(n) for k in range(pieces)]
+    loads = [
+        LinkLoad((i, k), 1, 1 / 3 + (n - i) * b, i * f) for i in range(n) for k in range(pieces)
+    ]
     return loads, link
 
 
 def random_loads(draw, n):
     loads = [
-        Load(i, draw.randint(1, 10), draw.uniform(5, 15), draw.uniform(0, 5)) for i in range(n)
+        LinkLoad(i, draw.randint(1, 10), draw.uniform(5, 15), draw.uniform(0, 5)) for i in range(n)
     ]
     return loads, LinkFit(draw.uniform(0, 0.3), draw.uniform(0.01, 1))
 
 
 def best_step(loads, link, credit):
     return min(
-        play(loads, link, order=order, credit=credit).step
+        simulate_link(loads, link, order=order, credit=credit).step
         for order in itertools.permutations(range(len(loads)))
     )
 
@@ -47,43 +51,45 @@ def best_step(loads, link, credit):
 
 
 def test_one_load_by_hand():
-    load = Load("w", 100, ready=3.0, needed=0.5)
-    played = play([load], LinkFit(0.25, 0.01), credit=1)
+    load = LinkLoad("w", 100, ready=3.0, needed=0.5)
+    played = simulate_link([load], LinkFit(0.25, 0.01), credit=1)
     trip = played.trips[0]
     assert (trip.ready, trip.issued, trip.sent) == (3.0, 3.0, 3.0)
     assert trip.received == 4.25
     assert trip.needed == 3.5
     assert trip.waited == played.exposed == 0.75
     assert played.step == 3.75
-    assert play([load], LinkFit(0.25, 0.01), crossing=False).step == 4.25
+    assert simulate_link([load], LinkFit(0.25, 0.01), crossing=False).step == 4.25
 
 
 def test_credit_one_is_one_collective_after_the_other():
-    loads = [Load(i, 10, 1.0, 0.0) for i in range(4)]
+    loads = [LinkLoad(i, 10, 1.0, 0.0) for i in range(4)]
     link = LinkFit(0.5, 0.1)
-    assert play(loads, link, credit=1).trips[3].received == pytest.approx(1 + 4 * 1.5)
-    assert play(loads, link, credit=2).trips[3].received == pytest.approx(1 + 4 * 1.0 + 0.5)
-    assert play(loads, link, credit=9).step == play(loads, link, credit=2).step
+    assert simulate_link(loads, link, credit=1).trips[3].received == pytest.approx(1 + 4 * 1.5)
+    assert simulate_link(loads, link, credit=2).trips[3].received == pytest.approx(
+        1 + 4 * 1.0 + 0.5
+    )
+    assert simulate_link(loads, link, credit=9).step == simulate_link(loads, link, credit=2).step
 
 
 def test_short_loads_wait_for_credit():
-    loads = [Load(i, 1, 0.0, 0.0) for i in range(4)]
+    loads = [LinkLoad(i, 1, 0.0, 0.0) for i in range(4)]
     link = LinkFit(1.0, 0.1)
-    received = [trip.received for trip in play(loads, link, credit=2).trips]
+    received = [trip.received for trip in simulate_link(loads, link, credit=2).trips]
     assert received == pytest.approx([1.1, 1.2, 2.2, 2.3])
 
 
 def test_encoding_overlaps_with_the_link_and_decoding_delays_use():
-    loads = [Load(i, 10, 0.0, 0.0, encode=0.5, decode=0.25) for i in range(3)]
-    trips = play(loads, LinkFit(0.0, 0.1), credit=2).trips
+    loads = [LinkLoad(i, 10, 0.0, 0.0, encode=0.5, decode=0.25) for i in range(3)]
+    trips = simulate_link(loads, LinkFit(0.0, 0.1), credit=2).trips
     assert [t.sent for t in trips] == pytest.approx([0.5, 1.5, 2.5])
     assert [t.received for t in trips] == pytest.approx([1.75, 2.75, 3.75])
 
 
 def test_waits_add_up_and_are_counted_once():
     """Two layers wait; the second one only for what the first wait has not covered."""
-    loads = [Load("a", 1, 10.0, 0.0), Load("b", 1, 10.0, 1.0)]
-    played = play(loads, LinkFit(0.0, 3.0), order=(0, 1))
+    loads = [LinkLoad("a", 1, 10.0, 0.0), LinkLoad("b", 1, 10.0, 1.0)]
+    played = simulate_link(loads, LinkFit(0.0, 3.0), order=(0, 1))
     assert [t.waited for t in played.trips] == [3.0, 2.0]
     assert played.step == 15.0
     assert played.step == max(
@@ -92,21 +98,21 @@ def test_waits_add_up_and_are_counted_once():
 
 
 def test_the_fixed_order_waits_for_its_next_load():
-    loads = [Load("early", 1, 1.0, 0.0), Load("late", 1, 5.0, 0.0)]
-    assert play(loads, LinkFit(0.0, 1.0), order=(1, 0)).trips[0].sent == 6.0
+    loads = [LinkLoad("early", 1, 1.0, 0.0), LinkLoad("late", 1, 5.0, 0.0)]
+    assert simulate_link(loads, LinkFit(0.0, 1.0), order=(1, 0)).trips[0].sent == 6.0
 
 
 @pytest.mark.parametrize("order", [(0,), (0, 0), (0, 2)])
 def test_a_wrong_order_is_refused(order):
-    loads = [Load(0, 1, 0.0, 0.0), Load(1, 1, 0.0, 0.0)]
+    loads = [LinkLoad(0, 1, 0.0, 0.0), LinkLoad(1, 1, 0.0, 0.0)]
     with pytest.raises(ValueError, match="not an order of 2 loads"):
-        play(loads, LinkFit(0.0, 1.0), order=order)
+        simulate_link(loads, LinkFit(0.0, 1.0), order=order)
     with pytest.raises(ValueError, match="credit"):
-        play(loads, LinkFit(0.0, 1.0), credit=0)
+        simulate_link(loads, LinkFit(0.0, 1.0), credit=0)
 
 
 def test_nothing_to_send():
-    assert play([], LinkFit(0.0, 1.0), compute=2.0).step == 2.0
+    assert simulate_link([], LinkFit(0.0, 1.0), compute=2.0).step == 2.0
     assert planned_order([], LinkFit(0.0, 1.0), credit=2) == ()
     assert queue_order([], LinkFit(0.0, 1.0), credit=2) == ()
 
@@ -121,23 +127,25 @@ def test_the_planned_order_is_the_best_of_all(credit):
         loads, link = random_loads(draw, 2 + number % 5)
         best = best_step(loads, link, credit)
         certain = planned_order(loads, link, credit=credit, jitter=0)
-        assert play(loads, link, order=certain, credit=credit).step <= best * 1.001
+        assert simulate_link(loads, link, order=certain, credit=credit).step <= best * 1.001
         robust = planned_order(loads, link, credit=credit)
-        assert play(loads, link, order=robust, credit=credit).step <= best * 1.02
+        assert simulate_link(loads, link, order=robust, credit=credit).step <= best * 1.02
 
 
 def test_seven_loads_against_all_orders():
     loads, link = random_loads(random.Random(99), 7)
     order = planned_order(loads, link, credit=2)
-    assert play(loads, link, order=order).step <= best_step(loads, link, 2) * 1.02
+    assert simulate_link(loads, link, order=order).step <= best_step(loads, link, 2) * 1.02
 
 
 def test_the_priority_queue_alone_is_not_always_best():
     """It starts bulk just before the urgent load comes; the plan leaves the link idle for it."""
-    loads = [Load("bulk", 100, 9.9, 5.0), Load("urgent", 1, 10.0, 0.0)]
+    loads = [LinkLoad("bulk", 100, 9.9, 5.0), LinkLoad("urgent", 1, 10.0, 0.0)]
     link = LinkFit(0.0, 0.04)
-    queue = play(loads, link, order=queue_order(loads, link, credit=1), credit=1)
-    plan = play(loads, link, order=planned_order(loads, link, credit=1, jitter=0), credit=1)
+    queue = simulate_link(loads, link, order=queue_order(loads, link, credit=1), credit=1)
+    plan = simulate_link(
+        loads, link, order=planned_order(loads, link, credit=1, jitter=0), credit=1
+    )
     assert queue.step == pytest.approx(13.94)
     assert plan.step == pytest.approx(10.04)
 
@@ -147,21 +155,21 @@ def test_an_order_that_hangs_on_one_moment_is_left_alone():
     would leave the link idle with bulk ready, and hold up all of that. Sending the bulk first costs
     0.02 of 3.55 seconds if nothing is late, and gains as soon as something is."""
     loads = [
-        Load("first", 100, 1.0, 3.0),
-        Load("urgent", 5, 2.0, 0.98),
-        Load("bulk", 250, 1.5, 1.0),
-        Load("last", 1, 3.0, 3.2),
+        LinkLoad("first", 100, 1.0, 3.0),
+        LinkLoad("urgent", 5, 2.0, 0.98),
+        LinkLoad("bulk", 250, 1.5, 1.0),
+        LinkLoad("last", 1, 3.0, 3.2),
     ]
     link = LinkFit(0.0, 0.01)
     certain = planned_order(loads, link, credit=1, jitter=0)
     robust = planned_order(loads, link, credit=1, jitter=0.05)
     assert certain[:3] == (0, 1, 2)
     assert robust[:3] == (0, 2, 1)
-    assert play(loads, link, order=certain, credit=1).step == pytest.approx(3.55)
-    assert play(loads, link, order=robust, credit=1).step == pytest.approx(3.57)
+    assert simulate_link(loads, link, order=certain, credit=1).step == pytest.approx(3.55)
+    assert simulate_link(loads, link, order=robust, credit=1).step == pytest.approx(3.57)
     late = [replace(load, ready=load.ready + 0.1 * (i == 1)) for i, load in enumerate(loads)]
-    assert play(late, link, order=certain, credit=1).step == pytest.approx(3.65)
-    assert play(late, link, order=robust, credit=1).step == pytest.approx(3.57)
+    assert simulate_link(late, link, order=certain, credit=1).step == pytest.approx(3.65)
+    assert simulate_link(late, link, order=robust, credit=1).step == pytest.approx(3.57)
 
 
 def test_last_come_first_served_is_a_trap():
@@ -169,25 +177,25 @@ def test_last_come_first_served_is_a_trap():
     of a side branch which the next forward pass uses last, and the bulky embedding, whose weights
     are shared with the output layer, was ready before and is used first."""
     loads = [
-        Load("embedding (shared)", 40, ready=9.0, needed=0.0),
-        Load("block", 10, ready=9.5, needed=1.0),
-        Load("skip branch", 40, ready=10.0, needed=4.0),
+        LinkLoad("embedding (shared)", 40, ready=9.0, needed=0.0),
+        LinkLoad("block", 10, ready=9.5, needed=1.0),
+        LinkLoad("skip branch", 40, ready=10.0, needed=4.0),
     ]
     link = LinkFit(0.0, 0.05)
     # At 9.0 the link is busy with an older load, so that all three are there when it is free.
-    old = Load("bulk", 22, ready=8.9, needed=3.0)
+    old = LinkLoad("bulk", 22, ready=8.9, needed=3.0)
     everything = [*loads, old]
     newest_first = (3, 2, 1, 0)
     planned = planned_order(everything, link, credit=1)
-    lifo = play(everything, link, order=newest_first, credit=1, compute=10.0)
-    best = play(everything, link, order=planned, credit=1, compute=10.0)
+    lifo = simulate_link(everything, link, order=newest_first, credit=1, compute=10.0)
+    best = simulate_link(everything, link, order=planned, credit=1, compute=10.0)
     assert planned.index(0) < planned.index(2)
     assert best.step < lifo.step * 0.85
 
 
 def test_urgency_is_the_use_and_not_the_time_of_coming():
     """Two loads that come together in bulk: the one that is used first goes first."""
-    loads = [Load("late use", 10, 1.0, 0.9), Load("early use", 10, 1.0, 0.1)]
+    loads = [LinkLoad("late use", 10, 1.0, 0.9), LinkLoad("early use", 10, 1.0, 0.1)]
     assert planned_order(loads, LinkFit(0.0, 0.1), credit=2) == (1, 0)
 
 
@@ -207,13 +215,15 @@ def test_the_table_of_equal_layers(communication, fifo, priority):
     """25 equal layers: the specification's table, whose priority column has chunks smaller than a
     layer (a whole layer cannot be overtaken, which costs up to 0.03 more)."""
     loads, link = layers(25, communication)
-    assert play(loads, link, crossing=False).step == pytest.approx(fifo, abs=0.006)
-    assert play(loads, link).step == pytest.approx(fifo, abs=0.006)  # layer 0 is still last
+    assert simulate_link(loads, link, crossing=False).step == pytest.approx(fifo, abs=0.006)
+    assert simulate_link(loads, link).step == pytest.approx(
+        fifo, abs=0.006
+    )  # layer 0 is still last
     chunks, link = layers(25, communication, pieces=4)
-    step = play(chunks, link, order=planned_order(chunks, link, credit=2)).step
+    step = simulate_link(chunks, link, order=planned_order(chunks, link, credit=2)).step
     assert step == pytest.approx(priority, abs=0.01)
     order = planned_order(loads, link := LinkFit(0.0, communication / 25), credit=2)
-    assert play(loads, link, order=order).step <= priority + 0.031
+    assert simulate_link(loads, link, order=order).step <= priority + 0.031
 
 
 def test_the_first_layer_waits_for_no_more_than_the_credit():
@@ -224,7 +234,7 @@ def test_the_first_layer_waits_for_no_more_than_the_credit():
         piece = link.seconds(1)
         for jitter, more in ((0.0, 0), (0.01, 1)):
             order = planned_order(loads, link, credit=credit, jitter=jitter)
-            trips = play(loads, link, order=order, credit=credit).trips
+            trips = simulate_link(loads, link, order=order, credit=credit).trips
             latest = max(t.received for t in trips[:4])
             assert latest <= 1.0 + (4 + credit + more) * piece + 1e-12
 
@@ -235,7 +245,7 @@ def test_the_plan_is_the_same_for_the_same_numbers():
 
 
 def test_ready_order_puts_the_urgent_one_first_among_equals():
-    loads = [Load(0, 1, 2.0, 0.5), Load(1, 1, 1.0, 0.5), Load(2, 1, 1.0, 0.1)]
+    loads = [LinkLoad(0, 1, 2.0, 0.5), LinkLoad(1, 1, 1.0, 0.5), LinkLoad(2, 1, 1.0, 0.1)]
     assert ready_order(loads) == (2, 1, 0)
 
 
@@ -247,22 +257,24 @@ def test_branch_and_bound_finds_the_best_order():
     mended = 0
     for number in range(40):
         jobs = [
-            Job(draw.uniform(0, 10), draw.uniform(0.5, 4), draw.uniform(0, 10))
+            SequencedJob(draw.uniform(0, 10), draw.uniform(0.5, 4), draw.uniform(0, 10))
             for _ in range(2 + number % 5)
         ]
-        best = min(span(jobs, order) for order in itertools.permutations(range(len(jobs))))
+        best = min(sequence_end(jobs, order) for order in itertools.permutations(range(len(jobs))))
         found = carlier(jobs)
         assert found.end == pytest.approx(best, rel=1e-9)
-        assert span(jobs, found.order) == found.end
+        assert sequence_end(jobs, found.order) == found.end
         assert preemptive_end(jobs) <= best + 1e-12
         assert found.bound <= best + 1e-12
-        mended += span(jobs, schrage(jobs)) > best * (1 + 1e-9)
+        mended += sequence_end(jobs, schrage(jobs)) > best * (1 + 1e-9)
     assert mended > 4  # the queue alone would not do
 
 
 def test_without_budget_the_queue_s_order_and_a_true_bound_come_back():
     draw = random.Random(1)
-    jobs = [Job(draw.uniform(0, 9), draw.uniform(1, 3), draw.uniform(0, 9)) for _ in range(8)]
+    jobs = [
+        SequencedJob(draw.uniform(0, 9), draw.uniform(1, 3), draw.uniform(0, 9)) for _ in range(8)
+    ]
     found = carlier(jobs, budget=0)
     assert found.order == schrage(jobs)
     assert found.bound == pytest.approx(preemptive_end(jobs))

@@ -6,17 +6,16 @@ import math
 
 import pytest
 
-from headway.collective import Nodes
-from headway.collective.payload import payloads
-from headway.collective.wire import (
-    Traffic,
+from headway.collective.model.bucket_cost import (
+    adasum_traffic,
     bucket_traffic,
-    direct,
-    halving_doubling,
-    ring_all_gather,
-    ring_all_reduce,
+    direct_traffic,
+    ring_all_gather_traffic,
+    ring_all_reduce_traffic,
     shard_parcels,
 )
+from headway.collective.model.payload import payloads
+from headway.collective.nodes import Nodes, Traffic
 
 D = 6_553_600
 """Elements; 25 MiB in float32."""
@@ -34,10 +33,10 @@ def grid(m, n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
 def test_a_ring_sends_each_byte_2_n_minus_1_over_n_times(n):
-    traffic = ring_all_reduce(range(n), 1000.0)
+    traffic = ring_all_reduce_traffic(range(n), 1000.0)
     assert all(traffic.by_rank(rank) == pytest.approx(2 * (n - 1) / n * 1000) for rank in range(n))
-    assert ring_all_gather(range(n), 10.0).by_rank(0) == 10 * (n - 1)
-    assert direct(range(n), 10.0).by_rank(0) == 10 * (n - 1)
+    assert ring_all_gather_traffic(range(n), 10.0).by_rank(0) == 10 * (n - 1)
+    assert direct_traffic(range(n), 10.0).by_rank(0) == 10 * (n - 1)
 
 
 def test_the_specification_s_table_of_two_nodes_with_two_ranks():
@@ -78,10 +77,10 @@ def test_hierarchical_dense_closed_form(m, n):
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_adasum_s_closed_form(n):
     """2 d (n - 1) / n x 4 and, per layer and level, three numbers to each of the others."""
-    traffic = halving_doubling(range(n), 4.0 * D, layers=25)
+    traffic = adasum_traffic(range(n), 4.0 * D, layers=25)
     assert traffic.by_rank(n - 1) == pytest.approx(2 * 4 * D * (n - 1) / n, rel=0.001)
     assert {round(traffic.by_rank(rank)) for rank in range(n)} == {round(traffic.by_rank(0))}
-    two = halving_doubling(range(2), 1000.0, layers=25)
+    two = adasum_traffic(range(2), 1000.0, layers=25)
     assert two.by_rank(0) == 1000 + 25 * (24 + 8)  # in the last level flags go along
 
 
@@ -99,9 +98,9 @@ def test_adasum_across_nodes_sums_its_dot_products_inside_nodes_too():
 @pytest.mark.parametrize("n", [3, 5, 6, 7])
 def test_beyond_a_power_of_two_whole_buffers_go_there_and_back(n):
     power = 1 << (n.bit_length() - 1)
-    traffic = halving_doubling(range(n), 1000.0, layers=1)
+    traffic = adasum_traffic(range(n), 1000.0, layers=1)
     assert traffic.by_rank(n - 1) == 1008
-    extra = traffic.by_rank(0) - halving_doubling(range(power), 1000.0, layers=1).by_rank(0)
+    extra = traffic.by_rank(0) - adasum_traffic(range(power), 1000.0, layers=1).by_rank(0)
     assert extra == 1008
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.frontier import (
+from headway.planner.pareto import (
     ChoiceGraph,
     block_of,
     chain,
@@ -16,11 +16,11 @@ from headway.planner.frontier import (
     mini_time,
     product,
     profiling,
-    reduce,
+    reduce_front,
     repeat,
     solve,
 )
-from headway.planner.frontier.chain import covering_factor
+from headway.planner.pareto.front import covering_factor
 from support.brute_frontier import coverage, front_of, random_graph
 
 
@@ -156,5 +156,5 @@ def test_the_profile_holds_the_answers_to_the_other_two_questions():
     cap = {"bytes": float(whole[4].costs[:, 0].min())}
     fewest = mini_parallelism(OBJECTIVES, whole, cap=cap)
     assert (fewest.devices, fewest.row) in rows
-    assert len(reduce(np.array([(f.devices, *f.costs) for f in profile]))) == len(profile)
+    assert len(reduce_front(np.array([(f.devices, *f.costs) for f in profile]))) == len(profile)
     assert profiling({}) == ()

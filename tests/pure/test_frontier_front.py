@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.planner.frontier import reduce
-from headway.planner.frontier.rows import reduce_rows, spread
+from headway.planner.pareto import reduce_front
+from headway.planner.pareto.front import reduce_rows, spread
 from support.brute_frontier import coverage, front_of
 
 
@@ -31,28 +31,28 @@ def same(first, second):
 @given(triples)
 def test_reduce_is_the_definition_and_keeps_the_first_of_equal_rows(sets):
     costs = np.concatenate(sets)
-    front = reduce(costs)
+    front = reduce_front(costs)
     np.testing.assert_array_equal(front.costs, front_of(costs))
     for row, origin in zip(front.costs, front.origins[:, 0], strict=True):
         assert origin == np.flatnonzero((costs == row).all(axis=1))[0]
-    same(reduce(front.costs), front)
+    same(reduce_front(front.costs), front)
 
 
 @given(triples)
 def test_union_and_product_commute_associate_and_distribute(sets):
-    a, b, c = (reduce(costs) for costs in sets)
+    a, b, c = (reduce_front(costs) for costs in sets)
     same(a.union(b), b.union(a))
     same(a.product(b), b.product(a))
     same(a.union(b).union(c), a.union(b.union(c)))
     same(a.product(b).product(c), a.product(b.product(c)))
     same(a.product(b.union(c)), a.product(b).union(a.product(c)))
     same(a.union(a), a)
-    same(a.product(reduce(np.zeros((1, a.costs.shape[1])))), a)
+    same(a.product(reduce_front(np.zeros((1, a.costs.shape[1])))), a)
 
 
 @given(triples)
 def test_origins_lead_back_to_the_rows(sets):
-    a, b, _ = (reduce(costs) for costs in sets)
+    a, b, _ = (reduce_front(costs) for costs in sets)
     for row, (which, place) in zip(a.union(b).costs, a.union(b).origins, strict=True):
         assert (row == (b if which else a).costs[place]).all()
     for row, (one, two) in zip(a.product(b).costs, a.product(b).origins, strict=True):
@@ -78,7 +78,7 @@ def test_many_sets_at_once_with_forbidden_rows(width, whole):
 @settings(max_examples=60)
 @given(widths.flatmap(lambda d: vectors(d, 40)), st.sampled_from([0.05, 0.3, 1.0]))
 def test_a_thinned_front_covers_the_whole_one(costs, epsilon):
-    front = reduce(costs)
+    front = reduce_front(costs)
     thin = front.thin(epsilon)
     assert {tuple(row) for row in thin.costs} <= {tuple(row) for row in front.costs}
     assert coverage(thin.costs, front.costs) <= (1 + epsilon) * (1 + 1e-12)
@@ -86,7 +86,7 @@ def test_a_thinned_front_covers_the_whole_one(costs, epsilon):
 
 
 def test_thinning_two_objectives_keeps_as_few_rows_as_possible():
-    front = reduce(np.array([[x, 200.0 - x] for x in range(100, 111)]))
+    front = reduce_front(np.array([[x, 200.0 - x] for x in range(100, 111)]))
     assert len(front.thin(0.1)) == 1
     assert len(front.thin(0.04)) == 2
     with pytest.raises(ValueError, match="epsilon"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.planner.frontier import ChoiceGraph
-from headway.planner.frontier.bounds import find_bounds
-from headway.planner.frontier.network import all_choices, make_network
-from headway.planner.frontier.rules import order_eliminations
+from headway.planner.pareto import ChoiceGraph
+from headway.planner.pareto.choice_graph import all_choices, make_cost_tables, order_eliminations
+from headway.planner.pareto.elimination import find_weighted_bounds
 
 
 def test_given_nodes_are_swept_at_once():
@@ -23,16 +22,16 @@ def test_given_nodes_are_swept_at_once():
     )
     weights = random.random((7, 2))
     given = ("in", "out")
-    network = make_network(graph, all_choices(graph))
+    network = make_cost_tables(graph, all_choices(graph))
     scopes = [tuple(name for name in scope if name not in given) for scope in network.scopes]
     order = order_eliminations(scopes, {name: sizes[name] for name in "abc"}, 1000)
-    found = find_bounds(network, order, weights, whole=False, given=given)
+    found = find_weighted_bounds(network, order, weights, whole=False, given=given)
     assert found.least.shape == (3, 2, 7)
     for one, two in np.ndindex(3, 2):
         kept = all_choices(graph) | {"in": np.array([one]), "out": np.array([two])}
-        alone = make_network(graph, kept)
+        alone = make_cost_tables(graph, kept)
         again = order_eliminations(alone.scopes, alone.sizes, 1000)
-        forced = find_bounds(alone, again, weights, whole=False)
+        forced = find_weighted_bounds(alone, again, weights, whole=False)
         assert found.least[one, two] == pytest.approx(forced.least, rel=1e-12)
         for name in "abc":
             picks = np.broadcast_to(found.choices[name], (3, 2, 7))

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.frontier import ChoiceGraph, solve
-from headway.planner.frontier.eliminate import eliminate
-from headway.planner.frontier.network import all_choices, make_network
-from headway.planner.frontier.rules import order_eliminations
+from headway.planner.pareto import ChoiceGraph, solve
+from headway.planner.pareto.choice_graph import all_choices, make_cost_tables, order_eliminations
+from headway.planner.pareto.elimination import eliminate
 from support.brute_frontier import brute_force, costs_of, coverage, random_dag, random_graph
 
 RULES = {  # nodes in their order, edges, and which rules the elimination takes
@@ -39,7 +38,7 @@ def small(name, seed, objectives=2):
 
 def eliminated(graph, budget=10**6):
     """Without bounds and without what is known: only the rules."""
-    network = make_network(graph, all_choices(graph))
+    network = make_cost_tables(graph, all_choices(graph))
     order = order_eliminations(network.scopes, network.sizes, budget)
     found = eliminate(network, order)
     return found, network.chosen(found.choices(), len(found.costs)), order

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cost.step_memory import OPTIMISERS, step_memory, temporaries
-from headway.graph import Footprint, ModelGraph, Operator, Saved, TensorSpec
-from headway.graph.liveness import play
-from headway.graph.passing import regions_of, with_passing
+from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
+from headway.graph.liveness import simulate_liveness
+from headway.graph.model_graph import Footprint, ModelGraph, Operator, Saved, TensorSpec
+from headway.graph.operator_fusion import operator_ranges_of, with_transient_bytes
 
 N = 4 * 100
 """Bytes of every activation and weight."""
@@ -48,48 +48,50 @@ def chain(length=3):
 def test_a_chain_by_hand():
     """Behind forward p0, p1 are kept and p2 is the caller's, who keeps its gradient, too. Backward
     of p2 makes two; then p1 goes, and of p0, p2, three gradients are five, to which p1 adds two."""
-    peak = play(chain())
+    peak = simulate_liveness(chain())
     assert [moment.total // N for moment in peak.curve] == [1, 2, 3, 6, 7, 6]
     assert peak.moment.at == "backward of p1"
 
 
 def test_gradients_that_are_there_are_added_to():
-    peak = play(chain(), gradients=True)
+    peak = simulate_liveness(chain(), gradients=True)
     found = [m.total // N for m in peak.curve if m.at == "backward of p2"]
     assert found == [3 + 6]
 
 
 def test_micro_batches_under_way():
     both = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
-    found = {m.at: m.total // N for m in play(chain(), actions=both).curve[:7]}
+    found = {m.at: m.total // N for m in simulate_liveness(chain(), actions=both).curve[:7]}
     assert found["forward of p2"] == 6
-    assert play(chain(), actions=both).bytes > play(chain()).bytes + 2 * N
+    assert simulate_liveness(chain(), actions=both).bytes > simulate_liveness(chain()).bytes + 2 * N
 
 
 def test_a_stage_lets_go_of_what_it_sends():
     """Units 1 and 2: p0 has come, p1 is kept; p2 is gone until its gradient comes."""
-    peak = play(chain(), units=(1, 3))
+    peak = simulate_liveness(chain(), units=(1, 3))
     assert [moment.total // N for moment in peak.curve[:3]] == [2, 3, 5]
 
 
 def test_what_is_computed_again_is_not_kept():
     plain, again = chain(8), chain(8)
     regions = [(0, 4), (4, 8)]
-    kept = next(m for m in play(plain).curve if m.at == "forward of p7")
-    less = next(m for m in play(again, regions=regions).curve if m.at == "forward of p7")
+    kept = next(m for m in simulate_liveness(plain).curve if m.at == "forward of p7")
+    less = next(
+        m for m in simulate_liveness(again, regions=regions).curve if m.at == "forward of p7"
+    )
     assert (kept.total // N, less.total // N) == (8, 3)
-    assert regions_of(plain, ["m2"]) == [(2, 3)]
+    assert operator_ranges_of(plain, ["m2"]) == [(2, 3)]
 
 
 def test_passing_is_what_is_above_the_kept():
-    graph = with_passing(chain())
+    graph = with_transient_bytes(chain())
     last = graph.operators[-1].footprint
     assert (last.passing // N, last.weights // N) == (3, 1)
 
 
 @pytest.mark.parametrize(("way", "bytes_"), [("loop", 10 + 2 * 30), ("foreach", 60), ("fused", 0)])
 def test_temporaries_of_adamw(way, bytes_):
-    assert temporaries(OPTIMISERS["adamw"], (20, 10, 30), way) == bytes_
+    assert optimiser_temporaries(OPTIMISER_MEMORY["adamw"], (20, 10, 30), way) == bytes_
 
 
 def test_a_step_holds_state_and_gradients_in_the_update():

@@ -10,27 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import DocumentError, PlanError
-from headway.graph import (
-    Axes,
-    Axis,
-    Call,
+from headway.graph.aten.flops import flops_of, traffic_of
+from headway.graph.aten.index_expression import OperatorCall
+from headway.graph.aten.registry import axes_of, known_kinds
+from headway.graph.model_graph import (
+    LoopAxis,
     ModelGraph,
     Operator,
+    OperatorAxes,
     Saved,
     TensorSpec,
     Window,
     Work,
-    axes_of,
-    blocks,
-    cuts,
-    flops_of,
-    fold,
-    known_kinds,
+    common_factors,
+    format_index,
+    locate_axis,
+    matching_runs,
+    parse_index,
     read_graph,
-    rules,
-    traffic_of,
 )
-from headway.graph.index import common_factors, find, parse, segments, text
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.graph.repeated_blocks import find_repeated_blocks
+from headway.graph.sharding_rules import enumerate_rules
+from headway.graph.stage_boundaries import cut_points
 
 
 def spec(*shape, dtype="float32"):
@@ -42,7 +44,7 @@ def operator(graph, kind, inputs, shape, *, roles=(), module="", attributes=None
     name = name or f"op{len(graph.operators)}"
     sources = tuple(graph.tensors[tensor] for tensor in inputs)
     roles = roles or ("self", "other", "third")[: len(inputs)]
-    call = Call(
+    call = OperatorCall(
         kind=kind,
         roles=tuple(roles),
         inputs=sources,
@@ -95,12 +97,12 @@ def perceptron(layers=3):
 
 
 def test_an_index_and_its_text():
-    dims = parse("b s h*k 1")
+    dims = parse_index("b s h*k 1")
     assert dims == (("b",), ("s",), ("h", "k"), ())
-    assert text(dims) == "b s h*k 1"
-    assert find(dims, "k", {"h": 4, "k": 8}) == (2, 4)
-    assert find(dims, "h", {"h": 4, "k": 8}) == (2, 1)
-    assert find(dims, "v", {}) is None
+    assert format_index(dims) == "b s h*k 1"
+    assert locate_axis(dims, "k", {"h": 4, "k": 8}) == (2, 4)
+    assert locate_axis(dims, "h", {"h": 4, "k": 8}) == (2, 1)
+    assert locate_axis(dims, "v", {}) is None
 
 
 def test_factors_of_two_groupings():
@@ -114,9 +116,9 @@ def test_segments_of_a_reshape_have_equal_products(factors, data):
     cut = data.draw(st.integers(0, len(factors)))
     first = (*factors[:cut], _product(factors[cut:]))
     second = (_product(factors[:cut]), *factors[cut:])
-    for left, right in segments(first, second):
+    for left, right in matching_runs(first, second):
         assert _product(first[d] for d in left) == _product(second[d] for d in right)
-    used = [d for left, _ in segments(first, second) for d in left]
+    used = [d for left, _ in matching_runs(first, second) for d in left]
     assert used == [d for d, size in enumerate(first) if size > 1]
 
 
@@ -204,13 +206,13 @@ def test_types_have_their_sizes():
 
 
 def test_cuts_are_where_one_tensor_crosses():
-    found = cuts(perceptron())
+    found = cut_points(perceptron())
     assert [(cut.place, cut.tensors, cut.bytes) for cut in found if cut.place % 3 == 0] == [
         (3, ("op2",), 512),
         (6, ("op5",), 512),
     ]
     assert {cut.place for cut in found} == {1, 2, 3, 6}  # x itself is the caller's
-    assert len(cuts(perceptron(), 2)) == 8
+    assert len(cut_points(perceptron(), 2)) == 8
 
 
 def test_what_is_made_of_nothing_does_not_cross():
@@ -218,17 +220,17 @@ def test_what_is_made_of_nothing_does_not_cross():
     graph = operator(graph, "zeros", [], (8, 16))
     for stream in ("x", "op1", "op2"):
         graph = operator(graph, "add", [stream, "op0"], (8, 16))
-    assert [cut.tensors for cut in cuts(graph)] == [("op1",), ("op2",)]
+    assert [cut.tensors for cut in cut_points(graph)] == [("op1",), ("op2",)]
 
 
 def test_blocks_are_equal_whatever_they_are_called():
-    found = blocks(perceptron(4))
+    found = find_repeated_blocks(perceptron(4))
     assert list(found.uses.values()) == [4]
     graph = perceptron(3)
     second = graph.operators[4]
     other = replace(second, kind="gelu")
     operators = tuple(other if o is second else o for o in graph.operators)
-    assert list(blocks(replace(graph, operators=operators)).uses.values()) == [2, 1]
+    assert list(find_repeated_blocks(replace(graph, operators=operators)).uses.values()) == [2, 1]
 
 
 def test_wiring_inside_of_a_block_counts():
@@ -236,7 +238,7 @@ def test_wiring_inside_of_a_block_counts():
     last = graph.operators[8]
     crossed = replace(last, inputs=(last.inputs[0], graph.operators[6].outputs[0]))
     operators = (*graph.operators[:8], crossed)
-    assert list(blocks(replace(graph, operators=operators)).uses.values()) == [2, 1]
+    assert list(find_repeated_blocks(replace(graph, operators=operators)).uses.values()) == [2, 1]
 
 
 # -- folding ---------------------------------------------------------------------------------------
@@ -244,21 +246,21 @@ def test_wiring_inside_of_a_block_counts():
 
 def test_folding_keeps_sums_and_equal_blocks():
     graph = perceptron()
-    light = fold(graph)
+    light = fuse_light_operators(graph)
     light.check()
     assert [o.kind for o in light.operators] == ["linear", "relu"] * 3
     assert light.flops == graph.flops
     assert light.traffic == graph.traffic
     assert light.saved_bytes == graph.saved_bytes
-    assert list(blocks(light, smallest=2).repeated.values()) == [3]
+    assert list(find_repeated_blocks(light, smallest=2).repeated.values()) == [3]
 
 
 def test_what_is_not_linear_does_not_swallow_a_pending_sum():
     """linear, relu: split over k gives a sum, which the relu must not see half of."""
-    light = fold(perceptron(1))
+    light = fuse_light_operators(perceptron(1))
     linear = light.operators[0]
     inputs, outputs = light.specs(linear)
-    assert any(rule.outputs == ("P",) for rule in rules(linear, inputs, outputs, 2))
+    assert any(rule.outputs == ("P",) for rule in enumerate_rules(linear, inputs, outputs, 2))
 
 
 def test_a_residual_joins_the_sum_and_a_reshape_names_heads():
@@ -269,13 +271,13 @@ def test_a_residual_joins_the_sum_and_a_reshape_names_heads():
     graph = operator(graph, "linear", ["x", "w"], (8, 16), roles=("input", "weight"))
     graph = operator(graph, "add", ["op0", "r"], (8, 16))
     graph = operator(graph, "view", ["op1"], (8, 4, 4))
-    light = fold(graph)
+    light = fuse_light_operators(graph)
     (only,) = light.operators
     assert only.parts == ("op0", "op1", "op2")
     assert only.axes.inputs == ("x0 k", "o.0*o.1 k", "x0 o.0*o.1")
     assert only.axes.outputs == ("x0 o.0 o.1",)
     inputs, outputs = light.specs(only)
-    found = {rule.axis: rule for rule in rules(only, inputs, outputs, 2)}
+    found = {rule.axis: rule for rule in enumerate_rules(only, inputs, outputs, 2)}
     assert found["k"].inputs == ("S1", "S1", "P")
     assert found["o.1"].inputs == ("R", "S0/4", "S1/4")
     assert found["o.1"].outputs == ("S2",)
@@ -287,7 +289,7 @@ def test_a_residual_joins_the_sum_and_a_reshape_names_heads():
 def test_a_replicated_input_gets_a_pending_gradient():
     linear = perceptron(1).operators[0]
     inputs, outputs = perceptron(1).specs(linear)
-    found = {rule.axis: rule for rule in rules(linear, inputs, outputs, 4)}
+    found = {rule.axis: rule for rule in enumerate_rules(linear, inputs, outputs, 4)}
     assert found["o"].gradients == ("P", "S0")
     assert found["x0"].gradients == ("S0", "P")
     assert found["k"].gradients == ("S1", "S1")
@@ -296,20 +298,22 @@ def test_a_replicated_input_gets_a_pending_gradient():
 def test_an_axis_that_cannot_be_divided_is_left_out():
     linear = perceptron(1).operators[0]
     inputs, outputs = perceptron(1).specs(linear)
-    assert {rule.axis for rule in rules(linear, inputs, outputs, 3)} == {""}
-    assert len(rules(linear, inputs, outputs, 1)) == 1
+    assert {rule.axis for rule in enumerate_rules(linear, inputs, outputs, 3)} == {""}
+    assert len(enumerate_rules(linear, inputs, outputs, 1)) == 1
 
 
 def test_an_operator_without_a_rule_is_replicated():
-    call = Call(kind="mine::op", roles=("x",), inputs=(spec(4),), outputs=(spec(4),), attributes={})
-    assert axes_of(call) == Axes(known=False)
+    call = OperatorCall(
+        kind="mine::op", roles=("x",), inputs=(spec(4),), outputs=(spec(4),), attributes={}
+    )
+    assert axes_of(call) == OperatorAxes(known=False)
     unknown = Operator(name="o", kind="mine::op", inputs=("x",), outputs=("y",), axes=axes_of(call))
-    assert [rule.inputs for rule in rules(unknown, (spec(4),), (spec(4),), 2)] == [("R",)]
+    assert [rule.inputs for rule in enumerate_rules(unknown, (spec(4),), (spec(4),), 2)] == [("R",)]
     assert ModelGraph(operators=(unknown,)).unknown == ("mine::op",)
 
 
 def test_a_known_kind_called_in_an_unknown_way_is_unknown():
-    call = Call(
+    call = OperatorCall(
         kind="einsum",
         roles=("operands.0",),
         inputs=(spec(4, 4),),
@@ -320,16 +324,16 @@ def test_a_known_kind_called_in_an_unknown_way_is_unknown():
 
 
 def test_of_two_rules_with_the_same_placements_the_cheaper_stays():
-    axes = Axes(
+    axes = OperatorAxes(
         loops=(
-            Axis(name="a", size=4, window=Window(kernel=3, padding=1)),
-            Axis(name="b", size=4, kind="statistics", exchange=10),
+            LoopAxis(name="a", size=4, window=Window(kernel=3, padding=1)),
+            LoopAxis(name="b", size=4, kind="statistics", exchange=10),
         ),
         inputs=("a*b",),
         outputs=("a*b",),
     )
     both = Operator(name="o", kind="k", inputs=("x",), outputs=("y",), axes=axes)
-    found = rules(both, (spec(16),), (spec(16),), 2)
+    found = enumerate_rules(both, (spec(16),), (spec(16),), 2)
     assert [(rule.axis, rule.inputs) for rule in found] == [
         ("", ("R",)), ("a", ("S0",)), ("b", ("S0/4",)),
     ]  # fmt: skip

@@ -6,19 +6,23 @@ import re
 
 import pytest
 
-from headway.collective.link import LinkFit
-from headway.cost.guidelines.das import Layer
-from headway.cost.guidelines.windows import LayerTimes
-from headway.planner.guidelines import Facts, guidelines
-from headway.planner.knapsack import Algorithm, Profile, choose_minibatch
+from headway.collective.model.link_fit import LinkFit
+from headway.cost.guidelines.das import DasLayer
+from headway.cost.guidelines.das_model import LayerTimes
+from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
+from headway.planner.guidelines.advice import AdviceFacts, guidelines
+from headway.planner.guidelines.layer_algorithms import choose_minibatch
 
 
 def profile(batch):
-    fast, slow = Algorithm("fft", 1.0 * batch, 6.0 * batch), Algorithm("gemm", 2.0 * batch, 0.0)
-    return Profile(layers={"conv": [fast, slow]}, rest=1.0, features=batch, parameters=0)
+    fast, slow = (
+        LayerAlgorithm("fft", 1.0 * batch, 6.0 * batch),
+        LayerAlgorithm("gemm", 2.0 * batch, 0.0),
+    )
+    return AlgorithmProfile(layers={"conv": [fast, slow]}, rest=1.0, features=batch, parameters=0)
 
 
-FACTS = Facts(
+FACTS = AdviceFacts(
     compute=2.0,
     overhead=0.2,
     parameter_bytes=552e6,
@@ -28,9 +32,9 @@ FACTS = Facts(
     node_rate=1.67e12,
     batch=256,
     layers=[
-        Layer(ifm=3, ofm=64, kernel=(3, 3), output=(224, 224), input=(224, 224), name="conv"),
-        Layer(ifm=4096, ofm=4096, name="fc6"),
-        Layer(ifm=4096, ofm=4096, name="fc7"),
+        DasLayer(ifm=3, ofm=64, kernel=(3, 3), output=(224, 224), input=(224, 224), name="conv"),
+        DasLayer(ifm=4096, ofm=4096, name="fc6"),
+        DasLayer(ifm=4096, ofm=4096, name="fc7"),
     ],
     times=[LayerTimes(forward=1.0, weight_grad=1.0, input_grad=0.0, num_bytes=2.0)],
     link=LinkFit(0.5, 1.0),
@@ -75,15 +79,15 @@ def test_the_numbers_are_those_of_the_lemmas():
 
 def test_the_exchange_is_hidden_exactly_when_it_is_shorter():
     for compute, word in ((0.8, "No"), (0.9, "Yes")):  # 2 * 15/16 * 552e6 / 1.25e9 = 0.828
-        facts = Facts(compute=compute, parameter_bytes=552e6, workers=16, link_rate=1.25e9)
+        facts = AdviceFacts(compute=compute, parameter_bytes=552e6, workers=16, link_rate=1.25e9)
         (advice,) = guidelines(facts)
         assert advice.answer.startswith(word)
         assert advice.numbers["seconds"] == pytest.approx(0.828)
 
 
 def test_nothing_is_said_of_what_is_not_known():
-    assert guidelines(Facts()) == []
-    (advice,) = guidelines(Facts(compute=1.0, overhead=0.0))
+    assert guidelines(AdviceFacts()) == []
+    (advice,) = guidelines(AdviceFacts(compute=1.0, overhead=0.0))
     assert advice.answer.startswith("Any number")
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link
-from headway.collective.link import LinkFit
-from headway.collective.play import Load, play
-from headway.collective.predict import Layer as Priced
-from headway.collective.predict import Predicted
-from headway.collective.traffic import NOTHING
+from headway.collective.model.exchange_scheme import ExchangePrediction
+from headway.collective.model.exchange_scheme import GradientLayer as Priced
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.overlap import LinkLoad, simulate_link
+from headway.collective.nodes import NOTHING
 from headway.cost.guidelines.das import (
-    Layer,
+    DasLayer,
     Matmul,
     best_degree,
     best_groups,
@@ -30,8 +30,8 @@ from headway.cost.guidelines.das import (
     ratio_of,
     tensor_seconds,
 )
-from headway.cost.guidelines.windows import LayerTimes, smallest_bucket, windows
-from headway.cost.network import LinkLevel, Network
+from headway.cost.guidelines.das_model import LayerTimes, smallest_bucket, windows
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.simulator.exchange import simulate_exchange
 
 VGG_A = ((3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28))
@@ -39,11 +39,13 @@ VGG_A += ((512, 512, 28), (512, 512, 14), (512, 512, 14))
 
 
 def convolution(ifm, ofm, size, kernel=3):
-    return Layer(ifm=ifm, ofm=ofm, kernel=(kernel, kernel), output=(size, size), input=(size, size))
+    return DasLayer(
+        ifm=ifm, ofm=ofm, kernel=(kernel, kernel), output=(size, size), input=(size, size)
+    )
 
 
 def connected(ifm, ofm):
-    return Layer(ifm=ifm, ofm=ofm)
+    return DasLayer(ifm=ifm, ofm=ofm)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_the_totals_of_vgg_a():
     assert sum(computation(layer, 1) for layer in layers) == pytest.approx(44.9e9, rel=2e-3)
     assert sum(communication(layer) for layer in layers) == pytest.approx(36.9e6, rel=2e-3)
     assert ratio_of(layers) == pytest.approx(1218, abs=1)
-    assert computation(Layer(ifm=3, ofm=64, first=True), 1) == 4 * 3 * 64
+    assert computation(DasLayer(ifm=3, ofm=64, first=True), 1) == 4 * 3 * 64
 
 
 def test_samples_per_node_are_the_fewest_that_the_balance_allows():
@@ -107,7 +109,7 @@ def test_the_worked_hybrids(sizes, batch, nodes, ideal, groups, megabytes):
 def test_the_best_number_of_groups_is_that_of_trying_all():
     random = np.random.default_rng(1)
     for _ in range(400):
-        layer = Layer(
+        layer = DasLayer(
             ifm=int(random.integers(1, 5000)),
             ofm=int(random.integers(1, 5000)),
             kernel=(int(random.integers(1, 4)),) * 2,
@@ -132,7 +134,7 @@ def test_the_tensor_degree_follows_the_links():
     assert alone[0] == pytest.approx(2 * 4 * 4096**2 * 63 / 64 / 1e9)
     assert alone[1] == pytest.approx(2 * 4 * (8192 * 8 + 4096**2 / 2 * 31 / 32) / 1e9)
     assert alone[2] == pytest.approx(2 * 4 * 8192 * 256 / 1e9)
-    network = Network(
+    network = HierarchicalNetwork(
         (
             LinkLevel(name="node", width=8, link=Link(rate=300e9)),
             LinkLevel(name="cluster", width=math.inf, link=Link(rate=3e9)),
@@ -171,9 +173,9 @@ def played(stack, link, *, crossing, weights_first):
         layers.append(Priced(name=f"{i}", shapes=(), forward=one.forward, backward=second))
         if one.num_bytes:
             home.append(i)
-    loads = tuple(Load(str(i), stack[i].num_bytes, 0.0, 0.0) for i in home)
+    loads = tuple(LinkLoad(str(i), stack[i].num_bytes, 0.0, 0.0) for i in home)
     order = tuple(reversed(range(len(home))))
-    predicted = Predicted(
+    predicted = ExchangePrediction(
         forward=0.0,
         backward=0.0,
         communication=0.0,
@@ -185,7 +187,7 @@ def played(stack, link, *, crossing, weights_first):
         credit=1,
         crossing=crossing,
         link=link,
-        played=play([], link),
+        played=simulate_link([], link),
         traffic=NOTHING,
     )
     return simulate_exchange(predicted, layers, steps=3)
@@ -211,10 +213,10 @@ def test_the_windows_equal_the_played_events_on_1000_stacks(part):
             exposed += found.step > found.compute
             sent = [i for i, one in enumerate(stack) if one.num_bytes]
             loads = [
-                Load(i, stack[i].num_bytes, found.ready[i], found.need[i] - found.compute)
+                LinkLoad(i, stack[i].num_bytes, found.ready[i], found.need[i] - found.compute)
                 for i in sent
             ]
-            again = play(loads, link, credit=1, crossing=crossing, compute=found.compute)
+            again = simulate_link(loads, link, credit=1, crossing=crossing, compute=found.compute)
             ends = [found.end[i] for i in sent]
             assert [t.received for t in again.trips] == pytest.approx(ends, rel=1e-12)
             assert again.step == pytest.approx(found.step, rel=1e-12)

@@ -9,20 +9,27 @@ import pytest
 
 from headway.cluster import Link
 from headway.cost.guidelines import paradl
-from headway.cost.guidelines.paradl import Job, Layer, data_filter, data_spatial, pipeline, possible
-from headway.cost.network import LinkLevel, Network
+from headway.cost.guidelines.paradl import (
+    ParadlJob,
+    ParadlLayer,
+    data_filter,
+    data_spatial,
+    pipeline,
+    possible,
+)
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.errors import PlanError
 
 D, B, ALPHA, BETA, DELTA, GAMMA = 1280, 64, 1e-5, 1e-9, 4, 0.8
 LAYERS = (
-    Layer(forward=2e-3, backward=5e-3, update=1e-4, x=150e3, y=800e3, w=9e3, b=64,
+    ParadlLayer(forward=2e-3, backward=5e-3, update=1e-4, x=150e3, y=800e3, w=9e3, b=64,
           filters=64, channels=3, points=224 * 224, halo_x=1300, halo_dy=28e3),
-    Layer(forward=4e-3, backward=7e-3, update=3e-4, x=800e3, y=400e3, w=70e3, b=128,
+    ParadlLayer(forward=4e-3, backward=7e-3, update=3e-4, x=800e3, y=400e3, w=70e3, b=128,
           filters=128, channels=64, points=112 * 112, halo_x=14e3, halo_dy=7e3),
-    Layer(forward=1e-3, backward=3e-3, update=9e-4, x=400e3, y=1e3, w=4e6, b=1000,
+    ParadlLayer(forward=1e-3, backward=3e-3, update=9e-4, x=400e3, y=1e3, w=4e6, b=1000,
           filters=1000, channels=512, points=14 * 14),
 )  # fmt: skip
-JOB = Job(
+JOB = ParadlJob(
     layers=LAYERS,
     samples=D,
     batch=B,
@@ -110,7 +117,7 @@ def test_the_rows_of_the_hybrids(p1, p2):
 
 def test_a_layer_without_space_limits_no_split_in_space():
     """The classifier behind the convolutions has no halo and no W H; its weights are summed."""
-    head = Layer(forward=1e-3, backward=2e-3, update=1e-4, x=1e3, y=10, w=1e4, filters=10)
+    head = ParadlLayer(forward=1e-3, backward=2e-3, update=1e-4, x=1e3, y=10, w=1e4, filters=10)
     both = dataclasses.replace(JOB, layers=(*LAYERS, head))
     weights = [2 * 3 * (ALPHA + w / 4 * DB) for w in (W, W + 1e4)]
     plain, more = paradl.spatial(JOB, 4), paradl.spatial(both, 4)
@@ -134,7 +141,9 @@ def test_one_device_is_the_serial_run(name):
 
 @pytest.mark.parametrize("p", [2, 4, 16])
 def test_the_messages_are_the_rings_of_the_cost_model(p):
-    ring = Network((LinkLevel(name="all", width=math.inf, link=Link(rate=1 / BETA, latency=0.0)),))
+    ring = HierarchicalNetwork(
+        (LinkLevel(name="all", width=math.inf, link=Link(rate=1 / BETA, latency=0.0)),)
+    )
     job = dataclasses.replace(JOB, latency=0.0)
     exchange = float(ring.all_reduce(W * DELTA, p))
     assert paradl.data(job, p).communication == pytest.approx(D / B * exchange, rel=1e-12)

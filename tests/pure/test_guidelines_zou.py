@@ -10,7 +10,12 @@ import pytest
 
 from headway.cost.guidelines import zou
 from headway.errors import PlanError
-from headway.planner.knapsack import Algorithm, Profile, choose, choose_minibatch, frontier_of
+from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
+from headway.planner.guidelines.layer_algorithms import (
+    choose_algorithms,
+    choose_minibatch,
+    frontier_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ def random_layers(seed):
     random = np.random.default_rng(seed)
     return {
         f"conv{k}": [
-            Algorithm(f"a{n}", float(random.integers(1, 60)) / 8, float(random.integers(0, 40)))
+            LayerAlgorithm(
+                f"a{n}", float(random.integers(1, 60)) / 8, float(random.integers(0, 40))
+            )
             for n in range(random.integers(1, 5))
         ]
         for k in range(random.integers(1, 9))
@@ -97,7 +104,7 @@ def test_the_algorithms_equal_brute_force_on_200_instances(part):
             _, solution = frontier_of(layers, mode)
             np.testing.assert_array_equal(solution.costs.T, [size[front], seconds[front]])
             bound = float(size.mean())
-            found = choose(layers, bound, mode)
+            found = choose_algorithms(layers, bound, mode)
             assert found.seconds == seconds[size <= bound].min()
             check_the_names(layers, found, mode)
 
@@ -120,7 +127,9 @@ def test_the_algorithms_equal_a_solver_of_integer_programmes():
             ],
         )
         assert solved.success
-        assert choose(layers, bound, "sum").seconds == pytest.approx(solved.fun, rel=1e-6)
+        assert choose_algorithms(layers, bound, "sum").seconds == pytest.approx(
+            solved.fun, rel=1e-6
+        )
 
 
 def check_the_names(layers, found, mode):
@@ -137,27 +146,29 @@ def test_a_shared_pool_is_never_slower():
         layers = random_layers(seed)
         for bound in (40.0, 80.0, 200.0):
             try:
-                alone = choose(layers, bound, "sum").seconds
+                alone = choose_algorithms(layers, bound, "sum").seconds
             except PlanError:
                 continue
-            assert choose(layers, bound, "max").seconds <= alone
+            assert choose_algorithms(layers, bound, "max").seconds <= alone
 
 
 def test_a_bound_that_nothing_meets_says_how_far_it_is():
     with pytest.raises(PlanError, match="at least 7, the cap is 6"):
-        choose({"conv": [Algorithm("fft", 1.0, 7.0)]}, 6.0)
+        choose_algorithms({"conv": [LayerAlgorithm("fft", 1.0, 7.0)]}, 6.0)
 
 
 def profile(batch):
     """Time per sample falls with the batch; the fast algorithm needs work space per sample."""
     layers = {
         f"conv{k}": [
-            Algorithm("gemm", 1.0 + 0.2 * batch, 0.0),
-            Algorithm("fft", 1.0 + 0.1 * batch, 3.0 * batch),
+            LayerAlgorithm("gemm", 1.0 + 0.2 * batch, 0.0),
+            LayerAlgorithm("fft", 1.0 + 0.1 * batch, 3.0 * batch),
         ]
         for k in range(2)
     }
-    return Profile(layers=layers, rest=0.5, features=2.0 * batch, parameters=8.0, classifier=2.0)
+    return AlgorithmProfile(
+        layers=layers, rest=0.5, features=2.0 * batch, parameters=8.0, classifier=2.0
+    )
 
 
 def test_the_minibatch_is_the_one_with_the_shortest_epoch():

@@ -32,10 +32,18 @@ from headway.checkpoint.directory import (
     step_path,
     write_file,
 )
-from headway.checkpoint.facts import decode, encode
-from headway.checkpoint.header import build_header, read_header
-from headway.checkpoint.manifest import DTYPES, Chunk, FileEntry, Manifest, TensorEntry
-from headway.checkpoint.shares import WHOLE_BELOW, Holdings, Spec, cut
+from headway.checkpoint.format import (
+    DTYPES,
+    FileEntry,
+    Manifest,
+    StoredChunk,
+    TensorEntry,
+    build_header,
+    decode_facts,
+    encode_facts,
+    read_header,
+)
+from headway.checkpoint.save_plan import WHOLE_BELOW, HeldTensorSpec, Holdings, partition_writes
 from headway.cli.checkpoint import convert, show
 from headway.errors import CheckpointDamaged, CheckpointError, UsageError
 
@@ -44,7 +52,8 @@ FILE = "rank-00000.safetensors"
 
 def test_the_modules_without_torch_import_no_torch():
     code = (
-        "import sys, headway.checkpoint.convert, headway.checkpoint.shares, headway.cli.checkpoint;"
+        "import sys, headway.checkpoint.convert, headway.checkpoint.save_plan;"
+        "import headway.cli.checkpoint;"
         "sys.exit('torch' in sys.modules or 'pickle' in vars(headway.checkpoint.convert))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -74,16 +83,18 @@ def _types(value):
 
 @pytest.mark.parametrize("facts", FACTS)
 def test_facts_survive_json_with_their_types(facts):
-    text = json.dumps(encode(facts), allow_nan=False)
-    assert _types(decode(json.loads(text))) == _types(facts)
+    text = json.dumps(encode_facts(facts), allow_nan=False)
+    assert _types(decode_facts(json.loads(text))) == _types(facts)
 
 
 def test_nan_survives():
-    assert math.isnan(decode(json.loads(json.dumps(encode({"loss": math.nan}))))["loss"])
+    assert math.isnan(
+        decode_facts(json.loads(json.dumps(encode_facts({"loss": math.nan}))))["loss"]
+    )
 
 
 def test_a_float_of_numpy_becomes_a_float():
-    assert _types(decode(encode([np.float64(0.1)]))) == _types([0.1])
+    assert _types(decode_facts(encode_facts([np.float64(0.1)]))) == _types([0.1])
 
 
 _leaves = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats()
@@ -102,7 +113,9 @@ _values = st.recursive(
 
 @given(_values)
 def test_any_nesting_of_plain_values_survives(value):
-    assert _types(decode(json.loads(json.dumps(encode(value), allow_nan=False)))) == _types(value)
+    assert _types(
+        decode_facts(json.loads(json.dumps(encode_facts(value), allow_nan=False)))
+    ) == _types(value)
 
 
 @pytest.mark.parametrize(
@@ -117,21 +130,21 @@ def test_any_nesting_of_plain_values_survives(value):
 )
 def test_other_values_are_refused_with_their_path(facts, path):
     with pytest.raises(CheckpointError, match="cannot be stored") as caught:
-        encode(facts)
+        encode_facts(facts)
     assert caught.value.where == path
 
 
 @pytest.mark.parametrize("broken", [{"$tuple": 3}, {"$pickle": "gASV"}, {"$counter": [[1]]}])
 def test_malformed_tags_are_damage(broken):
     with pytest.raises(CheckpointDamaged):
-        decode(broken)
+        decode_facts(broken)
 
 
 # ---- manifest -------------------------------------------------------------------------------
 
 
-def _chunk(offsets=(0, 0), shape=(2, 3), start=8, length=24, file=FILE) -> Chunk:
-    return Chunk(offsets=offsets, shape=shape, file=file, start=start, bytes=length)
+def _chunk(offsets=(0, 0), shape=(2, 3), start=8, length=24, file=FILE) -> StoredChunk:
+    return StoredChunk(offsets=offsets, shape=shape, file=file, start=start, bytes=length)
 
 
 def _manifest(**changes) -> Manifest:
@@ -145,7 +158,7 @@ def _manifest(**changes) -> Manifest:
     return dataclasses.replace(plain, **changes)
 
 
-def _with_chunks(*chunks: Chunk, dtype="float32") -> Manifest:
+def _with_chunks(*chunks: StoredChunk, dtype="float32") -> Manifest:
     entry = TensorEntry(dtype=dtype, shape=(2, 3), chunks=chunks)
     return _manifest(tensors={"model.w": entry})
 
@@ -221,7 +234,7 @@ def test_at_most_ten_contradictions_are_listed():
 _specs = st.dictionaries(
     st.text(max_size=3),
     st.builds(
-        Spec,
+        HeldTensorSpec,
         st.sampled_from(["float32", "float64", "bool", "bfloat16"]),
         st.lists(st.integers(0, 900), max_size=3).map(tuple),
     ),
@@ -231,7 +244,7 @@ _specs = st.dictionaries(
 
 @given(_specs, st.integers(1, 7))
 def test_shares_cover_everything_once_and_are_balanced(specs, ranks):
-    shares = cut(Holdings.everywhere(specs, ranks), ranks)
+    shares = partition_writes(Holdings.everywhere(specs, ranks), ranks)
     assert len(shares) == ranks
     for name, spec in specs.items():
         pieces = sorted(
@@ -254,16 +267,18 @@ def test_shares_cover_everything_once_and_are_balanced(specs, ranks):
 
 
 def test_one_large_tensor_is_cut_by_rows():
-    specs = {"w": Spec("float32", (1001, 1000)), "b": Spec("float32", ())}
-    shares = cut(Holdings.everywhere(specs, 2), 2)
+    specs = {"w": HeldTensorSpec("float32", (1001, 1000)), "b": HeldTensorSpec("float32", ())}
+    shares = partition_writes(Holdings.everywhere(specs, 2), 2)
     parts = {p.offsets: p.shape for share in shares for p in share if p.name == "w"}
     assert parts == {(0, 0): (500, 1000), (500, 0): (501, 1000)}
 
 
 def test_the_cut_does_not_depend_on_the_order_of_the_names():
-    specs = {f"t{i}": Spec("float32", (300, 300 + i)) for i in range(9)}
+    specs = {f"t{i}": HeldTensorSpec("float32", (300, 300 + i)) for i in range(9)}
     backwards = dict(reversed(specs.items()))
-    assert cut(Holdings.everywhere(specs, 4), 4) == cut(Holdings.everywhere(backwards, 4), 4)
+    assert partition_writes(Holdings.everywhere(specs, 4), 4) == partition_writes(
+        Holdings.everywhere(backwards, 4), 4
+    )
 
 
 @given(_specs, st.integers(1, 5), st.randoms(use_true_random=False))
@@ -274,7 +289,7 @@ def test_shares_are_of_what_a_rank_holds(specs, ranks, random):
             found[rank][name] = spec
     holdings = Holdings.of(found)
     assert holdings.specs == specs
-    shares = cut(holdings, ranks)
+    shares = partition_writes(holdings, ranks)
     assert all(piece.name in found[rank] for rank in range(ranks) for piece in shares[rank])
     for name, spec in specs.items():
         pieces = [p for share in shares for p in share if p.name == name]
@@ -284,16 +299,16 @@ def test_shares_are_of_what_a_rank_holds(specs, ranks, random):
 
 def test_holders_of_much_write_less_of_what_all_have():
     """8, 4, 0 and 4 MB of their own and 12 MB that three have: 8 MB for each but the last."""
-    row = Spec("float32", (1, 250_000))
-    large, half = Spec("float32", (8, 250_000)), Spec("float32", (4, 250_000))
+    row = HeldTensorSpec("float32", (1, 250_000))
+    large, half = HeldTensorSpec("float32", (8, 250_000)), HeldTensorSpec("float32", (4, 250_000))
     common = {f"all.{n:02}": row for n in range(12)}
     found = [{"a": large, **common}, {"b": half, **common}, common, {"d": half}]
-    shares = cut(Holdings.of(found), 4)
+    shares = partition_writes(Holdings.of(found), 4)
     assert [sum(p.bytes for p in share) for share in shares] == [8e6, 8e6, 8e6, 4e6]
 
 
 def test_ranks_must_have_the_same_tensor_under_a_name():
-    found = [{"w": Spec("float32", (3,))}, {}, {"w": Spec("float32", (4,))}]
+    found = [{"w": HeldTensorSpec("float32", (3,))}, {}, {"w": HeldTensorSpec("float32", (4,))}]
     with pytest.raises(CheckpointError, match=r"tensor w[\s\S]*on rank 0[\s\S]*on 2"):
         Holdings.of(found)
 

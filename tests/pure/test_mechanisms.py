@@ -14,12 +14,12 @@ from headway.plan import (
     ModuleSplit,
     Plan,
     data_parallel,
-    difference,
     explain,
     pipelined,
+    plan_difference,
 )
-from headway.plan.mechanisms import check_mechanisms
-from headway.plan.pipeline import Pipeline
+from headway.plan.pipeline import PipelinePlan
+from headway.plan.plan import check_executable
 
 SPLITS = {
     1: (LayerSplit(),),
@@ -52,7 +52,7 @@ def plans():
             if pipe == 1:
                 made = data_parallel(16, **options)
             else:
-                made = pipelined(16, stages=pipe, pipeline=Pipeline(microbatches=4), **options)
+                made = pipelined(16, stages=pipe, pipeline=PipelinePlan(microbatches=4), **options)
             yield zero, pipe, split, made
 
 
@@ -61,7 +61,7 @@ def test_every_combination_is_a_legal_plan_that_a_file_can_hold():
     for _, _, _, plan in plans():
         again = to_type(json.loads(plan.to_json()), Plan, where="plan")
         again.check()
-        assert difference(plan, again) == []
+        assert plan_difference(plan, again) == []
         assert again.hash == plan.hash
         assert explain(plan)
         shares = [plan.batch.share(plan.data_rank(r), plan.data_degree) for r in range(plan.ranks)]
@@ -87,7 +87,7 @@ def compositions():
             if (schedule == "none") is not (stages == 1) or (schedule == "chimera" and stages % 2):
                 continue
             options = {"zero": zero, "split": split, "processes": ranks}
-            pipeline = Pipeline(schedule=schedule, microbatches=stages) if stages > 1 else None
+            pipeline = PipelinePlan(schedule=schedule, microbatches=stages) if stages > 1 else None
             yield pipelined(16 * ranks, stages=stages, pipeline=pipeline, **options)
 
 
@@ -96,11 +96,11 @@ def test_every_composition_is_carried_out_or_refused_by_name():
     for plan in compositions():
         if plan.split.tensor and plan.split.spatial:
             with pytest.raises(PlanError, match="tensor and split") as error:
-                check_mechanisms(plan)
+                check_executable(plan)
             assert "Leave one of them out" in str(error.value)
             refused += 1
         else:
-            check_mechanisms(plan)
+            check_executable(plan)
             run += 1
     assert run > 300
     assert refused > 15
@@ -116,18 +116,22 @@ def test_every_composition_is_carried_out_or_refused_by_name():
 )
 def test_what_the_executor_lacks_is_named(wrong, words):
     plan = pipelined(
-        16, processes=4, stages=2, pipeline=Pipeline(schedule="pipedream", microbatches=4), **wrong
+        16,
+        processes=4,
+        stages=2,
+        pipeline=PipelinePlan(schedule="pipedream", microbatches=4),
+        **wrong,
     )
     with pytest.raises(PlanError, match=words) as error:
-        check_mechanisms(plan)
+        check_executable(plan)
     assert "no mechanism yet" in str(error.value)
 
 
 def test_a_grid_of_its_own_is_carried_out_in_stages_but_not_with_sharded_state():
     split = LayerSplit(tensor=(2,), by=(ModuleSplit(modules="blocks.1", tensor=(2, 1, 1)),))
-    check_mechanisms(pipelined(16, processes=4, stages=2, split=split))
+    check_executable(pipelined(16, processes=4, stages=2, split=split))
     with pytest.raises(PlanError, match="by with a pipeline and memory"):
-        check_mechanisms(pipelined(16, processes=8, stages=2, split=split, zero=1))
+        check_executable(pipelined(16, processes=8, stages=2, split=split, zero=1))
 
 
 def test_ranks_that_share_samples_lie_next_to_each_other():

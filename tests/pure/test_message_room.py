@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from headway.planner.degrees import Degrees
-from headway.planner.message_room import Held, held
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.pricing import MessageBuffers, message_buffers
 
 
 def of(schedule, ranks, microbatches, **options):
-    return held(
+    return message_buffers(
         Degrees(
             tensor=1,
             data=1,
@@ -27,11 +27,11 @@ def test_two_stages_counted_by_hand():
     gradients of 2 and 3 are posted, four computes ahead. Rank 1: F0 B0 F1 B1 F2 B2 ...; in B1 the
     gradient of 0 is on its way back, and one message is posted: one more may be held."""
     back, _ = of("1f1b", 2, 4)
-    assert back == Held(entering=2, left=1, returning=2)
+    assert back == MessageBuffers(entering=2, left=1, returning=2)
 
 
 def test_with_one_micro_batch_nothing_else_is_under_way():
-    assert of("1f1b", 4, 1)[0] == Held()
+    assert of("1f1b", 4, 1)[0] == MessageBuffers()
 
 
 def test_gpipe_holds_all_results_until_the_first_gradient_comes():

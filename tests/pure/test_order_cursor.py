@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.cursor import Cursor, take
-from headway.data.order import Order, sample_seeds
+from headway.data.order import Cursor, SampleOrder, sample_seeds, take
 from headway.errors import DataError
 
 SEEDS = st.integers(0, 2**64)
@@ -22,7 +21,7 @@ SEEDS = st.integers(0, 2**64)
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_order_is_a_permutation_of_every_small_length(seed):
     for length in range(1, 200):
-        places = Order(length, seed).indices(seed % 3, 0, length)
+        places = SampleOrder(length, seed).indices(seed % 3, 0, length)
         assert places.dtype == np.int64
         assert np.array_equal(np.sort(places), np.arange(length)), length
 
@@ -35,7 +34,7 @@ def test_order_is_a_permutation_of_every_small_length(seed):
 )
 def test_random_access_equals_a_slice_of_the_whole(length, seed, epoch, cut):
     start, stop = sorted(round(part * length) for part in cut)
-    order = Order(length, seed)
+    order = SampleOrder(length, seed)
     whole = order.indices(epoch, 0, length)
     assert np.array_equal(order.indices(epoch, start, stop), whole[start:stop])
     assert np.array_equal(np.sort(whole), np.arange(length))
@@ -43,24 +42,29 @@ def test_random_access_equals_a_slice_of_the_whole(length, seed, epoch, cut):
 
 @given(length=st.integers(50, 10**15), seed=SEEDS, epoch=st.integers(0, 1000))
 def test_order_differs_between_epochs_and_seeds(length, seed, epoch):
-    first = Order(length, seed).indices(epoch, 0, 50)
-    assert not np.array_equal(first, Order(length, seed).indices(epoch + 1, 0, 50))
-    assert not np.array_equal(first, Order(length, seed + 1).indices(epoch, 0, 50))
+    first = SampleOrder(length, seed).indices(epoch, 0, 50)
+    assert not np.array_equal(first, SampleOrder(length, seed).indices(epoch + 1, 0, 50))
+    assert not np.array_equal(first, SampleOrder(length, seed + 1).indices(epoch, 0, 50))
     assert len(set(first.tolist())) == 50
     assert 0 <= first.min() <= first.max() < length
 
 
 def test_order_stays_what_it_was():
     """Runs resume under newer versions of headway and numpy: these numbers must never change."""
-    assert Order(10, 7).indices(0, 0, 10).tolist() == [8, 0, 4, 1, 5, 7, 6, 2, 9, 3]
-    assert Order(10**12, 7).indices(3, 5, 8).tolist() == [139428570955, 761236759239, 709622442675]
+    assert SampleOrder(10, 7).indices(0, 0, 10).tolist() == [8, 0, 4, 1, 5, 7, 6, 2, 9, 3]
+    assert SampleOrder(10**12, 7).indices(3, 5, 8).tolist() == [
+        139428570955,
+        761236759239,
+        709622442675,
+    ]
     assert sample_seeds(7, 3, 5, 7) == [16524160788958318722, 17795468748915106380]
 
 
 def test_all_orders_of_five_samples_are_equally_likely():
     rounds, ways = 20, 120
     counts = Counter(
-        tuple(Order(5, seed).indices(seed % 5, 0, 5).tolist()) for seed in range(rounds * ways)
+        tuple(SampleOrder(5, seed).indices(seed % 5, 0, 5).tolist())
+        for seed in range(rounds * ways)
     )
     squares = sum((counts[way] - rounds) ** 2 / rounds for way in permutations(range(5)))
     # Chi-squared with 119 degrees of freedom: 5 standard deviations above its mean.
@@ -71,7 +75,7 @@ def test_even_and_odd_permutations_are_reached():
     """On a grid of 3 x 3 every round is an even permutation; hence the even number of rows."""
     signs = set()
     for seed in range(20):
-        order = Order(9, seed).indices(0, 0, 9)
+        order = SampleOrder(9, seed).indices(0, 0, 9)
         signs.add(round(np.linalg.det(np.eye(9)[order])))
     assert signs == {-1, 1}
 
@@ -81,7 +85,7 @@ def test_order_mixes():
     places = np.arange(length)
     figures = []
     for seed in range(trials):
-        order = Order(length, seed).indices(1, 0, length)
+        order = SampleOrder(length, seed).indices(1, 0, length)
         figures.append(
             [
                 np.corrcoef(order[:-1], order[1:])[0, 1] * length**0.5,
@@ -97,9 +101,9 @@ def test_order_mixes():
 
 
 def test_order_unshuffled_and_its_limits():
-    order = Order(9, 3, shuffle=False)
+    order = SampleOrder(9, 3, shuffle=False)
     assert order.indices(4, 2, 6).tolist() == [2, 3, 4, 5]
-    assert Order(9, 3).indices(0, 4, 4).tolist() == []
+    assert SampleOrder(9, 3).indices(0, 4, 4).tolist() == []
     for start, stop in [(-1, 2), (3, 2), (0, 10)]:
         with pytest.raises(IndexError, match="epoch of 9 samples"):
             order.indices(0, start, stop)
@@ -173,5 +177,7 @@ def test_cursor_refuses_other_data(facts):
 
 
 def test_order_and_cursor_do_not_import_torch():
-    code = "import sys; from headway.data import Cursor, Order; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from headway.data import Cursor, SampleOrder; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,12 +10,18 @@ import pytest
 from scipy.optimize import linprog
 
 from headway.collective.packing import LinkGraph, highest_rate, islands
-from headway.collective.packing.constraints import Arborescences, SpanningTrees
-from headway.collective.packing.flow import min_cut
-from headway.collective.packing.multiplicative import multiplicative
-from headway.collective.packing.pack import problem_of
-from headway.collective.packing.shortest import arborescence, spanning_tree
-from headway.collective.packing.simplex import best_weights
+from headway.collective.packing.constraints import (
+    Arborescences,
+    SpanningTrees,
+    arborescence,
+    min_cut,
+    spanning_tree,
+)
+from headway.collective.packing.pack import (
+    best_weights,
+    pack_by_multiplicative_weights,
+    packing_problem,
+)
 from headway.errors import PlanError
 from support.link_graphs import random_graph
 
@@ -49,7 +55,7 @@ def exact_rate(problem, root=None):
 def test_the_bound_is_the_linear_program_over_all_trees(seed):
     graph = random_graph(seed, 3 + seed % 3)
     for direction, root in (("all_reduce", None), ("broadcast", seed % 3)):
-        problem = problem_of(graph, direction, root or 0)
+        problem = packing_problem(graph, direction, root or 0)
         rate, uses = exact_rate(problem, root)
         assert highest_rate(graph, direction, root or 0) == pytest.approx(rate, rel=1e-9)
         weights = best_weights(uses, problem.capacity)
@@ -174,8 +180,8 @@ def test_an_arborescence_of_64_ranks_is_that_of_another_program():
 def test_the_published_method_comes_as_near_as_it_promises(direction):
     epsilon = 0.1
     for seed in range(4):
-        problem = problem_of(random_graph(seed, 5), direction, 0)
-        trees = multiplicative(problem, epsilon)
+        problem = packing_problem(random_graph(seed, 5), direction, 0)
+        trees = pack_by_multiplicative_weights(problem, epsilon)
         loads = np.zeros(len(problem.edges))
         for tree in trees:
             loads[tree.chosen] += tree.weight

@@ -6,19 +6,19 @@ import pytest
 
 from headway.collective.generators import trees
 from headway.collective.packing import (
-    Channel,
     LinkGraph,
+    TransferChannel,
+    channel_shares,
     dgx1p,
     dgx1v,
-    one_hop,
-    over_servers,
+    one_hop_trees,
     pack,
-    shares,
+    trees_over_servers,
 )
-from headway.collective.program_check import problems
-from headway.collective.task import Collective
-from headway.collective.wires import Wires
-from headway.simulator.collective import play_collective
+from headway.collective.program.check import program_problems
+from headway.collective.program.program import CollectiveTask
+from headway.collective.topology import NetworkTopology
+from headway.simulator.collective import simulate_collective
 from support.link_graphs import random_graph
 
 DIRECTIONS = ("broadcast", "reduce", "all_reduce")
@@ -26,7 +26,7 @@ DIRECTIONS = ("broadcast", "reduce", "all_reduce")
 
 def program_of(packing, elements, *, chunk=None):
     root = None if packing.direction == "all_reduce" else packing.trees[0].root
-    collective = Collective.of(packing.direction, packing.graph.ranks, elements, root=root)
+    collective = CollectiveTask.of(packing.direction, packing.graph.ranks, elements, root=root)
     return trees(collective, [(t.parent, t.weight) for t in packing.trees], chunk=chunk)
 
 
@@ -38,16 +38,16 @@ def test_packings_become_programs_that_deliver_everything(direction, ranks):
         graph = random_graph(10 * ranks + root, ranks)
         packing = pack(graph, direction, root, attempts=1)
         for elements, chunk in ((0, None), (1, None), (3, 1), (61, 7), (101, None)):
-            assert problems(program_of(packing, elements, chunk=chunk)) == ()
+            assert program_problems(program_of(packing, elements, chunk=chunk)) == ()
 
 
 def test_trees_of_servers_and_switches_become_programs():
     local = [pack(dgx1v().part(part), "all_reduce").trees for part in ([0, 1, 2], [4, 5])]
-    for joined in (over_servers([[0, 1, 2], [3, 4]], local), one_hop(5)):
+    for joined in (trees_over_servers([[0, 1, 2], [3, 4]], local), one_hop_trees(5)):
         weighted = [(tree.parent, tree.weight) for tree in joined]
         for elements in (2, 77):
-            program = trees(Collective.of("all_reduce", 5, elements), weighted)
-            assert problems(program) == ()
+            program = trees(CollectiveTask.of("all_reduce", 5, elements), weighted)
+            assert program_problems(program) == ()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -69,7 +69,7 @@ def test_a_program_reaches_the_rate_of_its_packing(graph, direction):
     elements, chunks = 1 << 22, 64
     largest = packing.fractions[0] * elements
     program = program_of(packing, elements, chunk=int(largest / chunks))
-    played = play_collective(program, Wires.of_links(graph), 1)
+    played = simulate_collective(program, NetworkTopology.of_links(graph), 1)
     least = elements / packing.rate
     fill = packing.depth * (2 if direction == "all_reduce" else 1) / chunks
     assert least * (1 - 1e-6) <= played.seconds <= least * (1 + 2 * fill)
@@ -83,13 +83,15 @@ def test_two_channels_end_together_when_their_trees_are_played():
     nvlink = dgx1v(25e9).part(range(4))
     pcie, switch, num_bytes = LinkGraph.of(4, {(i, i + 1): 10e9 for i in range(3)}), 4e-4, 1 << 26
     packings = [pack(graph, "broadcast") for graph in (nvlink, pcie)]
-    parts = shares(num_bytes, [Channel(packings[0].rate), Channel(packings[1].rate, switch)])
+    parts = channel_shares(
+        num_bytes, [TransferChannel(packings[0].rate), TransferChannel(packings[1].rate, switch)]
+    )
     assert min(parts) > 0
     ends = []
     for packing, part, start in zip(packings, parts, (0.0, switch), strict=True):
         program = program_of(packing, int(part), chunk=int(part) // 256)
-        wires = Wires.of_links(packing.graph)
-        ends.append(start + play_collective(program, wires, 1).seconds)
+        wires = NetworkTopology.of_links(packing.graph)
+        ends.append(start + simulate_collective(program, wires, 1).seconds)
     assert max(ends) <= 1.05 * min(ends)
     alone = num_bytes / packings[0].rate
     assert max(ends) < 0.98 * alone

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from headway.collective.packing import (
-    Channel,
     ChunkTuner,
     LinkGraph,
-    Tree,
+    TransferChannel,
+    WeightedTree,
+    channel_shares,
     dgx1v,
-    drifted,
+    drifted_links,
     highest_rate,
-    one_hop,
-    over_servers,
+    one_hop_trees,
     pack,
-    repacked,
+    repack_trees,
     servers_rate,
-    shares,
+    trees_over_servers,
 )
 from headway.collective.packing.tree import spans
 from headway.errors import PlanError
@@ -35,10 +35,10 @@ KIB = 1024
 def test_only_links_that_moved_far_have_drifted():
     old = LinkGraph.mesh(4, 100.0)
     new = LinkGraph.of(4, {(0, 1): 85.0, (0, 2): 115.0, (0, 3): 70.0, (1, 2): 130.0, (1, 3): 100.0})
-    assert drifted(old, new) == ((0, 3), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2))
-    assert drifted(old, new, 0.4) == ((2, 3), (3, 2))
-    assert drifted(new, old, 0.4)[0] == (0, 3)
-    assert drifted(old, old) == ()
+    assert drifted_links(old, new) == ((0, 3), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2))
+    assert drifted_links(old, new, 0.4) == ((2, 3), (3, 2))
+    assert drifted_links(new, old, 0.4)[0] == (0, 3)
+    assert drifted_links(old, old) == ()
 
 
 def kept(old, new):
@@ -49,7 +49,7 @@ def kept(old, new):
 def test_a_small_drift_keeps_every_tree():
     packing = pack(dgx1v(), "broadcast")
     slower = dgx1v().scaled(0.5)
-    again = repacked(packing, slower)
+    again = repack_trees(packing, slower)
     assert [t.parent for t in again.trees] == [t.parent for t in packing.trees]
     assert again.rate == pytest.approx(3)
     assert again.graph == slower
@@ -58,7 +58,7 @@ def test_a_small_drift_keeps_every_tree():
 def test_a_link_ten_times_slower_gets_new_trees_beside_old_ones():
     packing = pack(LinkGraph.mesh(4), "all_reduce")
     slow = LinkGraph.mesh(4).scaled(0.1, [(1, 2)])
-    again = repacked(packing, slow)
+    again = repack_trees(packing, slow)
     assert again.rate >= 0.99 * 1.7
     again.check()
     assert kept(packing, again) == len(packing.trees)
@@ -71,7 +71,7 @@ def test_after_any_drift_the_bound_is_reached_again(direction):
         random = np.random.default_rng(seed)
         packing = pack(graph, direction, seed % graph.ranks, attempts=2)
         moved = graph.scaled(float(random.uniform(0.1, 0.6)), graph.links[:1])
-        again = repacked(packing, moved)
+        again = repack_trees(packing, moved)
         assert again.bound == highest_rate(moved, direction, seed % graph.ranks)
         assert again.rate >= 0.99 * again.bound * (1 - 1e-9)
         again.check()
@@ -80,11 +80,11 @@ def test_after_any_drift_the_bound_is_reached_again(direction):
 def test_a_link_that_is_gone_takes_its_trees_along():
     packing = pack(LinkGraph.mesh(4), "all_reduce")
     gone = LinkGraph.mesh(4).scaled(0.0, [(0, 1)])
-    again = repacked(packing, gone)
+    again = repack_trees(packing, gone)
     again.check()
     assert again.rate >= 0.99 * 5 / 3
     with pytest.raises(PlanError, match="do not join"):
-        repacked(packing, LinkGraph.mesh(4).scaled(0.0, [(0, 1), (0, 2), (0, 3)]))
+        repack_trees(packing, LinkGraph.mesh(4).scaled(0.0, [(0, 1), (0, 2), (0, 3)]))
 
 
 # -- channels --------------------------------------------------------------------------------------
@@ -93,16 +93,20 @@ def test_a_link_that_is_gone_takes_its_trees_along():
 def test_two_channels_share_as_blink_writes_it():
     for num_bytes, pcie, nvlink, switch in ((1e9, 10e9, 46e9, 5e-3), (1e8, 11e9, 20e9, 1e-3)):
         formula = num_bytes * pcie / (pcie + nvlink) - switch * pcie * nvlink / (pcie + nvlink)
-        found = shares(num_bytes, [Channel(pcie, switch), Channel(nvlink)])
+        found = channel_shares(num_bytes, [TransferChannel(pcie, switch), TransferChannel(nvlink)])
         assert found == pytest.approx((formula, num_bytes - formula))
         assert formula > 0
         assert found[0] / pcie + switch == pytest.approx(found[1] / nvlink)
 
 
 def test_a_channel_that_starts_too_late_gets_nothing():
-    assert shares(1e6, [Channel(10e9, 5e-3), Channel(46e9)]) == pytest.approx((0.0, 1e6))
-    assert shares(1e6, [Channel(10e9), Channel(46e9, 5e-3)]) == pytest.approx((1e6, 0.0))
-    assert shares(0, [Channel(1.0), Channel(2.0, 1.0)]) == (0.0, 0.0)
+    assert channel_shares(
+        1e6, [TransferChannel(10e9, 5e-3), TransferChannel(46e9)]
+    ) == pytest.approx((0.0, 1e6))
+    assert channel_shares(
+        1e6, [TransferChannel(10e9), TransferChannel(46e9, 5e-3)]
+    ) == pytest.approx((1e6, 0.0))
+    assert channel_shares(0, [TransferChannel(1.0), TransferChannel(2.0, 1.0)]) == (0.0, 0.0)
 
 
 def test_any_number_of_channels_ends_together():
@@ -110,17 +114,19 @@ def test_any_number_of_channels_ends_together():
     for _ in range(100):
         rates, starts = random.uniform(1, 10, 5), random.uniform(0, 3, 5) * (random.random(5) < 0.7)
         num_bytes = float(random.uniform(0.1, 60))
-        found = shares(num_bytes, [Channel(r, s) for r, s in zip(rates, starts, strict=True)])
+        found = channel_shares(
+            num_bytes, [TransferChannel(r, s) for r, s in zip(rates, starts, strict=True)]
+        )
         assert sum(found) == pytest.approx(num_bytes)
         ends = [s + x / r for x, r, s in zip(found, rates, starts, strict=True) if x > 0]
         assert max(ends) == pytest.approx(min(ends))
         assert all(s >= max(ends) - 1e-9 for x, s in zip(found, starts, strict=True) if x == 0)
 
 
-@pytest.mark.parametrize("channels", [[], [Channel(0.0)], [Channel(1.0, -1.0)]])
+@pytest.mark.parametrize("channels", [[], [TransferChannel(0.0)], [TransferChannel(1.0, -1.0)]])
 def test_channels_without_a_rate_are_refused(channels):
     with pytest.raises(PlanError, match="cannot share"):
-        shares(1.0, channels)
+        channel_shares(1.0, channels)
 
 
 # -- switches and servers --------------------------------------------------------------------------
@@ -138,7 +144,7 @@ def traffic(trees, ranks):
 
 
 def test_on_a_switch_every_rank_carries_the_same():
-    trees = one_hop(16)
+    trees = one_hop_trees(16)
     assert sum(tree.weight for tree in trees) == pytest.approx(1)
     assert {tree.depth for tree in trees} == {1}
     sent = traffic(trees, 16).sum(axis=1)
@@ -150,8 +156,8 @@ def test_three_phases_over_uneven_servers():
     members = [[0, 1, 2, 3], [4, 5, 6], [7]]
     graphs = [dgx1v().part([0, 1, 2, 3]), dgx1v().part([0, 1, 2])]
     packings = [pack(graph, "all_reduce") for graph in graphs]
-    local = [packing.trees for packing in packings] + [(Tree((None,), 1.0),)]
-    trees = over_servers(members, local)
+    local = [packing.trees for packing in packings] + [(WeightedTree((None,), 1.0),)]
+    trees = trees_over_servers(members, local)
     assert sum(tree.weight for tree in trees) == pytest.approx(1)
     assert all(spans(tree.parent) for tree in trees)
     load = traffic(trees, 8)
@@ -169,7 +175,7 @@ def test_three_phases_over_uneven_servers():
 
 def test_roots_of_a_part_reach_each_other_in_one_hop():
     local = pack(dgx1v(), "all_reduce").trees
-    trees = over_servers([[*range(8)], [*range(8, 16)]], [local, local])
+    trees = trees_over_servers([[*range(8)], [*range(8, 16)]], [local, local])
     assert len(trees) == 2 * len(local)
     for tree in trees:
         across = [
@@ -181,7 +187,7 @@ def test_roots_of_a_part_reach_each_other_in_one_hop():
 
 
 def test_trees_that_do_not_belong_to_the_servers_are_refused():
-    pair = (Tree((None, 0), 1.0),)
+    pair = (WeightedTree((None, 0), 1.0),)
     for members, local, text in (
         ([[0, 1]], [pair, pair], "trees of 2"),
         ([[0, 1], [1, 2]], [pair, pair], "once"),
@@ -189,7 +195,7 @@ def test_trees_that_do_not_belong_to_the_servers_are_refused():
         ([[0, 1], [2]], [pair, ()], "server 1"),
     ):
         with pytest.raises(PlanError, match=text):
-            over_servers(members, local)
+            trees_over_servers(members, local)
 
 
 # -- chunk sizes -----------------------------------------------------------------------------------

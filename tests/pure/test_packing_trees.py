@@ -12,15 +12,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from headway.collective.packing import (
     LinkGraph,
     Packing,
-    Tree,
+    WeightedTree,
     dgx1p,
     dgx1v,
     highest_rate,
     islands,
     pack,
 )
-from headway.collective.packing.pack import problem_of
-from headway.collective.packing.tree import rooted, spans
+from headway.collective.packing.pack import packing_problem
+from headway.collective.packing.tree import root_tree, spans
 from headway.errors import PlanError
 from support.link_graphs import random_graph
 
@@ -170,7 +170,7 @@ def test_large_meshes_have_flat_trees_in_closed_form(direction):
         mesh = LinkGraph.mesh(ranks, 3.0)
         packing = pack(mesh, direction, 2)
         packing.check()
-        problem = problem_of(mesh, direction, 2)
+        problem = packing_problem(mesh, direction, 2)
         assert packing.bound == pytest.approx(problem.bound(problem.capacity))
         assert packing.rate == pytest.approx(packing.bound)
         assert packing.depth == (1 if direction == "all_reduce" else 2)
@@ -199,28 +199,32 @@ def test_an_all_reduce_hangs_each_tree_up_at_its_centre():
     packing = pack(V, "all_reduce")
     for tree in packing.trees:
         links = [*tree.links]
-        others = [Tree(rooted(links, 8, root), 1.0).depth for root in range(8)]
+        others = [WeightedTree(root_tree(links, 8, root), 1.0).depth for root in range(8)]
         assert tree.depth == min(others)
         assert tree.depth == math.ceil(max(others) / 2)
     assert len({tree.root for tree in packing.trees}) > 1
 
 
 def test_chains_and_stars_have_their_centres():
-    chain = rooted([(0, 1), (1, 2), (2, 3), (3, 4)], 5)
+    chain = root_tree([(0, 1), (1, 2), (2, 3), (3, 4)], 5)
     assert chain == (1, 2, None, 2, 3)
-    assert Tree(chain, 1.0).depth == 2
-    assert Tree(rooted([(3, 0), (3, 1), (3, 2)], 4), 1.0).root == 3
-    assert rooted([(0, 1)], 2) == (None, 0)
+    assert WeightedTree(chain, 1.0).depth == 2
+    assert WeightedTree(root_tree([(3, 0), (3, 1), (3, 2)], 4), 1.0).root == 3
+    assert root_tree([(0, 1)], 2) == (None, 0)
 
 
 def test_what_is_no_packing_is_refused_with_all_problems():
-    star = Tree((None, 0, 0, 0), 0.7)
+    star = WeightedTree((None, 0, 0, 0), 0.7)
     packing = Packing(LinkGraph.mesh(4), "all_reduce", (star, star), 2.0)
     with pytest.raises(PlanError) as caught:
         packing.check()
     assert len(caught.value.problems) == 6
     assert "from rank 0 to rank 1: 1.4 of 1" in str(caught.value)
-    broken = (Tree((None, 2, 1, 0), 1.0), Tree((None, 0), 1.0), Tree((None, 0, 0, 0), 0.0))
+    broken = (
+        WeightedTree((None, 2, 1, 0), 1.0),
+        WeightedTree((None, 0), 1.0),
+        WeightedTree((None, 0, 0, 0), 0.0),
+    )
     with pytest.raises(PlanError) as caught:
         Packing(LinkGraph.mesh(4), "broadcast", broken, 2.0).check()
     assert len(caught.value.problems) == 3

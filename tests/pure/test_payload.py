@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from headway.collective.payload import (
+from headway.collective.model.payload import (
     Payload,
     blocks_per_rank,
     is_dense,
-    kept,
+    kept_elements,
+    low_rank_pays,
     matrix_shape,
     payload_bytes,
     payloads,
-    pays,
     sign_bytes_per_rank,
 )
-from headway.plan.compression import COMPRESSORS
+from headway.plan.exchange import COMPRESSORS
 
 MIB25 = [(512, 512)] * 25
 """25 MiB of float32."""
@@ -28,16 +28,16 @@ def test_what_is_sent_whole():
     assert is_dense(())
     assert matrix_shape((8, 4, 3, 3)) == (8, 36)
     # (40 + 40) * 2 * 10 = 1600: not half of 1600, but all of it.
-    assert pays((40, 40), 9)
-    assert not pays((40, 40), 10)
-    assert not pays((10_000,), 1)
+    assert low_rank_pays((40, 40), 9)
+    assert not low_rank_pays((40, 40), 10)
+    assert not low_rank_pays((10_000,), 1)
 
 
 def test_a_density_keeps_at_least_one_and_rounds_up():
-    assert kept(1000, 0.01) == 10
-    assert kept(1001, 0.01) == 11
-    assert kept(5, 0.0001) == 1
-    assert kept(700, 1.0) == 700
+    assert kept_elements(1000, 0.01) == 10
+    assert kept_elements(1001, 0.01) == 11
+    assert kept_elements(5, 0.0001) == 1
+    assert kept_elements(700, 1.0) == 700
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -92,6 +92,6 @@ def test_rows_of_payloads_are_aligned():
     for itemsize in (2, 4, 8):
         for density in (0.001, 0.0137, 0.5):
             (row,) = payloads("topk", density, [(37, 41)], itemsize, 2, flags=False)
-            count = kept(37 * 41, density)
+            count = kept_elements(37 * 41, density)
             assert row.num_bytes % 8 == 0
             assert 0 <= row.num_bytes - count * (itemsize + 4) < 8

@@ -8,31 +8,36 @@ from dataclasses import replace
 import pytest
 
 from headway.cluster.link import Link
-from headway.cost.pipeline import (
-    Region,
-    Shape,
-    StepTimes,
+from headway.cost.pipeline_model import (
+    ChimeraSetting,
+    ChimeraShape,
+    ChimeraTimes,
+    EqualLayers,
+    FreeRegion,
     closed_counts,
     critical_counts,
     free_regions,
-    price_step,
-    simulate_step,
-    unoverlapped,
+    greedy_microbatch,
+    price_chimera_step,
+    rabenseifner,
+    rank_chimera_candidates,
+    schedule_formula,
+    simulate_chimera_step,
+    unoverlapped_all_reduce,
 )
-from headway.cost.pipeline_choice import Setting, Workload, choose, greedy_microbatch, rabenseifner
-from headway.cost.pipeline_formulas import formula
 from headway.errors import HeadwayError, PlanError
-from headway.schedule import StageCosts
-from headway.schedule.generators import one_f_one_b, zbv
+from headway.schedule.drawing import schedule_timeline
 from headway.schedule.generators.chimera import chimera
+from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.stats import measure
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import measure_schedule
 from headway.schedule.timing import time_schedule
-from headway.simulator.pipeline import play
 
 WHOLE = [
-    Shape(stages, units * stages, pipes, mode)
+    ChimeraShape(stages, units * stages, pipes, mode)
     for stages in (2, 4, 6, 8)
     for pipes in (2, 4)
     if stages % pipes == 0
@@ -40,7 +45,13 @@ WHOLE = [
     for units in (1, 2, 3)
 ]
 """N is a multiple of D."""
-RAGGED = [Shape(4, 1), Shape(4, 3), Shape(6, 7), Shape(4, 6, 4), Shape(4, 9, 2, "doubling")]
+RAGGED = [
+    ChimeraShape(4, 1),
+    ChimeraShape(4, 3),
+    ChimeraShape(6, 7),
+    ChimeraShape(4, 6, 4),
+    ChimeraShape(4, 9, 2, "doubling"),
+]
 
 
 def measured(shape, ratio):
@@ -55,10 +66,10 @@ def test_counts_by_formula_give_the_makespan_of_the_table(ratio):
     closed = 0
     for shape in [
         *WHOLE,
-        Shape(12, 12),
-        Shape(12, 24, 6),
-        Shape(16, 16, 4),
-        Shape(4, 32, 2, "doubling"),
+        ChimeraShape(12, 12),
+        ChimeraShape(12, 24, 6),
+        ChimeraShape(16, 16, 4),
+        ChimeraShape(4, 32, 2, "doubling"),
     ]:
         counts = closed_counts(shape, ratio=ratio)
         if counts:
@@ -70,11 +81,11 @@ def test_counts_by_formula_give_the_makespan_of_the_table(ratio):
 
 def test_counts_of_the_paper():
     """D = 6: 6 forwards and 10 backwards (figure 6)."""
-    assert closed_counts(Shape(6, 6)) == (6, 10)
-    assert closed_counts(Shape(4, 8)) == (6, 12)
-    assert closed_counts(Shape(6, 7)) is None
-    assert closed_counts(Shape(6, 6), ratio=0.5) is None
-    assert closed_counts(Shape(5, 5)) is None
+    assert closed_counts(ChimeraShape(6, 6)) == (6, 10)
+    assert closed_counts(ChimeraShape(4, 8)) == (6, 12)
+    assert closed_counts(ChimeraShape(6, 7)) is None
+    assert closed_counts(ChimeraShape(6, 6), ratio=0.5) is None
+    assert closed_counts(ChimeraShape(5, 5)) is None
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0, 3.0])
@@ -89,18 +100,18 @@ def test_the_model_is_execution_where_messages_are_free(sync):
     """T1.7: for whole units with all-reduces too."""
     for shape in [*WHOLE, *(RAGGED if not sync else [])]:
         for backward in (2.0, 3.0):
-            times = StepTimes(forward=1.0, backward=backward, sync=sync)
-            price = price_step(shape, times).seconds
-            assert price == pytest.approx(simulate_step(shape, times)), (shape, backward)
+            times = ChimeraTimes(forward=1.0, backward=backward, sync=sync)
+            price = price_chimera_step(shape, times).seconds
+            assert price == pytest.approx(simulate_chimera_step(shape, times)), (shape, backward)
 
 
 def test_all_reduces_of_ragged_tables_are_priced_to_a_fifth():
     """Holders of a stage come at different moments there, and wait for each other."""
     for shape in RAGGED:
         for sync in (1.0, 10.0):
-            times = StepTimes(forward=1.0, backward=2.0, sync=sync)
-            assert price_step(shape, times).seconds == pytest.approx(
-                simulate_step(shape, times), rel=0.2
+            times = ChimeraTimes(forward=1.0, backward=2.0, sync=sync)
+            assert price_chimera_step(shape, times).seconds == pytest.approx(
+                simulate_chimera_step(shape, times), rel=0.2
             )
 
 
@@ -112,31 +123,31 @@ def test_with_messages_the_model_is_a_little_more_than_execution(latency, wire, 
     for shape in WHOLE:
         if shape.mode == "halving":
             continue
-        times = StepTimes(forward=1.0, backward=2.0, latency=latency, wire=wire)
-        excess = price_step(shape, times).seconds / simulate_step(shape, times) - 1
+        times = ChimeraTimes(forward=1.0, backward=2.0, latency=latency, wire=wire)
+        excess = price_chimera_step(shape, times).seconds / simulate_chimera_step(shape, times) - 1
         assert -1e-9 <= excess <= most, shape
 
 
 def test_halves_cost_half_but_pay_latency_twice():
-    shape = Shape(4, 4, 2, "halving")
-    assert price_step(shape, StepTimes(forward=2, backward=4)).seconds == 27
-    whole = price_step(shape, StepTimes(forward=2, backward=4, wire=0.1)).seconds
-    late = price_step(shape, StepTimes(forward=2, backward=4, latency=0.1)).seconds
+    shape = ChimeraShape(4, 4, 2, "halving")
+    assert price_chimera_step(shape, ChimeraTimes(forward=2, backward=4)).seconds == 27
+    whole = price_chimera_step(shape, ChimeraTimes(forward=2, backward=4, wire=0.1)).seconds
+    late = price_chimera_step(shape, ChimeraTimes(forward=2, backward=4, latency=0.1)).seconds
     assert late - 27 == pytest.approx(2 * (whole - 27))
 
 
 def test_free_regions_of_the_basic_unit():
     """Ranks 0 and 3 idle 3 behind stage 3; ranks 1 and 2 end 2 before the others."""
-    ends, middle = Region((3, 0), 0), Region((0, 0), 2)
-    assert free_regions(Shape(4, 4)) == (ends, middle, middle, ends)
-    assert free_regions(Shape(4, 16)) == (ends, middle, middle, ends)
+    ends, middle = FreeRegion((3, 0), 0), FreeRegion((0, 0), 2)
+    assert free_regions(ChimeraShape(4, 4)) == (ends, middle, middle, ends)
+    assert free_regions(ChimeraShape(4, 16)) == (ends, middle, middle, ends)
 
 
 @pytest.mark.parametrize("mode", ["direct", "doubling"])
 @pytest.mark.parametrize("microbatches", [9, 13, 16, 17, 20, 25])
 def test_free_regions_are_those_of_the_last_unit(mode, microbatches):
     """`free_regions` times few units; here against the whole table, through the price."""
-    shape = Shape(4, microbatches, 2, mode)
+    shape = ChimeraShape(4, microbatches, 2, mode)
     table = replace(chimera(4, microbatches, mode=mode), recompute=())
     timing = time_schedule(table, StageCosts.of(4))
     tails = [timing.makespan - timing.compute_end(rank) for rank in range(4)]
@@ -144,10 +155,10 @@ def test_free_regions_are_those_of_the_last_unit(mode, microbatches):
 
 
 def test_what_is_not_hidden_of_an_all_reduce():
-    assert unoverlapped(Region((3, 0), 0), 5) == (5 - 3) + 5
-    assert unoverlapped(Region((3, 0), 0), 2) == 2
-    assert unoverlapped(Region((0, 0), 2), 5) == 8
-    assert unoverlapped(Region((0, 0), 2), 1) == 0
+    assert unoverlapped_all_reduce(FreeRegion((3, 0), 0), 5) == (5 - 3) + 5
+    assert unoverlapped_all_reduce(FreeRegion((3, 0), 0), 2) == 2
+    assert unoverlapped_all_reduce(FreeRegion((0, 0), 2), 5) == 8
+    assert unoverlapped_all_reduce(FreeRegion((0, 0), 2), 1) == 0
 
 
 def test_rabenseifner():
@@ -156,7 +167,7 @@ def test_rabenseifner():
     assert rabenseifner(1, 1e9, link) == 0
 
 
-MODEL = Workload(
+MODEL = EqualLayers(
     layers=48, forward=1e-3, launch=2e-4, activation=5e5, held=6e6, gradient=5e7, state=2e8
 )
 GIGA = 1e9
@@ -169,11 +180,11 @@ def setting(**changed):
         "memory": 16 * GIGA,
         "link": Link(rate=GIGA, latency=1e-5),
     }
-    return Setting(**(given | changed))
+    return ChimeraSetting(**(given | changed))
 
 
 def test_every_candidate_uses_all_workers_and_samples_and_fits():
-    found = choose(MODEL, setting())
+    found = rank_chimera_candidates(MODEL, setting())
     assert {c.shape.stages for c in found} == {2, 4, 8, 16}
     for c in found:
         assert c.replicas * c.shape.stages == 32
@@ -202,7 +213,7 @@ def test_the_largest_micro_batch_that_fits_is_taken():
 
 def test_recomputation_makes_the_backward_three_forwards():
     for changed, ratio in (({}, 2), ({"recompute": True}, 3), ({"mode": "doubling"}, 3)):
-        times = choose(MODEL, setting(**changed))[0].times
+        times = rank_chimera_candidates(MODEL, setting(**changed))[0].times
         assert times.backward == pytest.approx(ratio * times.forward)
 
 
@@ -212,7 +223,9 @@ def regret(workload, rate, latency):
     for workers, batch, memory in ((8, 64, 16), (16, 64, 4), (32, 128, 16)):
         link = Link(rate=rate, latency=latency)
         size = {"workers": workers, "batch": batch, "memory": memory * GIGA}
-        simulated = [c.simulated() for c in choose(workload, setting(link=link, **size))]
+        simulated = [
+            c.simulated() for c in rank_chimera_candidates(workload, setting(link=link, **size))
+        ]
         worst = max(worst, simulated[0] / min(simulated) - 1)
     return worst
 
@@ -235,7 +248,7 @@ def test_the_choice_is_exactly_that_of_execution_where_messages_are_free():
         for gradient in (1e6, 5e7, 1e9):
             own = replace(workload, gradient=gradient)
             link = Link(rate=GIGA)
-            found = choose(
+            found = rank_chimera_candidates(
                 own, setting(workers=workers, batch=8 * workers, memory=40 * GIGA, link=link)
             )
             simulated = [candidate.simulated() for candidate in found]
@@ -244,15 +257,15 @@ def test_the_choice_is_exactly_that_of_execution_where_messages_are_free():
 
 def test_where_nothing_fits_every_number_of_stages_has_its_reason():
     with pytest.raises(PlanError) as caught:
-        choose(MODEL, setting(memory=0.5 * GIGA, batch=24))
+        rank_chimera_candidates(MODEL, setting(memory=0.5 * GIGA, batch=24))
     problems = caught.value.problems
     assert problems[0].startswith("2 stages: 16 replicas do not divide 24 samples")
     assert "8 stages: 2.4" in problems[2]
     assert problems[4] == "32 stages: they do not divide 48 layers"
     with pytest.raises(PlanError, match="2 stages: 4 pipes do not divide them"):
-        choose(MODEL, setting(workers=2, pipes=4))
+        rank_chimera_candidates(MODEL, setting(workers=2, pipes=4))
     with pytest.raises(PlanError, match="3 workers: an even number is needed"):
-        choose(MODEL, setting(workers=3))
+        rank_chimera_candidates(MODEL, setting(workers=3))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -260,7 +273,7 @@ def test_exact_formulas_are_what_the_table_gives(name):
     checked = 0
     for stages, microbatches in ((2, 4), (4, 2), (4, 4), (4, 8), (6, 18), (8, 16)):
         for ratio in (1.0, 2.0):
-            found = formula(name, stages=stages, microbatches=microbatches, ratio=ratio)
+            found = schedule_formula(name, stages=stages, microbatches=microbatches, ratio=ratio)
             if found is None:
                 continue
             try:
@@ -270,22 +283,22 @@ def test_exact_formulas_are_what_the_table_gives(name):
             checked += 1
             costs = StageCosts.of(schedule.stages, ranks=stages, backward=ratio)
             costs = costs.halved() if schedule.halves else costs
-            stats = measure(replace(schedule, recompute=()), costs)
+            stats = measure_schedule(replace(schedule, recompute=()), costs)
             if found.exact:
                 assert found.bubble == pytest.approx(stats.bubble)
                 held = stats.peak_activations
                 assert (min(held), max(held)) == found.activations
                 assert (min(stats.weights), max(stats.weights)) == found.weights
-    assert checked or formula(name, stages=4, microbatches=8) is None
+    assert checked or schedule_formula(name, stages=4, microbatches=8) is None
 
 
 def test_inexact_formulas_are_near():
-    gems = measure(make_schedule("gems", stages=8, microbatches=16), StageCosts.of(8))
-    found = formula("gems", stages=8, microbatches=16)
+    gems = measure_schedule(make_schedule("gems", stages=8, microbatches=16), StageCosts.of(8))
+    found = schedule_formula("gems", stages=8, microbatches=16)
     assert found.bubble == pytest.approx(gems.bubble, rel=0.03)
     for name in ("pipedream", "pipedream-2bw"):
-        stats = measure(make_schedule(name, stages=4, microbatches=64), StageCosts.of(4))
-        found = formula(name, stages=4, microbatches=64)
+        stats = measure_schedule(make_schedule(name, stages=4, microbatches=64), StageCosts.of(4))
+        found = schedule_formula(name, stages=4, microbatches=64)
         assert stats.bubble < 0.05
         assert (min(stats.weights), max(stats.weights)) == found.weights
 
@@ -303,18 +316,18 @@ def test_inexact_formulas_are_near():
     ],
 )
 def test_chimeras_formulas_say_what_they_compute(options, text, bubble):
-    found = formula("chimera", **options)
+    found = schedule_formula("chimera", **options)
     assert (found.text, found.bubble) == (text, pytest.approx(bubble))
 
 
 def test_names_without_a_formula_have_none():
-    assert formula("dualpipe", stages=4, microbatches=8) is None
-    assert formula("interleaved", stages=4, microbatches=6) is None
+    assert schedule_formula("dualpipe", stages=4, microbatches=8) is None
+    assert schedule_formula("interleaved", stages=4, microbatches=6) is None
 
 
 def test_a_timeline_has_every_action_with_its_lane_and_time():
     schedule, costs = zbv(2, 4), StageCosts.of(4, ranks=2)
-    timing, timeline = time_schedule(schedule, costs), play(schedule, costs)
+    timing, timeline = time_schedule(schedule, costs), schedule_timeline(schedule, costs)
     assert len(timeline.spans) == sum(map(len, schedule.order))
     assert {span.lane for span in timeline.spans} == {"compute"}
     for rank, action in schedule.actions():
@@ -325,7 +338,7 @@ def test_a_timeline_has_every_action_with_its_lane_and_time():
 
 def test_a_lowered_timeline_shows_waits_and_all_reduces():
     costs = StageCosts.of(4, sync=3, latency=0.5)
-    timeline = play(lower(chimera(4, 4), sync="eager", costs=costs), costs)
+    timeline = schedule_timeline(lower(chimera(4, 4), sync="eager", costs=costs), costs)
     syncs = [s for s in timeline.spans if s.lane == "exchange" and s.rank == 0]
     assert [(s.label, s.seconds) for s in syncs] == [("u0.s3.SYNC", 3), ("d0.s0.SYNC", 3)]
     for rank in range(4):
@@ -340,7 +353,7 @@ def test_a_lowered_timeline_shows_waits_and_all_reduces():
 
 def test_overhead_of_messages_and_steps_is_seen():
     costs = StageCosts.of(2, overhead=0.25)
-    timeline = play(lower(one_f_one_b(2, 1), sync="post"), costs)
+    timeline = schedule_timeline(lower(one_f_one_b(2, 1), sync="post"), costs)
     assert timeline.seconds(rank=0, kind="update") == 0.25
     labels = [s.label for s in timeline.spans if s.rank == 0 and s.kind == "exchange"]
     assert labels == ["d0.s0.POST.0<1", "d0.s0.SEND.0>1", "d0.s0.SYNC"]

@@ -16,18 +16,18 @@ from headway.errors import DocumentError, PlanError
 from headway.plan import (
     Axis,
     BatchSplit,
-    Exchange,
+    ExchangePlan,
     LayerSplit,
     Layout,
     MemoryPolicy,
     Mesh,
     ModuleSplit,
-    Pipeline,
+    PipelinePlan,
     Plan,
     data_parallel,
-    difference,
     explain,
     pipelined,
+    plan_difference,
 )
 from support.golden import check_golden
 
@@ -47,7 +47,7 @@ EVERYTHING = dataclasses.replace(
         spatial=(1,),
         head="samples",
     ),
-    pipeline=Pipeline(shared_memory=False),
+    pipeline=PipelinePlan(shared_memory=False),
     memory=MemoryPolicy(precision="bfloat16", zero=1),
 )
 """With the entries that a file leaves out where they say nothing."""
@@ -65,7 +65,7 @@ def test_all_problems_come_at_once():
         mesh=Mesh(axes=(Axis(name="pipe", size=2), Axis(name="pipe", size=0))),
         batch=BatchSplit(samples=0, microbatch=0),
         layouts=(Layout(tensors="w", placements={"tensor": "split:0"}),),
-        exchange=Exchange(bucket="0"),
+        exchange=ExchangePlan(bucket="0"),
         format=7,
     )
     with pytest.raises(PlanError) as caught:
@@ -169,7 +169,7 @@ def test_any_value_changes_the_hash_and_shows_in_the_difference(path):
     data = json.loads(EVERYTHING.to_json())
     other = _unchecked(changed(data, path))
     assert other.hash != EVERYTHING.hash
-    lines = difference(EVERYTHING, other)
+    lines = plan_difference(EVERYTHING, other)
     assert len(lines) == 1
     assert lines[0].startswith(".".join(map(str, path)) + ": ")
 
@@ -184,8 +184,8 @@ def _unchecked(data):
             **_tuples(data["split"])
             | {"by": tuple(ModuleSplit(**_tuples(one)) for one in data["split"]["by"])}
         ),
-        "pipeline": Pipeline(**data["pipeline"]),
-        "exchange": Exchange(**data["exchange"]),
+        "pipeline": PipelinePlan(**data["pipeline"]),
+        "exchange": ExchangePlan(**data["exchange"]),
         "synchrony": dataclasses.replace(FULL.synchrony, **data["synchrony"]),
         "memory": MemoryPolicy(**data["memory"]),
         "format": data["format"],
@@ -203,8 +203,8 @@ def test_the_leaves_cover_every_field():
 
 
 def test_differences_of_length_and_none():
-    assert difference(PLAN, PLAN) == []
-    assert difference(PLAN, FULL) == [
+    assert plan_difference(PLAN, PLAN) == []
+    assert plan_difference(PLAN, FULL) == [
         "mesh.axes.0.size: 2 -> 3",
         "batch.samples: 64 -> 100",
         "batch.microbatch: 8 -> 16",
@@ -236,7 +236,7 @@ def test_the_explanation_is_the_one_that_was_read_in_review():
         (data_parallel(8, processes=1), None),
         (PLAN, None),
         (FULL, 1024),
-        (data_parallel(7, processes=2, microbatch=2, exchange=Exchange(overlap=False)), None),
+        (data_parallel(7, processes=2, microbatch=2, exchange=ExchangePlan(overlap=False)), None),
     ]
     check_golden("plan/explain.txt", "\n\n".join(explain(plan, tokens) for plan, tokens in plans))
 
@@ -326,7 +326,7 @@ def test_equations_as_people_read_them(samples, ranks, microbatch, text):
     ],
 )
 def test_what_a_pipeline_computes_again(said, stages, blockwise):
-    pipeline = Pipeline(**said)
+    pipeline = PipelinePlan(**said)
     assert pipeline.problems(4, 8) == []
     schedule = pipeline.make(4, 8)
     assert (schedule.recompute, schedule.blockwise) == (stages, blockwise)
@@ -334,7 +334,7 @@ def test_what_a_pipeline_computes_again(said, stages, blockwise):
 
 def test_a_pipeline_without_shared_memory_says_so_and_plans_of_before_keep_their_hash():
     plan = pipelined(32, processes=4, stages=4)
-    other = dataclasses.replace(plan, pipeline=Pipeline(shared_memory=False))
+    other = dataclasses.replace(plan, pipeline=PipelinePlan(shared_memory=False))
     assert "shared_memory" not in plan.to_json()
     added = "; values go over the process group"
     assert added not in explain(plan)
@@ -342,10 +342,10 @@ def test_a_pipeline_without_shared_memory_says_so_and_plans_of_before_keep_their
 
 
 def test_stages_that_are_not_there_cannot_recompute():
-    wrong = Pipeline(recompute="blocks", recompute_stages=(0, 4, -1))
+    wrong = PipelinePlan(recompute="blocks", recompute_stages=(0, 4, -1))
     assert wrong.problems(4, 8) == [
         f"pipeline.recompute_stages names stage {stage}; there are stages 0 to 3"
         for stage in (4, -1)
     ]
-    (problem,) = Pipeline(recompute_stages=(1,)).problems(4, 8)
+    (problem,) = PipelinePlan(recompute_stages=(1,)).problems(4, 8)
     assert problem.endswith('say what, too: recompute = "stages" or "blocks"')

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from headway.planner.chains import Chains, joined, path, rows_of
+from headway.planner.estimate.segments import UnitChains, min_plus_product, path, rows_of
 
 PARTS = 5
 PRICES = 3
@@ -31,7 +31,7 @@ def weights(seed: int, *, whole: bool = True):
 def one_by_one(own, priced, kinds):
     found = own[kinds[0]]
     for kind in kinds[1:]:
-        found, _ = joined(found, own[kind], priced)
+        found, _ = min_plus_product(found, own[kind], priced)
     return found
 
 
@@ -47,7 +47,7 @@ SHAPES = {0: (3, 3), 1: (1, 3), 2: (3, 1), 3: (3, 3), 4: (3, 3)}
 @pytest.mark.parametrize("kinds", RUNS, ids=["run", "ends", "two runs", "no run"])
 def test_costs_are_those_of_joining_one_by_one(seed, kinds):
     own, priced = units(seed, SHAPES), weights(seed)
-    chains = Chains(priced, own.__getitem__)
+    chains = UnitChains(priced, own.__getitem__)
     for length in range(1, len(kinds) + 1):
         found = rows_of(*chains.of(kinds[:length]))
         expected = one_by_one(own, priced, kinds[:length])
@@ -58,7 +58,7 @@ def test_costs_are_those_of_joining_one_by_one(seed, kinds):
 def test_costs_of_any_numbers_are_those_of_joining_one_by_one(seed):
     own, priced = units(seed, SHAPES, whole=False), weights(seed, whole=False)
     kinds = RUNS[2]
-    found = rows_of(*Chains(priced, own.__getitem__).of(kinds))
+    found = rows_of(*UnitChains(priced, own.__getitem__).of(kinds))
     np.testing.assert_allclose(found, one_by_one(own, priced, kinds), rtol=1e-12)
 
 
@@ -66,7 +66,7 @@ def test_costs_of_any_numbers_are_those_of_joining_one_by_one(seed):
 def test_costs_are_the_least_of_all_ways(seed):
     own, priced = units(seed, SHAPES), weights(seed)
     kinds = [1, 0, 0, 0, 0, 3, 4, 4, 2]
-    found = price(rows_of(*Chains(priced, own.__getitem__).of(kinds)), priced)
+    found = price(rows_of(*UnitChains(priced, own.__getitem__).of(kinds)), priced)
     each = [price(own[kind], priced) for kind in kinds]
     ways = []
     for way in product(range(3), repeat=len(kinds) - 1):
@@ -81,7 +81,7 @@ def test_costs_are_the_least_of_all_ways(seed):
 def test_placements_add_up_to_the_costs(kinds, seed, dear):
     own, priced = units(seed, SHAPES), weights(seed)
     own[0] = own[0] + dear * (1.0 - np.eye(3))[:, :, None]
-    place = Chains(priced, own.__getitem__).of(kinds)
+    place = UnitChains(priced, own.__getitem__).of(kinds)
     rows = rows_of(*place)
     for again, number, entry, exit_ in np.ndindex(rows.shape[:-1]):
         way = path(*place, again, number, (entry, exit_))
@@ -92,7 +92,7 @@ def test_placements_add_up_to_the_costs(kinds, seed, dear):
         assert np.array_equal(sum(each), rows[again, number, entry, exit_])
 
 
-def joins(chains: Chains) -> int:
+def joins(chains: UnitChains) -> int:
     waiting, found = list(chains._first.values()), 0
     while waiting:
         waiting += waiting.pop().behind.values()
@@ -104,7 +104,7 @@ def test_a_long_run_needs_few_joins():
     """Of units that change what passes only where it pays for many."""
     own, priced = units(3, SHAPES, whole=False), weights(3, whole=False)
     own[0] = own[0] + (1.0 - np.eye(3))[:, :, None]
-    chains = Chains(priced, own.__getitem__)
+    chains = UnitChains(priced, own.__getitem__)
     place = chains.of([1, *[0] * 100_000, 2])
     assert joins(chains) < 100
     way = path(*place, 1, 2, (0, 0))
@@ -121,7 +121,7 @@ def test_a_late_change_is_not_missed():
     rows[..., 0, 1, 0], rows[..., 1, 0, 0] = 150.0, 150.0
     priced = np.zeros((2, PRICES, PARTS))
     priced[..., 0] = 1.0
-    chains = Chains(priced, lambda kind: rows)
+    chains = UnitChains(priced, lambda kind: rows)
     few = rows_of(*chains.of([0] * 50))[0, 0, 0, 0, 0]
     many = rows_of(*chains.of([0] * 500))[0, 0, 0, 0, 0]
     assert few == 50 * 100.0
@@ -135,7 +135,7 @@ def test_units_that_alternate_never_repeat_themselves():
     rows[..., 0, 1, 0], rows[..., 1, 0, 0] = 1.0, 3.0
     priced = np.zeros((2, PRICES, PARTS))
     priced[..., 0] = 1.0
-    chains = Chains(priced, lambda kind: rows)
+    chains = UnitChains(priced, lambda kind: rows)
     found = rows_of(*chains.of([0] * 21))
     assert found[0, 0, 0, 1, 0] == 11 * 1.0 + 10 * 3.0
     assert joins(chains) == 21

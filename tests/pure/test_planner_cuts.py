@@ -7,11 +7,16 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from headway.planner.borders import nameless, without_crossing
-from headway.planner.degrees import combinations as degrees_of
-from headway.planner.degrees import state_per_byte
-from headway.planner.pipeline_cuts import _Programme, by_number, cut
-from headway.planner.row import Unit
+from headway.planner.estimate.degrees import combinations as degrees_of
+from headway.planner.estimate.degrees import state_per_byte
+from headway.planner.estimate.partition import (
+    LayerUnit,
+    _StageProgramme,
+    bar_intervals,
+    cut_stages,
+    intervals_by_length,
+    unnameable_units,
+)
 
 
 def numbered(length):
@@ -46,12 +51,12 @@ def test_equals_all_cuts(seed):
     of, classes = numbered(length)
     times = random.integers(1, 30, (stages, classes)).astype(float)
     times[random.random(times.shape) < 0.3] = np.inf
-    found = cut(of, times, microbatches)
+    found = cut_stages(of, times, microbatches)
     best = exhaustive(of, times, microbatches)
     assert (found.seconds(microbatches) if found else np.inf) == best
-    assert cut(of, times, microbatches, known=0.0) is None or 1 in (stages, microbatches)
+    assert cut_stages(of, times, microbatches, known=0.0) is None or 1 in (stages, microbatches)
     if found and microbatches > 1:
-        assert cut(of, times, microbatches, known=best * (1 + 1e-9) + 1e-9) == found
+        assert cut_stages(of, times, microbatches, known=best * (1 + 1e-9) + 1e-9) == found
 
 
 def of_kinds(kinds):
@@ -93,7 +98,7 @@ def test_rows_of_equal_units(seed):
     for behind in range(stages):
         times[behind, units * (behind + 1) > 12] *= 1.5  # computes again
         times[behind, units * (behind + 1) > 40] = np.inf
-    found = cut(of, times, microbatches)
+    found = cut_stages(of, times, microbatches)
     assert (found.seconds(microbatches) if found else np.inf) == least_seconds(
         of, times, microbatches
     )
@@ -110,7 +115,7 @@ def test_what_numbers_of_units_say_is_below_every_cut(seed):
     each = random.integers(1, 9, 3) if seed % 2 else np.ones(3)
     plain = np.array([sum(each[kind] for kind in sequence) for sequence in sequences], dtype=float)
     stages = int(random.integers(2, 5))
-    programme = _Programme(by_number(of), np.stack([plain] * stages))
+    programme = _StageProgramme(intervals_by_length(of), np.stack([plain] * stages))
     for bound in np.unique(plain):
         found = programme.solve(bound)
         if found is None:
@@ -125,14 +130,14 @@ def test_equal_stages_have_the_bubble_of_the_papers():
     of, _ = numbered(8)
     lengths = np.array([[j - i for j in range(9)] for i in range(8)], dtype=float)
     times = np.tile(lengths[of >= 0][np.argsort(of[of >= 0])], (4, 1))
-    found = cut(of, times, 12)
+    found = cut_stages(of, times, 12)
     assert found.borders == (0, 2, 4, 6, 8)
     assert found.seconds(12) == 12 * 2 * (1 + 3 / 12)
 
 
 def test_more_stages_than_units():
     of, classes = numbered(2)
-    assert cut(of, np.ones((3, classes)), 4) is None
+    assert cut_stages(of, np.ones((3, classes)), 4) is None
 
 
 def test_combinations_are_all_that_multiply():
@@ -168,7 +173,7 @@ def test_stages_begin_where_they_must_and_nowhere_else(seed):
             pairs = pairwise((0, *inner, length))
             each = [times[stages - 1 - n, of[pair]] for n, pair in enumerate(pairs)]
             best = min(best, sum(each) + 4 * max(each))
-    found = cut(without_crossing(of, starts, barred), times, 5)
+    found = cut_stages(bar_intervals(of, starts, barred), times, 5)
     assert (found.seconds(5) if found else np.inf) == best
 
 
@@ -176,8 +181,8 @@ def test_no_stage_begins_where_no_plan_can_name_it():
     """The first module, a loss, a mean, and the second call of a module."""
     names = ("", "stem", "block", "", "block", "head", "")
     row = [
-        Unit(start=n, stop=n + 1, kind=n, entry="", exit="", module=name)
+        LayerUnit(start=n, stop=n + 1, kind=n, entry="", exit="", module=name)
         for n, name in enumerate(names)
     ]
-    assert nameless(row) == {1, 3, 4, 6}
-    assert nameless(row[1:]) == {2, 3, 5}
+    assert unnameable_units(row) == {1, 3, 4, 6}
+    assert unnameable_units(row[1:]) == {2, 3, 5}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.planner.ordered import FEW, ordered
-from headway.planner.pricing import Rows
+from headway.planner.estimate.pricing import IntervalRows
+from headway.planner.search.candidate import FEW, sort_strategies
 
 
 @pytest.mark.parametrize("flights", [(1,), (3, 7), tuple(range(1, FEW + 5)), (1, *range(4, 30))])
@@ -15,9 +15,11 @@ def test_equals_looking_at_every_strategy(flights):
     random = np.random.default_rng(2)
     rows = random.integers(0, 6, (40, 2, 9, 9)).astype(float)
     m, passing = 4, 0.5
-    found = ordered(rows, m, passing)
-    state, kept, more = (rows[..., c] for c in (Rows.STATE, Rows.KEPT, Rows.MORE))
-    value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(40, -1)
+    found = sort_strategies(rows, m, passing)
+    state, kept, more = (
+        rows[..., c] for c in (IntervalRows.STATE, IntervalRows.KEPT, IntervalRows.MORE)
+    )
+    value = (rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / m).reshape(40, -1)
     fitted = 0
     for cap in (0.0, 3.0, 9.0, 40.0, np.inf):
         times, picks = found.picked(cap, np.array(flights))
@@ -36,9 +38,11 @@ def test_all_micro_batches_under_way_need_something_else():
     rows = random.integers(0, 6, (30, 2, 9, 9)).astype(float)
     first = random.integers(-6, 3, (30, 2, 9)).astype(float)
     m, passing = 4, 0.25
-    found, usual = ordered(rows, m, passing, first), ordered(rows, m, passing)
-    state, kept, more = (rows[..., c] for c in (Rows.STATE, Rows.KEPT, Rows.MORE))
-    value = (rows[..., Rows.SECONDS] + rows[..., Rows.TAIL] / m).reshape(30, -1)
+    found, usual = sort_strategies(rows, m, passing, first), sort_strategies(rows, m, passing)
+    state, kept, more = (
+        rows[..., c] for c in (IntervalRows.STATE, IntervalRows.KEPT, IntervalRows.MORE)
+    )
+    value = (rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / m).reshape(30, -1)
     fewer = 0
     for cap in (0.0, 3.0, 9.0, 20.0, np.inf):
         for flights in ((4,), (1, 3, 4), (1, 3), (2, 6)):

@@ -7,9 +7,15 @@ import heapq
 import numpy as np
 import pytest
 
-from headway.collective.fusion import fill_buckets
-from headway.collective.predict import FIRST_BUCKET
-from headway.planner.overlap import Gradients, bucketed, hidden_at_most, passes, played
+from headway.collective.model.exchange_scheme import FIRST_BUCKET
+from headway.collective.model.gradient_buckets import fill_buckets
+from headway.planner.estimate.gradient_exchange import (
+    GradientArrivals,
+    bucket_exchange,
+    most_hidden,
+    sharded_exchange,
+    sharded_passes,
+)
 
 MIB = 2**20
 
@@ -36,8 +42,8 @@ def test_buckets_behind_the_last_backward(seed):
     latency, rate = random.uniform(0, 0.1), random.uniform(1, 40) * MIB
     shares = np.ones(units)
     limit = float(random.choice([1, 4, 8, 64]) * MIB)
-    found = bucketed(
-        Gradients(tuple(map(int, sizes)), tuple(map(int, places))),
+    found = bucket_exchange(
+        GradientArrivals(tuple(map(int, sizes)), tuple(map(int, places))),
         backward,
         shares,
         lambda size: latency + size / rate,
@@ -55,9 +61,9 @@ def test_buckets_behind_the_last_backward(seed):
     assert found.exposed == pytest.approx(late, rel=1e-12, abs=1e-12)
     assert found.seconds == pytest.approx(whole, rel=1e-12)
     one = latency + sizes.sum() / rate  # the bound of rows: one message, all of backward
-    assert found.exposed >= one - hidden_at_most(one, backward.sum(), 1.0) - 1e-12
-    none = bucketed(
-        Gradients(tuple(map(int, sizes)), tuple(map(int, places))),
+    assert found.exposed >= one - most_hidden(one, backward.sum(), 1.0) - 1e-12
+    none = bucket_exchange(
+        GradientArrivals(tuple(map(int, sizes)), tuple(map(int, places))),
         backward,
         shares,
         lambda size: latency + size / rate,
@@ -69,19 +75,21 @@ def test_buckets_behind_the_last_backward(seed):
 
 def test_the_first_unit_is_always_exposed():
     """Das: its window is empty."""
-    gradients = Gradients((8 * MIB, 8 * MIB, 8 * MIB), (2, 1, 0))
-    found = bucketed(gradients, np.full(3, 10.0), np.ones(3), lambda s: 1.0 + 0 * s, limits=(MIB,))
+    gradients = GradientArrivals((8 * MIB, 8 * MIB, 8 * MIB), (2, 1, 0))
+    found = bucket_exchange(
+        gradients, np.full(3, 10.0), np.ones(3), lambda s: 1.0 + 0 * s, limits=(MIB,)
+    )
     assert found == (3.0, 1.0, MIB)
 
 
 def test_the_best_bucket_is_chosen():
     """Latency makes buckets large, long windows make them small."""
-    gradients = Gradients((MIB,) * 64, tuple(range(63, -1, -1)))
+    gradients = GradientArrivals((MIB,) * 64, tuple(range(63, -1, -1)))
     limits = (2.0 * MIB, 16.0 * MIB, 64.0 * MIB)
 
     def best(latency):
         price = lambda size: latency + size / MIB  # noqa: E731
-        return bucketed(gradients, np.ones(64), np.ones(64), price, limits=limits).bucket
+        return bucket_exchange(gradients, np.ones(64), np.ones(64), price, limits=limits).bucket
 
     assert [best(x) for x in (1e-3, 2.0, 30.0)] == [2.0 * MIB, 16.0 * MIB, 64.0 * MIB]
 
@@ -138,15 +146,19 @@ def test_weights_in_front_of_passes_and_gradients_behind(seed):
     if seed % 3 == 0:
         gathers = np.zeros(units)
     number = int(random.choice([1, 2, 3, 40]))
-    seconds, found = played(forward, backward, scatters, None if seed % 3 == 0 else gathers, number)
+    seconds, found = sharded_exchange(
+        forward, backward, scatters, None if seed % 3 == 0 else gathers, number
+    )
     exact = Enumerated(forward, backward, scatters, gathers, number).whole
     assert seconds == pytest.approx(exact, rel=1e-9)
     compute = number * (forward.sum() + backward.sum())
     assert found.exposed == pytest.approx(exact - compute, rel=1e-9, abs=1e-9)
-    least = forward.sum() + gathers.sum() - hidden_at_most(gathers.sum(), forward.sum(), 1.0)
+    least = forward.sum() + gathers.sum() - most_hidden(gathers.sum(), forward.sum(), 1.0)
     sent = gathers.sum() + scatters.sum()
-    least += backward.sum() + sent - hidden_at_most(sent, backward.sum(), 1.0)
+    least += backward.sum() + sent - most_hidden(sent, backward.sum(), 1.0)
     if seed % 3:
         assert seconds >= number * least * (1 - 1e-12) or number > 1
-    ahead, back, late = passes(forward, backward, scatters, None if seed % 3 == 0 else gathers)
+    ahead, back, late = sharded_passes(
+        forward, backward, scatters, None if seed % 3 == 0 else gathers
+    )
     assert ahead + back + late >= least * (1 - 1e-12)

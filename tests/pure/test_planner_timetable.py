@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.bounds import least_1f1b, least_step
-from headway.planner.degrees import Degrees
-from headway.planner.schemes import PLAIN, SCHEMES, Scheme, book, scheme_of, schemes
-from headway.planner.straight import WIDE, Straight
-from headway.planner.timetable import Timetable, Wire, Work
-from headway.schedule.costs import StageCosts
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.pipeline_time import (
+    PLAIN,
+    SCHEDULE_OPTIONS,
+    WIDE,
+    OneFOneBTable,
+    ScheduleOption,
+    StageMessages,
+    StagePasses,
+    Timetable,
+    make_periodic_table,
+    schedule_option,
+    schedule_options,
+)
+from headway.planner.search.candidate import one_f_one_b_lower_bound, step_lower_bound
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import peak_activations
 from headway.schedule.timing import time_schedule
 
@@ -46,21 +56,21 @@ def costs_of(random, stages, *, sync=True):
 
 def work_of(costs):
     backward = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
-    return Work(costs.forward, backward, costs.weight_grad)
+    return StagePasses(costs.forward, backward, costs.weight_grad)
 
 
 def wire_of(costs):
     borders = costs.stages - 1
-    return Wire([costs.latency] * borders, costs.message[:borders])
+    return StageMessages([costs.latency] * borders, costs.message[:borders])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEDULE_OPTIONS, ids=str)
 def test_equals_the_timed_table(scheme):
     """Every size that a schedule can have: makespan with messages and sums, and what is held."""
     random = np.random.default_rng(7)
     played = 0
     for ranks, microbatches in SIZES:
-        found = book(scheme, ranks, microbatches)
+        found = make_periodic_table(scheme, ranks, microbatches)
         if found is None:
             with pytest.raises(PlanError):
                 table_of(scheme, ranks, microbatches)
@@ -85,26 +95,26 @@ def test_equals_the_timed_table(scheme):
 
 def test_micro_batches_under_way():
     """1F1B: min(m, p - i); GPipe: m; Chimera's copies: (D/2 + 1 ... D) units of a rank."""
-    assert book(PLAIN, 4, 3).in_flight() == (3, 3, 2, 1)
-    assert book(Scheme("gpipe"), 4, 7).in_flight() == (7, 7, 7, 7)
-    chimera = book(Scheme("chimera", pipes=2), 4, 4)
+    assert make_periodic_table(PLAIN, 4, 3).in_flight() == (3, 3, 2, 1)
+    assert make_periodic_table(ScheduleOption("gpipe"), 4, 7).in_flight() == (7, 7, 7, 7)
+    chimera = make_periodic_table(ScheduleOption("chimera", pipes=2), 4, 4)
     assert [chimera.held(rank, [1.0] * 4) for rank in range(4)] == [3, 4, 4, 3]
     assert chimera.table.holders[0] == (0, 3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEDULE_OPTIONS, ids=str)
 def test_many_micro_batches_go_on_as_the_last_rounds(scheme):
     """Of equal and of slightly unequal stages, a short table stands for a long one."""
     random = np.random.default_rng(3)
     ranks, microbatches = 4, 96
-    whole = book(scheme, ranks, microbatches)
-    short = book(scheme, ranks, microbatches, limit=1)
+    whole = make_periodic_table(scheme, ranks, microbatches)
+    short = make_periodic_table(scheme, ranks, microbatches, limit=1)
     assert whole.before is None
     assert short.table.cells < 0.7 * whole.table.cells
     for width in (0.0, 0.2):
         costs = costs_of(random, whole.table.stages, sync=False)
         ones = np.ones(whole.table.stages)
-        work = Work(*((1 + width * random.random(len(ones))) * n for n in (1, 2, 1)))
+        work = StagePasses(*((1 + width * random.random(len(ones))) * n for n in (1, 2, 1)))
         sums = tuple(random.uniform(0, 3, len(ones)))
         exact = whole.play(work, wire_of(costs), sums)
         found = short.play(work, wire_of(costs), sums)
@@ -119,11 +129,11 @@ def test_straight_is_1f1b(ranks):
     random = np.random.default_rng(5)
     for microbatches in (1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks + 3):
         known = Timetable(table_of(PLAIN, ranks, microbatches))
-        straight = Straight(ranks, microbatches)
+        straight = OneFOneBTable(ranks, microbatches)
         for name in ("hosted", "holders", "peaks", "computed", "joins", "splits", "cells"):
             assert getattr(straight, name) == getattr(known, name)
-        work = Work(*random.uniform(0.5, 2.0, (3, ranks)).tolist())
-        wire = Wire(*random.uniform(0.0, 1.0, (2, ranks - 1)).tolist())
+        work = StagePasses(*random.uniform(0.5, 2.0, (3, ranks)).tolist())
+        wire = StageMessages(*random.uniform(0.0, 1.0, (2, ranks - 1)).tolist())
         sums = random.uniform(0.0, 3.0, ranks).tolist()
         for line, some in ((None, ()), (wire, sums)):
             assert straight.play(work, line, some) == known.play(work, line, some)
@@ -134,12 +144,12 @@ def test_1f1b_is_not_faster_than_its_stages_say():
     """Also with messages and sums; equal stages without them reach it."""
     random = np.random.default_rng(13)
     for ranks, microbatches in [*SIZES, (4, 5), (3, 4), (8, 9), (8, 3), (2, 1)]:
-        table = book(PLAIN, ranks, microbatches)
+        table = make_periodic_table(PLAIN, ranks, microbatches)
         for spread in (0.0, 1.0, 3.0):
             for _ in range(12):
                 forward, backward, sums = np.exp(spread * random.standard_normal((3, ranks)))
                 wire = random.uniform(0.0, spread, (2, ranks - 1))
-                least = least_1f1b(
+                least = one_f_one_b_lower_bound(
                     microbatches,
                     np.array(table.in_flight()),
                     forward,
@@ -147,19 +157,21 @@ def test_1f1b_is_not_faster_than_its_stages_say():
                     wire.sum(axis=0),
                     spread * sums,
                 )
-                work = Work(forward.tolist(), backward.tolist(), backward.tolist())
-                found = table.play(work, Wire(*wire.tolist()), (spread * sums).tolist()).finish
+                work = StagePasses(forward.tolist(), backward.tolist(), backward.tolist())
+                found = table.play(
+                    work, StageMessages(*wire.tolist()), (spread * sums).tolist()
+                ).finish
                 assert found >= least
                 if spread == 0.0:
                     assert found == pytest.approx(least, rel=1e-8)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEDULE_OPTIONS, ids=str)
 def test_no_table_is_faster_than_its_bound(scheme):
     """Any stages, also very unequal ones; for equal stages 1F1B and GPipe reach it."""
     random = np.random.default_rng(11)
     for ranks, microbatches in [*SIZES, (4, 5), (3, 4), (8, 9), (8, 3)]:
-        found = book(scheme, ranks, microbatches)
+        found = make_periodic_table(scheme, ranks, microbatches)
         if found is None:
             continue
         degrees = Degrees(
@@ -176,21 +188,21 @@ def test_no_table_is_faster_than_its_bound(scheme):
         for spread in (0.0, 1.0, 3.0):
             for _ in range(12):
                 each = np.exp(spread * random.standard_normal((3, stages)))
-                work = Work(each[0], each[1] + each[2], each[2])
-                least = least_step(degrees, sum(work.forward), sum(work.backward))
+                work = StagePasses(each[0], each[1] + each[2], each[2])
+                least = step_lower_bound(degrees, sum(work.forward), sum(work.backward))
                 assert found.play(work).finish >= least * (1 - 1e-12)
-        equal = Work([1.0] * stages, [2.0] * stages, [1.0] * stages)
+        equal = StagePasses([1.0] * stages, [2.0] * stages, [1.0] * stages)
         if scheme.name in ("1f1b", "gpipe") and (scheme.name == "gpipe" or microbatches > ranks):
-            least = least_step(degrees, stages, 2.0 * stages)
+            least = step_lower_bound(degrees, stages, 2.0 * stages)
             assert found.play(equal).finish == pytest.approx(least)
 
 
 def test_names():
-    assert schemes(("1f1b",)) == (PLAIN,)
-    assert schemes(("all",)) == SCHEMES
-    assert [s.virtual for s in schemes(("interleaved",))] == [2, 4]
-    assert scheme_of("zbv", 1, 2) == Scheme("zbv", virtual=2)
-    assert scheme_of("chimera", 2, 4) == Scheme("chimera", pipes=4)
+    assert schedule_options(("1f1b",)) == (PLAIN,)
+    assert schedule_options(("all",)) == SCHEDULE_OPTIONS
+    assert [s.virtual for s in schedule_options(("interleaved",))] == [2, 4]
+    assert schedule_option("zbv", 1, 2) == ScheduleOption("zbv", virtual=2)
+    assert schedule_option("chimera", 2, 4) == ScheduleOption("chimera", pipes=4)
     with pytest.raises(PlanError, match="no price for a schedule") as error:
-        schemes(("1f1b", "pipedream"))
+        schedule_options(("1f1b", "pipedream"))
     assert error.value.problems == ("pipedream",) or "pipedream" in str(error.value)

@@ -7,21 +7,34 @@ import dataclasses
 import numpy as np
 import pytest
 
-from headway.cli.expected import beside, read_expected
-from headway.cli.progress import Progress, describe
+from headway.cli.terminal.progress import (
+    Progress,
+    compare_with_prediction,
+    describe_event,
+    read_prediction,
+)
 from headway.cluster import Cluster, read_cluster, to_toml
-from headway.cluster.device import NEAR, UPDATED, Device, Host, Pace, Update
-from headway.cluster.fingerprint import differences, fingerprint
-from headway.cluster.readings import Kernels, Timed
+from headway.cluster.device import (
+    CORE_CACHE_BYTES,
+    UPDATE_TENSOR_SIZES,
+    Device,
+    HostOverhead,
+    KernelPace,
+    OptimizerPace,
+)
+from headway.cluster.measurement import (
+    DeviceReadings,
+    KernelTiming,
+    fingerprint,
+    fingerprint_differences,
+)
+from headway.cost.cluster_fit import device_of_kernels, fit_paces, fit_terms
 from headway.cost.device import DeviceModel
-from headway.cost.measured import device_of_kernels
-from headway.cost.paces import fitted, paces_of
-from headway.graph import Operator
-from headway.graph.operator import Kernel, Work
-from headway.plan import Pipeline, Plan, data_parallel, pipelined
+from headway.graph.model_graph import Kernel, Operator, Work
+from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
 from headway.plan.prediction import Prediction
-from headway.planner.kernel_times import seconds_of
-from headway.report.predicted import predicted_spans
+from headway.planner.estimate.operators import measured_seconds
+from headway.report.page.sections import predicted_spans
 
 PARTS = {"compute": 0.06, "exchange": 0.03, "update": 0.01}
 EXPECTED = Prediction(seconds=0.1, parts=PARTS, stages=(0.06,), cluster="abc", version="1")
@@ -42,13 +55,13 @@ def test_lines_show_predicted_beside_measured():
             "update": 0.005}  # fmt: skip
     step = {"event": "step", "step": 1, "loss": 2.0, "samples": 64, "seconds": 0.125}
     progress = Progress().after(start).after(rank).after(step)
-    text = describe(step, progress)
+    text = describe_event(step, progress)
     assert "step 125 ms (predicted 100 ms, -20%; " in text
     assert "compute 80 ms/60 ms, wait 40 ms/30 ms, update 5 ms/10 ms)" in text
     twice = {**start, "predicted": {**start["predicted"], "seconds": 0.2}}
-    assert "predicted 200 ms, +60%" in describe(step, Progress().after(twice).after(step))
-    assert "predicted" not in describe(step, Progress().after({**start, "predicted": None}))
-    assert beside(read_expected(None), 1.0, []) == ""
+    assert "predicted 200 ms, +60%" in describe_event(step, Progress().after(twice).after(step))
+    assert "predicted" not in describe_event(step, Progress().after({**start, "predicted": None}))
+    assert compare_with_prediction(read_prediction(None), 1.0, []) == ""
 
 
 def test_the_predicted_timeline_ends_with_the_predicted_step():
@@ -59,7 +72,9 @@ def test_the_predicted_timeline_ends_with_the_predicted_step():
 
 
 def test_the_predicted_timeline_of_a_pipeline_is_its_table():
-    plan = pipelined(8, processes=2, stages=2, pipeline=Pipeline(schedule="gpipe", microbatches=4))
+    plan = pipelined(
+        8, processes=2, stages=2, pipeline=PipelinePlan(schedule="gpipe", microbatches=4)
+    )
     slowest, whole, m = 0.02, 0.035, 4
     seconds = whole + (m - 1) * slowest + 0.005
     told = Prediction(
@@ -73,13 +88,15 @@ def test_the_predicted_timeline_of_a_pipeline_is_its_table():
 
 def test_a_fingerprint_names_what_differs():
     here = fingerprint(device="cpu", ranks=2, threads=1)
-    assert list(differences({**here, "date": "2020-01-01"}, here)) == []
+    assert list(fingerprint_differences({**here, "date": "2020-01-01"}, here)) == []
     other = {**here, "torch": "1.0", "ranks": "4"}
-    assert list(differences(other, here)) == [
+    assert list(fingerprint_differences(other, here)) == [
         f"torch: 1.0 there, {here['torch']} here",
         "ranks: 4 there, 2 here",
     ]
-    assert len(list(differences({}, here))) == len(here) - 1  # nothing said is not the same
+    assert (
+        len(list(fingerprint_differences({}, here))) == len(here) - 1
+    )  # nothing said is not the same
 
 
 def test_what_was_measured_survives_the_file(tmp_path):
@@ -88,9 +105,9 @@ def test_what_was_measured_survives_the_file(tmp_path):
         memory=2.0**30,
         memory_rate=1e10,
         overlap=0.25,
-        kinds={"conv2d": Pace(forward=5e10, backward_stream=2e9), "relu": Pace()},
-        updates={"AdamW fused": Update(small=8e-9, middle=2e-9, large=5e-10)},
-        host=Host(step=2e-3, microbatch=1e-3, tensor=3e-6, piped_step=3e-3),
+        kinds={"conv2d": KernelPace(forward=5e10, backward_stream=2e9), "relu": KernelPace()},
+        updates={"AdamW fused": OptimizerPace(small=8e-9, middle=2e-9, large=5e-10)},
+        host=HostOverhead(step=2e-3, microbatch=1e-3, tensor=3e-6, piped_step=3e-3),
     )
     cluster = dataclasses.replace(
         Cluster.of(1, 2), devices={"cpu": device}, measured={"torch": "2.13", "ranks": "2"}
@@ -105,15 +122,15 @@ def test_known_paces_are_found_again():
     flops, moved = 10 ** draw.uniform(6, 9, 8), 10 ** draw.uniform(5, 8, 8)
     floor = 5e-6
     timed = [
-        Timed(
+        KernelTiming(
             kind="conv2d",
             forward=(f, b, f / 8e10 + b / 4e9 + floor),
             backward=(2 * f, 2 * b, 2 * f / 5e10 + 2 * floor),
         )
         for f, b in zip(flops, moved, strict=True)
     ]
-    timed.append(Timed(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)))
-    found, words = paces_of(timed, floor)
+    timed.append(KernelTiming(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)))
+    found, words = fit_paces(timed, floor)
     conv = found["conv2d"]
     assert (conv.forward, conv.forward_stream) == pytest.approx((8e10, 4e9), rel=0.2)
     assert conv.backward == pytest.approx(5e10, rel=0.2)
@@ -126,7 +143,7 @@ def test_a_call_and_weights_are_terms_of_their_own():
     draw = np.random.default_rng(5)
     shapes = 10 ** draw.uniform((6, 5, 4), (9, 8, 7), (16, 3))
     timed = [
-        Timed(
+        KernelTiming(
             kind="linear",
             forward=(f, a + w, 3e-4 + f / 8e10 + a / 4e9 + w / 1e9),
             backward=(2 * f, a + w, 2 * f / 5e10 + (a + w) / 2e9),
@@ -134,7 +151,7 @@ def test_a_call_and_weights_are_terms_of_their_own():
         )
         for f, a, w in shapes.tolist()
     ]
-    found, _ = paces_of(timed, 0.0)
+    found, _ = fit_paces(timed, 0.0)
     pace = found["linear"]
     ahead = (pace.forward, pace.forward_stream, pace.forward_weights, pace.forward_call)
     assert ahead == pytest.approx((8e10, 4e9, 1e9, 3e-4), rel=1e-3)
@@ -153,7 +170,7 @@ def test_few_shapes_do_not_make_many_terms(count):
     """As many terms as times would go through all of them, and through their errors."""
     seconds = (1.1e-4, 9e-4, 1.1e-2)  # 1 GB/s, 10 % more or less
     misses = []
-    terms = fitted(
+    terms = fit_terms(
         [(0.0, 10.0 ** (5 + n), 10.0**n, 1, s) for n, s in enumerate(seconds[:count])], misses
     )
     assert sum(term is not None for term in terms) == 1
@@ -164,7 +181,7 @@ def test_few_shapes_do_not_make_many_terms(count):
 def test_cells_of_a_layer_are_called_one_after_the_other():
     """A layer of 20 places and one of 5 with the same FLOPs: 15 calls are between them."""
     timed = [
-        Timed(
+        KernelTiming(
             kind="gru",
             forward=(flops, 1.0, calls * 4e-5 + flops / 2e10),
             backward=(2 * flops, 1.0, calls * 9e-5 + 2 * flops / 3e10),
@@ -172,35 +189,37 @@ def test_cells_of_a_layer_are_called_one_after_the_other():
         )
         for flops, calls in ((1e6, 5), (1e7, 20), (1e7, 5), (4e7, 12), (1e6, 30))
     ]
-    pace = paces_of(timed, 0.0)[0]["gru"]
+    pace = fit_paces(timed, 0.0)[0]["gru"]
     assert (pace.forward_call, pace.backward_call) == pytest.approx((4e-5, 9e-5), rel=1e-3)
     device = dataclasses.replace(DEVICE, kinds={"gru": pace})
 
     def ahead(calls):
         layer = Operator(name="gru", kind="gru", flops=Work(forward=10**7), traffic=Work(forward=1))
         layer = dataclasses.replace(layer, calls=calls)
-        return seconds_of(device, layer, 0.0, dtype="fp32", scale=1.0)[0]
+        return measured_seconds(device, layer, 0.0, dtype="fp32", scale=1.0)[0]
 
     assert ahead(20) - ahead(5) == pytest.approx(15 * 4e-5, rel=1e-3)
 
 
 def test_what_computes_has_a_rate_though_weights_grow_like_flops():
     points = [(1e9 * n * (1.1, 0.9)[n % 3 == 1], 1e5, 1e5 * n, 1, 1e-2 * n) for n in (1, 2, 4, 8)]
-    assert fitted(points, [], peak=1.5e11).rate == pytest.approx(1.2e11, rel=0.3)
+    assert fit_terms(points, [], peak=1.5e11).rate == pytest.approx(1.2e11, rel=0.3)
 
 
 def test_what_a_cache_does_not_hold_takes_longer():
     def seconds(moved):
-        return 4e-6 + moved / 2e10 + max(0, moved - NEAR) / 5e9
+        return 4e-6 + moved / 2e10 + max(0, moved - CORE_CACHE_BYTES) / 5e9
 
     points = [(0.0, moved, 0.0, 1, seconds(moved)) for moved in (1e4, 6e5, 3e6, 1.2e7, 2e7)]
-    terms = fitted(points, [])
+    terms = fit_terms(points, [])
     assert (terms.stream, terms.far, terms.call) == pytest.approx((2e10, 5e9, 4e-6), rel=1e-3)
-    device = dataclasses.replace(DEVICE, kinds={"relu": Pace(forward_stream=2e10, forward_far=5e9)})
+    device = dataclasses.replace(
+        DEVICE, kinds={"relu": KernelPace(forward_stream=2e10, forward_far=5e9)}
+    )
     relu = Operator(name="relu", kind="relu", traffic=Work(forward=10**7))
 
     def ahead(scale, **more):
-        return seconds_of(device, relu, 0.0, dtype="fp32", scale=scale, **more)[0]
+        return measured_seconds(device, relu, 0.0, dtype="fp32", scale=scale, **more)[0]
 
     assert ahead(2.0) == pytest.approx(seconds(2e7) - 4e-6)
     assert ahead(2.0, parts=2) == pytest.approx(seconds(1e7) - 4e-6)
@@ -210,20 +229,20 @@ def test_what_a_cache_does_not_hold_takes_longer():
 def test_nothing_computes_faster_than_products_at_their_best():
     shapes = [(1e7, 2e4), (1e8, 9e5), (4e8, 1e6), (1e9, 5e6), (2e9, 9e6)]
     points = [(f, 1e5, w, 1, w / 3e8 + f / 2e11) for f, w in shapes]
-    assert fitted(points, []).rate == pytest.approx(2e11, rel=1e-3)
-    assert fitted(points, [], peak=9e10).rate <= 9e10 * 1.001
+    assert fit_terms(points, []).rate == pytest.approx(2e11, rel=1e-3)
+    assert fit_terms(points, [], peak=9e10).rate <= 9e10 * 1.001
 
 
 def test_kinds_without_a_pace_have_the_nearest_one():
     grouped = Operator(name="c", kind="conv1d", attributes={"groups": 4}, flops=Work(forward=10**8))
     (kernel,) = grouped.kernels
     assert kernel.kind == "conv1d grouped"
-    slow, fast = Pace(forward=1e9), Pace(forward=1e10)
+    slow, fast = KernelPace(forward=1e9), KernelPace(forward=1e10)
 
     def ahead(**kinds):
         names = {name.replace("_", " "): pace for name, pace in kinds.items()}
         device = dataclasses.replace(DEVICE, kinds=names)
-        return seconds_of(device, grouped, 0.0, dtype="fp32", scale=1.0)[0]
+        return measured_seconds(device, grouped, 0.0, dtype="fp32", scale=1.0)[0]
 
     assert ahead(conv2d=fast) == pytest.approx(1e-2)
     assert ahead(conv2d=fast, conv2d_grouped=slow) == pytest.approx(1e-1)
@@ -238,8 +257,8 @@ DEVICE = DeviceModel(
     efficiency=1.0,
     depth=0.0,
     kinds={
-        "linear": Pace(forward=1e11, forward_stream=5e9, backward=8e10, backward_stream=4e9),
-        "gelu": Pace(forward_stream=2e9, backward_stream=1e9),
+        "linear": KernelPace(forward=1e11, forward_stream=5e9, backward=8e10, backward_stream=4e9),
+        "gelu": KernelPace(forward_stream=2e9, backward_stream=1e9),
     },
 )
 
@@ -258,18 +277,18 @@ def test_a_folded_operator_costs_the_sum_of_its_kernels():
     linear, gelu = work("linear", flops, moved), work("gelu", 0, 8 * rows * width)
     operator = Operator(name="a", kind="linear", folded=(linear, gelu))
     own = 4.0 * width * width
-    forward, backward = seconds_of(DEVICE, operator, own, dtype="fp32", scale=1.0)
+    forward, backward = measured_seconds(DEVICE, operator, own, dtype="fp32", scale=1.0)
     assert forward == pytest.approx(flops / 1e11 + moved / 5e9 + 8 * rows * width / 2e9)
     assert backward == pytest.approx(2 * flops / 8e10 + 2 * moved / 4e9 + 8 * rows * width / 1e9)
     # In a format with half the peak products compute twice as long and move as much.
     device = dataclasses.replace(DEVICE, peak={"fp32": 1e11, "fp64": 5e10})
-    slower, _ = seconds_of(device, operator, own, dtype="fp64", scale=1.0)
+    slower, _ = measured_seconds(device, operator, own, dtype="fp64", scale=1.0)
     assert slower == pytest.approx(forward + flops / 1e11)
     # A quarter of the samples: more than a quarter of the time, as weights are read all the same.
-    less, _ = seconds_of(DEVICE, operator, own, dtype="fp32", scale=0.25)
+    less, _ = measured_seconds(DEVICE, operator, own, dtype="fp32", scale=0.25)
     assert less > forward / 4
     bound = [
-        seconds_of(DEVICE, operator, own, dtype="fp32", scale=s, moved_weights=0.0)[0]
+        measured_seconds(DEVICE, operator, own, dtype="fp32", scale=s, moved_weights=0.0)[0]
         for s in (0.25, 1.0, 4.0)
     ]
     assert bound[0] * 4 == pytest.approx(bound[1])
@@ -279,37 +298,37 @@ def test_a_folded_operator_costs_the_sum_of_its_kernels():
 
 def test_calls_are_neither_split_nor_scaled():
     """A part of an operator is called like the whole, and so are fewer samples."""
-    pace = Pace(forward=1e11, forward_call=1e-3, backward=1e11, backward_call=2e-3)
+    pace = KernelPace(forward=1e11, forward_call=1e-3, backward=1e11, backward_call=2e-3)
     device = dataclasses.replace(DEVICE, kinds={"conv2d": pace})
     one = Operator(name="a", kind="conv2d", folded=(work("conv2d", 10**9, 10**6),))
     line = dataclasses.replace(one, folded=(work("conv1d", 10**9, 10**6),))
     for parts, scale in ((1, 1.0), (4, 1.0), (1, 0.125)):
         for operator in (one, line):
-            forward, backward = seconds_of(
+            forward, backward = measured_seconds(
                 device, operator, 0.0, dtype="fp32", scale=scale, parts=parts
             )
             assert forward == pytest.approx(1e-2 * scale / parts + 1e-3)
             assert backward == pytest.approx(2e-2 * scale / parts + 2e-3)
-    bound, _ = seconds_of(device, one, 0.0, dtype="fp32", scale=1.0, moved_weights=0.0)
+    bound, _ = measured_seconds(device, one, 0.0, dtype="fp32", scale=1.0, moved_weights=0.0)
     assert bound == pytest.approx(1e-2)
 
 
 def test_a_table_is_read_by_its_samples():
     """Forward moves the rows that samples choose, however many the table has."""
     device = dataclasses.replace(
-        DEVICE, kinds={"embedding": Pace(forward_stream=1e9, backward_stream=1e9)}
+        DEVICE, kinds={"embedding": KernelPace(forward_stream=1e9, backward_stream=1e9)}
     )
     kernel = Kernel(kind="embedding", traffic=Work(forward=10**6, weight_gradient=10**8))
     table = Operator(name="a", kind="embedding", folded=(kernel,))
-    times = [seconds_of(device, table, 8e7, dtype="fp32", scale=s) for s in (1.0, 4.0)]
+    times = [measured_seconds(device, table, 8e7, dtype="fp32", scale=s) for s in (1.0, 4.0)]
     assert times[1][0] == pytest.approx(4 * times[0][0])
     assert times[0][1] == pytest.approx(0.1)
     assert times[1][1] == pytest.approx(0.08 + 4 * 0.02)  # the gradient has all rows
 
 
 def test_updates_follow_the_sizes_of_tensors():
-    small, middle, large = UPDATED
-    update = Update(small=30e-9, middle=8e-9, large=6e-9)
+    small, middle, large = UPDATE_TENSOR_SIZES
+    update = OptimizerPace(small=30e-9, middle=8e-9, large=6e-9)
     assert update.seconds(small) == pytest.approx(small * 30e-9)
     assert update.seconds(10) == update.seconds(small)  # nothing but launches
     assert update.seconds(middle) == pytest.approx(middle * 8e-9)
@@ -323,7 +342,7 @@ def test_a_known_device_is_found_again():
         return 2.0 * m * n * k / 1e11 * (1 + 20.0 / k)
 
     depths = (32, 128, 512)
-    found = Kernels(
+    found = DeviceReadings(
         name="cpu",
         adds=True,
         products={"fp32": tuple((512, 512, k, seconds(512, 512, k)) for k in depths)},
@@ -335,13 +354,13 @@ def test_a_known_device_is_found_again():
         skew=0.0,
         memory=2.0**30,
         spread=1.0,
-        kinds=(Timed(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)),),
+        kinds=(KernelTiming(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)),),
     )
     device = device_of_kernels(found, "today")
     assert device.depth == pytest.approx(20.0, rel=1e-3)
     assert device.overlap == 0.12
     assert device.update == pytest.approx(6e-9)
-    assert device.updates["clip"] == Update(small=3e-9, middle=2e-9, large=1e-9)
+    assert device.updates["clip"] == OptimizerPace(small=3e-9, middle=2e-9, large=1e-9)
     assert device.kinds["relu"].backward_stream == pytest.approx(5e9)
     assert device.source["kinds"].startswith(
         "measured today: several shapes of each in small steps, fit error "

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.presets import assumed
+from headway.cost.machine_presets import assumed_machine
 from headway.cost.transformer import price_transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_named(rows_of, tmp_path):
 
 def test_lines_and_what_does_not_fit(rows_of, tmp_path):
     found = rows_of.read_rows(write(tmp_path / "plain.csv", PUBLISHED, ROWS))
-    apart = rows_of.unheld(found.steps, assumed("a100").device.memory)
+    apart = rows_of.unheld(found.steps, assumed_machine("a100").device.memory)
     assert apart.tolist() == [False, False, False, True]
     assert rows_of.recomputing(found.steps, "full").split.recompute == "full"
     predicted = found.seconds * np.array([1.0, 1.1, 0.8, 1.0])
@@ -111,7 +111,9 @@ def test_the_best_of_a_group_is_ranked(rows_of, tmp_path):
     plans = [(8, 2, 4), (8, 4, 2), (8, 8, 1), (4, 16, 1), (4, 4, 4)]
     table = [(64, 128, 1, 6144, 48, 40, 2048, t, d, p, 1.0) for t, d, p in plans]
     found = rows_of.read_rows(write(tmp_path / "group.csv", PUBLISHED, table))
-    priced = price_transformer(found.steps.model, found.steps.split, assumed("a100")).seconds
+    priced = price_transformer(
+        found.steps.model, found.steps.split, assumed_machine("a100")
+    ).seconds
     made = rows_of.Rows(steps=found.steps, seconds=priced, columns=found.columns)
     every = np.arange(5)
     assert "Spearman mean 1.0000" in rows_of.ranking(priced, made, every)

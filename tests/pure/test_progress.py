@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.progress import LineView, Progress, ProgressDisplay, Tail, describe
+from headway.cli.terminal.progress import (
+    JsonLinesTail,
+    LineView,
+    Progress,
+    ProgressDisplay,
+    describe_event,
+)
 from support.golden import check_golden
 
 START = {
@@ -77,7 +83,7 @@ def test_every_event_as_text():
     for event in EVENTS:
         progress = progress.after(event)
         cause = "rank 1 was killed by SIGKILL" if event.get("attempt") else ""
-        lines.append(describe(event, progress, cause))
+        lines.append(describe_event(event, progress, cause))
     assert lines[-1] is None
     check_golden("progress.txt", "\n".join(line for line in lines if line is not None))
 
@@ -92,13 +98,13 @@ def test_eta_comes_from_the_recent_steps(step_seconds, done, eta):
     steady = [step(done, seconds=step_seconds)] * 20
     for event in [*slow_beginning, *steady]:
         progress = progress.after(event)
-    assert (describe(steady[-1], progress) or "").endswith(f"eta {eta}")
+    assert (describe_event(steady[-1], progress) or "").endswith(f"eta {eta}")
 
 
 def test_a_fault_on_order_is_told():
     progress = Progress().after(START)
     fault = {"event": "fault", "attempt": 0, "step": 7, "rank": 3, "text": "kill rank 3 at step 7"}
-    assert describe(fault, progress) == "step 7/1000  fault: kill rank 3 at step 7"
+    assert describe_event(fault, progress) == "step 7/1000  fault: kill rank 3 at step 7"
 
 
 def test_a_restart_forgets_the_speed_of_the_attempt_before():
@@ -108,15 +114,15 @@ def test_a_restart_forgets_the_speed_of_the_attempt_before():
 
 def test_tail_waits_for_whole_lines_and_passes_over_damaged_ones(tmp_path: Path):
     file = tmp_path / "events.jsonl"
-    tail = Tail(file)
+    tail = JsonLinesTail(file)
     assert tail.read() == []
     file.write_text('{"event": "a"}\n{"eve')
     assert [e["event"] for e in tail.read()] == ["a"]
     with file.open("a") as more:
         more.write('nt": "b"}\n{"torn\n[1]\n{"event": "c"}\n')
     assert [e["event"] for e in tail.read()] == ["b", "c"]
-    assert Tail(file, skip=True).read() == []
-    assert len(Tail(file).read()) == 3
+    assert JsonLinesTail(file, skip=True).read() == []
+    assert len(JsonLinesTail(file).read()) == 3
 
 
 def test_lines_are_few_and_the_last_step_is_among_them():

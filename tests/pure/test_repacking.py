@@ -10,23 +10,26 @@ import pytest
 
 from headway.cli.main import main
 from headway.cluster import Cluster, Pair
-from headway.collective.carried import make_program
-from headway.collective.carrier import Carrier, Tree
-from headway.collective.packing import LinkGraph, pack
-from headway.collective.probing import (
-    SHARE,
-    Watch,
+from headway.collective.all_reduce.algorithm import AllReduceOptions, PlanTree, all_reduce_program
+from headway.collective.all_reduce.repacking import (
+    PROBE_TIME_SHARE,
+    ProbePolicy,
+    all_reduce_seconds,
+    find_drift,
+    find_repacking,
+    links_of_options,
     pairings,
     probe_bytes,
     probe_seconds,
+    reconcile_measurements,
     steps_to_vote,
 )
-from headway.collective.program_check import check_program
-from headway.collective.repacking import agreed, carried_seconds, find_repacking, links_of, seen
-from headway.collective.wires import Wires
-from headway.plan import Exchange, Plan, carried_by, data_parallel
-from headway.planner.carried import find_carrier
-from headway.simulator.collective import play_collective
+from headway.collective.packing import LinkGraph, pack
+from headway.collective.program.check import check_program
+from headway.collective.topology import NetworkTopology
+from headway.plan import ExchangePlan, Plan, data_parallel, with_collective
+from headway.planner.collective_algorithm import choose_all_reduce
+from headway.simulator.collective import simulate_collective
 from support.link_graphs import random_graph
 
 MIB = 2**20
@@ -46,8 +49,8 @@ def noisy(graph, seed=0, share=0.15):
 
 
 def found_for(cluster):
-    wires = Wires.of_cluster(cluster)
-    found = find_carrier("auto", wires, 8 * MIB)
+    wires = NetworkTopology.of_cluster(cluster)
+    found = choose_all_reduce("auto", wires, 8 * MIB)
     return wires, found.collective, found.carrier
 
 
@@ -57,21 +60,24 @@ def found_for(cluster):
 def test_noise_and_links_that_are_all_slower_change_nothing():
     """What a description says too low or too high for all links alike, too."""
     for measured in (MESH, noisy(MESH), MESH.scaled(0.3), noisy(MESH.scaled(40.0), seed=1)):
-        assert find_repacking("direct", Carrier(rates=MESH.rates), MESH, measured, SIZES) is None
+        assert (
+            find_repacking("direct", AllReduceOptions(rates=MESH.rates), MESH, measured, SIZES)
+            is None
+        )
 
 
 def test_one_of_two_measurements_may_be_disturbed():
     """A link counts as drifted where both say so, and by the milder one."""
     for first, second in ((SLOW, MESH), (MESH, SLOW), (SLOW, MESH.scaled(3.0, [(1, 2)]))):
-        assert agreed(MESH, first, second).rates == MESH.rates
-    both = agreed(MESH, SLOW.scaled(0.5), MESH.scaled(0.3, [(1, 2)]))
+        assert reconcile_measurements(MESH, first, second).rates == MESH.rates
+    both = reconcile_measurements(MESH, SLOW.scaled(0.5), MESH.scaled(0.3, [(1, 2)]))
     assert both.rates[1][2] == pytest.approx(0.3 * RATE)
     assert both.rates[0][2] == pytest.approx(RATE)
 
 
 def test_only_what_drifted_gets_another_rate():
     """At the level of the other links: these are all half as fast as described."""
-    drifts, links = seen(MESH, noisy(SLOW.scaled(0.5)))
+    drifts, links = find_drift(MESH, noisy(SLOW.scaled(0.5)))
     assert [(d.sender, d.receiver) for d in drifts] == [(1, 2), (2, 1)]
     assert all(d.now < 0.06 * RATE and 0.4 * RATE < d.before <= 0.5 * RATE for d in drifts)
     assert {links.rates[i][j] for i, j in links.arcs if {i, j} != {1, 2}} == {drifts[0].before}
@@ -81,27 +87,27 @@ def test_only_what_drifted_gets_another_rate():
 @pytest.mark.parametrize("kind", ["direct", "servers", "ring", "trees"])
 def test_trees_take_the_place_of_a_program_whose_link_became_slow(kind):
     """What is predicted before and after is what the simulator plays, to some percent."""
-    wires = Wires.of_cluster(Cluster.of(4, rate="100 Mbit/s", fabric="mesh"))
-    carrier = find_carrier(kind, wires, 8 * MIB).carrier
-    assert links_of(carrier) == MESH
+    wires = NetworkTopology.of_cluster(Cluster.of(4, rate="100 Mbit/s", fabric="mesh"))
+    carrier = choose_all_reduce(kind, wires, 8 * MIB).carrier
+    assert links_of_options(carrier) == MESH
     found = find_repacking(kind, carrier, MESH, noisy(SLOW), SIZES)
     assert found.changes
     assert found.after.kind == "trees"
-    now = Wires.of_links(found.links)
+    now = NetworkTopology.of_links(found.links)
     for one in (found.before, found.after):
-        program = make_program(one.kind, one.carrier, 4, 2 * MIB, 4)
+        program = all_reduce_program(one.kind, one.carrier, 4, 2 * MIB, 4)
         check_program(program)
-        played = play_collective(program, now, 4).seconds * sum(SIZES) / SIZES[0]
+        played = simulate_collective(program, now, 4).seconds * sum(SIZES) / SIZES[0]
         assert one.seconds == pytest.approx(played, rel=0.05)
-    crossing = make_program("trees", found.after.carrier, 4, 2 * MIB, 4).sent()
-    before = make_program(kind, carrier, 4, 2 * MIB, 4).sent()
+    crossing = all_reduce_program("trees", found.after.carrier, 4, 2 * MIB, 4).sent()
+    before = all_reduce_program(kind, carrier, 4, 2 * MIB, 4).sent()
     if before.get((1, 2)):
         assert crossing[1, 2] < 0.4 * before[1, 2]
-    assert not Exchange(collective="trees", carrier=found.after.carrier).problems(4)
+    assert not ExchangePlan(collective="trees", carrier=found.after.carrier).problems(4)
 
 
 def test_a_link_that_recovers_is_used_again():
-    away = find_repacking("direct", Carrier(rates=MESH.rates), MESH, SLOW, SIZES)
+    away = find_repacking("direct", AllReduceOptions(rates=MESH.rates), MESH, SLOW, SIZES)
     back = find_repacking("trees", away.after.carrier, away.links, MESH, SIZES)
     assert back.changes
     assert back.after.seconds < 0.9 * back.before.seconds
@@ -110,14 +116,17 @@ def test_a_link_that_recovers_is_used_again():
 
 def test_what_gains_too_little_stays_and_is_said_once():
     """Small messages: what they cost to begin counts, not the links."""
-    found = find_repacking("direct", Carrier(rates=MESH.rates), MESH, SLOW, [256])
+    found = find_repacking("direct", AllReduceOptions(rates=MESH.rates), MESH, SLOW, [256])
     assert not found.changes
     assert list(found.sentences()) == [
         "links have drifted: rank 1 to rank 2: 10 Mbit/s, was 100 Mbit/s; "
         "rank 2 to rank 1: 10 Mbit/s, was 100 Mbit/s",
         "direct stays, 360 us for the sums of a step predicted: no trees are 10% faster",
     ]
-    assert find_repacking("direct", Carrier(rates=MESH.rates), found.links, SLOW, [256]) is None
+    assert (
+        find_repacking("direct", AllReduceOptions(rates=MESH.rates), found.links, SLOW, [256])
+        is None
+    )
 
 
 def test_any_graph_is_packed_again_and_never_predicted_slower():
@@ -125,16 +134,16 @@ def test_any_graph_is_packed_again_and_never_predicted_slower():
         graph = random_graph(seed, ranks=3 + seed % 3).scaled(1e7)
         packed = pack(graph, "all_reduce", attempts=2).trees
         trees = tuple(
-            Tree(parents=tuple(-1 if p is None else p for p in tree.parent), weight=tree.weight)
+            PlanTree(parents=tuple(-1 if p is None else p for p in tree.parent), weight=tree.weight)
             for tree in packed
         )
         drifting = [link for link in graph.links if any(link in tree.links for tree in packed)]
         away = graph.scaled(0.2, drifting[:1])
-        found = find_repacking("trees", Carrier(trees=trees), graph, away, SIZES)
+        found = find_repacking("trees", AllReduceOptions(trees=trees), graph, away, SIZES)
         if len(graph.links) == 2:  # nothing goes around: the others are the faster ones
             assert not found.changes
         assert found.after.seconds <= found.before.seconds
-        check_program(make_program("trees", found.after.carrier, graph.ranks, 10_000, 4))
+        check_program(all_reduce_program("trees", found.after.carrier, graph.ranks, 10_000, 4))
 
 
 # -- data of the plan --------------------------------------------------------------------------
@@ -145,15 +154,19 @@ def test_links_of_their_own_are_in_the_plan_and_shared_ones_are_not(tmp_path):
     slow = replace(mesh, links=(Pair(nodes=("b", "c"), rate=1.25e6),))
     wires, collective, carrier = found_for(slow)
     assert carrier.rates == wires.graph.rates == SLOW.rates
-    plan = carried_by(data_parallel(16, processes=4), collective, carrier)
+    plan = with_collective(data_parallel(16, processes=4), collective, carrier)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    shared = find_carrier("trees", Wires.of_cluster(Cluster.of(4, rate="1 Gbit/s")), MIB)
+    shared = choose_all_reduce(
+        "trees", NetworkTopology.of_cluster(Cluster.of(4, rate="1 Gbit/s")), MIB
+    )
     assert shared.carrier.rates == ()
 
 
 def test_plans_without_it_keep_their_hash_and_wrong_rates_are_named():
-    old = carried_by(data_parallel(16, processes=4), "ring", Carrier(order=(1, 0, 2, 3)))
+    old = with_collective(
+        data_parallel(16, processes=4), "ring", AllReduceOptions(order=(1, 0, 2, 3))
+    )
     assert {"repack", "rates"}.isdisjoint(json.dumps(old.to_dict()).replace('"', " ").split())
     never = replace(old, exchange=replace(old.exchange, repack=False))
     assert never.to_dict()["exchange"]["repack"] is False
@@ -163,7 +176,9 @@ def test_plans_without_it_keep_their_hash_and_wrong_rates_are_named():
         ((1.0, -1.0, 0.0),) * 3,
         ((float("inf"),) * 3,) * 3,
     ):
-        (problem,) = Exchange(collective="direct", carrier=Carrier(rates=rates)).problems(3)
+        (problem,) = ExchangePlan(
+            collective="direct", carrier=AllReduceOptions(rates=rates)
+        ).problems(3)
         assert problem.startswith("exchange.carrier.rates: for 3 ranks 3 rows")
 
 
@@ -195,18 +210,18 @@ def votes(watch, level, most=10_000):
 
 
 def test_what_is_measured_costs_its_share_of_the_time():
-    watch = Watch(0.2)
-    assert votes(watch, 0.01) == pytest.approx(0.2 / SHARE / 0.1, abs=2)
+    watch = ProbePolicy(0.2)
+    assert votes(watch, 0.01) == pytest.approx(0.2 / PROBE_TIME_SHARE / 0.1, abs=2)
     for patience in (2, 4, 8, 16, 16):  # nothing was found: later and later
         watch.measured(0.1, changed=False)
-        assert votes(watch, 0.01) == pytest.approx(patience * 0.1 / SHARE / 0.1, abs=2)
+        assert votes(watch, 0.01) == pytest.approx(patience * 0.1 / PROBE_TIME_SHARE / 0.1, abs=2)
     watch.measured(0.1, changed=True)
-    assert votes(watch, 0.01) == pytest.approx(0.1 / SHARE / 0.1, abs=2)
+    assert votes(watch, 0.01) == pytest.approx(0.1 / PROBE_TIME_SHARE / 0.1, abs=2)
 
 
 def test_lost_time_is_a_reason_to_look_at_once():
     """As soon as as much was lost as looking costs; a level that stays is then the usual one."""
-    watch = Watch(0.2)
+    watch = ProbePolicy(0.2)
     for _ in range(20):
         assert not watch.vote(1, 0.1, 0.02)
     assert votes(watch, 0.13) == 2  # 0.1 s beyond 1.5 times the usual in each
@@ -246,7 +261,7 @@ def test_the_command_shows_what_training_would_do(tmp_path, capsys):
     assert found["program"] == "trees"
     assert len(found["trees"]) == 5
     assert found["seconds"]["direct"] == pytest.approx(10 * 0.3355, rel=0.01)
-    exact = carried_seconds("direct", None, SLOW, 8 * MIB)
+    exact = all_reduce_seconds("direct", None, SLOW, 8 * MIB)
     assert exact == pytest.approx(found["seconds"]["direct"], rel=1e-6)
 
 

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from headway.errors import MissingExtra, UsageError
-from headway.report import curves, facts, lanes, read_history, write_report
-from headway.report.canvas import COLOURS, draw, plain_axes
-from headway.report.lines import read_lines
-from headway.report.records import Attempt
-from headway.report.tensorboard import scalars, write_tensorboard
+from headway.report import read_history, write_report
+from headway.report.history.reader import read_json_lines
+from headway.report.history.records import LoggedAttempt
+from headway.report.page import facts
+from headway.report.pictures import step_timeline, training_curves
+from headway.report.pictures.canvas import COLOURS, draw, plain_axes
+from headway.report.trace_export import tensorboard_scalars, write_tensorboard
 from headway.timeline import Span, Timeline
 from support.golden import check_golden
 from support.run_directories import NASTY, loss_at, write_lines, write_run
@@ -152,7 +154,7 @@ def test_a_half_written_last_line_is_silence_and_a_damaged_one_a_note(run):
 def test_what_follows_a_half_line_of_a_killed_writer_is_read(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "step", "attempt": 0, "st{"event": "resume", "step": 4}\n')
-    assert read_lines(path) == (
+    assert read_json_lines(path) == (
         [{"event": "resume", "step": 4}],
         ["events.jsonl: line 1 is damaged"],
     )
@@ -374,7 +376,9 @@ def test_tensorboard_reads_back_every_scalar(run):
     loaded = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
     assert loaded[0].file_version == "brain.Event:2"
     found = [(e.summary.value[0].tag, e.step, e.summary.value[0].simple_value) for e in loaded[1:]]
-    expected = [(tag, number, value) for tag, number, value, _ in scalars(read_history(run))]
+    expected = [
+        (tag, number, value) for tag, number, value, _ in tensorboard_scalars(read_history(run))
+    ]
     assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
     assert [e[2] for e in found] == pytest.approx([e[2] for e in expected], rel=1e-6)
     assert {tag for tag, _, _ in found} == {
@@ -410,8 +414,8 @@ def test_the_command_names_the_files(run, capsys):
 
 def test_pictures_are_xml_with_colours_of_the_page_and_without_metadata(run):
     history = read_history(run)
-    svg = curves.loss_picture(history)
-    assert svg == curves.loss_picture(history)
+    svg = training_curves.loss_picture(history)
+    assert svg == training_curves.loss_picture(history)
     ElementTree.fromstring(svg)
     assert "metadata" not in svg
     assert "<style" not in svg
@@ -437,7 +441,7 @@ def test_a_small_picture_looks_as_it_did():
         Span(rank=0, lane="compute", kind="wait", label="b", start=0.1, end=0.15),
         Span(rank=1, lane="exchange", kind="exchange", label="<c>", start=0.05, end=0.15),
     ]
-    svg = lanes.timeline_picture(Timeline.of(spans))
+    svg = step_timeline.timeline_picture(Timeline.of(spans))
     texts = re.findall(r"<(?:text|title)[^>]*>(.*?)</(?:text|title)>", svg)
     check_golden("report/timeline-texts.txt", "\n".join(texts))
 
@@ -447,7 +451,7 @@ def test_bars_of_the_timeline_are_as_long_as_their_spans():
         Span(rank=0, lane="compute", kind="forward", label="", start=5.0, end=5.3),
         Span(rank=0, lane="compute", kind="backward", label="", start=5.3, end=5.4),
     ]
-    svg = lanes.timeline_picture(Timeline.of(spans))
+    svg = step_timeline.timeline_picture(Timeline.of(spans))
     bars = re.findall(r"</title>\s*<path d=\"M ([\d.]+) [\d.]+\s+L ([\d.]+)", svg)
     (left, middle), (again, right) = [(float(a), float(b)) for a, b in bars]
     assert middle == again
@@ -462,14 +466,16 @@ def test_the_representative_step_is_of_middle_length_and_not_the_first():
         )
 
     traces = {1: trace(9), 2: trace(1), 3: trace(5), 4: trace(6, ranks=1), 5: trace(3)}
-    first = SimpleNamespace(attempts=(Attempt(step=0),), traces=traces)
-    assert lanes.representative_step(first) == 5
-    restarted = SimpleNamespace(attempts=(Attempt(step=1), Attempt(step=4)), traces=traces)
-    assert lanes.representative_step(restarted) == 3
+    first = SimpleNamespace(attempts=(LoggedAttempt(step=0),), traces=traces)
+    assert step_timeline.representative_step(first) == 5
+    restarted = SimpleNamespace(
+        attempts=(LoggedAttempt(step=1), LoggedAttempt(step=4)), traces=traces
+    )
+    assert step_timeline.representative_step(restarted) == 3
 
 
 def test_shares_add_up_to_the_step_without_warm_up(run):
-    first, second = lanes.shares(read_history(run))
+    first, second = step_timeline.shares(read_history(run))
     assert (first.rank, second.rank) == (0, 1)
     assert first.steps == 118
     assert sum(second.parts.values()) == pytest.approx(second.seconds)
@@ -480,10 +486,10 @@ def test_shares_add_up_to_the_step_without_warm_up(run):
 def test_many_ranks_are_drawn_as_a_choice_and_a_range(tmp_path):
     run = write_run(tmp_path / "run", ranks=20, steps=30, restart=None, traced=(2,))
     history = read_history(run)
-    assert lanes.chosen_ranks(range(20))[0] == 0
-    assert lanes.chosen_ranks(range(20))[-1] == 19
-    assert len(set(lanes.chosen_ranks(range(20)))) == lanes.MOST_RANKS
-    assert "range of 20 ranks" in curves.memory_picture(history)
+    assert step_timeline.chosen_ranks(range(20))[0] == 0
+    assert step_timeline.chosen_ranks(range(20))[-1] == 19
+    assert len(set(step_timeline.chosen_ranks(range(20)))) == step_timeline.MOST_RANKS
+    assert "range of 20 ranks" in training_curves.memory_picture(history)
     assert "16 of 20 ranks" in write_report(run).html.read_text()
 
 
@@ -491,18 +497,20 @@ def test_thinning_keeps_ends_and_extremes_within_the_limit():
     points = [(n, math.sin(n / 50)) for n in range(10_000)]
     points[1234] = (1234, 40.0)
     points[777] = (777, -40.0)
-    thinned = curves.thin(points)
+    thinned = training_curves.thin(points)
     assert len(thinned) <= 500
     assert thinned == sorted(thinned)
     assert (thinned[0], thinned[-1]) == (points[0], points[-1])
     assert {points[1234], points[777]} <= set(thinned)
-    assert curves.thin(points[:500]) == points[:500]
+    assert training_curves.thin(points[:500]) == points[:500]
 
 
 def test_smoothing_calms_noise_and_keeps_a_straight_line():
     line = [(n, 3.0 - 0.5 * n) for n in range(400)]
-    assert [value for _, value in curves.smooth(line)] == pytest.approx([v for _, v in line])
-    noise = curves.smooth([(n, float((-1) ** n)) for n in range(400)])
+    assert [value for _, value in training_curves.smooth(line)] == pytest.approx(
+        [v for _, v in line]
+    )
+    noise = training_curves.smooth([(n, float((-1) ** n)) for n in range(400)])
     assert [number for number, _ in noise] == list(range(400))
     assert max(abs(value) for _, value in noise[10:-10]) < 0.2
 
@@ -510,13 +518,19 @@ def test_smoothing_calms_noise_and_keeps_a_straight_line():
 def test_a_long_run_has_small_pictures(tmp_path):
     rows = [step(n, loss=loss_at(n), rate=1.0, lr=1 / n, norm=1.0 / n) for n in range(1, 20_001)]
     history = history_of(tmp_path, *rows)
-    for picture in (curves.loss_picture, curves.norm_picture, curves.rate_picture):
+    for picture in (
+        training_curves.loss_picture,
+        training_curves.norm_picture,
+        training_curves.rate_picture,
+    ):
         assert len(picture(history)) < 60_000
 
 
 def test_a_wide_range_of_losses_gets_a_logarithmic_axis(tmp_path):
-    narrow = curves.loss_picture(history_of(tmp_path, *[step(n, loss=20 - n) for n in range(1, 9)]))
-    wide = curves.loss_picture(
+    narrow = training_curves.loss_picture(
+        history_of(tmp_path, *[step(n, loss=20 - n) for n in range(1, 9)])
+    )
+    wide = training_curves.loss_picture(
         history_of(tmp_path, *[step(n, loss=10.0 ** (2 - n)) for n in range(1, 6)])
     )
     assert ">0.001<" in wide

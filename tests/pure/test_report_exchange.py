@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.report import curves, lanes, read_history, write_report
-from headway.report.chrome import check_chrome
-from headway.report.exchange import MOST_BUCKETS, exchange_view, figures
-from headway.report.tensorboard import scalars
+from headway.report import read_history, write_report
+from headway.report.page.sections import MOST_BUCKETS, exchange_figures, exchange_section
+from headway.report.pictures import step_timeline, training_curves
+from headway.report.trace_export import check_chrome_trace, tensorboard_scalars
 from headway.timeline import Span, Timeline, tracks
 from support.golden import check_golden
 from support.run_directories import NASTY, write_lines, write_run
@@ -44,18 +44,18 @@ def compute(kind, start, end, rank=0):
 def test_the_section_has_a_row_for_each_bucket_of_the_step_that_is_drawn(run):
     history = read_history(run)
     assert [exchange.step for exchange in history.exchanges] == [1, 20, 60, 100]
-    view = exchange_view(history, 60)
+    view = exchange_section(history, 60)
     assert (view.step, len(view.rows), view.omitted, view.applies) == (60, 3, 0, False)
     assert dataclasses.astuple(view.rows[2]) == (
         "2", "blocks.2.weight, blocks.2.bias and 1 more", "4 MiB", "4 MiB",
         "140 ms", "150 ms", "190 ms", "–", "200 ms", "30 ms",
     )  # fmt: skip
     assert view.rows[0].exposed == "0"
-    assert exchange_view(history, 61).step == 100
+    assert exchange_section(history, 61).step == 100
 
 
 def test_figures_are_medians_without_warm_up(run):
-    found = {fact.name: (fact.value, fact.detail) for fact in figures(read_history(run))}
+    found = {fact.name: (fact.value, fact.detail) for fact in exchange_figures(read_history(run))}
     assert found == {
         "Exposed communication": ("30 ms", "median, 7.3 % of a step"),
         "Hidden": ("75 %", "of the time that buckets are on their way"),
@@ -64,14 +64,14 @@ def test_figures_are_medians_without_warm_up(run):
 
 
 def test_the_sentence_is_the_plans(run):
-    assert exchange_view(read_history(run)).sentence.startswith("exchange: ")
+    assert exchange_section(read_history(run)).sentence.startswith("exchange: ")
     (run / "plan.json").write_text("{}")
-    assert exchange_view(read_history(run)).sentence == ""
+    assert exchange_section(read_history(run)).sentence == ""
 
 
 def test_a_run_without_an_exchange_has_no_section(tmp_path):
     alone = write_run(tmp_path / "run", ranks=1)
-    assert exchange_view(read_history(alone)) is None
+    assert exchange_section(read_history(alone)) is None
     assert "The exchange" not in write_report(alone).html.read_text()
 
 
@@ -130,7 +130,7 @@ def test_the_exchange_of_superseded_steps_does_not_count(tmp_path):
 
 
 def test_tensorboard_has_exposed_seconds_of_every_step(run):
-    rows = [row for row in scalars(read_history(run)) if row[0].startswith("exchange/")]
+    rows = [row for row in tensorboard_scalars(read_history(run)) if row[0].startswith("exchange/")]
     exposed = [row for row in rows if row[0] == "exchange/exposed (seconds)"]
     assert [row[1] for row in exposed] == list(range(1, 121))
     assert {row[2] for row in exposed} == {0.03}
@@ -138,7 +138,7 @@ def test_tensorboard_has_exposed_seconds_of_every_step(run):
 
 
 def test_a_run_that_does_not_tell_has_no_curve(tmp_path):
-    assert curves.exposed_picture(read_history(write_run(tmp_path / "run"))) is None
+    assert training_curves.exposed_picture(read_history(write_run(tmp_path / "run"))) is None
 
 
 # -- the timeline --------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_overlapping_spans_get_rows_and_a_bucket_stays_in_its_own():
 def test_no_row_of_the_chrome_trace_has_overlapping_pieces():
     spans = [span for n in range(8) for span in bucket(n, 0.01 * n, 0.02 * n, 0.1 + 0.02 * n)]
     trace = Timeline.of([*spans, compute("forward", 0, 1), compute("wait", 0.2, 0.3)]).to_chrome()
-    assert check_chrome(trace) == []
+    assert check_chrome_trace(trace) == []
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 18
     threads = {event["tid"] for event in events}
@@ -177,7 +177,7 @@ def test_the_picture_begins_with_the_step_and_goes_on_over_its_border():
     before, after = bucket(0, -0.4, -0.3, 0.1), bucket(1, 0.3, 0.35, 0.7)
     gone = bucket(2, -0.6, -0.5, -0.2)
     work = [compute("forward", 0.0, 0.2), compute("backward", 0.2, 0.4)]
-    svg = lanes.timeline_picture(Timeline.of([*before, *after, *gone, *work]))
+    svg = step_timeline.timeline_picture(Timeline.of([*before, *after, *gone, *work]))
     titles = re.findall(r"<title>(.*?)</title>", svg)
     assert "communication: bucket 0: 4 MiB (100 ms)" in titles
     assert "communication: bucket 1: 4 MiB (350 ms)" in titles
@@ -187,7 +187,7 @@ def test_the_picture_begins_with_the_step_and_goes_on_over_its_border():
 
 def test_many_buckets_at_the_same_time_stay_a_picture():
     spans = [span for n in range(40) for span in bucket(n, 0.0, 0.01 + 0.001 * n, 0.2)]
-    svg = lanes.timeline_picture(Timeline.of([compute("forward", 0.0, 0.2), *spans]))
+    svg = step_timeline.timeline_picture(Timeline.of([compute("forward", 0.0, 0.2), *spans]))
     height = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg).group(1))
     assert height < 62 + 17 * 8 + 7
     assert svg.count("<title>communication") == 40
@@ -199,11 +199,13 @@ def test_waits_in_the_next_step_do_not_make_a_step_long():
         return Timeline.of([compute("forward", 0, seconds), compute("wait", wait, wait + 0.1)])
 
     traces = {2: trace(1, 9), 3: trace(2, 2), 4: trace(3, 3)}
-    assert lanes.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
+    assert step_timeline.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
 
 
 def test_a_step_of_which_only_the_checkpoint_is_known_is_not_the_one_that_is_drawn():
     saved = Span(rank=0, lane="checkpoint", kind="checkpoint", label="", start=0, end=5)
     traces = {3: Timeline.of([compute("forward", 0, 9)]), 6: Timeline.of([saved])}
-    assert lanes.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
-    assert lanes.representative_step(SimpleNamespace(attempts=(), traces={6: traces[6]})) == 6
+    assert step_timeline.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
+    assert (
+        step_timeline.representative_step(SimpleNamespace(attempts=(), traces={6: traces[6]})) == 6
+    )

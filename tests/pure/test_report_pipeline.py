@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from headway.plan import Pipeline, pipelined
+from headway.plan import PipelinePlan, pipelined
 from headway.report import read_history, write_report
-from headway.report.messages import under_way
-from headway.report.pipeline import compare, pipeline_view
-from headway.schedule import Kind, StageCosts
-from headway.schedule.action import COMPUTE
+from headway.report.history.reader import align_message_starts
+from headway.report.page.sections import compare_with_table, pipeline_section
+from headway.schedule.drawing import TIMELINE_KINDS
 from headway.schedule.lowering import lower
+from headway.schedule.pipeline_schedule import COMPUTE_KINDS, ActionKind
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
-from headway.simulator.pipeline import KIND_OF
 from headway.timeline import Span, Timeline
 from support.golden import check_golden
 from support.run_directories import write_lines, write_run
@@ -24,11 +24,11 @@ from support.run_directories import write_lines, write_run
 RANKS, LATENCY, SYNC = 4, 0.002, 0.004
 FORWARD, BACKWARD = (0.010, 0.012, 0.008, 0.010), (0.020, 0.022, 0.018, 0.024)
 PLANS = {
-    "1f1b": Pipeline(microbatches=6),
-    "zbv": Pipeline(schedule="zbv", microbatches=8),
-    "chimera": Pipeline(schedule="chimera", microbatches=4),
-    "pipedream": Pipeline(schedule="pipedream", microbatches=5),
-    "recompute": Pipeline(schedule="chimera-doubling", microbatches=8),
+    "1f1b": PipelinePlan(microbatches=6),
+    "zbv": PipelinePlan(schedule="zbv", microbatches=8),
+    "chimera": PipelinePlan(schedule="chimera", microbatches=4),
+    "pipedream": PipelinePlan(schedule="pipedream", microbatches=5),
+    "recompute": PipelinePlan(schedule="chimera-doubling", microbatches=8),
 }
 
 
@@ -58,14 +58,14 @@ def traced(plan, *, first=0):
     for rank, row in enumerate(timing.order):
         before = 0.0
         for action, start, end in zip(row, timing.starts[rank], timing.ends[rank], strict=True):
-            begin = before if KIND_OF[action.kind] == "wait" else start
+            begin = before if TIMELINE_KINDS[action.kind] == "wait" else start
             here = {"rank": first + rank, "label": str(action), "start": begin, "end": end}
-            if action.kind in COMPUTE or KIND_OF[action.kind] == "wait":
-                yield Span(lane="compute", kind=KIND_OF[action.kind], **here)
-            if action.kind in (Kind.SEND, Kind.RECV):
+            if action.kind in COMPUTE_KINDS or TIMELINE_KINDS[action.kind] == "wait":
+                yield Span(lane="compute", kind=TIMELINE_KINDS[action.kind], **here)
+            if action.kind in (ActionKind.SEND, ActionKind.RECV):
                 peer = first + table.pipe_of[action.pipe].placement[action.other]
-                word = "to" if action.kind == Kind.SEND else "from"
-                asked = begin if action.kind == Kind.SEND else max(0.0, begin - 0.05)
+                word = "to" if action.kind == ActionKind.SEND else "from"
+                asked = begin if action.kind == ActionKind.SEND else max(0.0, begin - 0.05)
                 label = f"{action}: 4 KiB {word} rank {peer}"
                 yield Span(lane="messages", kind="exchange",
                            **{**here, "label": label, "start": asked})  # fmt: skip
@@ -82,7 +82,7 @@ def traced(plan, *, first=0):
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_table_explains_is_predicted_to_rounding(name):
     plan = plan_of(name)
-    found = compare(plan, under_way(Timeline.of(traced(plan))))
+    found = compare_with_table(plan, align_message_starts(Timeline.of(traced(plan))))
     assert found is not None
     measured, predicted = found
     ends = [max(row) for row in predicted.timing.ends]
@@ -104,7 +104,7 @@ def test_waiting_that_the_table_does_not_explain_shows():
         return replace(span, start=span.start + 0.5 * (not begun), end=span.end + 0.5)
 
     spans = [pause(span) for span in traced(plan)]
-    measured, predicted = compare(plan, under_way(Timeline.of(spans)))
+    measured, predicted = compare_with_table(plan, align_message_starts(Timeline.of(spans)))
     assert measured.timing.makespan == pytest.approx(predicted.timing.makespan + 500)
     assert measured.bubble > predicted.bubble + 0.2
 
@@ -112,17 +112,17 @@ def test_waiting_that_the_table_does_not_explain_shows():
 def test_a_step_that_is_not_whole_is_not_drawn():
     plan = plan_of("1f1b")
     spans = [s for s in traced(plan) if s.label != "d0.s2.B.3"]
-    assert compare(plan, Timeline.of(spans)) is None
-    assert compare(plan, Timeline.of([])) is None
+    assert compare_with_table(plan, Timeline.of(spans)) is None
+    assert compare_with_table(plan, Timeline.of([])) is None
     changed = [replace(s, label="d0.s2.F.1" if s.label == "d0.s2.F.2" else s.label) for s in spans]
-    assert compare(plan, Timeline.of(changed)) is None
+    assert compare_with_table(plan, Timeline.of(changed)) is None
 
 
 def test_messages_are_under_way_from_their_sending():
     plan = plan_of("1f1b", copies=2)
     both = [*traced(plan), *(replace(s, start=s.start + 1, end=s.end + 1)
                              for s in traced(plan, first=RANKS))]  # fmt: skip
-    found = under_way(Timeline.of(both))
+    found = align_message_starts(Timeline.of(both))
     received = [s for s in found.spans if s.lane == "messages" and ".RECV." in s.label]
     assert len(received) == 2 * 2 * 3 * 6
     assert min(s.seconds for s in received) == pytest.approx(LATENCY)
@@ -158,7 +158,7 @@ def run(tmp_path):
 
 
 def test_the_section_says_and_draws_it(run):
-    view = pipeline_view(read_history(run), 2)
+    view = pipeline_section(read_history(run), 2)
     assert view is not None
     assert view.facts[-1].value == "20.0%"  # 0.05 of 0.25 s
     assert view.picture is not None
@@ -182,4 +182,4 @@ def test_the_page_and_the_trace_have_it(run):
 
 def test_a_run_without_a_pipeline_has_no_section(tmp_path):
     history = read_history(write_run(tmp_path / "plain"))
-    assert pipeline_view(history, 20) is None
+    assert pipeline_section(history, 20) is None

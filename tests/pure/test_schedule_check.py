@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError
-from headway.schedule import Action, Kind, Pipe, PipelineSchedule
-from headway.schedule.check import RULES, check_schedule, violations
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
+from headway.schedule.rules.check import SCHEDULE_RULES, check_schedule, schedule_violations
 from support.random_tables import random_schedule
 from support.symbolic import Wrong, execute
 
@@ -24,7 +24,7 @@ def table(*rows, placements=((0, 1),), microbatches=((0, 1),), **facts):
         return Action.parse(text if "." in text else f"d0.s{rank}.{text[0]}.{text[1:]}")
 
     pipes = tuple(
-        Pipe(f"{'du'[number]}0", placement, numbers)
+        SchedulePipe(f"{'du'[number]}0", placement, numbers)
         for number, (placement, numbers) in enumerate(zip(placements, microbatches, strict=True))
     )
     order = tuple(tuple(action(t, rank) for t in row.split()) for rank, row in enumerate(rows))
@@ -32,7 +32,7 @@ def table(*rows, placements=((0, 1),), microbatches=((0, 1),), **facts):
 
 
 def rules(schedule, **options):
-    return [(v.rule, v.rank, v.position) for v in violations(schedule, **options)]
+    return [(v.rule, v.rank, v.position) for v in schedule_violations(schedule, **options)]
 
 
 GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")
@@ -71,16 +71,16 @@ def test_every_named_schedule_is_right(name, stages, microbatches):
     for sync in ("none", "post", "eager", "eager-opt"):
         for tags in (True, False):
             lowered = lower(schedule, sync=sync, tags=tags)
-            assert violations(lowered, transport_has_tags=tags) == ()
+            assert schedule_violations(lowered, transport_has_tags=tags) == ()
             execute(lowered, tags=tags)
-    assert violations(schedule) == ()
+    assert schedule_violations(schedule) == ()
     check_schedule(schedule)
     execute(schedule)
 
 
 def test_a_table_by_hand_is_right():
-    assert violations(table(*GOOD)) == ()
-    assert violations(table("F0 F1 I0 W0 B1", "F0 I0 F1 B1 W0")) == ()
+    assert schedule_violations(table(*GOOD)) == ()
+    assert schedule_violations(table("F0 F1 I0 W0 B1", "F0 I0 F1 B1 W0")) == ()
 
 
 # -- cells -------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_table_by_hand_is_right():
 def test_a_cell_that_is_wrong_is_named_with_what_to_do(rows, expected, said):
     schedule = table(*rows)
     assert rules(schedule) == expected
-    assert said in str(violations(schedule)[0])
+    assert said in str(schedule_violations(schedule)[0])
 
 
 def test_results_between_stages_of_one_rank_come_in_order():
@@ -167,7 +167,10 @@ def test_results_between_stages_of_one_rank_come_in_order():
 
 @pytest.mark.parametrize(
     "action",
-    [Action(Kind.FORWARD, "d0", 0, 0, other=1), Action(Kind.STEP, "d0", 0, microbatch=0)],
+    [
+        Action(ActionKind.FORWARD, "d0", 0, 0, other=1),
+        Action(ActionKind.STEP, "d0", 0, microbatch=0),
+    ],
 )
 def test_an_action_that_has_no_text_form_is_refused(action):
     good = table(*GOOD)
@@ -179,14 +182,20 @@ def test_an_action_that_has_no_text_form_is_refused(action):
     ("change", "said"),
     [
         ({"pipes": ()}, "the schedule has no pipes or no ranks"),
-        ({"pipes": (Pipe("d0", (0, 1), (0,)), Pipe("d0", (1, 0), (1,)))}, "2 pipes are called d0"),
         (
-            {"pipes": (Pipe("d0", (0, 1), (0,)), Pipe("u0", (1,), (1,)))},
+            {"pipes": (SchedulePipe("d0", (0, 1), (0,)), SchedulePipe("d0", (1, 0), (1,)))},
+            "2 pipes are called d0",
+        ),
+        (
+            {"pipes": (SchedulePipe("d0", (0, 1), (0,)), SchedulePipe("u0", (1,), (1,)))},
             "pipe u0 has 1 stages and pipe d0 2",
         ),
-        ({"pipes": (Pipe("d0", (0, 2), (0, 1)),)}, "stage 1 of pipe d0 is on rank 2; there are"),
         (
-            {"pipes": (Pipe("d0", (0, 1), (0, 1)), Pipe("u0", (1, 0), (1,)))},
+            {"pipes": (SchedulePipe("d0", (0, 2), (0, 1)),)},
+            "stage 1 of pipe d0 is on rank 2; there are",
+        ),
+        (
+            {"pipes": (SchedulePipe("d0", (0, 1), (0, 1)), SchedulePipe("u0", (1, 0), (1,)))},
             "micro-batch 1 goes through pipes 2 times",
         ),
         ({"skips": ((0, 2),)}, "the skip 0 > 2 does not lead to a later stage"),
@@ -195,7 +204,7 @@ def test_an_action_that_has_no_text_form_is_refused(action):
     ],
 )
 def test_pipes_that_cannot_be(change, said):
-    found = violations(replace(table(*GOOD), **change))
+    found = schedule_violations(replace(table(*GOOD), **change))
     assert [v.rule for v in found] == ["pipes"]
     assert said in found[0].text
 
@@ -205,7 +214,7 @@ def test_pipes_that_cannot_be(change, said):
 
 def test_a_deadlock_names_the_cells_of_the_circle():
     schedule = table("F0 B0 F1 B1", "F1 F0 B0 B1")
-    (found,) = violations(schedule)
+    (found,) = schedule_violations(schedule)
     assert (found.rule, found.rank, found.position) == ("deadlock", 0, 1)
     assert found.text == (
         "rank 0, cell 1 (d0.s0.B.0) waits for rank 1, cell 2 (d0.s1.B.0); "
@@ -295,7 +304,7 @@ def test_the_lowered_table_is_as_these_tests_expect():
 def test_messages_that_are_wrong(rank, change, expected, said):
     broken = edited(LOWERED, rank, change)
     assert rules(broken) == [expected]
-    assert said in violations(broken)[0].text
+    assert said in schedule_violations(broken)[0].text
 
 
 def test_messages_between_stages_that_pass_nothing():
@@ -309,7 +318,7 @@ def test_messages_between_stages_that_pass_nothing():
         microbatches=((0,),),
     )
     assert rules(same) == [("message-edge", 0, 1)]
-    assert "on the same rank" in violations(same)[0].text
+    assert "on the same rank" in schedule_violations(same)[0].text
 
 
 def test_a_message_that_nobody_can_send_in_time_is_a_deadlock():
@@ -321,7 +330,7 @@ def test_lanes_need_one_order_only_without_tags():
     posts = edited(LOWERED, 1, moved("d0.s1.POST.1<0", "d0.s1.POST.0<0"))
     assert rules(posts) == []
     assert rules(posts, transport_has_tags=False) == [("lane-order", 1, 1)]
-    assert violations(posts, transport_has_tags=False)[0].text == (
+    assert schedule_violations(posts, transport_has_tags=False)[0].text == (
         "rank 1, cell 1 (d0.s1.POST.0<0): rank 0 sends this message before the one posted before "
         "it (rank 0, cell 1 (d0.s0.SEND.0>1) and rank 0, cell 4 (d0.s0.SEND.1>1)); "
         "post and send in one order"
@@ -373,7 +382,7 @@ SUMMED = lower(PAIR, sync="eager")
 def test_updates_that_are_wrong(change, expected, said):
     broken = edited(SUMMED, 0, change)
     assert set(rules(broken)) == expected
-    assert any(said in violation.text for violation in violations(broken))
+    assert any(said in violation.text for violation in schedule_violations(broken))
 
 
 def test_copies_that_are_stepped_without_being_summed_drift_apart():
@@ -382,7 +391,7 @@ def test_copies_that_are_stepped_without_being_summed_drift_apart():
 
     broken = edited(edited(SUMMED, 0, drop), 1, drop)
     assert [rule for rule, _, _ in rules(broken)] == ["sync", "sync"]
-    assert "the copies on ranks 0, 1 would drift apart" in violations(broken)[0].text
+    assert "the copies on ranks 0, 1 would drift apart" in schedule_violations(broken)[0].text
 
 
 # -- versions ----------------------------------------------------------------------------------
@@ -421,7 +430,7 @@ def rename(old, new):
 )
 def test_versions_that_are_wrong(change, expected, said):
     broken = edited(STALE, 0, change)
-    found = [v for v in violations(broken) if v.position == expected]
+    found = [v for v in schedule_violations(broken) if v.position == expected]
     assert [v.rule for v in found] == ["version"]
     assert said in found[0].text
 
@@ -435,7 +444,7 @@ def test_weights_may_be_as_old_as_pipedreams_and_no_older():
 
     broken = edited(many, 0, older)
     assert [rule for rule, _, _ in rules(broken)] == ["version"]
-    assert "its weights are 2 steps old, the most is 1" in violations(broken)[0].text
+    assert "its weights are 2 steps old, the most is 1" in schedule_violations(broken)[0].text
 
 
 def test_without_a_flush_every_group_of_gradients_has_its_step():
@@ -460,10 +469,10 @@ def test_the_memory_bound_counts_stages_by_their_share_of_a_rank():
     assert rules(table(*GOOD, most_activations=2)) == []
     assert rules(table(*GOOD, most_activations=1)) == [("memory", 0, 1)]
     assert "2 activations are held from here on, at most 1" in (
-        violations(table(*GOOD, most_activations=1))[0].text
+        schedule_violations(table(*GOOD, most_activations=1))[0].text
     )
     looped = table("d0.s0.F.0 d0.s1.F.0 d0.s1.I.0 d0.s1.W.0 d0.s0.B.0", placements=((0, 0),))
-    looped = replace(looped, pipes=(Pipe("d0", (0, 0), (0,)),), most_activations=1)
+    looped = replace(looped, pipes=(SchedulePipe("d0", (0, 0), (0,)),), most_activations=1)
     assert rules(looped) == []
     assert rules(replace(looped, most_activations=0.5)) == [("memory", 0, 1)]
 
@@ -507,11 +516,11 @@ def randomly_lowered(draw, schedule, tags):
 def test_random_valid_tables_are_right_and_never_hang(seed):
     draw = random.Random(seed)
     schedule = random_schedule(draw)
-    assert violations(schedule) == ()
+    assert schedule_violations(schedule) == ()
     execute(schedule)
     for tags in (True, False):
         lowered = randomly_lowered(draw, schedule, tags)
-        assert violations(lowered, transport_has_tags=tags) == ()
+        assert schedule_violations(lowered, transport_has_tags=tags) == ()
         execute(lowered, tags=tags)
 
 
@@ -558,7 +567,7 @@ def change(draw, rows):
         draw.randrange(len(row)),
         draw.choice(["kind", "pipe", "stage", "microbatch", "other"]),
     )
-    values = {"kind": list(Kind), "pipe": ["d0", "d1", "u0", "x"]}.get(part, range(-1, 4))
+    values = {"kind": list(ActionKind), "pipe": ["d0", "d1", "u0", "x"]}.get(part, range(-1, 4))
     row[i] = replace(row[i], **{part: draw.choice(values)})
 
 
@@ -599,10 +608,10 @@ def test_random_corruptions_are_rejected_or_harmless(lowered, number):
     outcomes = Counter()
     for _ in range(number):
         schedule, tags = corrupted(draw, draw.choice(schedules)), draw.random() < 0.5
-        found = violations(schedule, transport_has_tags=tags)
+        found = schedule_violations(schedule, transport_has_tags=tags)
         harmful = harm(schedule, tags)
         assert found or not harmful, f"{harmful}: {schedule}"
-        assert all(violation.rule in RULES for violation in found)
+        assert all(violation.rule in SCHEDULE_RULES for violation in found)
         outcomes["rejected" if found else "harmless"] += 1
         if found and not harmful:
             outcomes["strict"] += 1

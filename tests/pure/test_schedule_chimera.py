@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 
 from headway.errors import PlanError
-from headway.schedule import Action, Kind, StageCosts
 from headway.schedule.generators.chimera import chimera
+from headway.schedule.pipeline_schedule import Action, ActionKind
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 
 SIZES = (2, 4, 6, 8, 10, 12, 14, 16, 32)
@@ -28,7 +29,7 @@ def play(schedule, forward=1, backward=2):
         moved = False
         for rank, row in enumerate(schedule.order):
             for action in row[place[rank] :]:
-                ahead, pipe = action.kind == Kind.FORWARD, action.pipe
+                ahead, pipe = action.kind == ActionKind.FORWARD, action.pipe
                 stage, number = action.stage, action.microbatch
                 if ahead:
                     needed = 0 if stage == 0 else ends.get((True, pipe, stage - 1, number))
@@ -62,7 +63,7 @@ def activations(schedule):
     for row in schedule.order:
         live = peak = 0
         for action in row:
-            live += 1 if action.kind == Kind.FORWARD else -1
+            live += 1 if action.kind == ActionKind.FORWARD else -1
             peak = max(peak, live)
         peaks.append(peak)
     return peaks
@@ -76,7 +77,7 @@ def drawing(schedule):
         for action in row:
             number = action.microbatch
             assert cells[schedule.slots[action]] == ".", f"two actions in a slot: {action}"
-            glyph = str(number) if action.kind == Kind.FORWARD else "abcdefghijklmnop"[number]
+            glyph = str(number) if action.kind == ActionKind.FORWARD else "abcdefghijklmnop"[number]
             cells[schedule.slots[action]] = glyph
         rows.append("".join(cells))
     return rows
@@ -167,7 +168,7 @@ def test_every_slot_is_used_once_whatever_the_number_of_microbatches(ranks, mode
                     if len(actions) == 2:
                         assert mode != "direct"
                         first, second = actions
-                        assert first.kind == second.kind == Kind.FORWARD
+                        assert first.kind == second.kind == ActionKind.FORWARD
                         assert second == replace(first, microbatch=first.microbatch + 1)
 
 
@@ -284,11 +285,11 @@ def test_the_idle_time_behind_a_stage_tells_which_are_sent_early(ranks, idle):
     for stage, expected in idle.items():
         for rank in schedule.holders(stage):
             row = [
-                (ends[a.kind == Kind.FORWARD, a.pipe, a.stage, a.microbatch], a)
+                (ends[a.kind == ActionKind.FORWARD, a.pipe, a.stage, a.microbatch], a)
                 for a in schedule.order[rank]
             ]
             ready = max(end for end, action in row if action.stage == stage)
-            busy = sum(1 if a.kind == Kind.FORWARD else 2 for end, a in row if end > ready)
+            busy = sum(1 if a.kind == ActionKind.FORWARD else 2 for end, a in row if end > ready)
             assert row[-1][0] - ready - busy == expected
 
 

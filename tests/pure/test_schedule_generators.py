@@ -8,22 +8,19 @@ from fractions import Fraction
 import pytest
 
 from headway.errors import PlanError
-from headway.schedule import Kind, StageCosts
-from headway.schedule.generators import (
-    breadth_first,
-    dualpipe,
-    dualpipe_v,
+from headway.schedule.generators.dualpipe import dualpipe, dualpipe_v
+from headway.schedule.generators.gpipe_and_1f1b import (
     gems,
     gpipe,
-    interleaved,
-    interleaved_zero_bubble,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
-    zb_h1,
-    zbv,
 )
-from headway.schedule.stats import measure
+from headway.schedule.generators.interleaved import breadth_first, interleaved
+from headway.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zbv
+from headway.schedule.pipeline_schedule import ActionKind
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import measure_schedule
 from support.exact_play import cells, play, play_schedule
 
 GENERATORS = {
@@ -88,8 +85,12 @@ def test_every_cell_is_there_once_and_in_its_place(name):
             for stage in range(schedule.stages):
                 for number in pipe.microbatches:
                     key = pipe.name, stage, number
-                    kinds = {kind for kind in Kind if found.pop((kind, *key), 0)}
-                    assert kinds in ({Kind.FORWARD, Kind.BACKWARD}, set("FIW")), (D, N, key)
+                    kinds = {kind for kind in ActionKind if found.pop((kind, *key), 0)}
+                    assert kinds in ({ActionKind.FORWARD, ActionKind.BACKWARD}, set("FIW")), (
+                        D,
+                        N,
+                        key,
+                    )
         assert not found
         assert all(schedule.rank_of(a) == rank for rank, a in schedule.actions())
         assert not schedule.is_lowered
@@ -123,7 +124,7 @@ def test_both_simulators_agree(name):
         for cost in ((1, 1, 1), (2, 3, 1)):
             price = dict(zip(("forward", "input_grad", "weight_grad"), cost, strict=True))
             costs = StageCosts.of(schedule.stages, ranks=D, **price)
-            ours, theirs = measure(schedule, costs), play_schedule(schedule, cost)
+            ours, theirs = measure_schedule(schedule, costs), play_schedule(schedule, cost)
             assert ours.makespan == pytest.approx(float(theirs.makespan))
             assert ours.bubble == pytest.approx(float(theirs.bubble))
             assert ours.peak_activations == pytest.approx([float(p) for p in theirs.peaks])
@@ -290,7 +291,7 @@ def test_interleaved_runs_ahead_as_megatron_does():
     """Where D divides N: (v-1)D + 2(D-1-r) forwards, and one more before the first backward."""
     D, N, v = 4, 8, 3
     for rank, order in enumerate(interleaved(D, N, virtual=v).order):
-        first = [a.kind for a in order].index(Kind.BACKWARD)
+        first = [a.kind for a in order].index(ActionKind.BACKWARD)
         assert first == (v - 1) * D + 2 * (D - 1 - rank) + 1
 
 

@@ -8,13 +8,20 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import HeadwayError, PlanError
-from headway.schedule import Kind, Pipe, StageCosts
-from headway.schedule.action import COMPUTE, MESSAGES, OF_STAGE
-from headway.schedule.check import violations
-from headway.schedule.generators import one_f_one_b, pipedream, zbv
 from headway.schedule.generators.chimera import chimera
+from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b, pipedream
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import eager_stages, idle_after_gradients, lower
-from headway.schedule.named import SCHEDULES, make_schedule
+from headway.schedule.pipeline_schedule import (
+    COMPUTE_KINDS,
+    MESSAGE_KINDS,
+    STAGE_KINDS,
+    ActionKind,
+    SchedulePipe,
+)
+from headway.schedule.rules.check import schedule_violations
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import count_messages
 from headway.schedule.timing import time_schedule
 from support.tables import random_table, table_of
@@ -34,7 +41,7 @@ def every_schedule():
 def message_of(schedule, action):
     """(pipe, from, to, micro-batch) of a SEND or POST, and the rank at the other end."""
     ends = (action.stage, action.other)
-    ends = ends if action.kind == Kind.SEND else ends[::-1]
+    ends = ends if action.kind == ActionKind.SEND else ends[::-1]
     peer = schedule.pipe_of[action.pipe].placement[action.other]
     return (action.pipe, *ends, action.microbatch), peer
 
@@ -43,7 +50,7 @@ def operations(schedule):
     """For each ordered (rank, peer): the messages that the rank SENDs to or POSTs for the peer."""
     found = {}
     for rank, action in schedule.actions():
-        if action.kind in (Kind.SEND, Kind.POST):
+        if action.kind in (ActionKind.SEND, ActionKind.POST):
             message, peer = message_of(schedule, action)
             found.setdefault((rank, peer), []).append(message)
     return found
@@ -62,11 +69,11 @@ def runs_on_blocking_pairs(schedule):
         for rank, row in enumerate(schedule.order):
             while position[rank] < len(row):
                 action = row[position[rank]]
-                if action.kind == Kind.RECV:
+                if action.kind == ActionKind.RECV:
                     message = (action.pipe, action.other, action.stage, action.microbatch)
                     if message not in done:
                         break
-                elif action.kind in (Kind.SEND, Kind.POST):
+                elif action.kind in (ActionKind.SEND, ActionKind.POST):
                     message, peer = message_of(schedule, action)
                     channels.setdefault((rank, peer), []).append(message)
                 position[rank] += 1
@@ -86,12 +93,12 @@ def test_every_schedule_is_lowered_to_a_valid_table_that_takes_as_long(sync, tag
     for schedule in every_schedule():
         costs = StageCosts.of(schedule.stages, ranks=schedule.ranks)
         low = lower(schedule, sync=sync, tags=tags, lookahead=3)
-        assert violations(low, transport_has_tags=tags) == ()
+        assert schedule_violations(low, transport_has_tags=tags) == ()
         assert low.compute == schedule.compute
         assert time_schedule(low, costs).makespan == time_schedule(schedule, costs).makespan
         kinds = [action.kind for _, action in low.actions()]
         expected = count_messages(schedule)
-        assert [kinds.count(k) for k in sorted(MESSAGES)] == [expected] * 3
+        assert [kinds.count(k) for k in sorted(MESSAGE_KINDS)] == [expected] * 3
 
 
 def test_messages_with_a_price_take_as_long_in_both_forms():
@@ -107,10 +114,10 @@ def test_send_follows_and_receive_precedes_directly():
     for seed in range(30):
         for row in lower(random_table(random.Random(seed))).order:
             for i, action in enumerate(row):
-                if action.kind == Kind.SEND:
-                    near = [a for a in row[:i] if a.kind in COMPUTE][-1]
-                elif action.kind == Kind.RECV:
-                    near = next(a for a in row[i:] if a.kind in COMPUTE)
+                if action.kind == ActionKind.SEND:
+                    near = [a for a in row[:i] if a.kind in COMPUTE_KINDS][-1]
+                elif action.kind == ActionKind.RECV:
+                    near = next(a for a in row[i:] if a.kind in COMPUTE_KINDS)
                 else:
                     continue
                 assert (near.pipe, near.stage, near.microbatch) == (
@@ -126,11 +133,11 @@ def test_a_message_is_posted_as_early_as_allowed(lookahead):
     schedule = replace(zbv(4, 8), most_activations=None)
     for row in lower(schedule, lookahead=lookahead).order:
         for i, action in enumerate(row):
-            if action.kind != Kind.POST:
+            if action.kind != ActionKind.POST:
                 continue
-            receive = row.index(replace(action, kind=Kind.RECV))
-            between = sum(a.kind in COMPUTE for a in row[i:receive])
-            before = sum(a.kind in COMPUTE for a in row[:receive])
+            receive = row.index(replace(action, kind=ActionKind.RECV))
+            between = sum(a.kind in COMPUTE_KINDS for a in row[i:receive])
+            before = sum(a.kind in COMPUTE_KINDS for a in row[:receive])
             assert between == min(lookahead, before)
 
 
@@ -169,7 +176,7 @@ def test_with_tags_the_order_may_differ_and_then_blocks_such_a_transport():
 @pytest.mark.parametrize(("pair", "first"), [((0, 1), 0), ((1, 2), 2), ((0, 2), 0), ((1, 3), 1)])
 def test_of_two_messages_made_at_once_that_of_the_even_or_lower_rank_comes_first(pair, first):
     """The parity rule: two opposite pipes send to each other at the same moment."""
-    pipes = (Pipe("d0", pair, (0,)), Pipe("u0", pair[::-1], (1,)))
+    pipes = (SchedulePipe("d0", pair, (0,)), SchedulePipe("u0", pair[::-1], (1,)))
     rows = [[] for _ in range(4)]
     rows[pair[0]] = ["d0.s0.F.0", "u0.s1.F.1", "u0.s1.B.1", "d0.s0.B.0"]
     rows[pair[1]] = ["u0.s0.F.1", "d0.s1.F.0", "d0.s1.B.0", "u0.s0.B.1"]
@@ -186,12 +193,12 @@ def test_lowering_again_changes_nothing():
 
 
 def stage_texts(row):
-    return [str(a) for a in row if a.kind in OF_STAGE]
+    return [str(a) for a in row if a.kind in STAGE_KINDS]
 
 
 def test_post_puts_everything_at_the_end_in_stage_order():
     row = lower(chimera(4, 4), sync="post").order[1]
-    assert [a.kind in OF_STAGE for a in row[-6:]] == [True] * 6
+    assert [a.kind in STAGE_KINDS for a in row[-6:]] == [True] * 6
     expected = [
         f"{stage}.{kind}" for kind in ("SYNC", "WAIT", "STEP") for stage in ("d0.s1", "u0.s2")
     ]
@@ -252,23 +259,23 @@ def test_eager_hides_what_post_exposes():
 def test_a_split_backward_is_complete_with_its_weight_gradient():
     row = lower(zbv(2, 4), sync="eager").order[0]
     texts = [str(a) for a in row]
-    last = max(i for i, a in enumerate(row) if a.kind == Kind.WEIGHT_GRAD and a.stage == 0)
+    last = max(i for i, a in enumerate(row) if a.kind == ActionKind.WEIGHT_GRAD and a.stage == 0)
     assert texts[last + 1] == "d0.s0.SYNC"
 
 
 def test_without_a_flush_every_step_is_preceded_by_its_all_reduce():
     low = lower(pipedream(2, 3), sync="eager")
-    assert violations(low) == ()
+    assert schedule_violations(low) == ()
     texts = stage_texts(low.order[0])
     assert texts[:3] == ["d0.s0.SYNC@1", "d0.s0.WAIT@1", "d0.s0.STEP@1"]
     assert len(texts) == 9
 
 
 def test_a_stage_that_two_pipes_bring_to_a_rank_is_summed_once():
-    pipes = (Pipe("d0", (0, 1), (0,)), Pipe("d1", (0, 1), (1,)))
+    pipes = (SchedulePipe("d0", (0, 1), (0,)), SchedulePipe("d1", (0, 1), (1,)))
     rows = [[f"d{n}.s{s}.{kind}.{n}" for kind in ("F", "B") for n in range(2)] for s in range(2)]
     low = lower(table_of(pipes, *rows), sync="eager")
-    assert violations(low) == ()
+    assert schedule_violations(low) == ()
     assert stage_texts(low.order[1]) == ["d0.s1.SYNC", "d0.s1.WAIT", "d0.s1.STEP"]
     texts = [str(a) for a in low.order[1]]
     assert texts.index("d0.s1.SYNC") > texts.index("d1.s1.B.1")

@@ -9,24 +9,34 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError, UsageError
-from headway.planner import Budget, search_schedule
-from headway.planner.bound import lower_bound
-from headway.planner.known_tables import known_tables
-from headway.planner.layouts import PLACEMENTS, costs_of, make_layout
-from headway.planner.list_scheduling import Policy, Problem, alone, random_urgency
-from headway.planner.local_search import Candidate, improve
-from headway.schedule import Action, Kind, StageCosts
-from headway.schedule.check import violations
+from headway.planner.schedule_search.heuristics import (
+    ListProblem,
+    TableCandidate,
+    UrgencyPolicy,
+    earliest_starts,
+    improve_table,
+    random_urgency,
+)
+from headway.planner.schedule_search.placements import PLACEMENTS, costs_of, make_placement
+from headway.planner.schedule_search.tables import (
+    ScheduleSearchBudget,
+    known_tables,
+    lower_bound,
+    search_schedule,
+)
 from headway.schedule.generators.chimera import chimera
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.stats import measure, peak_activations
-from headway.schedule.timing import Timer, time_schedule
+from headway.schedule.pipeline_schedule import Action, ActionKind
+from headway.schedule.rules.check import schedule_violations
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import measure_schedule, peak_activations
+from headway.schedule.timing import ScheduleTimer, time_schedule
 from headway.schedule.weight_gradients import fill_with_weight_gradients
 from support.exact_play import play_schedule
 
 FLUSHED = [name for name in SCHEDULES if not name.startswith("pipedream")]
-QUICK = Budget(lists=40, moves=200)
+QUICK = ScheduleSearchBudget(lists=40, moves=200)
 UNEQUAL = StageCosts.of(4, forward=(1.0, 1.5, 1.0, 0.75), latency=0.1, message=0.05)
 
 
@@ -46,8 +56,8 @@ def test_split_chimera_has_the_bubble_of_its_formula(D, K):
     assert played.makespan == 3 * N + D / 2 - 1
     assert played.bubble == pytest.approx((D - 2) / (6 * N + D - 2))
     assert max(played.peaks) == D == schedule.most_activations
-    assert violations(schedule) == ()
-    layout = make_layout("both-directions", D, N, StageCosts.of(D))
+    assert schedule_violations(schedule) == ()
+    layout = make_placement("both-directions", D, N, StageCosts.of(D))
     assert lower_bound(layout, D) == played.makespan
 
 
@@ -74,7 +84,7 @@ def test_filling_never_costs_time_or_memory(name, stages, microbatches):
             given.stages, ranks=stages, **times, latency=draw.choice((0, 0.3)), overhead=0.01
         )
         filled = fill_with_weight_gradients(given, costs)
-        assert violations(filled) == ()
+        assert schedule_violations(filled) == ()
         assert makespan(filled, costs) <= makespan(given, costs) + 1e-9
         assert max(peak_activations(filled, costs)) <= max(peak_activations(given, costs))
 
@@ -83,9 +93,9 @@ def test_forwards_and_input_gradients_keep_their_order():
     given = chimera(4, 8)
     filled = fill_with_weight_gradients(given, StageCosts.of(4))
     for before, after in zip(given.order, filled.order, strict=True):
-        kept = [a for a in after if a.kind != Kind.WEIGHT_GRAD]
-        assert [replace(a, kind=Kind.FORWARD) for a in kept] == [
-            replace(a, kind=Kind.FORWARD) for a in before
+        kept = [a for a in after if a.kind != ActionKind.WEIGHT_GRAD]
+        assert [replace(a, kind=ActionKind.FORWARD) for a in kept] == [
+            replace(a, kind=ActionKind.FORWARD) for a in before
         ]
     assert filled.name == "chimera-split"
 
@@ -132,7 +142,7 @@ def can_be_done(layout, most, steps):
         (kind, p.name, s)
         for p in layout.pipes
         for s in range(len(p.placement))
-        for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+        for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
     ]
     number = {visit: i for i, visit in enumerate(visits)}
     total = [len(pipes[name].microbatches) for _, name, _ in visits]
@@ -144,23 +154,25 @@ def can_be_done(layout, most, steps):
     def before(i):
         kind, name, s = visits[i]
         last = len(pipes[name].placement) - 1
-        if kind == Kind.FORWARD:
-            return [number[Kind.FORWARD, name, s - 1]] if s else []
-        if kind == Kind.WEIGHT_GRAD:
-            return [number[Kind.INPUT_GRAD, name, s]]
-        later = [number[Kind.INPUT_GRAD, name, s + 1]] if s < last else []
-        return [number[Kind.FORWARD, name, s], *later]
+        if kind == ActionKind.FORWARD:
+            return [number[ActionKind.FORWARD, name, s - 1]] if s else []
+        if kind == ActionKind.WEIGHT_GRAD:
+            return [number[ActionKind.INPUT_GRAD, name, s]]
+        later = [number[ActionKind.INPUT_GRAD, name, s + 1]] if s < last else []
+        return [number[ActionKind.FORWARD, name, s], *later]
 
     needs = [before(i) for i in range(len(visits))]
     sizes = [layout.costs.activation[s] for _, _, s in visits]
 
     def choices(state, rank):
         held = sum(
-            sizes[i] * (state[i] - state[i + 2]) for i in own[rank] if visits[i][0] == Kind.FORWARD
+            sizes[i] * (state[i] - state[i + 2])
+            for i in own[rank]
+            if visits[i][0] == ActionKind.FORWARD
         )
         yield None
         for i in own[rank]:
-            fits = visits[i][0] != Kind.FORWARD or held + sizes[i] <= most + 1e-9
+            fits = visits[i][0] != ActionKind.FORWARD or held + sizes[i] <= most + 1e-9
             if fits and state[i] < total[i] and all(state[j] > state[i] for j in needs[i]):
                 yield i
 
@@ -186,7 +198,7 @@ def can_be_done(layout, most, steps):
 )
 def test_small_searches_find_the_best_of_all_tables(placement, D, N, most):
     costs = StageCosts.of(D)
-    layout = make_layout(placement, D, N, costs)
+    layout = make_placement(placement, D, N, costs)
     step = layout.costs.forward[0]
     found = search_schedule(D, N, costs, most_activations=most, placements=[placement])
     steps = round(found.makespan / step)
@@ -199,7 +211,7 @@ def test_small_searches_find_the_best_of_all_tables(placement, D, N, most):
 @pytest.mark.parametrize(("placement", "gap"), [("straight", 0), ("v", 0), ("loop", 0.5)])
 def test_on_three_ranks_a_loop_is_missed_by_one_step(placement, gap):
     costs = StageCosts.of(3)
-    layout = make_layout(placement, 3, 3, costs)
+    layout = make_placement(placement, 3, 3, costs)
     found = search_schedule(3, 3, costs, most_activations=2, placements=[placement])
     best = found.makespan - gap
     steps = round(best / layout.costs.forward[0])
@@ -221,7 +233,7 @@ def rows_of(layout, rank):
                 k = done.get((pipe.name, s, kind), 0)
                 ready = kind == "F" or done.get((pipe.name, s, earlier), 0) > k
                 if k < len(pipe.microbatches) and ready:
-                    action = Action(Kind(kind), pipe.name, s, pipe.microbatches[k])
+                    action = Action(ActionKind(kind), pipe.name, s, pipe.microbatches[k])
                     yield from extend([*row, action], {**done, (pipe.name, s, kind): k + 1})
 
     return list(extend([], {}))
@@ -243,8 +255,8 @@ def test_with_unequal_costs_the_best_of_all_orders_is_found(placement, N, most):
             latency=draw.choice((0.0, 0.5)),
             slowness=(1.0, draw.choice((1.0, 1.3))),
         )
-        layout = make_layout(placement, 2, N, costs)
-        timer = Timer(layout.plain_table(), costs)
+        layout = make_placement(placement, 2, N, costs)
+        timer = ScheduleTimer(layout.plain_table(), costs)
         number = {action: cell for cell, action in enumerate(timer.wiring.actions)}
         within = [
             [[number[a] for a in row] for row in rows_of(layout, rank) if max(held(row)) <= most]
@@ -257,7 +269,7 @@ def test_with_unequal_costs_the_best_of_all_orders_is_found(placement, N, most):
 
 
 def held(row):
-    step = {Kind.FORWARD: 1, Kind.WEIGHT_GRAD: -1}
+    step = {ActionKind.FORWARD: 1, ActionKind.WEIGHT_GRAD: -1}
     return list(itertools.accumulate(step.get(action.kind, 0) for action in row))
 
 
@@ -267,12 +279,12 @@ def held(row):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("most", [1.5, 2.5, 4.0])
 def test_results_are_legal_within_memory_and_never_worse_than_known_tables(placement, most):
-    layout = make_layout(placement, 4, 6, UNEQUAL)
+    layout = make_placement(placement, 4, 6, UNEQUAL)
     found = search_schedule(
         4, 6, UNEQUAL, most_activations=most, placements=[placement], budget=QUICK
     )
-    assert violations(found.schedule) == ()
-    stats = measure(found.schedule, found.costs)
+    assert schedule_violations(found.schedule) == ()
+    stats = measure_schedule(found.schedule, found.costs)
     assert stats.makespan == pytest.approx(found.makespan)
     assert max(stats.peak_activations) <= most + 1e-9
     assert found.bound <= found.makespan
@@ -296,11 +308,11 @@ def ascending(schedule):
 
 def test_known_tables_respect_the_bound():
     for placement, D, N in itertools.product(PLACEMENTS, (4,), (4, 8)):
-        layout = make_layout(placement, D, N, StageCosts.of(D))
+        layout = make_placement(placement, D, N, StageCosts.of(D))
         for most in (1, 3, 4, 5):
             for table in known_tables(layout, most):
                 assert max(peak_activations(table, layout.costs)) <= most
-                assert violations(table) == ()
+                assert schedule_violations(table) == ()
 
 
 def test_the_seed_decides_alone():
@@ -334,7 +346,7 @@ def test_one_copy_is_never_worse_than_zbv_and_two_are_better(D, N):
 @pytest.mark.parametrize("slow", range(4))
 def test_an_unequal_stage_costs_a_tenth_less_than_in_named_tables(slow):
     costs = StageCosts.of(4, forward=[1.5 if s == slow else 1.0 for s in range(4)])
-    budget = Budget(lists=150, moves=1500)
+    budget = ScheduleSearchBudget(lists=150, moves=1500)
     found = search_schedule(4, 8, costs, most_activations=4, placements=["w"], budget=budget)
     for name in ("1f1b", "interleaved"):
         rival = make_schedule(name, stages=4, microbatches=8)
@@ -349,9 +361,9 @@ def test_a_slow_rank_is_searched_too():
 
 
 def test_a_time_limit_ends_a_search():
-    budget = Budget(lists=10**9, moves=10**9, seconds=0.2)
+    budget = ScheduleSearchBudget(lists=10**9, moves=10**9, seconds=0.2)
     found = search_schedule(4, 4, UNEQUAL, most_activations=2, placements=["v"], budget=budget)
-    assert violations(found.schedule) == ()
+    assert schedule_violations(found.schedule) == ()
 
 
 def test_refusals():
@@ -382,17 +394,17 @@ def test_cutting_and_joining_stages_keeps_the_model():
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_careful_lists_never_get_stuck(placement):
     for D, N, most in ((2, 3, 1), (4, 6, 1), (4, 6, 2.25), (6, 6, 3)):
-        problem = Problem(make_layout(placement, D, N, StageCosts.of(D)), most)
-        solo, draw = alone(problem), random.Random(0)
+        problem = ListProblem(make_placement(placement, D, N, StageCosts.of(D)), most)
+        solo, draw = earliest_starts(problem), random.Random(0)
         for _ in range(5):
-            order = problem.run(Policy(random_urgency(problem, solo, draw)))
+            order = problem.run(UrgencyPolicy(random_urgency(problem, solo, draw)))
             assert order is not None
             assert problem.timer.makespan(order) < float("inf")
 
 
 def test_local_search_mends_a_bad_table():
-    layout = make_layout("straight", 3, 4, StageCosts.of(3))
-    timer = Timer(layout.plain_table(), layout.costs)
-    start = Candidate(timer.makespan(), timer, timer.wiring.order)
-    better = improve(start, 4, moves=3000, draw=random.Random(0))
+    layout = make_placement("straight", 3, 4, StageCosts.of(3))
+    timer = ScheduleTimer(layout.plain_table(), layout.costs)
+    start = TableCandidate(timer.makespan(), timer, timer.wiring.order)
+    better = improve_table(start, 4, moves=3000, draw=random.Random(0))
     assert start.makespan > better.makespan == lower_bound(layout, 4)

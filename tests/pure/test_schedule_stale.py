@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError, UsageError
-from headway.schedule import Action, Kind
-from headway.schedule.action import NONE
-from headway.schedule.generators import one_f_one_b, pipedream, pipedream_2bw
-from headway.schedule.named import SCHEDULES, make_schedule
+from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b, pipedream, pipedream_2bw
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.pipeline_schedule import NO_NUMBER, Action, ActionKind
 
 SIZES = [(D, N) for D in (1, 2, 3, 4, 5, 8) for N in (*range(1, 2 * D + 3), 5 * D)]
 
 
 def rows(schedule):
     def text(a):
-        number = "" if a.microbatch == NONE else a.microbatch
+        number = "" if a.microbatch == NO_NUMBER else a.microbatch
         return f"{a.kind}{number}@{a.version}"
 
     return [" ".join(map(text, order)) for order in schedule.order]
@@ -27,12 +26,12 @@ def versions_alive(order):
     """What a rank holds at each moment: the newest version, and what a backward still needs."""
     newest, needed = 0, []
     for a in order:
-        if a.kind == Kind.FORWARD:
+        if a.kind == ActionKind.FORWARD:
             assert a.version <= newest, "a version that is not there yet"
             needed.append(a.version)
-        elif a.kind == Kind.BACKWARD:
+        elif a.kind == ActionKind.BACKWARD:
             needed.remove(a.version)
-        elif a.kind == Kind.STEP:
+        elif a.kind == ActionKind.STEP:
             newest += 1
             assert a.version == newest
         yield {newest, *needed}
@@ -57,7 +56,7 @@ def test_without_steps_and_versions_the_order_is_that_of_1f1b(generate):
     for D, N in SIZES:
         schedule = generate(D, N)
         assert not schedule.flush
-        bare = [tuple(replace(a, version=NONE) for a in order) for order in schedule.compute]
+        bare = [tuple(replace(a, version=NO_NUMBER) for a in order) for order in schedule.compute]
         assert bare == list(one_f_one_b(D, N).order)
 
 
@@ -65,9 +64,11 @@ def test_without_steps_and_versions_the_order_is_that_of_1f1b(generate):
 def test_a_backward_uses_the_version_of_its_forward(generate):
     for D, N in SIZES:
         for order in generate(D, N).order:
-            used = {a.microbatch: a.version for a in order if a.kind == Kind.FORWARD}
+            used = {a.microbatch: a.version for a in order if a.kind == ActionKind.FORWARD}
             assert len(used) == N
-            assert all(used[a.microbatch] == a.version for a in order if a.kind == Kind.BACKWARD)
+            assert all(
+                used[a.microbatch] == a.version for a in order if a.kind == ActionKind.BACKWARD
+            )
 
 
 def test_pipedream_steps_after_every_backward_and_forwards_use_the_newest():
@@ -75,12 +76,12 @@ def test_pipedream_steps_after_every_backward_and_forwards_use_the_newest():
         for stage, order in enumerate(pipedream(D, N).order):
             newest = 0
             for a, behind in zip(order, (*order[1:], None), strict=True):
-                if a.kind == Kind.FORWARD:
+                if a.kind == ActionKind.FORWARD:
                     assert a.version == newest == max(0, a.microbatch - (D - 1 - stage))
-                elif a.kind == Kind.STEP:
+                elif a.kind == ActionKind.STEP:
                     newest += 1
                 else:
-                    assert behind == Action(Kind.STEP, "d0", stage, version=newest + 1)
+                    assert behind == Action(ActionKind.STEP, "d0", stage, version=newest + 1)
             assert newest == N
 
 
@@ -99,7 +100,7 @@ def test_2bw_keeps_two_versions_and_is_one_step_behind():
             for order in pipedream_2bw(D, N, group=m).order:
                 assert max(map(len, versions_alive(order))) <= 2
                 for a in order:
-                    if a.kind != Kind.STEP:
+                    if a.kind != ActionKind.STEP:
                         assert a.version == max(0, a.microbatch // m - 1)
 
 
@@ -109,8 +110,8 @@ def test_2bw_steps_after_each_group():
         for order in pipedream_2bw(D, N, group=D + 1).order:
             done, steps = 0, []
             for a in order:
-                done += a.kind == Kind.BACKWARD
-                if a.kind == Kind.STEP:
+                done += a.kind == ActionKind.BACKWARD
+                if a.kind == ActionKind.STEP:
                     steps.append(done)
             assert steps == [*range(D + 1, N, D + 1), N]
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError
-from headway.schedule import Kind, Pipe, StageCosts
-from headway.schedule.critical import critical_path
-from headway.schedule.generators import gpipe, one_f_one_b, pipedream, pipedream_2bw, zb_h1
 from headway.schedule.generators.chimera import chimera
-from headway.schedule.named import make_schedule
-from headway.schedule.stats import count_messages, measure, peak_activations
-from headway.schedule.timing import Timer
+from headway.schedule.generators.gpipe_and_1f1b import gpipe, one_f_one_b, pipedream, pipedream_2bw
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.generators.zero_bubble import zb_h1
+from headway.schedule.pipeline_schedule import ActionKind, SchedulePipe
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import count_messages, critical_path, measure_schedule, peak_activations
+from headway.schedule.timing import ScheduleTimer
 from support.tables import random_table, table_of
 
 
@@ -24,7 +25,7 @@ def stats(name, stages, microbatches, **options):
     schedule = replace(
         make_schedule(name, stages=stages, microbatches=microbatches, **options), recompute=()
     )
-    return measure(schedule, StageCosts.of(schedule.stages, ranks=stages))
+    return measure_schedule(schedule, StageCosts.of(schedule.stages, ranks=stages))
 
 
 TABLE = {
@@ -108,14 +109,14 @@ def test_a_split_backward_is_held_until_its_weight_gradient_or_in_part():
     rows = [
         f"d0.s0.{text}" for text in ("F.0", "F.1", "I.0", "I.1", "F.2", "I.2", "W.0", "W.1", "W.2")
     ]
-    table = table_of((Pipe("d0", (0,), (0, 1, 2)),), rows)
+    table = table_of((SchedulePipe("d0", (0,), (0, 1, 2)),), rows)
     costs = StageCosts.of(1)
     assert peak_activations(table, costs) == (3,)
     assert peak_activations(table, costs, freed_by_input_grad=1) == (2,)
     assert peak_activations(table, costs, freed_by_input_grad=0.25) == (2.5,)
     schedule = zb_h1(4, 8)
     assert peak_activations(schedule, StageCosts.of(4)) == (4, 4, 4, 4)
-    cheap = measure(schedule, StageCosts.of(4), freed_by_input_grad=1).peak_activations
+    cheap = measure_schedule(schedule, StageCosts.of(4), freed_by_input_grad=1).peak_activations
     assert cheap == (4, 3, 2, 1)
 
 
@@ -127,24 +128,24 @@ def test_activations_of_unequal_stages():
 def test_halves_cost_half():
     """Backward halving: no more memory than the basic unit, and fewer bubbles."""
     schedule = make_schedule("chimera-halving", stages=4, microbatches=4)
-    found = measure(schedule, StageCosts.of(4).halved())
+    found = measure_schedule(schedule, StageCosts.of(4).halved())
     assert found.makespan == 13.5
     assert max(found.peak_activations) == 4
 
 
 def test_weights_and_versions_without_a_flush():
     costs = replace(StageCosts.of(4), weight=(1, 1, 1, 10))
-    found = measure(pipedream(4, 8), costs)
+    found = measure_schedule(pipedream(4, 8), costs)
     assert found.versions == (4, 3, 2, 1)
     assert found.weights == (4, 3, 2, 10)
-    assert measure(pipedream_2bw(4, 12), costs).versions == (2, 2, 2, 2)
-    assert measure(pipedream_2bw(4, 12), costs).weights == (2, 2, 2, 20)
+    assert measure_schedule(pipedream_2bw(4, 12), costs).versions == (2, 2, 2, 2)
+    assert measure_schedule(pipedream_2bw(4, 12), costs).weights == (2, 2, 2, 20)
 
 
 def test_a_stage_that_two_pipes_bring_to_a_rank_is_held_once():
-    pipes = (Pipe("d0", (0,), (0,)), Pipe("u0", (0,), (1,)))
+    pipes = (SchedulePipe("d0", (0,), (0,)), SchedulePipe("u0", (0,), (1,)))
     table = table_of(pipes, ["d0.s0.F.0", "d0.s0.B.0", "u0.s0.F.1", "u0.s0.B.1"])
-    assert measure(table, StageCosts.of(1)).weights == (1,)
+    assert measure_schedule(table, StageCosts.of(1)).weights == (1,)
 
 
 def test_messages_are_counted_between_ranks_alone():
@@ -155,7 +156,7 @@ def test_messages_are_counted_between_ranks_alone():
 
 
 def test_bubbles_of_each_rank():
-    found = measure(one_f_one_b(2, 2), StageCosts.of(2, slowness=(1, 2)))
+    found = measure_schedule(one_f_one_b(2, 2), StageCosts.of(2, slowness=(1, 2)))
     assert found.makespan == 1 + 2 * 3 * 2 + 2
     assert found.bubbles == pytest.approx((1 - 6 / 15, 1 - 12 / 15))
     assert found.bubble == pytest.approx(1 - 18 / 30)
@@ -166,7 +167,7 @@ def test_a_critical_path_leads_from_the_start_to_the_end_without_a_gap(seed):
     draw = random.Random(seed)
     schedule = random_table(draw)
     costs = StageCosts.of(schedule.stages)
-    timer = Timer(schedule, costs)
+    timer = ScheduleTimer(schedule, costs)
     timing = timer.timing()
     path = critical_path(timer, timer.run())
     assert timing.start[path[0]] == 0
@@ -181,40 +182,40 @@ def test_the_critical_path_grows_first_when_messages_take_time(seed):
     draw = random.Random(seed)
     schedule = random_table(draw)
     tiny = 2.0**-20
-    timer = Timer(schedule, StageCosts.of(schedule.stages))
+    timer = ScheduleTimer(schedule, StageCosts.of(schedule.stages))
     path = critical_path(timer, timer.run())
     crossings = sum(a[0] != b[0] for a, b in itertools.pairwise(path))
-    later = Timer(schedule, StageCosts.of(schedule.stages, latency=tiny))
+    later = ScheduleTimer(schedule, StageCosts.of(schedule.stages, latency=tiny))
     assert later.makespan() == timer.makespan() + crossings * tiny
 
 
 def test_the_critical_path_follows_a_queue_of_messages():
     """Three forwards in a row over a slow link: the link decides, from the first message on."""
-    pipe = (Pipe("d0", (0, 1), (0, 1, 2)),)
+    pipe = (SchedulePipe("d0", (0, 1), (0, 1, 2)),)
     row = ["F.0", "F.1", "F.2", "B.0", "B.1", "B.2"]
     table = table_of(pipe, [f"d0.s0.{t}" for t in row], [f"d0.s1.{t}" for t in row])
-    timer = Timer(table, StageCosts.of(2, message=(5, 0)))
+    timer = ScheduleTimer(table, StageCosts.of(2, message=(5, 0)))
     path = [str(action) for _, action in critical_path(timer, timer.run())]
     assert path[:3] == ["d0.s0.F.0", "d0.s1.F.2", "d0.s1.B.0"]
 
 
 def test_the_critical_path_goes_through_an_all_reduce():
-    pipes = (Pipe("d0", (0,), (0,)), Pipe("d1", (1,), (1,)))
+    pipes = (SchedulePipe("d0", (0,), (0,)), SchedulePipe("d1", (1,), (1,)))
     rows = [
         [f"d{n}.s0.F.{n}", f"d{n}.s0.B.{n}", f"d{n}.s0.SYNC", f"d{n}.s0.WAIT", f"d{n}.s0.STEP"]
         for n in range(2)
     ]
-    timer = Timer(table_of(pipes, *rows), StageCosts.of(1, sync=4, slowness=(1, 2)))
+    timer = ScheduleTimer(table_of(pipes, *rows), StageCosts.of(1, sync=4, slowness=(1, 2)))
     path = critical_path(timer, timer.run())
     assert [str(action) for _, action in path][:3] == ["d1.s0.F.1", "d1.s0.B.1", "d1.s0.SYNC"]
-    assert path[-1][1].kind in (Kind.STEP, Kind.WAIT, Kind.SYNC)
+    assert path[-1][1].kind in (ActionKind.STEP, ActionKind.WAIT, ActionKind.SYNC)
 
 
 def test_a_table_that_cannot_go_on_has_no_stats():
     table = gpipe(2, 2)
     rows = (table.order[0], table.order[1][::-1])
     with pytest.raises(PlanError, match="gpipe cannot go on"):
-        measure(replace(table, order=rows), StageCosts.of(2))
+        measure_schedule(replace(table, order=rows), StageCosts.of(2))
 
 
 # -- what is computed again ------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_a_stage_that_recomputes_keeps_its_inputs_until_its_backward():
 def test_the_input_gradient_begins_with_what_is_computed_again():
     """Then everything is held until W."""
     row = [f"d0.s0.{cell}" for cell in ("F.0", "F.1", "I.0", "I.1", "W.0", "W.1")]
-    table = table_of((Pipe("d0", (0,), (0, 1)),), row)
+    table = table_of((SchedulePipe("d0", (0,), (0, 1)),), row)
     costs = StageCosts.of(1, kept=0.5)
     assert peak_activations(replace(table, recompute=(0,)), costs) == (2,)
     assert peak_activations(replace(table, recompute=(0,)), costs, freed_by_input_grad=1) == (1.5,)
@@ -244,7 +245,7 @@ def test_the_input_gradient_begins_with_what_is_computed_again():
 @pytest.mark.parametrize(("again", "work"), [((), 96), ((2,), 104), ((0, 1, 2, 3), 128)])
 def test_each_stage_pays_for_its_own_forward(again, work):
     schedule = make_schedule("1f1b", stages=4, microbatches=8)
-    found = measure(replace(schedule, recompute=again), StageCosts.of(4))
+    found = measure_schedule(replace(schedule, recompute=again), StageCosts.of(4))
     assert round(sum(found.makespan * (1 - idle) for idle in found.bubbles), 9) == work
 
 

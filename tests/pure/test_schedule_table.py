@@ -8,21 +8,20 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import DocumentError, PlanError
-from headway.schedule import Action, Pipe, PipelineSchedule, StageCosts
-from headway.schedule.check import violations
-from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.table import (
+from headway.schedule.csv_format import (
     difference,
-    draw_aligned,
-    draw_timed,
     from_csv,
     from_torch_csv,
-    legend,
     read_table,
     to_csv,
     to_torch_csv,
 )
+from headway.schedule.drawing import draw_aligned, draw_timed, legend
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.lowering import lower
+from headway.schedule.pipeline_schedule import Action, PipelineSchedule, SchedulePipe
+from headway.schedule.rules.check import schedule_violations
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 from support.random_tables import random_schedule
 
@@ -177,7 +176,7 @@ def test_the_text_of_a_table():
 def test_a_rank_without_actions_is_a_row():
     schedule = PipelineSchedule(
         name="lonely",
-        pipes=(Pipe("d0", (1,), (0,)),),
+        pipes=(SchedulePipe("d0", (1,), (0,)),),
         order=((), tuple(map(Action.parse, ("d0.s0.F.0", "d0.s0.B.0"))), ()),
     )
     assert from_csv(to_csv(schedule)) == schedule
@@ -203,9 +202,9 @@ d0.s0.F.0, d0.s0.F.1, .,         d0.s0.B.0,          d0.s0.B.1
 
 def test_a_table_by_hand_needs_no_header():
     schedule = from_csv(BY_HAND, name="mine")
-    assert schedule.pipes == (Pipe("d0", (0, 1), (0, 1)),)
+    assert schedule.pipes == (SchedulePipe("d0", (0, 1), (0, 1)),)
     assert [len(row) for row in schedule.order] == [4, 4]
-    assert violations(schedule) == ()
+    assert schedule_violations(schedule) == ()
     assert schedule.name == "mine"
     assert schedule.slots is None
 
@@ -214,7 +213,7 @@ def test_the_microbatches_of_a_table_without_header_enter_as_stage_0_takes_them(
     rows = "d0.s0.F.3,d0.s0.F.1,d0.s0.B.1,d0.s0.B.3\nd0.s1.F.3,d0.s1.B.3,d0.s1.F.1,d0.s1.B.1\n"
     assert from_csv(rows).pipes[0].microbatches == (3, 1)
     v = "d0.s0.F.0,d0.s1.F.0,d0.s1.B.0,d0.s0.B.0\n"
-    assert from_csv(v).pipes == (Pipe("d0", (0, 0), (0,)),)
+    assert from_csv(v).pipes == (SchedulePipe("d0", (0, 0), (0,)),)
 
 
 def test_spreadsheets_quote_cells_and_begin_with_a_mark():
@@ -291,7 +290,7 @@ def test_what_cannot_be_inferred_is_asked_for():
 
 def test_a_table_may_be_wrong_in_what_it_does():
     text = "# pipe d0 = ranks 0, microbatches 0\nd0.s1.F.0\n"
-    found = [violation.rule for violation in violations(from_csv(text))]
+    found = [violation.rule for violation in schedule_violations(from_csv(text))]
     assert found == ["missing", "missing", "unknown-stage"]
 
 
@@ -315,16 +314,16 @@ ZBV = """\
 
 def test_a_table_of_torch_is_read_and_right():
     schedule = from_torch_csv(DUALPIPE_V, name="dualpipe-v")
-    assert schedule.pipes == (Pipe("d0", (0, 1, 1, 0), (0, 1, 2, 3)),)
-    assert violations(schedule) == ()
+    assert schedule.pipes == (SchedulePipe("d0", (0, 1, 1, 0), (0, 1, 2, 3)),)
+    assert schedule_violations(schedule) == ()
     expected = named("dualpipe-v", 2, 4)
     assert difference(replace(expected, most_activations=None), schedule) == []
 
 
 def test_a_table_of_torch_with_messages_is_read_and_right():
     schedule = from_torch_csv(ZBV)
-    assert violations(schedule) == ()
-    assert violations(schedule, transport_has_tags=False) == ()
+    assert schedule_violations(schedule) == ()
+    assert schedule_violations(schedule, transport_has_tags=False) == ()
     first = " ".join(map(str, schedule.order[0]))
     assert first.startswith("d0.s0.F.0 d0.s0.SEND.0>1 d0.s0.F.1 d0.s0.SEND.1>1 d0.s3.POST.0<2")
     assert "d0.s0.POST.0<1 d0.s3.W.1 d0.s3.SYNC d0.s0.RECV.0<1 d0.s0.I.0 d0.s0.W.0" in first
@@ -443,6 +442,6 @@ def test_pipes_and_ranks_that_only_one_has_are_named():
     one = named("chimera", 2, 2)
     other = replace(one, pipes=one.pipes[:1], order=one.order[:1])
     assert difference(one, other) == [
-        "pipe: Pipe(name='u0', placement=(1, 0), microbatches=(1,)), none",
+        "pipe: SchedulePipe(name='u0', placement=(1, 0), microbatches=(1,)), none",
         "rank 1 is only in the first",
     ]

@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError
-from headway.schedule import Kind, Pipe, PipelineSchedule, StageCosts
-from headway.schedule.generators import one_f_one_b, zbv
 from headway.schedule.generators.chimera import chimera
+from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import lower
-from headway.schedule.timing import Timer, time_schedule
+from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, SchedulePipe
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.timing import ScheduleTimer, time_schedule
 from support.tables import random_table, table_of
 
 
@@ -23,7 +25,7 @@ def reference(schedule, costs, *, shared_links=True):
     where = {}
     for rank, actions in enumerate(schedule.order):
         for i, a in enumerate(actions):
-            kind = "B" if a.kind == Kind.INPUT_GRAD else str(a.kind)
+            kind = "B" if a.kind == ActionKind.INPUT_GRAD else str(a.kind)
             where[kind, a.pipe, a.stage, a.microbatch] = (rank, i)
     start = [[0.0] * len(actions) for actions in schedule.order]
     length = [
@@ -107,7 +109,7 @@ def test_equals_the_slow_reference_on_random_tables(seed):
             assert timing.starts[rank] == pytest.approx(expected[rank])
 
 
-CHAIN = (Pipe("d0", (0, 1), (0, 1)),)
+CHAIN = (SchedulePipe("d0", (0, 1), (0, 1)),)
 
 
 def two_ranks(*, first="F.0 F.1 B.0 B.1", second="F.0 B.0 F.1 B.1"):
@@ -136,7 +138,7 @@ def test_messages_of_one_pair_share_its_link_if_not_told_otherwise():
 
 
 def test_both_directions_do_not_disturb_each_other():
-    pipes = (Pipe("d0", (0, 1), (0,)), Pipe("u0", (1, 0), (1,)))
+    pipes = (SchedulePipe("d0", (0, 1), (0,)), SchedulePipe("u0", (1, 0), (1,)))
     rows = (["d0.s0.F.0", "u0.s1.F.1", "u0.s1.B.1", "d0.s0.B.0"],)
     rows += (["u0.s0.F.1", "d0.s1.F.0", "d0.s1.B.0", "u0.s0.B.1"],)
     timing = time_schedule(table_of(pipes, *rows), StageCosts.of(2, message=3))
@@ -153,7 +155,7 @@ def test_stages_on_one_rank_pass_without_a_message():
 
 
 def test_a_skip_makes_the_later_stage_wait():
-    pipes = (Pipe("d0", (0, 1, 2), (0,)),)
+    pipes = (SchedulePipe("d0", (0, 1, 2), (0,)),)
     rows = [[f"d0.s{s}.F.0", f"d0.s{s}.B.0"] for s in range(3)]
     plain = table_of(pipes, *rows)
     costs = StageCosts.of(3, message=(5, 0, 1))
@@ -176,7 +178,7 @@ def test_overhead_and_slow_ranks():
 
 
 def with_stage_actions(*rows):
-    pipes = (Pipe("d0", (0, 1), (0,)), Pipe("u0", (1, 0), (1,)))
+    pipes = (SchedulePipe("d0", (0, 1), (0,)), SchedulePipe("u0", (1, 0), (1,)))
     return table_of(pipes, *[row.split() for row in rows])
 
 
@@ -225,7 +227,7 @@ def test_ranks_may_start_all_reduces_in_opposite_order():
 def test_an_all_reduce_that_was_ready_first_goes_first_whoever_started_it(third):
     """Rank 0 starts stage 0 before stage 1, but the other holder of stage 0 comes late."""
     other = 3 - third
-    pipes = (Pipe("a", (0, 0), (0,)), Pipe("b", (third, other), (1,)))
+    pipes = (SchedulePipe("a", (0, 0), (0,)), SchedulePipe("b", (third, other), (1,)))
     rows = [
         ["a.s0.F.0", "a.s1.F.0", "a.s1.B.0", "a.s0.B.0", "a.s0.SYNC", "a.s1.SYNC"],
         ["b.s1.F.1", "b.s1.B.1", "b.s1.SYNC"],
@@ -241,7 +243,7 @@ def test_an_all_reduce_that_was_ready_first_goes_first_whoever_started_it(third)
 
 def test_all_reduces_in_the_middle_of_a_table_block_only_who_waits():
     """Without a flush: STEP after each micro-batch, its WAIT before."""
-    pipe = (Pipe("d0", (0,), (0, 1)), Pipe("d1", (1,), (2, 3)))
+    pipe = (SchedulePipe("d0", (0,), (0, 1)), SchedulePipe("d1", (1,), (2, 3)))
     row = "{p}.s0.F.{a}@0 {p}.s0.B.{a}@0 {p}.s0.SYNC {p}.s0.WAIT {p}.s0.STEP "
     row += "{p}.s0.F.{b}@1 {p}.s0.B.{b}@1 {p}.s0.SYNC@2 {p}.s0.WAIT@2 {p}.s0.STEP@2"
     rows = [row.format(p="d0", a=0, b=1).split(), row.format(p="d1", a=2, b=3).split()]
@@ -287,7 +289,7 @@ def test_an_all_reduce_without_one_of_its_holders_is_refused():
         time_schedule(synced(b="u0.s1.WAIT"), StageCosts.of(2))
 
 
-@pytest.mark.parametrize("kind", [Kind.SEND, Kind.RECV])
+@pytest.mark.parametrize("kind", [ActionKind.SEND, ActionKind.RECV])
 def test_half_of_a_message_is_refused(kind):
     whole = lower(two_ranks())
     gone = next(a for _, a in whole.actions() if a.kind == kind)
@@ -306,7 +308,7 @@ def test_a_timer_times_other_orders_of_the_same_cells(message):
     """As a search does; every permutation that swaps neighbours, against a table made anew."""
     schedule = chimera(4, 4)
     costs = StageCosts.of(4, message=message)
-    timer = Timer(schedule, costs)
+    timer = ScheduleTimer(schedule, costs)
     numbers, impossible = timer.wiring.order, 0
     for rank in range(4):
         for i in range(len(numbers[rank]) - 1):
@@ -324,13 +326,13 @@ def test_a_timer_times_other_orders_of_the_same_cells(message):
 
 
 def test_an_empty_table_takes_no_time():
-    empty = PipelineSchedule(name="none", pipes=(Pipe("d0", (0,), ()),), order=((),))
+    empty = PipelineSchedule(name="none", pipes=(SchedulePipe("d0", (0,), ()),), order=((),))
     assert time_schedule(empty, StageCosts.of(1)).makespan == 0
 
 
 def test_32_ranks_and_256_micro_batches_are_quick():
     """Measured: 0.02 s a run, 0.15 s for the wiring; the bound leaves room for a busy machine."""
-    timer = Timer(one_f_one_b(32, 256), StageCosts.of(32))
+    timer = ScheduleTimer(one_f_one_b(32, 256), StageCosts.of(32))
     before = time.process_time()
     assert timer.makespan() == 3 * (256 + 31)
     assert time.process_time() - before < 0.5

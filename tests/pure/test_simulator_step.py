@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from headway.cluster.link import Link
-from headway.collective.link import LinkFit
-from headway.cost.guidelines.windows import LayerTimes, windows
-from headway.cost.network import LinkLevel, Network
+from headway.collective.model.link_fit import LinkFit
+from headway.cost.guidelines.das_model import LayerTimes, windows
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.cost.transformer import pipeline_seconds
 from headway.errors import PlanError
-from headway.schedule.named import make_schedule
-from headway.simulator.cells import buckets
-from headway.simulator.ranks import Faults, Grid, SlowPath, World
-from headway.simulator.simulated import simulate
-from headway.simulator.work import Piece, StageWork, StepWork
+from headway.schedule.generators.registry import make_schedule
+from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
+from headway.simulator.simulation import simulate_training_step
+from headway.simulator.task_graph import buckets
+from headway.simulator.work import StageSegment, StageWork, StepWork
 
-FLAT = Network((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0)),))
-NODES = Network(
+FLAT = HierarchicalNetwork((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0)),))
+NODES = HierarchicalNetwork(
     (
         LinkLevel(name="node", width=4.0, link=Link(rate=8.0, latency=0.01)),
         LinkLevel(name="cluster", width=math.inf, link=Link(rate=1.0, latency=0.05)),
@@ -59,7 +59,9 @@ def random_stack(random):
 def data_parallel_of(stack, link, ranks=2):
     """Two ranks: a ring's sum of S bytes takes 2 alpha + S / beta."""
     pieces = tuple(
-        Piece(forward=one.forward, backward=one.weight_grad + one.input_grad, params=one.num_bytes)
+        StageSegment(
+            forward=one.forward, backward=one.weight_grad + one.input_grad, params=one.num_bytes
+        )
         for one in stack
     )
     forward, backward = (sum(getattr(p, name) for p in pieces) for name in ("forward", "backward"))
@@ -68,8 +70,8 @@ def data_parallel_of(stack, link, ranks=2):
     return one_f_one_b(
         [stage(forward, backward, pieces=pieces, params=params)],
         1,
-        Grid(data=ranks),
-        network=Network((LinkLevel(name="all", width=math.inf, link=ends),)),
+        RankGrid(data=ranks),
+        network=HierarchicalNetwork((LinkLevel(name="all", width=math.inf, link=ends),)),
         bucket=0.0,
     )
 
@@ -82,7 +84,7 @@ def test_d4_the_windows_equal_the_simulated_step_on_1000_stacks(part):
     for _ in range(250):
         stack, link = random_stack(random)
         said = windows(stack, link, need="update", weights_first=False)
-        found = simulate(data_parallel_of(stack, link))
+        found = simulate_training_step(data_parallel_of(stack, link))
         assert found.seconds == pytest.approx(said.step, rel=1e-9)
         waited = found.exposed.get("sums", 0.0)
         assert waited == pytest.approx(sum(said.exposed), rel=1e-9, abs=1e-9)
@@ -99,7 +101,7 @@ def test_the_closed_form_of_a_pipeline_is_simulated(stages, last, message):
     weights = [1.0] * (stages - 1) + [last]
     for microbatches in (stages, 2 * stages, 24):
         row = [stage(w, 2 * w, message=message) for w in weights]
-        found = simulate(one_f_one_b(row, microbatches, Grid(pipeline=stages)))
+        found = simulate_training_step(one_f_one_b(row, microbatches, RankGrid(pipeline=stages)))
         said = pipeline_seconds(
             3 * last, 3 * sum(weights), microbatches, stages=stages, message=message
         )
@@ -109,7 +111,7 @@ def test_the_closed_form_of_a_pipeline_is_simulated(stages, last, message):
 def test_the_bubble_of_equal_stages():
     """(p - 1) / (m + p - 1) of the step."""
     for p, m in ((2, 2), (4, 8), (8, 32)):
-        found = simulate(one_f_one_b([stage()] * p, m, Grid(pipeline=p)))
+        found = simulate_training_step(one_f_one_b([stage()] * p, m, RankGrid(pipeline=p)))
         assert found.bubble == pytest.approx((p - 1) / (m + p - 1), rel=1e-12)
         assert found.seconds == pytest.approx(3 * (m + p - 1))
 
@@ -117,9 +119,11 @@ def test_the_bubble_of_equal_stages():
 @pytest.mark.parametrize("stages", [2, 4, 7])
 def test_w4_stage_i_holds_n_minus_i_micro_batches(stages):
     work = one_f_one_b(
-        [stage(state=100.0, kept=1.0, transient=0.25)] * stages, 3 * stages, Grid(pipeline=stages)
+        [stage(state=100.0, kept=1.0, transient=0.25)] * stages,
+        3 * stages,
+        RankGrid(pipeline=stages),
     )
-    peaks = [account.peak for account in simulate(work).accounts]
+    peaks = [account.peak for account in simulate_training_step(work).accounts]
     assert peaks == [100.0 + (stages - i) + 0.25 for i in range(stages)]
 
 
@@ -127,17 +131,17 @@ def test_without_a_flush_older_weights_are_held_too():
     """PipeDream on four ranks: four versions of 10 bytes on the first, one on the last."""
     table = make_schedule("pipedream", stages=4, microbatches=8)
     row = (stage(params=10.0, state=100.0),) * 4
-    work = StepWork(table=table, stages=row, grid=Grid(pipeline=4), network=FLAT)
-    assert [a.peak for a in simulate(work).accounts] == [130.0, 120.0, 110.0, 100.0]
+    work = StepWork(table=table, stages=row, grid=RankGrid(pipeline=4), network=FLAT)
+    assert [a.peak for a in simulate_training_step(work).accounts] == [130.0, 120.0, 110.0, 100.0]
 
 
 def test_recomputation_costs_a_forward_and_holds_what_enters():
     row = [stage(kept=1.0, again=5.0)] * 2
-    work = one_f_one_b(row, 4, Grid(pipeline=2))
+    work = one_f_one_b(row, 4, RankGrid(pipeline=2))
     again = replace(work, table=replace(work.table, recompute=(0, 1)))
-    assert simulate(work).seconds == 3 * 5
-    assert simulate(again).seconds == 4 * 5
-    assert [a.peak for a in simulate(again).accounts] == [7.0, 6.0]
+    assert simulate_training_step(work).seconds == 3 * 5
+    assert simulate_training_step(again).seconds == 4 * 5
+    assert [a.peak for a in simulate_training_step(again).accounts] == [7.0, 6.0]
 
 
 # -- faults by hand -------------------------------------------------------------------------------
@@ -152,10 +156,10 @@ def test_a_slow_rank_by_hand():
     F0 F1 end at 4, the second stage's B0 at 2 + 1 + 2 = 5. 4 + 1 (idle) + 4 B0 + 2 F2 + 4 B1 + 2 F3
     + 4 B2 + 4 B3 = 25. Then the sum: 28.
     """
-    grid = Grid(data=2, pipeline=2)
+    grid = RankGrid(data=2, pipeline=2)
     work = one_f_one_b([stage(params=3.0)] * 2, 4, grid)
-    assert simulate(work).seconds == 18.0
-    slow = simulate(replace(work, faults=Faults(slow={1: 2.0})))
+    assert simulate_training_step(work).seconds == 18.0
+    slow = simulate_training_step(replace(work, faults=StepFaults(slow={1: 2.0})))
     assert slow.seconds == 28.0
     assert [(a.rank, a.count) for a in slow.accounts] == [(0, 1), (2, 1), (1, 1), (3, 1)]
     own = next(a for a in slow.accounts if a.rank == 1)
@@ -169,20 +173,20 @@ def test_a_slow_link_by_hand():
     """Four ranks of a data axis, two nodes; a ring over one link of 1 byte/s: 2 (3/4) 8 = 12 s;
     the link between the nodes ten times slower: 120 s."""
     wide = replace(NODES.levels[0], width=2.0, link=Link(rate=1e9))
-    network = Network((wide, replace(NODES.levels[1], link=Link(rate=1.0))))
-    work = one_f_one_b([stage(params=8.0)], 1, Grid(data=4), network=network)
-    plain = simulate(work)
+    network = HierarchicalNetwork((wide, replace(NODES.levels[1], link=Link(rate=1.0))))
+    work = one_f_one_b([stage(params=8.0)], 1, RankGrid(data=4), network=network)
+    plain = simulate_training_step(work)
     path = SlowPath(ends=(frozenset({0, 1}), frozenset({2, 3})), factor=10.0)
-    slow = simulate(replace(work, faults=Faults(paths=(path,))))
+    slow = simulate_training_step(replace(work, faults=StepFaults(paths=(path,))))
     assert plain.seconds - 3.0 == pytest.approx(8.0, rel=1e-6)  # levels: 2 (1/2) 8
     assert slow.seconds - 3.0 == pytest.approx(80.0, rel=1e-6)
 
 
 def test_a_slow_link_slows_only_the_copies_that_use_it():
     """Pipelines of two ranks with a link of their own each; that of ranks 1 and 3 is slow."""
-    work = one_f_one_b([stage(message=1.0)] * 2, 2, Grid(data=2, pipeline=2))
+    work = one_f_one_b([stage(message=1.0)] * 2, 2, RankGrid(data=2, pipeline=2))
     path = SlowPath(ends=(frozenset({1}), frozenset({3})), factor=3.0)
-    found = simulate(replace(work, faults=Faults(paths=(path,))))
+    found = simulate_training_step(replace(work, faults=StepFaults(paths=(path,))))
     assert [(a.rank, a.count) for a in found.accounts] == [(0, 1), (2, 1), (1, 1), (3, 1)]
     first, second = found.accounts[0], found.accounts[2]
     # neighbours of the data axis send side by side over one stretch of the level: 1 s a byte
@@ -192,12 +196,12 @@ def test_a_slow_link_slows_only_the_copies_that_use_it():
 def test_a_tensor_group_by_hand():
     """F 1 with 0.2 s of collectives, B 2 with 0.4: three times slower without them; and, over a
     link that is five times slower, with five times them."""
-    work = one_f_one_b([stage(collectives=(0.2, 0.4))], 1, Grid(tensor=2))
-    assert simulate(work).exposed == pytest.approx({"tensor axis": 0.6})
-    slow = simulate(replace(work, faults=Faults(slow={1: 3.0})))
+    work = one_f_one_b([stage(collectives=(0.2, 0.4))], 1, RankGrid(tensor=2))
+    assert simulate_training_step(work).exposed == pytest.approx({"tensor axis": 0.6})
+    slow = simulate_training_step(replace(work, faults=StepFaults(slow={1: 3.0})))
     assert slow.seconds == pytest.approx(3 * 0.8 + 0.2 + 3 * 1.6 + 0.4)
     path = SlowPath(ends=(frozenset({0}), frozenset({1})), factor=5.0)
-    late = simulate(replace(work, faults=Faults(paths=(path,))))
+    late = simulate_training_step(replace(work, faults=StepFaults(paths=(path,))))
     assert late.seconds == pytest.approx(3.0 + 4 * 0.6)
     assert late.exposed == pytest.approx({"tensor axis": 3.0})
 
@@ -207,8 +211,8 @@ def test_a_tensor_group_by_hand():
 
 def test_buckets_leave_when_they_are_full():
     """Backward of the last piece first: 4 bytes in 2 s, then 8 bytes in 4 s; buckets of 5."""
-    one = Piece(forward=1.0, backward=4.0, params=8.0)
-    two = Piece(forward=1.0, backward=2.0, params=4.0)
+    one = StageSegment(forward=1.0, backward=4.0, params=8.0)
+    two = StageSegment(forward=1.0, backward=2.0, params=4.0)
     row = stage(2.0, 6.0, pieces=(one, two))
     times = [4.0, 2.0]
     assert list(buckets(row, times, 5.0)) == [(2.5, 5.0), (5.0, 5.0), (6.0, 2.0)]
@@ -221,11 +225,14 @@ def test_buckets_leave_when_they_are_full():
 def test_overlap_hides_what_fits_and_computation_may_feel_it():
     """Backward 2 + 4 s, sums of 3 and 3 s: the first hides, the second does not. Where computation
     feels a sum in full, nothing is hidden."""
-    pieces = (Piece(forward=1, backward=4, params=3), Piece(forward=1, backward=2, params=3))
-    work = one_f_one_b([stage(2, 6, pieces=pieces, params=6.0)], 1, Grid(data=2), bucket=0.0)
-    assert simulate(work).seconds == 2 + 6 + 3
-    assert simulate(replace(work, sync="post", bucket=None)).seconds == 2 + 6 + 6
-    felt = simulate(replace(work, overlap=0.0))
+    pieces = (
+        StageSegment(forward=1, backward=4, params=3),
+        StageSegment(forward=1, backward=2, params=3),
+    )
+    work = one_f_one_b([stage(2, 6, pieces=pieces, params=6.0)], 1, RankGrid(data=2), bucket=0.0)
+    assert simulate_training_step(work).seconds == 2 + 6 + 3
+    assert simulate_training_step(replace(work, sync="post", bucket=None)).seconds == 2 + 6 + 6
+    felt = simulate_training_step(replace(work, overlap=0.0))
     assert felt.seconds == 2 + 6 + 6
     assert felt.exposed == {"sums": 6.0}
 
@@ -233,18 +240,24 @@ def test_overlap_hides_what_fits_and_computation_may_feel_it():
 def test_what_is_computed_again_delays_the_buckets():
     """Pieces of 1 and 1 s forward, 4 and 2 backward, 7 bytes each. A whole stage first: the last
     piece is done 2 + 2 s into backward; block by block 1 + 2 s. Sums: 7 s and 7 s."""
-    pieces = (Piece(forward=1, backward=4, params=7), Piece(forward=1, backward=2, params=7))
-    work = one_f_one_b([stage(2, 6, pieces=pieces, params=14.0)], 1, Grid(data=2), bucket=0.0)
+    pieces = (
+        StageSegment(forward=1, backward=4, params=7),
+        StageSegment(forward=1, backward=2, params=7),
+    )
+    work = one_f_one_b([stage(2, 6, pieces=pieces, params=14.0)], 1, RankGrid(data=2), bucket=0.0)
     for blockwise, first in ((False, 4.0), (True, 3.0)):
         table = replace(work.table, recompute=(0,), blockwise=blockwise)
-        assert simulate(replace(work, table=table)).seconds == 2 + first + 7 + 7
+        assert simulate_training_step(replace(work, table=table)).seconds == 2 + first + 7 + 7
 
 
 def test_gradients_leave_once_in_a_step_or_with_zero_2_every_time():
-    pieces = (Piece(forward=1, backward=4, params=7), Piece(forward=1, backward=2, params=7))
-    work = one_f_one_b([stage(2, 6, pieces=pieces, params=14.0)], 3, Grid(data=2), bucket=0.0)
+    pieces = (
+        StageSegment(forward=1, backward=4, params=7),
+        StageSegment(forward=1, backward=2, params=7),
+    )
+    work = one_f_one_b([stage(2, 6, pieces=pieces, params=14.0)], 3, RankGrid(data=2), bucket=0.0)
     for zero, number in ((0, 2), (1, 3), (2, 7)):
-        spans = simulate(replace(work, zero=zero)).timeline.spans
+        spans = simulate_training_step(replace(work, zero=zero)).timeline.spans
         assert sum(span.lane == "exchange" for span in spans) == number, zero
 
 
@@ -252,10 +265,10 @@ def test_what_a_rank_sends_over_a_level_shares_it():
     """Two ranks, F 1 and B 2; a sum of 6 s beside a message of 1 s: the second stage's gradient
     (1 byte) leaves at 5, its sum at 5, too. Alone the message arrives at 6; shared at 7, for the
     sum has the other half; the first stage's backward ends at 9, not 8."""
-    pieces = (Piece(forward=1, backward=2, params=6),)
+    pieces = (StageSegment(forward=1, backward=2, params=6),)
     row = [stage(message=1.0), stage(pieces=pieces, params=6.0)]
-    work = one_f_one_b(row, 1, Grid(data=2, pipeline=2), bucket=0.0)
-    alone, both = simulate(work), simulate(replace(work, shared=True))
+    work = one_f_one_b(row, 1, RankGrid(data=2, pipeline=2), bucket=0.0)
+    alone, both = simulate_training_step(work), simulate_training_step(replace(work, shared=True))
     ends = [
         max(s.end for s in found.timeline.spans if s.rank == 0 and s.kind == "backward")
         for found in (alone, both)
@@ -269,20 +282,26 @@ def test_zero_by_hand():
     ZeRO 1: F 2, B 6, the scatters of 2 and 2 s: the first hides, the second shows; update 1; gather
     of 8 bytes 4: 15. ZeRO 3, two micro-batches: gathers of 2 s before every piece, one piece ahead.
     """
-    pieces = (Piece(forward=1, backward=4, params=4), Piece(forward=1, backward=2, params=4))
+    pieces = (
+        StageSegment(forward=1, backward=4, params=4),
+        StageSegment(forward=1, backward=2, params=4),
+    )
     row = [stage(2, 6, pieces=pieces, params=8.0, update=1.0)]
-    one = simulate(one_f_one_b(row, 1, Grid(data=2), bucket=0.0, zero=1))
+    one = simulate_training_step(one_f_one_b(row, 1, RankGrid(data=2), bucket=0.0, zero=1))
     assert one.seconds == 2 + 6 + 2 + 1 + 4
     assert one.exposed == {"scatters": 2.0, "gathers": 4.0}
-    three = simulate(one_f_one_b(row, 1, Grid(data=2), bucket=0.0, zero=3))
+    three = simulate_training_step(one_f_one_b(row, 1, RankGrid(data=2), bucket=0.0, zero=3))
     assert three.seconds == by_hand_zero_3()
 
 
 def test_parameters_are_gathered_one_chunk_ahead():
     """Gathers of 0.5 s; the third one begins when the first chunk is done, at 1.5."""
-    pieces = (Piece(forward=1, backward=2, params=1), Piece(forward=1, backward=2, params=1))
+    pieces = (
+        StageSegment(forward=1, backward=2, params=1),
+        StageSegment(forward=1, backward=2, params=1),
+    )
     row = [stage(2, 4, pieces=pieces, params=2.0, update=1.0)]
-    found = simulate(one_f_one_b(row, 1, Grid(data=2), bucket=0.0, zero=3))
+    found = simulate_training_step(one_f_one_b(row, 1, RankGrid(data=2), bucket=0.0, zero=3))
     lane = [span for span in found.timeline.spans if span.lane == "exchange"]
     gathers = [span.start for span in lane if span.label.startswith("for ")]
     assert gathers == [0.0, 0.5, 1.5, 2.5]
@@ -314,12 +333,12 @@ def by_hand_zero_3():
     ("changed", "message"),
     [
         ({"stages": (stage(),)}, "1 stages for a table of 2"),
-        ({"grid": Grid(pipeline=3)}, "a pipeline of 3 for 2 ranks"),
+        ({"grid": RankGrid(pipeline=3)}, "a pipeline of 3 for 2 ranks"),
         ({"table": make_schedule("chimera", stages=2, microbatches=2), "zero": 1}, "with 2 pipes"),
     ],
 )
 def test_steps_that_cannot_be(changed, message):
-    work = one_f_one_b([stage()] * 2, 2, Grid(pipeline=2))
+    work = one_f_one_b([stage()] * 2, 2, RankGrid(pipeline=2))
     with pytest.raises(PlanError) as error:
         replace(work, **changed)
     assert message in error.value.problems[0]
@@ -344,7 +363,9 @@ def random_work(random):
     row = []
     for _ in range(table.stages):
         pieces = tuple(
-            Piece(forward=some(), backward=some(), params=some() if random.random() < 0.8 else 0.0)
+            StageSegment(
+                forward=some(), backward=some(), params=some() if random.random() < 0.8 else 0.0
+            )
             for _ in range(int(random.integers(1, 4)))
         )
         forward, backward = (sum(getattr(x, n) for x in pieces) for n in ("forward", "backward"))
@@ -365,7 +386,7 @@ def random_work(random):
             )
         )
     orders = [(1, t, t * d), (1, t * p, t), (d * p, 1, d)]
-    grid = Grid(tensor=t, data=d, pipeline=p, strides=orders[int(random.integers(3))])
+    grid = RankGrid(tensor=t, data=d, pipeline=p, strides=orders[int(random.integers(3))])
     slow = {}
     paths = ()
     if random.random() < 0.6:
@@ -383,7 +404,7 @@ def random_work(random):
         zero=zero,
         overlap=float(random.choice([1.0, 0.5])),
         shared=bool(random.random() < 0.3),
-        faults=Faults(slow=slow, paths=paths),
+        faults=StepFaults(slow=slow, paths=paths),
     )
 
 
@@ -413,7 +434,7 @@ def test_representatives_are_all_ranks_bit_for_bit(part, unlike):
     for _ in range(20):
         work = random_work(random)
         work = on_unlike_devices(random, work) if unlike else work
-        some, everybody = simulate(work), simulate(work, everybody=True)
+        some, everybody = simulate_training_step(work), simulate_training_step(work, everybody=True)
         assert some.seconds == everybody.seconds
         assert len(everybody.accounts) == work.grid.ranks == some.ranks
         all_of = {account.rank: account for account in everybody.accounts}
@@ -437,40 +458,47 @@ def test_copies_on_unlike_devices_by_hand():
     2, plus its messages; both wait for the sums of the slow copy's stages."""
     fast = stage(message=0.4, params=3.0, kept=1.0)
     slow = stage(2.0, 4.0, message=0.2, params=3.0, kept=0.5)
-    work = one_f_one_b([fast, fast], 1, Grid(data=2, pipeline=2), bucket=None)
-    mixed = simulate(replace(work, others=((slow, slow),), variant=(0, 1)))
+    work = one_f_one_b([fast, fast], 1, RankGrid(data=2, pipeline=2), bucket=None)
+    mixed = simulate_training_step(replace(work, others=((slow, slow),), variant=(0, 1)))
     assert len(mixed.accounts) == mixed.ranks == 4
     by_rank = {account.rank: account for account in mixed.accounts}
     assert mixed.seconds == pytest.approx(2 * (2 + 4) + 2 * 0.2 + 3)  # the first stage's sum
     assert by_rank[0].busy["forward"] == by_rank[2].busy["forward"] == 1
     assert by_rank[1].busy["backward"] == pytest.approx(4) == by_rank[3].busy["backward"]
     assert (by_rank[0].peak, by_rank[1].peak) == (1.0, 0.5)
-    assert simulate(work).seconds == pytest.approx(2 * (1 + 2) + 2 * 0.4 + 3)
-    assert simulate(replace(work, others=((slow, slow),), variant=(1, 1))).seconds == mixed.seconds
+    assert simulate_training_step(work).seconds == pytest.approx(2 * (1 + 2) + 2 * 0.4 + 3)
+    assert (
+        simulate_training_step(replace(work, others=((slow, slow),), variant=(1, 1))).seconds
+        == mixed.seconds
+    )
 
 
 def test_what_copies_are_on_is_told_of_all():
     with pytest.raises(PlanError) as caught:
         one_f_one_b(
-            [stage(), stage()], 2, Grid(data=3, pipeline=2), others=((stage(),),), variant=(0, 1)
+            [stage(), stage()],
+            2,
+            RankGrid(data=3, pipeline=2),
+            others=((stage(),),),
+            variant=(0, 1),
         )
     assert len(caught.value.problems) == 2
 
 
 def test_a_message_is_priced_on_the_level_that_joins_its_ends():
     """As Network.send where all messages of a stride are alike; exact where some leave a node."""
-    world = World(Grid(tensor=2, data=2, pipeline=4), NODES)
+    world = SimulatedRanks(RankGrid(tensor=2, data=2, pipeline=4), NODES)
     for num_bytes in (0.0, 3.0):
         per_byte, latency, name = world.message(0, 4)
         assert latency + num_bytes * per_byte == float(NODES.send(num_bytes, 4))
         assert name == "cluster"
-    inside = World(Grid(pipeline=8), NODES)
+    inside = SimulatedRanks(RankGrid(pipeline=8), NODES)
     assert inside.message(2, 3) == (1 / 8.0, 0.01, "node")
     assert inside.message(3, 4) == (1.0, 0.05, "cluster")
 
 
 def test_the_same_question_has_the_same_answer():
     work = random_work(np.random.default_rng(3))
-    one, two = simulate(work), simulate(work)
+    one, two = simulate_training_step(work), simulate_training_step(work)
     assert one.timeline == two.timeline
     assert one == two

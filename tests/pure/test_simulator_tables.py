@@ -9,22 +9,24 @@ import numpy as np
 import pytest
 
 from headway.cluster.link import Link
-from headway.cost.network import LinkLevel, Network
-from headway.schedule import StageCosts
+from headway.cost.network import HierarchicalNetwork, LinkLevel
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.stats import measure, peak_activations
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import measure_schedule, peak_activations
 from headway.schedule.timing import time_schedule
-from headway.simulator.ranks import Grid
-from headway.simulator.simulated import simulate
+from headway.simulator.ranks import RankGrid
+from headway.simulator.simulation import simulate_training_step
 from headway.simulator.work import StageWork, StepWork
 
-FREE = Network((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0)),))
+FREE = HierarchicalNetwork((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0)),))
 """A second for each byte: a message's bytes are its seconds."""
 
 
 def late(latency):
-    return Network((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0, latency=latency)),))
+    return HierarchicalNetwork(
+        (LinkLevel(name="all", width=math.inf, link=Link(rate=1.0, latency=latency)),)
+    )
 
 
 def random_bytes(stage):
@@ -46,7 +48,7 @@ def stages_of(costs):
 
 
 def work_of(table, costs, **changed):
-    given = {"stages": stages_of(costs), "grid": Grid(pipeline=table.ranks), "network": FREE}
+    given = {"stages": stages_of(costs), "grid": RankGrid(pipeline=table.ranks), "network": FREE}
     return StepWork(table=table, **(given | changed))
 
 
@@ -81,7 +83,7 @@ def test_every_table_takes_as_long_as_its_timing(name, ranks, number):
         sums = [float(network.all_reduce(random_bytes(s), len(table.holders(s)))) for s in stages]
         priced = costs.halved() if table.halves else costs
         priced = replace(priced, latency=latency, sync=tuple(sums))
-        found = simulate(work_of(table, costs, network=network))
+        found = simulate_training_step(work_of(table, costs, network=network))
         timing = time_schedule(lower(table, sync="eager-opt"), priced)
         assert found.seconds == timing.makespan
         for account in found.accounts:
@@ -98,7 +100,10 @@ def test_every_table_has_the_bubble_and_the_memory_of_its_statistics(name, ranks
     costs = random_costs(random, table.stages, message=False)
     own = costs.halved() if table.halves else costs
     stages = tuple(replace(stage, params=0.0) for stage in stages_of(costs))
-    found, said = simulate(work_of(table, costs, stages=stages)), measure(table, own)
+    found, said = (
+        simulate_training_step(work_of(table, costs, stages=stages)),
+        measure_schedule(table, own),
+    )
     assert found.bubble == pytest.approx(said.bubble, rel=1e-9, abs=1e-12)
     peaks = [account.peak for account in found.accounts]
     assert peaks == pytest.approx(peak_activations(table, own), abs=1e-8)

@@ -6,20 +6,29 @@ from itertools import product
 
 import pytest
 
-from headway.graph.ranges import Spread, Window, balanced, crossing, halo, length, overlap, ways
+from headway.graph.ranges import (
+    SlidingWindow,
+    TransposedWindow,
+    balanced_ranges,
+    box_transfers,
+    halo_size,
+    range_exchange,
+    range_intersection,
+    range_length,
+)
 
 
 @pytest.mark.parametrize(("extent", "parts"), list(product(range(12), range(1, 6))))
 def test_shares_are_balanced_and_cover_everything(extent, parts):
-    shares = balanced(extent, parts)
+    shares = balanced_ranges(extent, parts)
     assert [i for share in shares for i in range(*share)] == list(range(extent))
-    sizes = [length(share) for share in shares]
+    sizes = [range_length(share) for share in shares]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
 
 
 WINDOWS = [
-    Window(kernel, stride, before, after, dilation)
+    SlidingWindow(kernel, stride, before, after, dilation)
     for kernel, stride, before, after, dilation in product(
         (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (0, 1, 2), (1, 2)
     )
@@ -39,7 +48,7 @@ def test_a_window_wants_the_span_of_its_places(extent):
         if extent + window.before + window.after < window.span:
             continue
         assert window.outputs(extent) == len(by_hand), window
-        for share in balanced(len(by_hand), 3):
+        for share in balanced_ranges(len(by_hand), 3):
             touched = {place for output in range(*share) for place in places(window, output)}
             start, stop = window.wanted(share)
             assert (start, stop - 1) == (min(touched), max(touched)) if touched else stop == 0
@@ -49,7 +58,9 @@ def test_a_window_wants_the_span_of_its_places(extent):
 def test_the_inner_outputs_want_nothing_from_elsewhere(extent):
     for window in WINDOWS:
         outputs = window.outputs(extent)
-        for have, share in zip(balanced(extent, 2), balanced(outputs, 2), strict=True):
+        for have, share in zip(
+            balanced_ranges(extent, 2), balanced_ranges(outputs, 2), strict=True
+        ):
             start, stop = window.inside(have, extent, share)
             for output in range(*share):
                 first, last = window.wanted((output, output + 1))
@@ -64,11 +75,11 @@ def test_a_spread_wants_all_inputs_that_reach_its_outputs(extent):
     ):
         if extra >= max(stride, dilation):
             continue
-        spread = Spread(kernel, stride, padding, dilation, extra)
+        spread = TransposedWindow(kernel, stride, padding, dilation, extra)
         outputs = spread.outputs(extent)
         if outputs < 1:
             continue
-        for share in balanced(outputs, 3):
+        for share in balanced_ranges(outputs, 3):
             reaching = [
                 i for i in range(extent)
                 if any(
@@ -87,30 +98,37 @@ def test_a_spread_wants_all_inputs_that_reach_its_outputs(extent):
 
 
 def test_every_wanted_element_is_received_once_or_owned():
-    have = balanced(11, 4)
-    want = tuple(Window(7, 2, 3, 3).wanted(share) for share in balanced(6, 4))
+    have = balanced_ranges(11, 4)
+    want = tuple(SlidingWindow(7, 2, 3, 3).wanted(share) for share in balanced_ranges(6, 4))
     for rank in range(4):
-        sends, receives = crossing(rank, have, want)
+        sends, receives = range_exchange(rank, have, want)
         got = [i for _, part in receives for i in range(*part)]
-        own = overlap(have[rank], want[rank])
-        assert sorted([*got, *range(*own)]) == list(range(*overlap(want[rank], (0, 11))))
+        own = range_intersection(have[rank], want[rank])
+        assert sorted([*got, *range(*own)]) == list(range(*range_intersection(want[rank], (0, 11))))
         for peer, part in sends:
-            assert (rank, part) in crossing(peer, have, want)[1]
-    assert halo(1, have, want) == 6  # wants (1, 10), owns (3, 6): 2 before and 4 behind
+            assert (rank, part) in range_exchange(peer, have, want)[1]
+    assert halo_size(1, have, want) == 6  # wants (1, 10), owns (3, 6): 2 before and 4 behind
 
 
 def test_a_same_window_of_stride_one_receives_half_a_kernel_from_each_side():
     for kernel, parts in product((3, 5, 7), (2, 4)):
-        shares = balanced(32, parts)
-        want = [Window(kernel, 1, kernel // 2, kernel // 2).wanted(share) for share in shares]
+        shares = balanced_ranges(32, parts)
+        want = [
+            SlidingWindow(kernel, 1, kernel // 2, kernel // 2).wanted(share) for share in shares
+        ]
         sides = [s[0] > 0 for s in shares], [s[1] < 32 for s in shares]
         for rank in range(parts):
-            assert halo(rank, shares, want) == (sides[0][rank] + sides[1][rank]) * (kernel // 2)
+            assert halo_size(rank, shares, want) == (sides[0][rank] + sides[1][rank]) * (
+                kernel // 2
+            )
 
 
 def grid(shape, parts, kept=()):
     """By rank of a row-major grid, its box; along the dimensions of `kept` every rank has all."""
-    shares = [balanced(e, 1 if d in kept else p) for d, (e, p) in enumerate(zip(shape, parts))]  # noqa: B905
+    shares = [
+        balanced_ranges(e, 1 if d in kept else p)
+        for d, (e, p) in enumerate(zip(shape, parts, strict=False))
+    ]
     places = product(*map(range, parts))
     return tuple(
         tuple(share[0 if d in kept else n] for d, (share, n) in enumerate(zip(shares, place)))  # noqa: B905
@@ -123,12 +141,14 @@ def grid(shape, parts, kept=()):
 def test_every_entry_of_a_wanted_box_comes_once_from_one_that_has_it(samples, kept):
     shape, parts = (samples, 5, 4), (1, 2, 3)
     slabs, whole = grid(shape, parts, kept), ((0, 5), (0, 4))
-    shares = tuple((own, *whole) for own in balanced(samples, 6))
+    shares = tuple((own, *whole) for own in balanced_ranges(samples, 6))
     for have, want in ((slabs, shares), (shares, slabs), (slabs, (((0, samples), *whole),) * 6)):
         for rank, wish in enumerate(want):
-            found = [(sender, box) for sender, to, box in ways(have, want) if to == rank]
+            found = [(sender, box) for sender, to, box in box_transfers(have, want) if to == rank]
             entries = [entry for _, box in found for entry in product(*(range(*r) for r in box))]
             assert sorted(entries) == list(product(*(range(*r) for r in wish)))
             for sender, box in found:
-                assert all(overlap(b, h) == b for b, h in zip(box, have[sender], strict=True))
+                assert all(
+                    range_intersection(b, h) == b for b, h in zip(box, have[sender], strict=True)
+                )
                 assert sender == rank or have[rank] != have[sender]

@@ -9,24 +9,24 @@ import pytest
 
 from headway.errors import PlanError
 from headway.plan.tensor_layout import (
+    AxisDivisor,
     LinearLayout,
-    Need,
-    Parts,
+    MatrixParts,
     TensorGrid,
-    check_needs,
+    check_divisibility,
     divisors,
-    exchanged,
-    groups_of_least_exchange,
+    elements_exchanged,
+    optimal_data_groups,
 )
 
 
 def test_two_layers_turn_a_cuboid_back():
     grid = TensorGrid.cuboid(2, 3, 5)
-    assert grid.resident == Parts("ij", "l")
-    assert grid.after(grid.resident) == Parts("il", "j")
-    assert grid.after(Parts("il", "j")) == grid.resident
+    assert grid.resident == MatrixParts("ij", "l")
+    assert grid.after(grid.resident) == MatrixParts("il", "j")
+    assert grid.after(MatrixParts("il", "j")) == grid.resident
     with pytest.raises(ValueError, match="no layout of cuboid"):
-        grid.after(Parts("j", "i"))
+        grid.after(MatrixParts("j", "i"))
 
 
 def test_parts_of_every_form_are_whole_fractions():
@@ -49,7 +49,10 @@ def test_a_cube_moves_less_than_megatron():
     square = LinearLayout(grid=cube, x=cube.resident, m=n, k=n, n=n)
     assert sum(square.forward.values()) == 3 * n * n // 8
     line = TensorGrid.classic(8)
-    pair = [LinearLayout(grid=line, x=x, m=n, k=n, n=n) for x in (Parts("", ""), Parts("", "j"))]
+    pair = [
+        LinearLayout(grid=line, x=x, m=n, k=n, n=n)
+        for x in (MatrixParts("", ""), MatrixParts("", "j"))
+    ]
     assert sum(sum(layer.forward.values()) for layer in pair) / 2 == 7 * n * n / 8
 
 
@@ -66,14 +69,15 @@ def test_groups_are_where_the_closed_form_says():
     """G* = sqrt(P m / N), to one divisor: the least of a convex function of G lies beside it."""
     for ranks, rows, outputs in itertools.product((4, 12, 64, 720), (3, 64, 4096), (10, 512, 9000)):
         legal = divisors(ranks)
-        brute = min(legal, key=lambda g: (exchanged(g, ranks, rows, outputs), g))
-        assert groups_of_least_exchange(ranks, rows, outputs) == brute
+        brute = min(legal, key=lambda g: (elements_exchanged(g, ranks, rows, outputs), g))
+        assert optimal_data_groups(ranks, rows, outputs) == brute
         ideal = min(max(math.sqrt(ranks * rows / outputs), 1), ranks)
         near = sum(legal[i] <= ideal for i in range(len(legal))) - 1
         assert abs(legal.index(brute) - near) <= 1
-        assert (exchanged(1, ranks, rows, outputs) < exchanged(ranks, ranks, rows, outputs)) == (
-            rows < outputs
-        )
+        assert (
+            elements_exchanged(1, ranks, rows, outputs)
+            < elements_exchanged(ranks, ranks, rows, outputs)
+        ) == (rows < outputs)
 
 
 def test_a_cuboid_of_groups_emits_what_the_cost_counts():
@@ -82,15 +86,19 @@ def test_a_cuboid_of_groups_emits_what_the_cost_counts():
         grid = TensorGrid.cuboid(groups, 24 // groups, 1)
         layout = LinearLayout(grid=grid, x=grid.resident, m=48, k=8, n=72)
         emitted = sum(layout.forward.values()) + sum(layout.backward().values())
-        assert emitted == pytest.approx(8 * exchanged(groups, 24, 48, 72), rel=1e-12)
+        assert emitted == pytest.approx(8 * elements_exchanged(groups, 24, 48, 72), rel=1e-12)
 
 
 def test_all_sizes_that_do_not_fit_are_named_with_the_legal_degrees():
     grid = TensorGrid.cuboid(2, 3, 1)
-    fits, heads, words = Need("i", 8, "samples"), Need("j", 8, "heads"), Need("ji", 50, "words")
-    check_needs(grid, [fits])
+    fits, heads, words = (
+        AxisDivisor("i", 8, "samples"),
+        AxisDivisor("j", 8, "heads"),
+        AxisDivisor("ji", 50, "words"),
+    )
+    check_divisibility(grid, [fits])
     with pytest.raises(PlanError) as caught:
-        check_needs(grid, [fits, heads, words, heads])
+        check_divisibility(grid, [fits, heads, words, heads])
     assert caught.value.problems == (
         "heads: 8 over j = 3; legal degrees: 1, 2, 4, 8",
         "words: 50 over j = 3 x i = 2; legal degrees: 1, 2, 5, 10, 25, 50",

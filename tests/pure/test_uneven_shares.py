@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from headway.errors import PlanError
 from headway.plan import BatchSplit, Plan, data_parallel, explain, pipelined
-from headway.plan.batch import apportion
-from headway.plan.pipeline import Pipeline
+from headway.plan.batch import largest_remainder_shares
+from headway.plan.pipeline import PipelinePlan
 
 weights = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -31,13 +31,13 @@ def test_uneven_shares_partition_what_is_there(shares, present):
 
 @given(weights, st.integers(1, 300))
 def test_whole_samples_are_handed_out_in_proportion(parts, samples):
-    found = apportion(samples, parts)
+    found = largest_remainder_shares(samples, parts)
     assert sum(found) == samples
     assert all(
         abs(share - samples * part / sum(parts)) < 1
         for share, part in zip(found, parts, strict=True)
     )
-    assert apportion(sum(parts), parts) == tuple(parts)
+    assert largest_remainder_shares(sum(parts), parts) == tuple(parts)
 
 
 def test_a_plan_says_and_keeps_its_shares(tmp_path):
@@ -50,12 +50,14 @@ def test_a_plan_says_and_keeps_its_shares(tmp_path):
 
 
 def test_copies_of_a_pipeline_cut_their_shares_into_as_many_micro_batches():
-    plan = pipelined(20, processes=4, stages=2, pipeline=Pipeline(microbatches=4), shares=(3, 1))
+    plan = pipelined(
+        20, processes=4, stages=2, pipeline=PipelinePlan(microbatches=4), shares=(3, 1)
+    )
     assert plan.batch.shares == (15, 5)
     sizes = [[len(m) for m in plan.batch.microbatches(plan.batch.share(c, 2))] for c in (0, 1)]
     assert sizes == [[4, 4, 4, 3], [2, 1, 1, 1]]
     assert plan.batch.largest(2) == 4
-    few = pipelined(8, processes=4, stages=2, pipeline=Pipeline(microbatches=4), shares=(6, 2))
+    few = pipelined(8, processes=4, stages=2, pipeline=PipelinePlan(microbatches=4), shares=(6, 2))
     assert few.batch.parts == 2  # as many as the smaller share has samples
 
 

@@ -10,30 +10,30 @@ import pytest
 from headway.errors import PlanError
 from headway.graph.annotations import (
     Annotations,
-    replicate,
-    set_default_strategy,
-    split,
-    stage,
+    replicate_module,
+    split_module,
+    stage_module,
+    with_default_strategy,
 )
-from headway.planner.whale.balance import (
-    Share,
+from headway.planner.whale.load_balance import (
+    DeviceShare,
     algorithm_1,
     gradient_weights,
     proportional,
     water_filling,
     whole_samples,
 )
-from headway.planner.whale.devices import virtual_devices
-from headway.planner.whale.stages import (
-    Block,
-    Device,
+from headway.planner.whale.task_graphs import (
+    StageBlock,
+    StageDevice,
     by_memory,
     cut_by_shares,
     cut_exactly,
     in_flight,
+    virtual_devices,
 )
-from headway.schedule import StageCosts
-from headway.schedule.named import make_schedule
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import peak_activations
 
 GB = 1e9
@@ -88,8 +88,8 @@ def test_devices_that_do_not_come_out_even_are_refused(number, requests, how, li
 def unequal(scaled):
     """A V100 and a P100 of the paper."""
     return [
-        Share(rate=15.7e12, memory=32 * GB, scaled=scaled * GB),
-        Share(rate=9.3e12, memory=16 * GB, scaled=scaled * GB),
+        DeviceShare(rate=15.7e12, memory=32 * GB, scaled=scaled * GB),
+        DeviceShare(rate=9.3e12, memory=16 * GB, scaled=scaled * GB),
     ]
 
 
@@ -115,7 +115,7 @@ def random_shares(random):
     caps = random.dirichlet(np.ones(count)) * random.uniform(1.01, 3)
     fixed = float(random.choice([0.0, 20.0]))
     return [
-        Share(
+        DeviceShare(
             rate=float(random.choice([1.0, 2.0, 3.5])),
             memory=float(cap * scaled + fixed),
             scaled=scaled,
@@ -151,10 +151,10 @@ def test_algorithm_1_keeps_its_promises_on_random_devices():
 def test_the_valley_is_the_idlest_device_and_of_equally_idle_ones_the_emptiest():
     """Loads by rate leave all equally idle: first memory decides, then time."""
     shares = [
-        Share(rate=4, memory=30, scaled=100),
-        Share(rate=1, memory=20, scaled=100),
-        Share(rate=3, memory=150, scaled=100),
-        Share(rate=2, memory=16, scaled=100),
+        DeviceShare(rate=4, memory=30, scaled=100),
+        DeviceShare(rate=1, memory=20, scaled=100),
+        DeviceShare(rate=3, memory=150, scaled=100),
+        DeviceShare(rate=2, memory=16, scaled=100),
     ]
     found = algorithm_1(shares)
     assert [(peak, valley) for peak, valley, _ in found.shifts] == [(0, 2), (3, 1)]
@@ -162,7 +162,10 @@ def test_the_valley_is_the_idlest_device_and_of_equally_idle_ones_the_emptiest()
 
 
 def test_the_printed_algorithm_leaves_a_peak_that_is_still_too_high():
-    shares = [Share(rate=8, memory=30, scaled=100), *[Share(rate=1, memory=35, scaled=100)] * 3]
+    shares = [
+        DeviceShare(rate=8, memory=30, scaled=100),
+        *[DeviceShare(rate=1, memory=35, scaled=100)] * 3,
+    ]
     with pytest.raises(PlanError, match=r"device 0: 1\.5"):
         algorithm_1(shares, as_printed=True)
     assert algorithm_1(shares).loads[0] == pytest.approx(0.3)
@@ -170,12 +173,12 @@ def test_the_printed_algorithm_leaves_a_peak_that_is_still_too_high():
 
 def test_what_does_not_scale_with_the_load_counts_as_it_is():
     shares = [
-        Share(rate=2, memory=10, scaled=10, fixed=6),
-        Share(rate=1, memory=16, scaled=10, fixed=6),
+        DeviceShare(rate=2, memory=10, scaled=10, fixed=6),
+        DeviceShare(rate=1, memory=16, scaled=10, fixed=6),
     ]
     assert algorithm_1(shares).loads == pytest.approx((0.4, 0.6))
     with pytest.raises(PlanError, match="device 0 lacks 2 B"):
-        algorithm_1([Share(rate=1, memory=4, scaled=1, fixed=6)])
+        algorithm_1([DeviceShare(rate=1, memory=4, scaled=1, fixed=6)])
 
 
 def test_water_filling_is_the_least_time_of_a_slowest_device():
@@ -197,7 +200,7 @@ def test_water_filling_is_the_least_time_of_a_slowest_device():
 
 
 def test_a_load_that_nobody_holds_is_refused_with_what_is_missing():
-    shares = [Share(rate=1, memory=2**30, scaled=4 * 2**30)] * 2
+    shares = [DeviceShare(rate=1, memory=2**30, scaled=4 * 2**30)] * 2
     for method in (water_filling, algorithm_1):
         with pytest.raises(PlanError, match=r"hold 0.5 of it; 2 GiB are missing"):
             method(shares)
@@ -217,9 +220,13 @@ def test_whole_samples_add_up_and_fit():
         assert sum(batches) == samples
         assert all(0 <= b <= cap for b, cap in zip(batches, caps, strict=True))
         assert sum(gradient_weights(batches)) == pytest.approx(1)
-    loose = [Share(rate=rate, memory=1, scaled=1) for rate in (15.7, 9.3)]
+    loose = [DeviceShare(rate=rate, memory=1, scaled=1) for rate in (15.7, 9.3)]
     assert whole_samples(proportional(loose), 92, loose) == (58, 34)
-    assert whole_samples((1 / 3,) * 3, 10, [Share(rate=1, memory=1, scaled=1)] * 3) == (4, 3, 3)
+    assert whole_samples((1 / 3,) * 3, 10, [DeviceShare(rate=1, memory=1, scaled=1)] * 3) == (
+        4,
+        3,
+        3,
+    )
 
 
 def test_gradients_count_by_the_local_batch():
@@ -232,7 +239,7 @@ def test_gradients_count_by_the_local_batch():
     assert mean == pytest.approx(gradients.mean(), rel=1e-12)
 
 
-BLOCKS = [Block(flops=3.0, weights=2.0, activations=1.0) for _ in range(8)]
+BLOCKS = [StageBlock(flops=3.0, weights=2.0, activations=1.0) for _ in range(8)]
 
 
 def peaks(blocks, stages, microbatches):
@@ -254,14 +261,14 @@ def test_the_stages_hold_what_the_table_of_1f1b_holds():
     for microbatches in (2, 4, 9):
         held = in_flight(4, microbatches)
         assert held == tuple(min(microbatches, 4 - i) for i in range(4))
-        roomy = [Device(rate=1.0, memory=1e9)] * 4
+        roomy = [StageDevice(rate=1.0, memory=1e9)] * 4
         found = cut_exactly(BLOCKS, roomy, held)
         assert list(found.bytes) == peaks(BLOCKS, found, microbatches)
 
 
 def test_the_order_by_memory_fits_where_the_reversed_one_does_not():
-    blocks = [Block(flops=3.0, weights=1.0, activations=2.0)] * 8
-    devices = [Device(rate=1.0, memory=m) for m in (6.0, 18.0, 10.0, 14.0)]
+    blocks = [StageBlock(flops=3.0, weights=1.0, activations=2.0)] * 8
+    devices = [StageDevice(rate=1.0, memory=m) for m in (6.0, 18.0, 10.0, 14.0)]
     order = by_memory(devices)
     assert order == (1, 3, 2, 0)
     held = in_flight(4, 8)
@@ -273,7 +280,7 @@ def test_the_order_by_memory_fits_where_the_reversed_one_does_not():
         assert all(u <= d.memory for u, d in zip(used, sorted_, strict=True))
         with pytest.raises(PlanError):
             cut(blocks, sorted_[::-1], held)
-    assert by_memory([Device(1, 5), Device(2, 5), Device(1, 7)]) == (2, 1, 0)
+    assert by_memory([StageDevice(1, 5), StageDevice(2, 5), StageDevice(1, 7)]) == (2, 1, 0)
 
 
 def every_cut(blocks, devices, held):
@@ -294,11 +301,11 @@ def test_the_exact_cut_is_the_best_of_all_and_never_worse_than_the_shares():
     fitting = shared = 0
     for _ in range(120):
         blocks = [
-            Block(*(float(x) for x in random.integers(1, 9, 3)))
+            StageBlock(*(float(x) for x in random.integers(1, 9, 3)))
             for _ in range(random.integers(4, 9))
         ]
         devices = [
-            Device(float(random.choice([1.0, 2.0])), float(random.integers(8, 60)))
+            StageDevice(float(random.choice([1.0, 2.0])), float(random.integers(8, 60)))
             for _ in range(random.integers(1, 5))
         ]
         held = in_flight(len(devices), 3)
@@ -324,14 +331,14 @@ def test_the_exact_cut_is_the_best_of_all_and_never_worse_than_the_shares():
 def test_too_few_blocks_are_refused():
     for cut in (cut_by_shares, cut_exactly):
         with pytest.raises(PlanError, match="8 blocks for 9 stages"):
-            cut(BLOCKS, [Device(1, 1e9)] * 9, in_flight(9, 9))
+            cut(BLOCKS, [StageDevice(1, 1e9)] * 9, in_flight(9, 9))
 
 
 MODULES = ("backbone", "backbone.conv", "backbone.norm", "fc", "loss")
 
 
 def test_annotations_force_choices_on_all_that_stands_below():
-    notes = Annotations((replicate("backbone", 8), split("fc", 8)))
+    notes = Annotations((replicate_module("backbone", 8), split_module("fc", 8)))
     found = notes.choices(MODULES)
     assert {path: str(one) for path, one in found.items()} == {
         "backbone": "backbone=replicate:8",
@@ -339,7 +346,7 @@ def test_annotations_force_choices_on_all_that_stands_below():
         "backbone.norm": "backbone=replicate:8",
         "fc": "fc=split:8",
     }
-    whole = set_default_strategy(notes, replicate("", 4)).choices(MODULES)
+    whole = with_default_strategy(notes, replicate_module("", 4)).choices(MODULES)
     assert str(whole["loss"]) == "(model)=replicate:4"
     assert whole["fc"] == found["fc"]
     assert len(virtual_devices(range(16), notes.requests(), together=True)) == 4
@@ -348,12 +355,21 @@ def test_annotations_force_choices_on_all_that_stands_below():
 @pytest.mark.parametrize(
     ("forced", "line"),
     [
-        ((replicate("backbone", 8), split("backbone.conv", 8)), "backbone.conv=split:8 stands"),
-        ((split("backbone.conv", 8), stage("backbone")), "stands inside of backbone=stage:1"),
-        ((split("fc", 8), replicate("fc", 2)), "fc=replicate:2 stands inside of fc=split:8"),
-        ((replicate("", 8), split("fc", 8)), "fc=split:8 stands inside of"),
-        ((split("head", 8),), "no module 'head'"),
-        ((split("fc", 0),), "at least 1 device"),
+        (
+            (replicate_module("backbone", 8), split_module("backbone.conv", 8)),
+            "backbone.conv=split:8 stands",
+        ),
+        (
+            (split_module("backbone.conv", 8), stage_module("backbone")),
+            "stands inside of backbone=stage:1",
+        ),
+        (
+            (split_module("fc", 8), replicate_module("fc", 2)),
+            "fc=replicate:2 stands inside of fc=split:8",
+        ),
+        ((replicate_module("", 8), split_module("fc", 8)), "fc=split:8 stands inside of"),
+        ((split_module("head", 8),), "no module 'head'"),
+        ((split_module("fc", 0),), "at least 1 device"),
     ],
 )
 def test_annotations_that_make_no_sense_are_refused(forced, line):
@@ -363,7 +379,7 @@ def test_annotations_that_make_no_sense_are_refused(forced, line):
 
 
 def test_a_name_that_begins_alike_is_another_module():
-    notes = Annotations((split("fc", 2),))
+    notes = Annotations((split_module("fc", 2),))
     assert list(notes.choices(("fc", "fc2", "fc.weight"))) == ["fc", "fc.weight"]
 
 
@@ -371,11 +387,11 @@ def test_splitting_a_large_classifier_saves_what_the_paper_says():
     """Replicas of a backbone of 89.6 MiB, the classes split: 89.7 % of the exchange."""
     sizes = {"backbone": 89.6 * 2**20, "fc": 2048.0 * 100_000 * 4}
     modules = tuple(sizes)
-    data = Annotations(default=replicate("", 8))
-    both = Annotations((replicate("backbone", 8), split("fc", 8)))
+    data = Annotations(default=replicate_module("", 8))
+    both = Annotations((replicate_module("backbone", 8), split_module("fc", 8)))
     saved = 1 - both.exchanged(sizes) / data.exchanged(sizes)
     assert saved == pytest.approx(0.897, abs=1e-3)
     nested = both.exchanged(sizes, replicas=2)
     assert nested == sizes["backbone"] + sizes["fc"] / 8
-    assert Annotations((stage("fc"),)).exchanged(sizes) == 0
+    assert Annotations((stage_module("fc"),)).exchanged(sizes) == 0
     assert list(both.choices(modules)) == list(modules)

@@ -9,27 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.collective import Nodes
-from headway.comm import adasum
-from headway.comm.adasum import Adasum, HierarchicalAdasum
-from headway.comm.adasum_rule import (
-    Widened,
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms import adasum
+from headway.comm.algorithms.adasum import (
+    Adasum,
+    Float64Workspace,
+    HierarchicalAdasum,
+    adasum_coefficients,
     adasum_tree,
-    coefficients,
     describe_tree,
-    statistics,
+    dot_and_norms,
 )
-from headway.comm.method import Fused, Piece, complete, make_route
+from headway.comm.algorithms.method import FusedBuffer, GradientSlice, complete, make_route
 from support.ranks import ranks, run_ranks
 
 SIZES = (130, 1, 0, 700, 3, 166)
 """Layers that lie across halves, of one element, and of none."""
 
 
-def pieces(sizes=SIZES) -> tuple[Piece, ...]:
+def pieces(sizes=SIZES) -> tuple[GradientSlice, ...]:
     found, start = [], 0
     for number, size in enumerate(sizes):
-        found.append(Piece(f"layer{number}", start, start + size, (size,)))
+        found.append(GradientSlice(f"layer{number}", start, start + size, (size,)))
         start += size
     return (*found,)
 
@@ -46,9 +47,9 @@ def vector(rank: int, seed: int = 0, sizes=SIZES) -> Tensor:
     return values
 
 
-def bucket(values: Tensor, flags: list[float], sizes=SIZES, number: int = 0) -> Fused:
+def bucket(values: Tensor, flags: list[float], sizes=SIZES, number: int = 0) -> FusedBuffer:
     flat = torch.cat((values, torch.tensor(flags, dtype=values.dtype)))
-    return Fused(flat, pieces(sizes), number)
+    return FusedBuffer(flat, pieces(sizes), number)
 
 
 def error(found: Tensor, expected: Tensor, sizes=SIZES) -> float:
@@ -135,7 +136,7 @@ def test_factors_of_layers_differ_from_those_of_the_whole_buffer():
     found, coefficient = run_ranks(4, whole_buffer)[0]
     assert 0.5 < coefficient < 1
     vectors = [vector(rank) for rank in range(4)]
-    whole = Piece("all", 0, sum(SIZES), (sum(SIZES),))
+    whole = GradientSlice("all", 0, sum(SIZES), (sum(SIZES),))
     assert torch.allclose(found, adasum_tree(vectors, [whole]), rtol=1e-12)
     assert error(found, adasum_tree(vectors, pieces())) > 0.01
 
@@ -154,7 +155,7 @@ def test_dot_products_of_many_ranks_are_summed_in_stages():
 
 # ---- the rule --------------------------------------------------------------------------------
 
-WHOLE = (Piece("all", 0, 64, (64,)),)
+WHOLE = (GradientSlice("all", 0, 64, (64,)),)
 
 
 def pair(cosine: float, first: float = 1.0, second: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -208,7 +209,7 @@ def test_ten_million_elements_of_mixed_magnitude():
     left[::1000] = 100.0
     right = left.clone()
     right[1::2] = -1e-4
-    found = statistics(left, right, Widened(left.device))
+    found = dot_and_norms(left, right, Float64Workspace(left.device))
     large, small = float(left[0]) ** 2 * (size // 1000), float(left[1]) ** 2
     norm = large + small * (size - size // 1000)
     dot = large + small * (size // 2 - size // 1000) - small * (size // 2)
@@ -216,9 +217,9 @@ def test_ten_million_elements_of_mixed_magnitude():
 
 
 def test_factors_of_zero_are_one():
-    assert coefficients(0.0, 0.0, 4.0) == (1.0, 1.0)
-    assert coefficients(1.0, 2.0, 4.0) == (0.75, 0.875)
-    assert coefficients(1.0, 1e-160, 4.0) == (1.0, 0.875)
+    assert adasum_coefficients(0.0, 0.0, 4.0) == (1.0, 1.0)
+    assert adasum_coefficients(1.0, 2.0, 4.0) == (0.75, 0.875)
+    assert adasum_coefficients(1.0, 1e-160, 4.0) == (1.0, 0.875)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_bytes_on_the_wire(size):
 
 @ranks(4)
 def test_two_buckets_under_way_at_the_same_time_do_not_mix(world):
-    from headway.comm.method import wait
+    from headway.comm.algorithms.method import wait
 
     route = make_route(None, Nodes.one(world.size))
     buckets = [bucket(vector(world.rank, n), [1.0] * 6, number=n) for n in (0, 1)]

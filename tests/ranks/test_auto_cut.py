@@ -7,8 +7,8 @@ import torch
 
 from headway.errors import PlanError
 from headway.plan import Plan
-from headway.run.model_graph import check_stages
-from headway.run.recipe_file import load_recipe
+from headway.run.measure.recipe_model import check_stage_boundaries
+from headway.run.recipe.factory import load_recipe
 from support.commands import headway_here
 from support.uncuttable import SQUARE
 
@@ -101,11 +101,11 @@ def test_the_fastest_plan_that_can_be_cut_is_taken(folder, name):
 
 def test_whether_stages_can_be_made_is_told_without_numbers(folder):
     even = load_recipe("odd_models:even", ())
-    check_stages(even, ("second",), 4)
+    check_stage_boundaries(even, ("second",), 4)
     with pytest.raises(PlanError, match=r"no module third"):
-        check_stages(even, ("third",), 4)
+        check_stage_boundaries(even, ("third",), 4)
     with pytest.raises(PlanError, match="cannot be cut into stages"):
-        check_stages(load_recipe("odd_models:odd", ()), ("second",), 4)
+        check_stage_boundaries(load_recipe("odd_models:odd", ()), ("second",), 4)
 
 
 def test_nothing_is_allocated_for_it(folder):
@@ -115,4 +115,4 @@ def test_nothing_is_allocated_for_it(folder):
     recipe = load_recipe("odd_models:even", ())
     object.__setattr__(recipe, "model", large)
     object.__setattr__(recipe, "loss", lambda model, data: model(data[0].new_zeros(4, 10**6)).sum())
-    check_stages(recipe, ("1", "2"), 4)
+    check_stage_boundaries(recipe, ("1", "2"), 4)

@@ -14,24 +14,24 @@ from functools import partial
 import pytest
 import torch
 
-from headway.cli.auto import Automatic
-from headway.cli.optimizer_cost import with_optimizer
+from headway.cli.plan.optimizer_cost import with_measured_optimizer
+from headway.cli.train.plan_selection import AutoPlanSearch
 from headway.cluster import read_cluster
-from headway.cluster.readings import Exchanges, Kernels, Readings
-from headway.cost.presets import machine_of
+from headway.cluster.measurement import DeviceReadings, LinkReadings, RankReadings
+from headway.cost.machine_presets import machine_of
 from headway.errors import RecipeError
 from headway.plan import Plan
-from headway.plan.prediction import Asked
-from headway.planner.automatic import Limits, decide
-from headway.planner.operators import Workload
-from headway.planner.predicted import hash_of
-from headway.planner.search import Question
+from headway.plan.prediction import PlanProvenance
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.auto import RecipeLimits, find_auto_plan
+from headway.planner.export.prediction import hash_of
+from headway.planner.search.request import PlanRequest
 from headway.report import write_report
-from headway.run import measuring
-from headway.run.failure import read_failures
-from headway.run.model_graph import graph_of
-from headway.run.recipe_file import load_recipe
-from headway.run.world import World
+from headway.run.distributed.failure_record import read_failures
+from headway.run.distributed.world import World
+from headway.run.measure import cluster as measuring
+from headway.run.measure.recipe_model import recipe_graph
+from headway.run.recipe.factory import load_recipe
 from support.commands import (
     HEADWAY,
     TORCHRUN,
@@ -73,14 +73,14 @@ def found_by_search(path, precision="float32"):
     """The same question, asked directly."""
     recipe = load_recipe(RECIPE, (f"precision='{precision}'",))
     cluster = read_cluster(path)
-    graph, samples, batch = graph_of(RECIPE)
-    question = Question(
-        work=Workload(graph=graph, samples=samples),
-        machine=with_optimizer(machine_of(cluster), cluster, recipe),
+    graph, samples, batch = recipe_graph(RECIPE)
+    question = PlanRequest(
+        work=PlanningWorkload(graph=graph, samples=samples),
+        machine=with_measured_optimizer(machine_of(cluster), cluster, recipe),
         devices=(2,),
         batch=batch,
     )
-    return decide(question, Limits(microbatch=recipe.microbatch), cluster)
+    return find_auto_plan(question, RecipeLimits(microbatch=recipe.microbatch), cluster)
 
 
 def trained(folder, cluster, *more):
@@ -99,7 +99,7 @@ def test_the_plan_is_that_of_the_search_and_its_prediction_is_shown(tmp_path):
     expected = found_by_search(cluster)
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.hash == expected.plan.hash
-    assert plan.prediction.asked == Asked(recipe=RECIPE, cluster="../cluster.toml")
+    assert plan.prediction.asked == PlanProvenance(recipe=RECIPE, cluster="../cluster.toml")
     assert replace(plan.prediction, asked=None) == expected.plan.prediction
     assert sum(plan.prediction.parts.values()) == pytest.approx(plan.prediction.seconds)
     lines = [line for line in done.err.splitlines() if line.startswith("step ") and "loss " in line]
@@ -223,7 +223,7 @@ def readings(world):
     """As `measure_in` would give them for a world of this size, and nothing is measured."""
     sizes = [2.0**power for power in range(10, 25, 2)]
     shapes = [(n, n, k) for n in (256, 512) for k in (64, n)]
-    kernels = Kernels(
+    kernels = DeviceReadings(
         name="cpu",
         adds=True,
         products={"fp32": tuple((*shape, 5e-6 + math.prod(shape) / 2.5e10) for shape in shapes)},
@@ -235,13 +235,13 @@ def readings(world):
         memory=4e9,
         spread=1.02,
     )
-    inside = Exchanges(
+    inside = LinkReadings(
         ranks=world.ranks,
         sums=tuple((size, 1e-4 + size / 1e9) for size in sizes),
         messages=tuple((size, 5e-5 + size / 1e9) for size in sizes),
     )
     return world.ranks * [
-        Readings(
+        RankReadings(
             node="here",
             kernels=kernels,
             inside=inside if world.ranks > 1 else None,
@@ -256,7 +256,9 @@ def measured_plan(world):
     """In a world that measures itself: the plan of this rank, and how often it has measured."""
     calls, told = [], io.StringIO()
     measuring.measure_in = lambda here: calls.append(here) or readings(here)
-    auto = Automatic(recipe=RECIPE, overrides=(), cluster="measure", device="cpu", fallback=False)
+    auto = AutoPlanSearch(
+        recipe=RECIPE, overrides=(), cluster="measure", device="cpu", fallback=False
+    )
     find = partial(auto.find_in, World.adopt(), directory=world.directory / "run")
     with contextlib.redirect_stderr(told):
         plans = [find(resume=False), find(resume=True)]

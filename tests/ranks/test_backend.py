@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.collective.generators import halving_doubling, ring
-from headway.comm import backend
-from headway.comm.interpreter import FIRST_TAG
+from headway.comm.backend import process_group
+from headway.comm.backend.interpreter import FIRST_TAG
 from headway.errors import PeerLost, Stalled, UsageError
 from support.leaks import alive_threads
 from support.ranks import ranks, run_ranks
@@ -468,7 +468,7 @@ def test_chosen_programs(world):
 @ranks(3)
 def test_large_groups_go_in_rings(world):
     """What more than eight ranks do, with the borders moved down to three."""
-    backend._DIRECT_RANKS, backend._SMALL_SHARE = 2, 400
+    process_group._DIRECT_RANKS, process_group._SMALL_SHARE = 2, 400
     gloo = enter(world)
     for size in (100, 101, 1000):
         role = dist.group.WORLD._role("all_gather", 3 * size, 4)

@@ -7,12 +7,12 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from headway.capture.links import measure_exchanges
+from headway.capture.benchmark.links import measure_exchanges
 from headway.cluster import read_cluster, to_toml
-from headway.cost.measured import cluster_of_readings
-from headway.cost.presets import machine_of
-from headway.run.measuring import measure_in
-from headway.run.world import World
+from headway.cost.cluster_fit import cluster_of_readings
+from headway.cost.machine_presets import machine_of
+from headway.run.distributed.world import World
+from headway.run.measure.cluster import measure_in
 from support.commands import command, headway, warm_variables
 from support.ranks import ranks
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.collective import Nodes
 from headway.collective.generators import (
     chain,
     direct,
@@ -22,8 +21,15 @@ from headway.collective.generators import (
     star,
     trees,
 )
-from headway.collective.task import Collective
-from headway.comm.interpreter import FIRST_TAG, Interpreter, Role, Scratch, combinable
+from headway.collective.nodes import Nodes
+from headway.collective.program.program import CollectiveTask
+from headway.comm.backend.interpreter import (
+    FIRST_TAG,
+    Interpreter,
+    RankOperations,
+    ReceiveBufferPool,
+    supports_reduction,
+)
 from headway.errors import HeadwayError, PeerLost, Stalled
 from support.ranks import ranks, run_ranks
 
@@ -87,7 +93,9 @@ def interpreter(world, name="", **options):
 
 
 def run(machine, world, program, out, given=None, op="sum"):
-    machine.start(Role.of(program, world.rank), out=out, given=given, reduction=op).finish()
+    machine.start(
+        RankOperations.of(program, world.rank), out=out, given=given, reduction=op
+    ).finish()
     return out
 
 
@@ -138,7 +146,7 @@ def compare(world, cases):
         given, out, expected = own_way(op, whole, world.size, root)
         total = (out if given is None or given.numel() < out.numel() else given).numel()
         rooted = {"root": root} if op[0] in ("broadcast", "reduce") else {}
-        task = Collective.of(op[0], world.size, total, **rooted)
+        task = CollectiveTask.of(op[0], world.size, total, **rooted)
         program = make(task)
         found = run(machine, world, program, out, given, op[1])
         if not same(found, expected):
@@ -154,14 +162,14 @@ def cases(n):
             if op == "all_to_all" and name != "direct":
                 continue
             try:
-                make(Collective.of(op, n, n))
+                make(CollectiveTask.of(op, n, n))
             except HeadwayError:
                 continue  # this generator does not make it
             for size in SIZES:
                 yield name, make, (op, "sum"), torch.float32, size
     for dtype in FLOATS + INTS:
         for op in OPS:
-            if combinable(dtype, op):
+            if supports_reduction(dtype, op):
                 yield "direct", direct, ("reduce_scatter", op), dtype, 33
                 yield "ring", ring, ("all_reduce", op), dtype, 33
 
@@ -182,17 +190,17 @@ def compare_all(world):
 def test_dtypes_that_gloo_refuses(world):
     machine = interpreter(world)
     summed = torch.full((5,), 1000 * world.rank, dtype=torch.int16)
-    run(machine, world, ring(Collective.of("all_reduce", 3, 5)), summed)
+    run(machine, world, ring(CollectiveTask.of("all_reduce", 3, 5)), summed)
     assert summed.tolist() == [3000] * 5
     for dtype in (torch.int16, torch.float8_e4m3fn, torch.bool, torch.complex64):
         own = torch.full((3,), world.rank).to(dtype)
         whole = torch.empty(9, dtype=dtype)
-        run(machine, world, direct(Collective.of("all_gather", 3, 9)), whole, own)
+        run(machine, world, direct(CollectiveTask.of("all_gather", 3, 9)), whole, own)
         expected = torch.cat([torch.full((3,), r).to(dtype) for r in range(3)])
         assert torch.equal(whole.view(torch.uint8), expected.view(torch.uint8)), dtype
-    assert not combinable(torch.float8_e4m3fn, "sum")
-    assert not combinable(torch.int64, "avg")
-    assert not combinable(torch.complex64, "max")
+    assert not supports_reduction(torch.float8_e4m3fn, "sum")
+    assert not supports_reduction(torch.int64, "avg")
+    assert not supports_reduction(torch.complex64, "max")
 
 
 @ranks(2)
@@ -200,7 +208,9 @@ def test_programs_overlap_and_striped_messages_arrive_whole(world):
     """Ten programs under way at once, finished in the opposite order; two tags for each message."""
     for stripes in (1, 2, 3):
         machine = interpreter(world, str(stripes), stripes=stripes)
-        role = Role.of(direct(Collective.of("reduce_scatter", 2, 120_002)), world.rank)
+        role = RankOperations.of(
+            direct(CollectiveTask.of("reduce_scatter", 2, 120_002)), world.rank
+        )
         given = [torch.arange(120_002.0) * (k + 1) + world.rank for k in range(10)]
         outs = [torch.empty(60_001) for _ in given]
         started = [machine.start(role, out=o, given=g) for o, g in zip(outs, given, strict=True)]
@@ -215,7 +225,7 @@ def test_programs_overlap_and_striped_messages_arrive_whole(world):
 @ranks(2)
 def test_nothing_is_allocated_after_the_first_step(world):
     machine = interpreter(world)
-    role = Role.of(direct(Collective.of("reduce_scatter", 2, 2000)), world.rank)
+    role = RankOperations.of(direct(CollectiveTask.of("reduce_scatter", 2, 2000)), world.rank)
     out, given = torch.empty(1000), torch.ones(2000)
     for _ in range(3):
         machine.start(role, out=out, given=given).finish()
@@ -227,7 +237,7 @@ def test_nothing_is_allocated_after_the_first_step(world):
 
 
 def test_scratch_lets_go_of_what_is_too_small():
-    scratch = Scratch()
+    scratch = ReceiveBufferPool()
     small, large = scratch.take(10), scratch.take(30)
     scratch.give(small)
     scratch.give(large)
@@ -244,7 +254,7 @@ def test_tags_begin_again_before_they_end(world):
         max(tag for n in range(FIRST_TAG - 5, FIRST_TAG + 5) for tag in machine.tags(n)) < 1 << 31
     )
     machine._used_tags = FIRST_TAG // 3 - 1  # the next two programs lie on both sides of the end
-    role = Role.of(direct(Collective.of("all_gather", 2, 4)), world.rank)
+    role = RankOperations.of(direct(CollectiveTask.of("all_gather", 2, 4)), world.rank)
     for _ in range(3):
         whole = torch.empty(4)
         machine.start(role, out=whole, given=torch.full((2,), float(world.rank))).finish()
@@ -254,7 +264,7 @@ def test_tags_begin_again_before_they_end(world):
 @ranks(3)
 def test_who_does_not_come_is_named(world):
     machine = interpreter(world)
-    role = Role.of(direct(Collective.of("all_gather", 3, 300)), world.rank)
+    role = RankOperations.of(direct(CollectiveTask.of("all_gather", 3, 300)), world.rank)
     if world.rank != 2:
         running = machine.start(role, out=torch.empty(300), given=torch.ones(100))
         began = time.monotonic()
@@ -268,8 +278,8 @@ def test_who_does_not_come_is_named(world):
 
 def lose(world):
     machine = interpreter(world)
-    role = Role.of(direct(Collective.of("reduce_scatter", 2, 200)), world.rank)
-    run(machine, world, direct(Collective.of("all_reduce", 2, 3)), torch.ones(3))
+    role = RankOperations.of(direct(CollectiveTask.of("reduce_scatter", 2, 200)), world.rank)
+    run(machine, world, direct(CollectiveTask.of("all_reduce", 2, 3)), torch.ones(3))
     if world.rank == 1:
         import os
         import signal

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from headway.cluster import Cluster
-from headway.collective.carrier import Carrier, Tree
-from headway.collective.traffic import NOTHING, Traffic
-from headway.collective.wire import bucket_traffic
-from headway.collective.wires import Wires
-from headway.comm import backend
+from headway.collective.all_reduce.algorithm import AllReduceOptions, PlanTree
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.nodes import NOTHING, Traffic
+from headway.collective.topology import NetworkTopology
+from headway.comm.backend import process_group
 from headway.errors import PlanError
-from headway.plan import Exchange, ExchangePart, carried_by, data_parallel
-from headway.planner.carried import find_carrier
+from headway.plan import ExchangePart, ExchangePlan, data_parallel, with_collective
+from headway.planner.collective_algorithm import choose_all_reduce
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import RanksFailed, run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import ALL, cross_entropy
@@ -33,33 +33,40 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def packed(ranks: int = RANKS) -> Carrier:
-    mesh = Wires.of_cluster(Cluster.of(ranks, rate="100 Mbit/s", fabric="mesh"))
-    carrier = find_carrier("trees", mesh, 4096).carrier
+def packed(ranks: int = RANKS) -> AllReduceOptions:
+    mesh = NetworkTopology.of_cluster(Cluster.of(ranks, rate="100 Mbit/s", fabric="mesh"))
+    carrier = choose_all_reduce("trees", mesh, 4096).carrier
     assert carrier is not None
     return carrier
 
 
 TREES = {"collective": "trees", "carrier": packed()}
-LOPSIDED = Carrier(
+LOPSIDED = AllReduceOptions(
     chunk="40 B",
-    trees=(Tree(parents=(-1, 0, 1, 2), weight=3.0), Tree(parents=(3, 3, 3, -1), weight=0.1)),
-)
-EXACT: dict[str, Exchange] = {
-    "ring": Exchange(collective="ring", bucket="300"),
-    "ring along an order": Exchange(
-        collective="ring", carrier=Carrier(order=(2, 0, 3, 1), chunk="24 B")
+    trees=(
+        PlanTree(parents=(-1, 0, 1, 2), weight=3.0),
+        PlanTree(parents=(3, 3, 3, -1), weight=0.1),
     ),
-    "direct": Exchange(collective="direct", bucket="300"),
-    "halving-doubling": Exchange(collective="halving-doubling"),
-    "servers": Exchange(collective="servers", carrier=Carrier(chunk="1 KiB")),
-    "trees": Exchange(**TREES, bucket="300"),
-    "lopsided trees": Exchange(collective="trees", carrier=LOPSIDED),
-    "trees, no overlap": Exchange(**TREES, overlap=False),
-    "trees, fitted buckets": Exchange(**TREES, bucket="auto"),
-    "trees, priority": Exchange(**TREES, priority=True, chunk="100"),
-    "direct, three in flight": Exchange(collective="direct", priority=True, credit=3, chunk="64"),
-    "trees, parts": Exchange(**TREES, parts=(ExchangePart(parameters="*.bias", compress="none"),)),
+)
+EXACT: dict[str, ExchangePlan] = {
+    "ring": ExchangePlan(collective="ring", bucket="300"),
+    "ring along an order": ExchangePlan(
+        collective="ring", carrier=AllReduceOptions(order=(2, 0, 3, 1), chunk="24 B")
+    ),
+    "direct": ExchangePlan(collective="direct", bucket="300"),
+    "halving-doubling": ExchangePlan(collective="halving-doubling"),
+    "servers": ExchangePlan(collective="servers", carrier=AllReduceOptions(chunk="1 KiB")),
+    "trees": ExchangePlan(**TREES, bucket="300"),
+    "lopsided trees": ExchangePlan(collective="trees", carrier=LOPSIDED),
+    "trees, no overlap": ExchangePlan(**TREES, overlap=False),
+    "trees, fitted buckets": ExchangePlan(**TREES, bucket="auto"),
+    "trees, priority": ExchangePlan(**TREES, priority=True, chunk="100"),
+    "direct, three in flight": ExchangePlan(
+        collective="direct", priority=True, credit=3, chunk="64"
+    ),
+    "trees, parts": ExchangePlan(
+        **TREES, parts=(ExchangePart(parameters="*.bias", compress="none"),)
+    ),
 }
 
 
@@ -81,12 +88,12 @@ class Counted:
 
 def counting(sent):
     """Interpreters that are made from now on count."""
-    made = backend.Interpreter
+    made = process_group.Interpreter
 
     def make(messages, **named):
         return made(Counted(messages, sent), **named)
 
-    backend.Interpreter = make
+    process_group.Interpreter = make
     return made
 
 
@@ -106,7 +113,7 @@ def planned(run: Executor) -> tuple[int, Traffic]:
     return sum(bucket.wire_bytes for bucket in exchange.now.buckets), total
 
 
-def train(world: Any, case: str, exchange: Exchange) -> list[Numbers]:
+def train(world: Any, case: str, exchange: ExchangePlan) -> list[Numbers]:
     build, data = ALL[case]
     torch.manual_seed(SEED)
     model = build().double()
@@ -122,7 +129,7 @@ def train(world: Any, case: str, exchange: Exchange) -> list[Numbers]:
             run.flush()
             history.append(numbers(model, made, value))
     finally:
-        backend.Interpreter = plain
+        process_group.Interpreter = plain
     if not run.gradients.exchange.measures:  # measuring sends, too
         own, total = planned(run)
         assert sum(sent.values()) == STEPS * own
@@ -133,7 +140,7 @@ def train(world: Any, case: str, exchange: Exchange) -> list[Numbers]:
     return history
 
 
-def train_all(world: Any, cases: dict[str, tuple[str, Exchange]]) -> dict[str, list[Numbers]]:
+def train_all(world: Any, cases: dict[str, tuple[str, ExchangePlan]]) -> dict[str, list[Numbers]]:
     return {name: train(world, *case) for name, case in cases.items()}
 
 
@@ -160,9 +167,9 @@ def test_programs_equal_the_serial_run():
 def test_three_ranks_and_rounded_sums():
     """An odd number of ranks; 16 bits on the wire: half of the bytes, ranks alike, and learning."""
     kinds = {
-        "trees fp16": Exchange(collective="trees", carrier=packed(3), compress="fp16"),
-        "direct bf16": Exchange(collective="direct", compress="bf16"),
-        "halving fp16": Exchange(
+        "trees fp16": ExchangePlan(collective="trees", carrier=packed(3), compress="fp16"),
+        "direct bf16": ExchangePlan(collective="direct", compress="bf16"),
+        "halving fp16": ExchangePlan(
             collective="halving-doubling", compress="fp16", priority=True, credit=1, chunk="10 MiB"
         ),
     }
@@ -180,7 +187,7 @@ def differing(world: Any) -> None:
     carrier = packed()
     if world.rank == 2:
         carrier = replace(carrier, trees=carrier.trees[::-1])
-    train(world, "tied", Exchange(collective="trees", carrier=carrier))
+    train(world, "tied", ExchangePlan(collective="trees", carrier=carrier))
 
 
 def test_a_rank_with_other_programs_is_named():
@@ -196,8 +203,8 @@ def test_a_group_of_the_user_stays_what_it_was():
 
 def users_group(world: Any) -> None:
     asked = []
-    backend.register_backend(choose=lambda task, *_: asked.append(task.op))
-    train(world, "tied", Exchange(collective="direct"))
+    process_group.register_backend(choose=lambda task, *_: asked.append(task.op))
+    train(world, "tied", ExchangePlan(collective="direct"))
     group = dist.new_group(backend="headway")
     ones = torch.ones(5)
     dist.all_reduce(ones, group=group)
@@ -206,14 +213,14 @@ def users_group(world: Any) -> None:
 
 
 REFUSED = {
-    "int8": (partial(Exchange, compress="int8"), "compress int8 with collective trees"),
+    "int8": (partial(ExchangePlan, compress="int8"), "compress int8 with collective trees"),
     "topk": (
-        partial(Exchange, parts=(ExchangePart(parameters="*", compress="topk:0.1"),)),
+        partial(ExchangePlan, parts=(ExchangePart(parameters="*", compress="topk:0.1"),)),
         "compress topk:0.1 with collective trees",
     ),
-    "adasum": (partial(Exchange, reduce="adasum"), "reduce adasum with collective trees"),
+    "adasum": (partial(ExchangePlan, reduce="adasum"), "reduce adasum with collective trees"),
     "groups": (
-        partial(Exchange, parts=(ExchangePart(parameters="*", ranks=((0, 1), (2, 3))),)),
+        partial(ExchangePlan, parts=(ExchangePart(parameters="*", ranks=((0, 1), (2, 3))),)),
         "ranks with collective trees",
     ),
 }
@@ -224,5 +231,5 @@ def test_what_no_program_carries_is_refused_by_name(what):
     make, text = REFUSED[what]
     plan = data_parallel(12, processes=RANKS, exchange=make())
     with pytest.raises(PlanError) as caught:
-        carried_by(plan, "trees", packed())
+        with_collective(plan, "trees", packed())
     assert text in str(caught.value)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm.compress import spread_states
-from headway.comm.hook import communication_hook, register_comm_hook
+from headway.comm.exchange.ddp_hook import communication_hook, register_comm_hook
 from support.ranks import ranks
 
 WIDTH = 48

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.collective.payload import LARGE, is_dense, payloads
+from headway.collective.model.payload import LARGE, is_dense, payloads
+from headway.comm.algorithms.method import FusedBuffer, Route, complete
 from headway.comm.compress import make_method, spread_states
-from headway.comm.compress.selection import top_k
-from headway.comm.method import Fused, Route, complete
+from headway.comm.compress.topk_selection import top_k
 from headway.errors import RunError
 from headway.plan import parse_compression
-from headway.plan.compression import COMPRESSORS
+from headway.plan.exchange import COMPRESSORS
 from support.fused import CUTS, SHAPES, Buckets, draw_gradients, fuse, make_route
 from support.ranks import ranks, run_ranks
 
@@ -385,13 +385,13 @@ def test_chunks_of_elementwise_compressors_fly_together(world):
     route = make_route(world)
     for text in ("none", "fp16", "bf16"):
         whole = fuse(draw_gradients(0, world.rank), list(SHAPES))
-        cut = Fused(whole.buffer.clone())
+        cut = FusedBuffer(whole.buffer.clone())
         complete(maker(text)(), whole, route)
         method = maker(text)()
         assert method.elementwise
         for _ in range(2):  # the second time with buffers that are used again
             buffer = cut.buffer.clone()
-            flying = [method.rounds(Fused(part), route) for part in buffer.split(1000)]
+            flying = [method.rounds(FusedBuffer(part), route) for part in buffer.split(1000)]
             waiting = [next(rounds) for rounds in flying]
             for work, rounds in zip(waiting, flying, strict=True):
                 work.wait()
@@ -437,7 +437,7 @@ def test_what_cannot_be_compressed_is_refused(world):
     route = make_route(world)
     for text in ALL[:-3]:
         with pytest.raises(RunError, match="chunk of a bucket"):
-            complete(maker(text)(), Fused(torch.ones(10)), route)
+            complete(maker(text)(), FusedBuffer(torch.ones(10)), route)
     for text in [*WHOLE, "fp16", "bf16"]:
         fused = fuse({"w": torch.ones(40, 40, dtype=torch.complex64)}, ["w"])
         with pytest.raises(RunError, match="complex64"):

@@ -22,9 +22,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import headway
 from headway.data import CacheWarning, Cursor, Loader, cached
-from headway.data import cache_disk as disk_module
-from headway.data import cache_shelf as shelf_module
-from headway.data.cache_counters import Counters
+from headway.data.cache import blob_store as shelf_module
+from headway.data.cache import levels as disk_module
+from headway.data.cache.statistics import CacheCounters
 from headway.plan import BatchSplit
 from support.ranks import ranks, run_ranks
 
@@ -122,7 +122,7 @@ def count_up(world, counters):
 
 
 def test_no_count_is_lost():
-    counters = Counters()
+    counters = CacheCounters()
     run_ranks(2, count_up, counters)
     counters.add(damaged=5)
     assert counters.statistics().damaged == 40_005

@@ -21,7 +21,7 @@ import pytest
 
 from headway import errors
 from headway.cli.main import COMMANDS
-from headway.data.order import Order
+from headway.data.order import SampleOrder
 from support.commands import command, warm_variables
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,7 +116,7 @@ def test_the_tutorial_runs_from_end_to_end(tmp_path):
 @pytest.mark.timeout(300)
 def test_the_readme_session_runs(tmp_path):
     assert run_page(ROOT / "README.md", tmp_path, as_installed()) >= 3
-    build = "from headway.run.recipe_file import load_recipe as load; r = load('recipe.toml')"
+    build = "from headway.run.recipe.factory import load_recipe as load; r = load('recipe.toml')"
     done = command(sys.executable, "-c", f"{build}; r.optimizer(r.model()); r.data()", cwd=tmp_path)
     assert done.code == 0, done.err
 
@@ -180,7 +180,7 @@ def test_docs_own_loop_is_the_plain_loop_on_any_number_of_processes(tmp_path):
     text = PLAIN.read_text(encoding="utf-8")
     shuffled = "data.DataLoader(dataset, batch_size=64, shuffle=True)"
     assert shuffled in text
-    orders = [Order(1000, seed=0).indices(epoch, 0, 1000).tolist() for epoch in range(5)]
+    orders = [SampleOrder(1000, seed=0).indices(epoch, 0, 1000).tolist() for epoch in range(5)]
     ordered = "data.DataLoader(data.Subset(dataset, ORDERS[epoch]), batch_size=64)"
     serial = tmp_path / "serial.py"
     serial.write_text(f"ORDERS = {orders}\n{text.replace(shuffled, ordered)}", encoding="utf-8")
@@ -210,8 +210,8 @@ def test_docs_list_every_error_with_code_and_exit_code():
 def test_docs_list_every_field_of_recipe_and_key_of_recipe_toml():
     from dataclasses import fields
 
-    from headway.run.recipe import Recipe
-    from headway.run.recipe_schema import RecipeDocument, RecipeReference
+    from headway.run.recipe.recipe import Recipe
+    from headway.run.recipe.schema import RecipeDocument, RecipeReference
 
     page = (DOCS / "recipes.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))

@@ -8,13 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.collective import Nodes
-from headway.collective.wire import bucket_traffic
-from headway.comm.adasum import Adasum, HierarchicalAdasum
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.adasum import Adasum, HierarchicalAdasum
+from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
+from headway.comm.algorithms.method import (
+    AllReduce,
+    FusedBuffer,
+    GradientSlice,
+    complete,
+    make_route,
+)
 from headway.comm.compress import make_method
-from headway.comm.hierarchical import Hierarchical
-from headway.comm.method import AllReduce, Fused, Piece, complete, make_route
-from headway.comm.sparse_hierarchical import SparseHierarchical
+from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 from headway.plan import parse_compression
 from support.ranks import ranks
 
@@ -80,27 +86,27 @@ def fused_of(shapes):
     pieces, start = [], 0
     for number, shape in enumerate(shapes):
         stop = start + math.prod(shape)
-        pieces.append(Piece(f"p{number}", start, stop, shape))
+        pieces.append(GradientSlice(f"p{number}", start, stop, shape))
         start = stop
     buffer = torch.rand(start + len(shapes), generator=torch.Generator().manual_seed(3))
     buffer[start:] = 1.0
-    return Fused(buffer, tuple(pieces), 1)
+    return FusedBuffer(buffer, tuple(pieces), 1)
 
 
 METHODS = {
     "plain": (AllReduce, {}),
     "adasum": (Adasum, {"reduce": "adasum"}),
-    "hierarchical": (Hierarchical, {"collective": "hierarchical"}),
+    "hierarchical": (HierarchicalAllReduce, {"collective": "hierarchical"}),
     "hierarchical fp16": (
-        lambda: Hierarchical(make_method(parse_compression("fp16"), seed=0)),
+        lambda: HierarchicalAllReduce(make_method(parse_compression("fp16"), seed=0)),
         {"collective": "hierarchical", "compressor": "fp16"},
     ),
     "hitopkcomm": (
-        lambda: SparseHierarchical(0.02),
+        lambda: HierarchicalTopK(0.02),
         {"collective": "hierarchical", "compressor": "topk", "amount": 0.02},
     ),
     "hitopkcomm, dense": (
-        lambda: SparseHierarchical(0.9),
+        lambda: HierarchicalTopK(0.9),
         {"collective": "hierarchical", "compressor": "topk", "amount": 0.9},
     ),
     "hierarchical adasum": (

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from headway.collective import Nodes
-from headway.plan import Exchange, ExchangePart, data_parallel
-from headway.run import routes
+from headway.collective.nodes import Nodes
+from headway.plan import ExchangePart, ExchangePlan, data_parallel
+from headway.run.distributed import process_groups
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import ALL, cross_entropy
@@ -25,14 +25,16 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def split(world: Any, case: str, exchange: Exchange, nodes: Nodes | None = None) -> list[Numbers]:
+def split(
+    world: Any, case: str, exchange: ExchangePlan, nodes: Nodes | None = None
+) -> list[Numbers]:
     build, data = ALL[case]
     torch.manual_seed(SEED)
     model = build().double()
     made = adamw(model)
     plan = data_parallel(12, processes=world.size, precision="float64", exchange=exchange)
     if nodes is not None:
-        routes.find_nodes = lambda _: nodes
+        process_groups.find_nodes = lambda _: nodes
     run = Executor(model, made, loss=cross_entropy, plan=plan, seed=SEED, world=World.adopt())
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
@@ -44,11 +46,13 @@ def split(world: Any, case: str, exchange: Exchange, nodes: Nodes | None = None)
 
 
 EXACT = {
-    "fitted buckets": Exchange(bucket="auto"),
-    "hierarchical": Exchange(collective="hierarchical", bucket="200"),
-    "hierarchical, priority": Exchange(collective="hierarchical", priority=True, chunk="100"),
-    "three in flight": Exchange(priority=True, credit=3),
-    "parts": Exchange(bucket="300", parts=(ExchangePart(parameters="*.bias", compress="none"),)),
+    "fitted buckets": ExchangePlan(bucket="auto"),
+    "hierarchical": ExchangePlan(collective="hierarchical", bucket="200"),
+    "hierarchical, priority": ExchangePlan(collective="hierarchical", priority=True, chunk="100"),
+    "three in flight": ExchangePlan(priority=True, credit=3),
+    "parts": ExchangePlan(
+        bucket="300", parts=(ExchangePart(parameters="*.bias", compress="none"),)
+    ),
 }
 
 
@@ -67,24 +71,24 @@ def test_exact_choices_equal_the_serial_run(case, choice):
 
 INEXACT = {
     **{
-        text: Exchange(compress=text, bucket="1 KiB")
+        text: ExchangePlan(compress=text, bucket="1 KiB")
         for text in (
             "fp16", "bf16", "int8", "sign", "topk:0.1", "mstopk:0.1", "adaptive:0.1",
             "randomk:0.2", "powersgd:2",
         )
     },
-    "fp16, priority": Exchange(compress="fp16", priority=True, chunk="100"),
-    "powersgd, priority": Exchange(compress="powersgd:1", priority=True),
-    "HiTopKComm": Exchange(compress="mstopk:0.1", collective="hierarchical"),
-    "HiTopKComm, priority": Exchange(
+    "fp16, priority": ExchangePlan(compress="fp16", priority=True, chunk="100"),
+    "powersgd, priority": ExchangePlan(compress="powersgd:1", priority=True),
+    "HiTopKComm": ExchangePlan(compress="mstopk:0.1", collective="hierarchical"),
+    "HiTopKComm, priority": ExchangePlan(
         compress="topk:0.1", collective="hierarchical", priority=True
     ),
-    "hierarchical fp16": Exchange(compress="fp16", collective="hierarchical"),
-    "adasum": Exchange(reduce="adasum"),
-    "adasum of updates": Exchange(reduce="adasum", values="updates"),
-    "hierarchical adasum": Exchange(reduce="adasum", collective="hierarchical"),
-    "sum": Exchange(reduce="sum", bucket="200"),
-    "mixed": Exchange(
+    "hierarchical fp16": ExchangePlan(compress="fp16", collective="hierarchical"),
+    "adasum": ExchangePlan(reduce="adasum"),
+    "adasum of updates": ExchangePlan(reduce="adasum", values="updates"),
+    "hierarchical adasum": ExchangePlan(reduce="adasum", collective="hierarchical"),
+    "sum": ExchangePlan(reduce="sum", bucket="200"),
+    "mixed": ExchangePlan(
         compress="topk:0.1", parts=(ExchangePart(parameters="*.bias", compress="none"),)
     ),
 }  # fmt: skip

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import Diverged, PlanError, UsageError
-from headway.plan import Exchange, data_parallel
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import RanksFailed, run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import (
@@ -78,7 +78,7 @@ def split(
         processes=world.size,
         microbatch=microbatch,
         precision="float64",
-        exchange=Exchange(bucket=str(bucket_bytes), overlap=overlap),
+        exchange=ExchangePlan(bucket=str(bucket_bytes), overlap=overlap),
     )
     run = Executor(model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt())
     history = []
@@ -227,7 +227,7 @@ def bytes_sent(world):
     """The records name every bucket that was exchanged, with its size, and the time it took."""
     torch.manual_seed(SEED)
     model = WithDropout().double()
-    plan = data_parallel(8, processes=world.size, exchange=Exchange(bucket="200"))
+    plan = data_parallel(8, processes=world.size, exchange=ExchangePlan(bucket="200"))
     run = Executor(model, momentum(model), loss=cross_entropy, plan=plan, world=World.adopt())
     run.step(next(iter(run.batches(Points(dtype=torch.float64)))))
     flights = run.record.flights

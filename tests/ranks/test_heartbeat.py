@@ -20,8 +20,8 @@ import pytest
 
 from headway.errors import Stalled, WorkerFailed
 from headway.launch.local import launch_local
-from headway.run.failure import read_failures
-from headway.run.policies import RestartPolicy
+from headway.launch.restart_policy import RestartPolicy
+from headway.run.distributed.failure_record import read_failures
 from support import heartbeat_entries as entries
 from support.ranks import PRELOAD
 

@@ -7,22 +7,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.collective import Nodes
-from headway.comm.compress import merge_states, spread_states
-from headway.comm.hierarchical import Hierarchical, check_nodes, segments
-from headway.comm.method import AllReduce, Blocking, Fused, Method, Piece, complete, make_route
-from headway.comm.sparse_hierarchical import SparseHierarchical
-from headway.comm.swap import (
-    Circle,
-    Scratch,
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.hierarchical import HierarchicalAllReduce, segments
+from headway.comm.algorithms.method import (
+    AllReduce,
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    PeerGroup,
+    PointToPointOperations,
+    ScratchBuffers,
     all_gather,
-    conveyor,
+    check_uniform_nodes,
+    complete,
     first_tag,
+    make_route,
+    pipeline_rounds,
     reduce_scatter,
-    shards,
-    stream,
-    swap,
+    send_receive,
+    send_receive_chunked,
+    split_evenly,
 )
+from headway.comm.compress import merge_states, spread_states
+from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 from headway.errors import PlanError
 from support.ranks import ranks, run_ranks
 
@@ -33,28 +40,30 @@ def drive(rounds) -> int:
     """Carry a generator of rounds out; returns how many there were."""
     count = 0
     for waiting in rounds:
-        assert isinstance(waiting, Blocking)
+        assert isinstance(waiting, PointToPointOperations)
         for work in waiting.works:
             work.wait()
         count += 1
     return count
 
 
-def whole(world) -> Circle:
-    return Circle(world.group, tuple(range(world.size)), world.rank)
+def whole(world) -> PeerGroup:
+    return PeerGroup(world.group, tuple(range(world.size)), world.rank)
 
 
 def two_by_two() -> Nodes:
     return Nodes(((0, 1), (2, 3)))
 
 
-def fused(values: Tensor, flags: list[float], layers=LAYERS, number=0) -> Fused:
+def fused(values: Tensor, flags: list[float], layers=LAYERS, number=0) -> FusedBuffer:
     pieces, start = [], 0
     for name, size in layers:
-        pieces.append(Piece(name, start, start + size, (size,)))
+        pieces.append(GradientSlice(name, start, start + size, (size,)))
         start += size
     assert start == values.numel()
-    return Fused(torch.cat((values, torch.tensor(flags, dtype=values.dtype))), (*pieces,), number)
+    return FusedBuffer(
+        torch.cat((values, torch.tensor(flags, dtype=values.dtype))), (*pieces,), number
+    )
 
 
 def gradients(rank: int, step: int = 0, dtype=torch.float64) -> Tensor:
@@ -68,7 +77,7 @@ def gradients(rank: int, step: int = 0, dtype=torch.float64) -> Tensor:
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 1000])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_shards_are_a_partition_of_almost_equal_parts(length, count):
-    spans = shards(length, count, start=10)
+    spans = split_evenly(length, count, start=10)
     assert [i for span in spans for i in range(span.start, span.stop)] == [*range(10, 10 + length)]
     sizes = [span.stop - span.start for span in spans]
     assert max(sizes) - min(sizes) <= 1
@@ -76,7 +85,7 @@ def test_shards_are_a_partition_of_almost_equal_parts(length, count):
 
 
 def test_scratch_gives_the_same_memory_again_and_never_to_two():
-    scratch, like = Scratch(), torch.empty(0)
+    scratch, like = ScratchBuffers(), torch.empty(0)
     one, two = scratch.take(5, like), scratch.take(5, like)
     assert one.data_ptr() != two.data_ptr()
     scratch.give(one)
@@ -95,14 +104,14 @@ def test_tags_of_exchanges_that_may_be_under_way_together_differ():
 
 
 def building_blocks(world):
-    circle, scratch = whole(world), Scratch()
+    circle, scratch = whole(world), ScratchBuffers()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for size in (0, 1, world.size - 1, world.size, 1001):
             make = torch.Generator().manual_seed(size + 10_000 * world.rank)
             own = torch.randint(-9, 9, (size,), generator=make).to(dtype)
             summed = own.clone()
             dist.all_reduce(summed, group=world.group)
-            flat, spans = own.clone(), shards(size, world.size)
+            flat, spans = own.clone(), split_evenly(size, world.size)
             assert drive(reduce_scatter(flat, spans, circle, 3, scratch)) == 1
             mine = spans[world.rank]
             assert torch.equal(flat[mine], summed[mine])
@@ -121,7 +130,7 @@ def test_reduce_scatter_and_all_gather_equal_the_plain_collective(size):
 def test_uneven_spans_and_empty_ones(world):
     spans = (slice(0, 0), slice(0, 90), slice(90, 100))
     flat = torch.arange(100.0) * (world.rank + 1)
-    drive(reduce_scatter(flat, spans, whole(world), 0, Scratch()))
+    drive(reduce_scatter(flat, spans, whole(world), 0, ScratchBuffers()))
     assert torch.equal(flat[spans[world.rank]], torch.arange(100.0)[spans[world.rank]] * 6)
     drive(all_gather(flat, spans, whole(world), 0))
     assert torch.equal(flat, torch.arange(100.0) * 6)
@@ -130,7 +139,7 @@ def test_uneven_spans_and_empty_ones(world):
 def bits(world, cut: int) -> Tensor:
     flat = torch.randn(50, generator=torch.Generator().manual_seed(world.rank))
     spans = [slice(0, cut), *(slice(cut, cut) for _ in range(world.size - 2)), slice(cut, 50)]
-    drive(reduce_scatter(flat, spans, whole(world), 0, Scratch()))
+    drive(reduce_scatter(flat, spans, whole(world), 0, ScratchBuffers()))
     drive(all_gather(flat, spans, whole(world), 0))
     return flat
 
@@ -147,7 +156,7 @@ def test_messages_with_other_tags_do_not_need_the_same_order(world):
     tags = [5, 6] if world.rank == 0 else [6, 5]
     found = {tag: torch.zeros(1) for tag in tags}
     waits = [
-        swap(circle, [(found[tag], other)], [(torch.tensor([float(tag)]), other)], tag)
+        send_receive(circle, [(found[tag], other)], [(torch.tensor([float(tag)]), other)], tag)
         for tag in tags
     ]
     for waiting in waits:
@@ -162,17 +171,17 @@ def test_a_conveyor_keeps_its_window_full_and_resumes_in_turn():
     def task(name: str):
         for step in range(3):
             log.append(f"{name}{step}")
-            yield Blocking(())
+            yield PointToPointOperations(())
 
-    assert drive(conveyor((task(name) for name in "abc"), 2)) == 9
+    assert drive(pipeline_rounds((task(name) for name in "abc"), 2)) == 9
     assert log == ["a0", "b0", "a1", "b1", "a2", "b2", "c0", "c1", "c2"]
-    assert drive(conveyor([iter(())], 2)) == 0
+    assert drive(pipeline_rounds([iter(())], 2)) == 0
 
 
 # ---- hierarchical, dense -----------------------------------------------------------------------
 
 
-class Half(Method):
+class Half(ExchangeMethod):
     """Stands for an elementwise compressor: the sum in 16 bits."""
 
     elementwise = True
@@ -183,9 +192,9 @@ class Half(Method):
         fused.buffer.copy_(small)
 
 
-def dense(world, nodes: Nodes, dtype, inner: Method | None = None) -> Tensor:
+def dense(world, nodes: Nodes, dtype, inner: ExchangeMethod | None = None) -> Tensor:
     route = make_route(None, nodes, hierarchical=True)
-    method = Hierarchical(inner)
+    method = HierarchicalAllReduce(inner)
     flags = [float(world.rank == 1), 0.0, 1.0, float(world.rank == world.size - 1)]
     for number in (0, 7):  # twice: the second time with memory that was used before
         bucket = fused(gradients(world.rank, number, dtype), flags, number=number)
@@ -225,10 +234,10 @@ def test_hierarchical_with_an_inner_compressor():
 @ranks(4)
 def test_hierarchical_in_many_segments_and_fewer_elements_than_ranks(world):
     route = make_route(None, two_by_two(), hierarchical=True)
-    method = Hierarchical()
+    method = HierarchicalAllReduce()
     for size in (1, 2, 3, 2_000_003):
         flat = torch.arange(float(size)) % 1000 + world.rank
-        complete(method, Fused(flat), route)
+        complete(method, FusedBuffer(flat), route)
         assert torch.equal(flat, 4 * (torch.arange(float(size)) % 1000) + 6)
 
 
@@ -241,15 +250,15 @@ def test_segments_are_even_and_bounded():
 
 def test_what_cannot_be_hierarchical_is_refused_with_the_reason():
     with pytest.raises(PlanError, match="the nodes have 2, 1 ranks") as caught:
-        check_nodes(Nodes(((0, 1), (2,))))
+        check_uniform_nodes(Nodes(((0, 1), (2,))))
     assert "as many processes on every node" in str(caught.value)
 
-    class Whole(Method):
+    class Whole(ExchangeMethod):
         def rounds(self, fused, route):
             yield from ()
 
     with pytest.raises(PlanError, match="Whole needs whole ones"):
-        Hierarchical(Whole())
+        HierarchicalAllReduce(Whole())
 
 
 # ---- HiTopKComm ---------------------------------------------------------------------------------
@@ -280,7 +289,7 @@ class Reference:
 
 def sparse_steps(world, density: float, steps: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
     route = make_route(None, two_by_two(), hierarchical=True)
-    method = SparseHierarchical(density)
+    method = HierarchicalTopK(density)
     found = []
     for step in range(steps):
         flags = [float(world.rank == 3), 0.0, 1.0, float(world.rank == step)]
@@ -321,14 +330,14 @@ def spread(state: dict[str, Tensor], layers=LAYERS) -> Tensor:
 
 def law(world, checkpoint: int) -> tuple[Tensor, dict[str, Tensor]]:
     route = make_route(None, two_by_two(), hierarchical=True)
-    method, total = SparseHierarchical(0.01), torch.zeros(1000, dtype=torch.float64)
+    method, total = HierarchicalTopK(0.01), torch.zeros(1000, dtype=torch.float64)
     for step in range(100):
         bucket = fused(gradients(world.rank, step, torch.float32), [1.0] * 4)
         complete(method, bucket, route)
         total += bucket.gradients
         if step == checkpoint:
             saved = method.state()
-            method = SparseHierarchical(0.01)
+            method = HierarchicalTopK(0.01)
             method.restore(saved)
     return total, method.state()
 
@@ -350,7 +359,7 @@ def after(world, nodes: Nodes, states: list[dict[str, Tensor]], step: int):
     values, start = gradients(world.rank, step), 0
     total, kept = torch.zeros(0, dtype=torch.float64), {}
     for number, part in enumerate((LAYERS[:1], LAYERS[1:])):
-        method = SparseHierarchical(0.02)
+        method = HierarchicalTopK(0.02)
         method.restore(states[world.rank])
         assert method.state().keys() == states[world.rank].keys()
         size = sum(size for _, size in part)
@@ -383,7 +392,7 @@ def test_residuals_survive_other_ranks_and_other_buckets(nodes):
 
 def coarse(world) -> tuple[Tensor, dict[str, Tensor]]:
     route = make_route(None, two_by_two(), hierarchical=True)
-    method = SparseHierarchical(0.05)
+    method = HierarchicalTopK(0.05)
     total = torch.zeros(1000, dtype=torch.float64)
     for _ in range(40):
         bucket = fused(((129 + torch.arange(1000) % 7 * 2) / 128).to(torch.bfloat16), [1.0] * 4)
@@ -409,12 +418,12 @@ def test_hitopkcomm_with_tiny_buckets(world):
         values = torch.arange(1.0, sum(sizes) + 1)
         flags = [float(world.rank == place) for place in range(len(sizes))]
         bucket = fused(values.clone(), flags, layers)
-        complete(SparseHierarchical(1.0), bucket, route)
+        complete(HierarchicalTopK(1.0), bucket, route)
         assert torch.equal(bucket.gradients, 4 * values)
         assert (bucket.flags > 0).tolist() == [place < 4 for place in range(len(sizes))]
 
 
-def sent_bytes(world, method: Method) -> int:
+def sent_bytes(world, method: ExchangeMethod) -> int:
     """What this rank sends to the other node, counted where it is handed to torch."""
     route, count = make_route(None, two_by_two(), hierarchical=True), 0
     real = dist.isend
@@ -435,7 +444,7 @@ def sent_bytes(world, method: Method) -> int:
 
 
 def test_hitopkcomm_sends_the_formulas_bytes_across():
-    per_node = sum(run_ranks(4, sent_bytes, SparseHierarchical(0.01))[:2])
+    per_node = sum(run_ranks(4, sent_bytes, HierarchicalTopK(0.01))[:2])
     assert per_node == pytest.approx(1 * 0.01 * 100_000 * 8, rel=0.01)
 
 
@@ -448,7 +457,7 @@ def fit(world, density: float, feedback: bool) -> int:
     mine = slice(world.rank, None, 4)
     weight = torch.zeros(200, requires_grad=True)
     route = make_route(None, two_by_two(), hierarchical=True)
-    method: Method = SparseHierarchical(density) if density < 1 else AllReduce()
+    method: ExchangeMethod = HierarchicalTopK(density) if density < 1 else AllReduce()
     for step in range(1, 400):
         loss = torch.nn.functional.binary_cross_entropy_with_logits
         (grad,) = torch.autograd.grad(loss(inputs[mine] @ weight, labels[mine]), weight)
@@ -473,7 +482,7 @@ def test_error_feedback_reaches_the_dense_loss_and_without_it_training_is_slower
 
 def sampled_steps(world) -> Tensor:
     route = make_route(None, two_by_two(), hierarchical=True)
-    method, total = SparseHierarchical(0.05, sampled=True), torch.zeros(1000, dtype=torch.float64)
+    method, total = HierarchicalTopK(0.05, sampled=True), torch.zeros(1000, dtype=torch.float64)
     for step in range(5):
         bucket = fused(gradients(world.rank, step), [1.0] * 4)
         complete(method, bucket, route)
@@ -496,11 +505,13 @@ def test_a_stream_carries_unequal_messages_in_parcels(world):
     sizes = (1_000_003, 700_001)
     mine = torch.arange(float(sizes[world.rank])) + world.rank
     received, seen = torch.zeros(sizes[1 - world.rank]), 0
-    for waiting, there in stream(whole(world), received, mine, 1 - world.rank, 0):
+    for waiting, there in send_receive_chunked(whole(world), received, mine, 1 - world.rank, 0):
         for work in waiting.works:
             work.wait()
         expected = torch.arange(float(there.start), there.stop) + 1 - world.rank
         assert torch.equal(received[there], expected)
         seen += there.stop - there.start
     assert seen == received.numel()
-    assert list(stream(whole(world), torch.empty(0), torch.empty(0), 1 - world.rank, 0))
+    assert list(
+        send_receive_chunked(whole(world), torch.empty(0), torch.empty(0), 1 - world.rank, 0)
+    )

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from headway.errors import PlanError
-from headway.parallel.version_plan import VersionPlan
-from headway.plan import Pipeline, pipelined
-from headway.run.group_means import GroupMeans, check_last_batch
-from headway.run.late_gradients import LateGradients, refuse_clip
-from headway.run.place import Place
-from headway.run.world import World
-from headway.schedule import Kind
-from headway.schedule.table import to_csv
+from headway.parallel.pipeline.runtime.weight_stashing import WeightVersionPlan
+from headway.plan import PipelinePlan, pipelined
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.run.pipeline.step import UpdateGroupWeights, check_last_batch
+from headway.run.strategy.pipeline_parallel import AsyncPipelineStrategy, check_clip
+from headway.schedule.csv_format import to_csv
+from headway.schedule.pipeline_schedule import ActionKind
 from headway.verification import (
     Recording,
     VerifyJob,
@@ -26,7 +26,7 @@ from headway.verification import (
     record_delayed,
     record_serial,
 )
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tables import table_without_flush
@@ -67,7 +67,7 @@ def split(world, names, folder, plant=None):
         plant()
     every, joined = jobs(), World.adopt()
     for name in names:
-        record_in(joined, every[name], folder / name)
+        record_in_world(joined, every[name], folder / name)
 
 
 def run(tmp_path, names, plant=None):
@@ -80,7 +80,7 @@ def run(tmp_path, names, plant=None):
         target = folder / name
         stages = json.loads(cut_file(target).read_text())
         law = tmp_path / f"{name}.law"
-        record_delayed(Place.alone(), jobs()[name], law, ranks=RANKS, stages=stages)
+        record_delayed(LaunchEnv.alone(), jobs()[name], law, ranks=RANKS, stages=stages)
         recording = Recording.load(target)
         found[name] = compare(Recording.load(law), recording), recording
     return found
@@ -93,20 +93,20 @@ def test_the_run_equals_one_process_that_makes_the_same_delayed_updates(tmp_path
         kinds = {d.kind for d in comparison.differences}
         assert kinds == {"loss", "gradient", "parameter", "optimizer"}
     serial = tmp_path / "serial"
-    record_serial(Place.alone(), jobs()["pipedream"], serial)
+    record_serial(LaunchEnv.alone(), jobs()["pipedream"], serial)
     assert not compare(Recording.load(serial), found["pipedream"][1]).equal
 
 
 def other_versions(change):
     """Forwards see other weights than the table says; `change`: (version, steps so far)."""
-    original = VersionPlan.__init__
+    original = WeightVersionPlan.__init__
 
     def init(self, schedule, rank):
         steps, rows = Counter(), list(schedule.order)
         row = []
         for action in rows[rank]:
-            steps[action.stage] += action.kind == Kind.STEP
-            if action.kind == Kind.FORWARD:
+            steps[action.stage] += action.kind == ActionKind.STEP
+            if action.kind == ActionKind.FORWARD:
                 version = change(action.version, steps[action.stage])
                 row.append(replace(action, version=version))
             else:
@@ -114,7 +114,7 @@ def other_versions(change):
         rows[rank] = tuple(row)
         original(self, replace(schedule, order=tuple(rows)), rank)
 
-    VersionPlan.__init__ = init
+    WeightVersionPlan.__init__ = init
 
 
 def one_version_too_new():
@@ -126,13 +126,15 @@ def one_version_too_old():
 
 
 def means_of_the_batch():
-    GroupMeans.factor = lambda self, microbatch, count: 1.0
+    UpdateGroupWeights.factor = lambda self, microbatch, count: 1.0
 
 
 def others_step_too():
     """STEP leaves the gradients where they are."""
-    original = LateGradients.step
-    LateGradients.step = lambda self, parameters, *, last: original(self, parameters, last=True)
+    original = AsyncPipelineStrategy.step
+    AsyncPipelineStrategy.step = lambda self, parameters, *, last: original(
+        self, parameters, last=True
+    )
 
 
 PLANTS = (
@@ -153,7 +155,7 @@ def test_planted_bugs_break_the_law(tmp_path, plant, name):
 def counted_in_groups(world):
     job = VerifyJob(**{**vars(late(4, "pipedream-2bw", 6)),
                        "recipe": "support.recipes:late_words"})  # fmt: skip
-    record_in(World.adopt(), job, world.directory / "never")
+    record_in_world(World.adopt(), job, world.directory / "never")
 
 
 def test_a_count_that_nobody_can_know_is_refused():
@@ -162,18 +164,18 @@ def test_a_count_that_nobody_can_know_is_refused():
 
 
 def test_what_cannot_be_is_refused_by_name():
-    plan = pipelined(12, processes=4, stages=2, pipeline=Pipeline(schedule="pipedream"))
+    plan = pipelined(12, processes=4, stages=2, pipeline=PipelinePlan(schedule="pipedream"))
     assert not plan.exact
     assert not plan.flushes
     with pytest.raises(PlanError, match=r"clip is 0.5.*pipedream updates each stage by itself"):
-        refuse_clip(plan, 0.5)
-    refuse_clip(plan, None)
+        check_clip(plan, 0.5)
+    check_clip(plan, None)
     check_last_batch(plan, 12 * 3 + 8)  # 4 for each copy
     with pytest.raises(PlanError, match="give them 1 and 2 micro-batches"):
         check_last_batch(plan, 12 * 3 + 3)
     uneven = to_csv(table_without_flush(uneven=True))
     with pytest.raises(PlanError, match="STEPs after different micro-batches"):
-        pipelined(12, processes=2, stages=2, pipeline=Pipeline(table=uneven))
+        pipelined(12, processes=2, stages=2, pipeline=PipelinePlan(table=uneven))
 
 
 @pytest.fixture(scope="module")

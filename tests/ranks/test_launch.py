@@ -15,10 +15,10 @@ import pytest
 
 from headway.errors import DataError, Stalled, UsageError, WorkerFailed
 from headway.launch.local import launch_local
-from headway.launch.worker import work_here
-from headway.run.failure import read_failures
-from headway.run.place import Place
-from headway.run.policies import RestartPolicy
+from headway.launch.restart_policy import RestartPolicy
+from headway.launch.worker import run_rank_here
+from headway.run.distributed.failure_record import read_failures
+from headway.run.distributed.launch_env import LaunchEnv
 from support import launch_entries as entries
 
 PRELOAD = ("pytest", "support.launch_entries")
@@ -220,7 +220,7 @@ def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_pa
 
     monkeypatch.setattr("headway.launch.worker.end_process", end)
     with pytest.raises(InterruptedError):
-        work_here(entries.usage, (), place=Place.alone(), directory=tmp_path, tell=tell)
+        run_rank_here(entries.usage, (), place=LaunchEnv.alone(), directory=tmp_path, tell=tell)
     assert ended == [1]
     assert signal.getsignal(signal.SIGTERM) is before
     assert [error.what for error in told] == ["asked for something impossible"]

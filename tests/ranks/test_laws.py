@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from headway.comm.adasum import Adasum
+from headway.comm.algorithms.adasum import Adasum
+from headway.comm.algorithms.method import AllReduce
 from headway.comm.compress.compressor import Compressor
-from headway.comm.method import AllReduce
-from headway.plan import Exchange, data_parallel
-from headway.run.world import World
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.world import World
 from headway.verification import VerifyJob, laws_file, load_laws
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here
 from support.ranks import run_ranks
 
 CHOICES = {
     **{
-        text: Exchange(compress=text, bucket="1 KiB")
+        text: ExchangePlan(compress=text, bucket="1 KiB")
         for text in (
             "fp16", "bf16", "int8", "sign", "topk:0.1", "mstopk:0.1", "adaptive:0.1",
             "randomk:0.2", "powersgd:1",
         )
     },
-    "fp16, priority": Exchange(compress="fp16", priority=True, chunk="100"),
-    "topk, priority": Exchange(compress="topk:0.1", priority=True),
-    "adasum": Exchange(reduce="adasum"),
-    "sum": Exchange(reduce="sum"),
+    "fp16, priority": ExchangePlan(compress="fp16", priority=True, chunk="100"),
+    "topk, priority": ExchangePlan(compress="topk:0.1", priority=True),
+    "adasum": ExchangePlan(reduce="adasum"),
+    "sum": ExchangePlan(reduce="sum"),
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def laws_of(world, exchange, target, plant=None):
     plan = world.directory / f"plan-{world.rank}.json"
     data_parallel(12, processes=world.size, microbatch=4, exchange=exchange).save(plan)
     job = VerifyJob(recipe="support.recipes:wide", steps=4, plan=plan)
-    record_in(World.adopt(), job, target)
+    record_in_world(World.adopt(), job, target)
 
 
 def judged(tmp_path, exchange, plant=None):

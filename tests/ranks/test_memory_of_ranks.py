@@ -9,13 +9,14 @@ from torch.optim import SGD, AdamW
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.cost.step_memory import OPTIMISERS
-from headway.graph import fold
-from headway.plan import Pipeline, pipelined
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.search import Question, Search
+from headway.cost.machine_presets import machine_of
+from headway.cost.memory import OPTIMISER_MEMORY
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.plan import PipelinePlan, pipelined
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.request import PlanRequest
 from support.memory_models import CASES
 from support.tracked import peaks_of_ranks
 
@@ -36,13 +37,13 @@ def graphs():
 
 
 def graph_of(case):
-    return fold(capture(case.make(), case.data, loss=case.loss))
+    return fuse_light_operators(capture(case.make(), case.data, loss=case.loss))
 
 
 def ratios(graphs, name, stages, microbatches, copies, zero, rule, schedule="1f1b"):
     """Predicted over tracked, of every rank of a copy."""
     samples = len(CASES[name].data[0])
-    pipeline = Pipeline(
+    pipeline = PipelinePlan(
         schedule=schedule,
         microbatches=microbatches,
         cut=CUTS[name, stages],
@@ -55,13 +56,15 @@ def ratios(graphs, name, stages, microbatches, copies, zero, rule, schedule="1f1
         pipeline=pipeline,
         zero=zero,
     )
-    question = Question(
-        work=Workload(graph=graphs[name], samples=samples, optimiser=OPTIMISERS[rule]),
+    question = PlanRequest(
+        work=PlanningWorkload(
+            graph=graphs[name], samples=samples, optimiser=OPTIMISER_MEMORY[rule]
+        ),
         machine=machine_of(of_preset("dgx-a100", nodes=1)),
         devices=(plan.ranks,),
         batch=plan.batch.samples,
     )
-    point = point_of(plan, Search(question))
+    point = point_of(plan, PlanSearch(question))
     found = peaks_of_ranks(name, RULES[rule], plan)
     return [point.ranks[rank] / found[rank][0] for rank in range(stages)]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from headway.plan import Pipeline, pipelined
+from headway.plan import PipelinePlan, pipelined
 from headway.plan.mesh import Mesh
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import CLASSES, FEATURES
@@ -39,7 +39,7 @@ def split(world):
         BATCH,
         processes=world.size,
         stages=2,
-        pipeline=Pipeline(microbatches=3),
+        pipeline=PipelinePlan(microbatches=3),
         precision="float64",
     )
     plan = replace(plan, mesh=Mesh(axes=tuple(reversed(plan.mesh.axes))))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.collective.choice import TYPICAL
-from headway.collective.link import LinkFit
-from headway.collective.service import Speed
-from headway.comm import adapt
+from headway.collective.model.bucket_cost import CompressorSpeed
+from headway.collective.model.exchange_scheme import TYPICAL_COMPRESSOR_SPEEDS
+from headway.collective.model.link_fit import LinkFit
+from headway.comm.tuning import autotuning
 from headway.errors import PlanError, Stalled, UsageError
-from headway.run.world import World
+from headway.run.distributed.world import World
 from support.ranks import run_ranks
 
 FEATURES, CLASSES, STEPS = 6, 4, 8
@@ -289,10 +289,12 @@ def test_the_compressor_may_be_chosen_from_the_measured_link():
 
 def automatic_here(world: Any, seconds_per_byte: float | None) -> str:
     """On a link of 10 Mbit/s, with compressors of a given speed or as measured."""
-    adapt.probe_link = lambda *_: LinkFit(1e-4, 8e-7, 0.0, world.size)
+    autotuning.probe_link = lambda *_: LinkFit(1e-4, 8e-7, 0.0, world.size)
     if seconds_per_byte is not None:
-        speeds = dict.fromkeys(TYPICAL, Speed(seconds_per_byte, seconds_per_byte))
-        adapt.measure_speeds = lambda _: speeds
+        speeds = dict.fromkeys(
+            TYPICAL_COMPRESSOR_SPEEDS, CompressorSpeed(seconds_per_byte, seconds_per_byte)
+        )
+        autotuning.measure_speeds = lambda _: speeds
     said, _ = automatic(world)
     return said[0] if said else "nothing"
 

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from headway.cli.main import main
-from headway.cli.schedule import overrides_of
+from headway.cli.schedule.show import recipe_overrides
 from headway.errors import HeadwayError, PlanError, RecipeError
-from headway.plan import Pipeline, Plan, explain, pipelined
-from headway.run.place import Place
-from headway.run.recipe_check import check_recipe
-from headway.run.recipe_file import load_recipe
-from headway.run.stage_cut import chain_by_hand, cut_as_planned
-from headway.run.world import World
+from headway.plan import PipelinePlan, Plan, explain, pipelined
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.run.pipeline.partition import partition_model, user_partition
+from headway.run.recipe.check import check_recipe
+from headway.run.recipe.factory import load_recipe
 from headway.verification import Recording, VerifyJob, compare, record_serial
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import events, headway_here
 from support.cuts import Deciding, Uneven
 from support.ranks import run_ranks
@@ -41,11 +41,11 @@ def cut_both_ways(world):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
     for balance in ("parameters", "time"):
-        stages = cut_as_planned(
+        stages = partition_model(
             model,
             cross_entropy,
             example(),
-            how=Pipeline(balance=balance),
+            how=PipelinePlan(balance=balance),
             stages=3,
             arithmetic=nullcontext,
             remark=remarks.append,
@@ -75,7 +75,7 @@ def test_a_slow_module_is_alone_when_time_is_balanced():
 
 
 def split(world, job, target):
-    record_in(World.adopt(), job, world.directory / "split")
+    record_in_world(World.adopt(), job, world.directory / "split")
     if world.rank == 0:
         (world.directory / "split").rename(target)
 
@@ -89,10 +89,10 @@ def test_the_split_run_equals_the_serial_one(tmp_path, way):
         table = ("--stages", "2", "--microbatches", "4", "--forward", "1,1.5", "--placement", "v")
         path = tmp_path / "x.csv"
         assert main(["schedule", "search", *table, "--seed", "1", "--out", str(path)]) == 0
-        overrides = (*overrides, *overrides_of(path))
+        overrides = (*overrides, *recipe_overrides(path))
     job = VerifyJob(recipe=f"support.cuts:{recipe}", overrides=overrides)
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
-    record_serial(Place.alone(), job, serial)
+    record_serial(LaunchEnv.alone(), job, serial)
     run_ranks(2, split, job, str(parallel))
     comparison = compare(Recording.load(serial), Recording.load(parallel))
     kinds = {d.kind for d in comparison.differences}
@@ -115,7 +115,7 @@ def test_the_user_sees_where_the_model_was_cut(tmp_path):
 
 def test_all_that_is_wrong_with_a_chain_is_listed():
     with pytest.raises(PlanError) as error:
-        chain_by_hand("support.cuts:misspelt", Deciding(), 2)
+        user_partition("support.cuts:misspelt", Deciding(), 2)
     assert error.value.problems == (
         "it has 3 stages",
         "stage 0: there is no module entre; did you mean enter?",
@@ -124,7 +124,7 @@ def test_all_that_is_wrong_with_a_chain_is_listed():
     )
     assert "cuts.py:" in error.value.where
     with pytest.raises(PlanError, match="it returned NoneType, not a list of lists"):
-        chain_by_hand("support.cuts:nothing", Deciding(), 2)
+        user_partition("support.cuts:nothing", Deciding(), 2)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_all_that_is_wrong_with_a_chain_is_listed():
 )
 def test_a_wrong_reference_is_named_with_its_place(reference, said):
     with pytest.raises(RecipeError, match=said):
-        chain_by_hand(reference, Deciding(), 2)
+        user_partition(reference, Deciding(), 2)
 
 
 def test_a_function_beside_the_recipe_is_found_when_the_model_is_cut(tmp_path, monkeypatch):
@@ -149,15 +149,15 @@ def test_a_function_beside_the_recipe_is_found_when_the_model_is_cut(tmp_path, m
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     recipe = load_recipe(str(tmp_path / "recipe.toml"))
     assert recipe.pipeline is not None
-    chain = chain_by_hand(recipe.pipeline.by_hand, Deciding(), 2)
+    chain = user_partition(recipe.pipeline.by_hand, Deciding(), 2)
     assert chain == [["enter"], ["leave"]]
     monkeypatch.delitem(sys.modules, "beside")
 
 
 def test_foreign_parameters_are_found_when_the_model_is_cut():
-    chain = Pipeline(by_hand="support.cuts:foreign")
+    chain = PipelinePlan(by_hand="support.cuts:foreign")
     with pytest.raises(PlanError, match="Linear has parameters that the model does not have"):
-        cut_as_planned(
+        partition_model(
             Deciding(),
             cross_entropy,
             example(),
@@ -184,7 +184,7 @@ def test_a_recipe_is_refused_before_anything_starts(changes, said):
 
 
 def test_ways_to_cut_that_contradict_each_other_are_refused_together():
-    how = Pipeline(balance="time", by_hand="my_module", cut=("enter",))
+    how = PipelinePlan(balance="time", by_hand="my_module", cut=("enter",))
     with pytest.raises(PlanError) as error:
         pipelined(12, processes=2, stages=2, pipeline=how)
     assert error.value.problems == (
@@ -195,8 +195,8 @@ def test_ways_to_cut_that_contradict_each_other_are_refused_together():
 
 def test_a_plan_says_how_it_is_cut(tmp_path):
     for how, said in (
-        (Pipeline(balance="time"), "cut at equal times, measured when the model is cut"),
-        (Pipeline(by_hand="my:chain"), "cut at my:chain"),
+        (PipelinePlan(balance="time"), "cut at equal times, measured when the model is cut"),
+        (PipelinePlan(by_hand="my:chain"), "cut at my:chain"),
     ):
         plan = pipelined(12, processes=2, stages=2, pipeline=how)
         assert said in explain(plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
 from support.pipelines import assert_equal, chain, points, run_pipelined, run_serially
 from support.ranks import run_ranks
 from support.tiny_models import cross_entropy

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from headway.checkpoint import storage
 from headway.data import Cursor, Loader, as_source
 from headway.errors import UsageError
-from headway.plan import BatchSplit, Pipeline, data_parallel, pipelined
+from headway.plan import BatchSplit, PipelinePlan, data_parallel, pipelined
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.stop_request import StopRequest
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.inventory import Inventory
-from headway.run.job import TrainJob
-from headway.run.parts import check_parts
-from headway.run.place import Place
-from headway.run.signals import StopRequest
-from headway.run.stage_gradients import StageGradients
-from headway.run.training import StepCounter, Training
-from headway.run.worker import train
-from headway.run.world import World
+from headway.run.step.components import check_components
+from headway.run.strategy.pipeline_parallel import PipelineStrategy
+from headway.run.training.job import TrainJob
+from headway.run.training.loop import CheckpointInventory, StepCounter, Training
+from headway.run.training.worker import train
 from headway.verification import Recording, VerifyJob, compare, record_serial
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import events, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tiny_models import CLASSES, FEATURES, Points, cross_entropy
@@ -62,18 +61,18 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 # ---- (a) memory ------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, tuple[int, Pipeline, list[list[int]]]] = {
+LAYOUTS: dict[str, tuple[int, PipelinePlan, list[list[int]]]] = {
     # ranks of a pipeline, pipeline, for each of them the parts that it holds
-    "1f1b": (4, Pipeline(microbatches=4, cut=("1", "2", "3")), [[0], [1], [2], [3]]),
+    "1f1b": (4, PipelinePlan(microbatches=4, cut=("1", "2", "3")), [[0], [1], [2], [3]]),
     "chimera": (
         4,
-        Pipeline(schedule="chimera", microbatches=4, cut=("1", "2", "3")),
+        PipelinePlan(schedule="chimera", microbatches=4, cut=("1", "2", "3")),
         [[0, 3], [1, 2], [1, 2], [0, 3]],
     ),
-    "two copies": (2, Pipeline(microbatches=2, cut=("2",)), [[0, 1], [2, 3]]),
+    "two copies": (2, PipelinePlan(microbatches=2, cut=("2",)), [[0, 1], [2, 3]]),
     "chimera of two": (
         2,
-        Pipeline(schedule="chimera", microbatches=2, cut=("2",)),
+        PipelinePlan(schedule="chimera", microbatches=2, cut=("2",)),
         [[0, 1, 2, 3], [0, 1, 2, 3]],
     ),
 }
@@ -178,10 +177,10 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 def test_checkpoints_go_from_any_stages_to_any_others(tmp_path):
     """All ends equal six steps of one process, and so do the losses on the way."""
     whole = tmp_path / "whole"
-    train(Place.alone(), job(whole, 6))
-    train(Place.alone(), job(tmp_path / "one-four", 3))
+    train(LaunchEnv.alone(), job(whole, 6))
+    train(LaunchEnv.alone(), job(tmp_path / "one-four", 3))
     reads = run_ranks(4, several, tmp_path, timeout=60)
-    train(Place.alone(), job(tmp_path / "two-one", 6, resume=True))
+    train(LaunchEnv.alone(), job(tmp_path / "two-one", 6, resume=True))
     expected = newest_tensors(whole)
     for read in zip(*reads, strict=True):
         assert set().union(*read) == set(expected)
@@ -231,7 +230,7 @@ def odd(
     """Homes; what this rank holds, before and after validation; its loss; the whole model's."""
     torch.manual_seed(3)
     model = Odd()
-    pipeline = Pipeline(schedule=schedule, microbatches=2, cut=("second.0",))
+    pipeline = PipelinePlan(schedule=schedule, microbatches=2, cut=("second.0",))
     plan = pipelined(12, processes=world.size, stages=2, pipeline=pipeline, precision="float64")
     run = Executor(model, adamw(model), loss=odd_loss, plan=plan, world=World.adopt())
     for batch in run.batches(Points(36)):
@@ -293,15 +292,15 @@ def test_what_several_ranks_hold_becomes_the_owners_before_it_counts(size, sched
 
 def recorded(world: Any, target: str, planted: bool) -> None:
     if planted:
-        StageGradients.clip = lambda self: None  # type: ignore[method-assign]
+        PipelineStrategy.clip = lambda self: None  # type: ignore[method-assign]
     one = VerifyJob(recipe=DEEP, overrides=STAGES[4])
-    record_in(World.adopt(), one, world.directory / "split")
+    record_in_world(World.adopt(), one, world.directory / "split")
     if world.rank == 0:
         (world.directory / "split").rename(target)
 
 
 def test_a_pipeline_is_proved_on_rank_0_and_a_planted_bug_is_seen(tmp_path):
-    record_serial(Place.alone(), VerifyJob(recipe=DEEP), tmp_path / "serial")
+    record_serial(LaunchEnv.alone(), VerifyJob(recipe=DEEP), tmp_path / "serial")
     serial = Recording.load(tmp_path / "serial")
     for planted in (False, True):
         target = tmp_path / f"split-{planted}"
@@ -323,7 +322,7 @@ def overlapping(world: Any, planted: bool) -> int:
     met = []
     gathered = threading.Condition()
     here = World.adopt()
-    save, agree = storage.save, Inventory.agree
+    save, agree = storage.save, CheckpointInventory.agree
     saves, gatherings = [], []
 
     def watch(name: str) -> None:
@@ -349,7 +348,7 @@ def overlapping(world: Any, planted: bool) -> int:
                 assert gathered.wait_for(lambda: len(gatherings) > len(saves) + 1, 20)
         save(*args, **options)
 
-    def told(self: Inventory, *args: Any) -> Any:
+    def told(self: CheckpointInventory, *args: Any) -> Any:
         if planted:
             dist.barrier(group=here.side_group)
         result = agree(self, *args)
@@ -360,7 +359,7 @@ def overlapping(world: Any, planted: bool) -> int:
 
     for name in COLLECTIVES:
         watch(name)
-    storage.save, Inventory.agree = slowly, told
+    storage.save, CheckpointInventory.agree = slowly, told
     with ExitStack() as stack:
         one = job(world.directory / "run", 4, *STAGES[2], "checkpoint_every=1")
         Training(one, here, StopRequest(), StepCounter(), stack).run()
@@ -381,7 +380,7 @@ def used_afterwards(world: Any) -> dict[str, Tensor]:
     model = chain()
     model.register_buffer("seen", torch.ones(3), persistent=False)
     optimizer = adamw(model)
-    pipeline = Pipeline(microbatches=2, cut=("2",))
+    pipeline = PipelinePlan(microbatches=2, cut=("2",))
     plan = pipelined(12, processes=world.size, stages=2, pipeline=pipeline)
     with Executor(model, optimizer, loss=cross_entropy, plan=plan, world=World.adopt()) as run:
         for batch in run.batches(Points()):
@@ -406,7 +405,7 @@ def used_afterwards(world: Any) -> dict[str, Tensor]:
     with pytest.raises(UsageError, match="its state_dict cannot be used here"):
         model.state_dict()
     with pytest.raises(UsageError, match="this rank has no memory for 0"):
-        check_parts(model, optimizer, None, 2)
+        check_components(model, optimizer, None, 2)
     return {}
 
 
@@ -415,7 +414,7 @@ def serially() -> dict[str, Tensor]:
     model = chain()
     plan = data_parallel(12, processes=1)
     run = Executor(
-        model, adamw(model), loss=cross_entropy, plan=plan, world=World.join(Place.alone())
+        model, adamw(model), loss=cross_entropy, plan=plan, world=World.join(LaunchEnv.alone())
     )
     for _ in range(2):
         for batch in run.batches(Points()):

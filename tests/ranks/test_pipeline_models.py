@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.parallel import cut
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.pipelines import (
     assert_equal,

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from headway.errors import PlanError
-from headway.plan import Exchange, Pipeline, pipelined
+from headway.plan import ExchangePlan, PipelinePlan, pipelined
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.stage_gradients import StageGradients
-from headway.run.world import World
+from headway.run.strategy.pipeline_parallel import PipelineStrategy
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import CLASSES, FEATURES
@@ -51,7 +51,7 @@ def split(world, stages, pipeline, loss, clip):
     made = adamw(model)
     plan = plan_of(world.size, stages, pipeline)
     run = Executor(model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt())
-    assert isinstance(run.gradients, StageGradients)
+    assert isinstance(run.gradients, PipelineStrategy)
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
@@ -62,30 +62,36 @@ def split(world, stages, pipeline, loss, clip):
 
 
 CASES = {
-    "1f1b": (4, 4, Pipeline(microbatches=4), mean, None),
-    "fewer than ranks": (4, 4, Pipeline(microbatches=3), mean, 0.5),
-    "two copies": (4, 2, Pipeline(schedule="interleaved", microbatches=3), mean, 0.5),
-    "counted": (4, 2, Pipeline(schedule="zb-h1", microbatches=4, sync="post"), counted, 0.2),
-    "zbv": (2, 2, Pipeline(schedule="zbv", microbatches=4, sync="eager"), mean, None),
-    "chimera": (4, 4, Pipeline(schedule="chimera", microbatches=4), counted, 0.2),
-    "doubling": (4, 4, Pipeline(schedule="chimera", microbatches=8, mode="doubling"), mean, None),
-    "halving": (4, 4, Pipeline(schedule="chimera-halving", microbatches=4), mean, None),
+    "1f1b": (4, 4, PipelinePlan(microbatches=4), mean, None),
+    "fewer than ranks": (4, 4, PipelinePlan(microbatches=3), mean, 0.5),
+    "two copies": (4, 2, PipelinePlan(schedule="interleaved", microbatches=3), mean, 0.5),
+    "counted": (4, 2, PipelinePlan(schedule="zb-h1", microbatches=4, sync="post"), counted, 0.2),
+    "zbv": (2, 2, PipelinePlan(schedule="zbv", microbatches=4, sync="eager"), mean, None),
+    "chimera": (4, 4, PipelinePlan(schedule="chimera", microbatches=4), counted, 0.2),
+    "doubling": (
+        4,
+        4,
+        PipelinePlan(schedule="chimera", microbatches=8, mode="doubling"),
+        mean,
+        None,
+    ),
+    "halving": (4, 4, PipelinePlan(schedule="chimera-halving", microbatches=4), mean, None),
     "blocks": (
         4,
         4,
-        Pipeline(schedule="chimera", microbatches=8, mode="doubling", recompute="blocks"),
+        PipelinePlan(schedule="chimera", microbatches=8, mode="doubling", recompute="blocks"),
         mean,
         None,
     ),
     "some stages": (
         2,
         2,
-        Pipeline(schedule="zbv", microbatches=4, recompute="stages", recompute_stages=(0, 3)),
+        PipelinePlan(schedule="zbv", microbatches=4, recompute="stages", recompute_stages=(0, 3)),
         counted,
         0.5,
     ),
-    "gems": (2, 2, Pipeline(schedule="gems", microbatches=5), mean, None),
-    "cut": (2, 2, Pipeline(schedule="gpipe", microbatches=2, cut=("blocks.1",)), mean, 0.5),
+    "gems": (2, 2, PipelinePlan(schedule="gems", microbatches=5), mean, None),
+    "cut": (2, 2, PipelinePlan(schedule="gpipe", microbatches=2, cut=("blocks.1",)), mean, 0.5),
 }
 
 
@@ -107,11 +113,11 @@ def test_a_pipeline_equals_the_serial_run(case):
 
 def planted(world):
     """The sums over the copies of a stage are forgotten."""
-    from headway.parallel import StageSums
+    from headway.parallel import StageGradientSync
 
-    StageSums.start = lambda self, stage: None
-    StageSums.wait = lambda self, stage: None
-    return split(world, 2, Pipeline(microbatches=2), mean, None)[0]
+    StageGradientSync.start = lambda self, stage: None
+    StageGradientSync.wait = lambda self, stage: None
+    return split(world, 2, PipelinePlan(microbatches=2), mean, None)[0]
 
 
 def test_forgotten_sums_are_noticed():
@@ -123,10 +129,10 @@ def test_forgotten_sums_are_noticed():
 
 def test_what_a_pipeline_cannot_do_is_said_at_once():
     with pytest.raises(PlanError, match="did you mean chimera"):
-        plan_of(2, 2, Pipeline(schedule="chimaera"))
+        plan_of(2, 2, PipelinePlan(schedule="chimaera"))
     with pytest.raises(PlanError, match="5 processes are no multiple of 2"):
         plan_of(5, 2, None)
     with pytest.raises(PlanError, match="cut has 2 names; 2 stages need 1"):
-        plan_of(2, 2, Pipeline(cut=("a", "b")))
+        plan_of(2, 2, PipelinePlan(cut=("a", "b")))
     with pytest.raises(PlanError, match="leave out compress=fp16"):
-        pipelined(BATCH, processes=4, stages=2, exchange=Exchange(compress="fp16"))
+        pipelined(BATCH, processes=4, stages=2, exchange=ExchangePlan(compress="fp16"))

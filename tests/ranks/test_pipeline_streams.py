@@ -15,9 +15,9 @@ from torch import nn
 
 from headway.channel import open_stream
 from headway.errors import PeerLost, Stalled
-from headway.parallel import cut, with_streams
+from headway.parallel import cut, open_shared_memory_streams
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import SCHEDULES, make_schedule
 from support.pipelines import (
     assert_equal,
     chain,
@@ -42,7 +42,7 @@ def model():
 
 
 def team_with(world, schedule, together=lambda a, b: True):
-    return with_streams(team_of(world), schedule, together, timeout=PATIENCE)
+    return open_shared_memory_streams(team_of(world), schedule, together, timeout=PATIENCE)
 
 
 class Counted:

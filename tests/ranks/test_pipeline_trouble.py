@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.errors import PeerLost, RunError, Stalled
-from headway.parallel import Calls, Pipeline, Team, cut
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, cut
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from support.pipelines import chain, make_pipeline, points
 from support.ranks import ranks, run_ranks
 from support.tiny_models import FEATURES, cross_entropy
@@ -42,8 +42,10 @@ def interrupted(world, do, microbatch):
     stages = cut(model, cross_entropy, plain[0], at=["1"])
     table = lower(make_schedule("1f1b", stages=2, microbatches=4))
     waits = []
-    calls = Calls(loss=cross_entropy, doing=waits.append)
-    pipeline = Pipeline(stages, table, Team(rank=world.rank, ranks=(0, 1), group=group), calls)
+    calls = PipelineCallbacks(loss=cross_entropy, doing=waits.append)
+    pipeline = Pipeline(
+        stages, table, PipelineRanks(rank=world.rank, ranks=(0, 1), group=group), calls
+    )
     pipeline.run(plain)
     try:
         pipeline.run(data)

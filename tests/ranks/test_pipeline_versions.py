@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from headway.parallel import cut
-from headway.schedule import Kind
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
+from headway.schedule.pipeline_schedule import ActionKind
 from support.pipelines import chain, make_pipeline, points
 from support.ranks import run_ranks
 from support.tiny_models import cross_entropy
@@ -37,9 +37,9 @@ def steps_of(schedule, stage):
     """For each step of a stage the micro-batches whose gradients it uses."""
     found, waiting = [], []
     for action in schedule.order[stage]:
-        if action.kind == Kind.BACKWARD:
+        if action.kind == ActionKind.BACKWARD:
             waiting.append(action.microbatch)
-        elif action.kind == Kind.STEP:
+        elif action.kind == ActionKind.STEP:
             found.append(waiting)
             waiting = []
     return found
@@ -49,10 +49,12 @@ def delayed(name):
     """The parameters after all steps, computed micro-batch by micro-batch from the versions."""
     schedule, whole = table(name), model()
     stages = cut(whole, cross_entropy, data()[0], stages=RANKS)
-    versions = {a.microbatch: {} for row in schedule.order for a in row if a.kind == Kind.FORWARD}
+    versions = {
+        a.microbatch: {} for row in schedule.order for a in row if a.kind == ActionKind.FORWARD
+    }
     for row in schedule.order:
         for action in row:
-            if action.kind == Kind.FORWARD:
+            if action.kind == ActionKind.FORWARD:
                 versions[action.microbatch][action.stage] = action.version
     steps = [steps_of(schedule, stage) for stage in range(RANKS)]
     history = [[{n: p.detach().clone() for n, p in s.parameters.items()}] for s in stages]

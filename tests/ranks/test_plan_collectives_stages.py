@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.collective.calls import volumes
-from headway.plan import LayerSplit, Pipeline, pipelined
-from headway.planner.collectives_plan import collectives_of_plan
+from headway.collective.collective_calls import call_volumes
+from headway.plan import LayerSplit, PipelinePlan, pipelined
+from headway.planner.traffic.executor import collectives_of_plan
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.rehearsal import rehearsed
-from headway.run.world import World
-from headway.verification.recorder import Recorder, differences
+from headway.run.measure.communication_dry_run import dry_run
+from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 from support.ranks import run_ranks
 from support.split_recipes import Lines, Segmenter, Speaker, Volumes, labelling, speaking
 from support.tiny_models import Points, Residual, Sentences, Tied, cross_entropy, ignoring_a_word
@@ -47,21 +47,21 @@ def seen(world, name, pipe, clip, options):
     build, data, loss = MODELS[name]
     torch.manual_seed(3)
     model = build()
-    pipeline = Pipeline(**pipe, shared_memory=False)  # so that messages are seen, too
+    pipeline = PipelinePlan(**pipe, shared_memory=False)  # so that messages are seen, too
     options = {"batch": 16, **options}
     plan = pipelined(processes=world.size, stages=2, pipeline=pipeline, **options)
     example = torch.utils.data.default_collate([data()[0]])
-    parts = rehearsed(plan, model, loss, example, rank=world.rank)
+    parts = dry_run(plan, model, loss, example, rank=world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = Executor(model, optimizer, loss=loss, plan=plan, clip=clip, world=World.adopt())
     for batch in run.batches(data()):
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             run.step(batch)
         if run.steps_done == 2:
             break
     run.gradients.close()
     calls = collectives_of_plan(plan, parts, rank=world.rank, clip=clip is not None)
-    return list(differences(calls, recorder.seen)), volumes(calls)
+    return list(collective_differences(calls, recorder.seen)), call_volumes(calls)
 
 
 ONE = {"microbatches": 3}

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.comm import adapt
+from headway.comm.tuning import autotuning
 from headway.errors import Diverged, RunError
-from headway.plan import Exchange, data_parallel
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import (
@@ -104,7 +104,7 @@ def split(
         processes=world.size,
         microbatch=microbatch,
         precision="float64",
-        exchange=Exchange(priority=True, chunk=chunk, credit=credit),
+        exchange=ExchangePlan(priority=True, chunk=chunk, credit=credit),
     )
     shaken(model, random.Random(world.rank), jitter)
     run = Executor(
@@ -229,7 +229,7 @@ class Late(nn.Module):
 
 def reads_late(world):
     model = Late(late=12)  # the probe of the first batch calls the model, too
-    plan = data_parallel(12, processes=world.size, exchange=Exchange(priority=True))
+    plan = data_parallel(12, processes=world.size, exchange=ExchangePlan(priority=True))
     run = Executor(model, adamw(model), loss=cross_entropy, plan=plan, world=World.adopt())
     with pytest.raises(RunError, match=r"head\.(weight|bias) was read while its update may"):
         many_steps(run, 20)
@@ -245,7 +245,7 @@ def test_a_parameter_that_was_read_too_early_stops_the_run():
 def diverges(world):
     torch.manual_seed(SEED)
     model = nn.Linear(6, 4)
-    plan = data_parallel(12, processes=world.size, exchange=Exchange(priority=True))
+    plan = data_parallel(12, processes=world.size, exchange=ExchangePlan(priority=True))
     run = Executor(model, adamw(model), loss=cross_entropy, plan=plan, world=World.adopt())
     batches = run.batches(Points(), epochs=None)
     for _ in range(6):
@@ -278,7 +278,7 @@ class CountsInItsGroups(torch.optim.SGD):
 def cannot_be_cut(world):
     model = nn.Linear(6, 4)
     made = CountsInItsGroups(model.parameters(), lr=0.1)
-    plan = data_parallel(12, processes=world.size, exchange=Exchange(priority=True))
+    plan = data_parallel(12, processes=world.size, exchange=ExchangePlan(priority=True))
     run = Executor(model, made, loss=cross_entropy, plan=plan, world=World.adopt())
     with pytest.raises(RunError, match="CountsInItsGroups cannot step bucket by bucket"):
         many_steps(run, 3)
@@ -291,8 +291,10 @@ def test_an_optimiser_that_keeps_state_in_its_groups_is_refused():
 
 def flights(world):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 4))
-    plan = data_parallel(12, processes=world.size, exchange=Exchange(priority=True, chunk="8 KiB"))
-    adapt.PROFILED_STEPS = (1, 2)
+    plan = data_parallel(
+        12, processes=world.size, exchange=ExchangePlan(priority=True, chunk="8 KiB")
+    )
+    autotuning.PROFILED_STEPS = (1, 2)
 
     def loss(model, batch):
         return cross_entropy(model, (batch[0].repeat(1, 11)[:, :64], batch[1]))

@@ -16,13 +16,13 @@ from headway.optim import (
     LARS,
     ParallelOperator,
     fit_exchange,
-    multitensor,
+    layerwise,
     parallel_norms,
     scale_rates,
 )
 from headway.optim import layerwise as layerwise_module
-from headway.optim.pto import Division, divide
-from headway.plan import Exchange, ExchangePart, data_parallel
+from headway.optim.parallel_operator import Division, divide
+from headway.plan import ExchangePart, ExchangePlan, data_parallel
 from headway.run.executor import Executor
 from support.commands import events, headway_here
 from support.ranks import ranks, run_ranks
@@ -108,7 +108,7 @@ def train(kind, dtype, steps, divided, group=None):
     if divided:
         assert parallel_norms(optimizer, group, always=divided == "always")
     counted = []
-    original = multitensor.norms
+    original = layerwise.norms
     layerwise_module.norms = lambda xs: (
         counted.extend(x.numel() + layerwise_module.CALL_ELEMENTS for x in xs) or original(xs)
     )
@@ -143,13 +143,13 @@ def test_divided_norms_are_the_serial_ones_bit_for_bit(kind, dtype):
 def automatic(world, slow):
     """A machine on which norms take long divides them, one on which they do not does not."""
     if slow:
-        original = multitensor.norms
+        original = layerwise.norms
 
         def norms(xs):
             time.sleep(0.02)
             return original(xs)
 
-        multitensor.norms = norms
+        layerwise.norms = norms
     serial, whole, _ = train("lamb", torch.float32, 10, None)
     own, part, optimizer = train("lamb", torch.float32, 10, "auto", world.group)
     for one, two in zip(serial, own, strict=True):
@@ -169,7 +169,7 @@ def test_the_division_is_chosen_where_it_pays_alike_on_all_ranks():
 
 
 def never_pays(world):
-    from headway.optim.shared_norms import SharedNorms
+    from headway.optim.parallel_operator import SharedNorms
 
     operator = ParallelOperator(world.group)
     norms = SharedNorms(operator)
@@ -206,7 +206,7 @@ def test_other_optimizers_are_left_alone(world):
 def test_norms_are_divided_only_where_all_ranks_step_alike(world):
     def fits(ranks=2, kind=LAMB, **exchange):
         optimizer = kind([nn.Parameter(torch.ones(2, 2))], 0.1)
-        divided = fit_exchange(optimizer, Exchange(**exchange), ranks=ranks, group=world.group)
+        divided = fit_exchange(optimizer, ExchangePlan(**exchange), ranks=ranks, group=world.group)
         assert divided == (getattr(optimizer, "shared_norms", None) is not None)
         return divided
 
@@ -220,7 +220,7 @@ def test_norms_are_divided_only_where_all_ranks_step_alike(world):
     scaled = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
     scale_rates(scaled, "linear from 2 samples", batch=4)
     with pytest.raises(RecipeError, match="linearly scaled"):
-        fit_exchange(scaled, Exchange(reduce="adasum"), ranks=1)
+        fit_exchange(scaled, ExchangePlan(reduce="adasum"), ranks=1)
 
 
 def executed(kind, always=False, **exchange):
@@ -228,7 +228,7 @@ def executed(kind, always=False, **exchange):
     torch.manual_seed(0)
     model = WithUnused()
     optimizer = KINDS[kind](model.parameters())
-    plan = data_parallel(12, processes=dist.get_world_size(), exchange=Exchange(**exchange))
+    plan = data_parallel(12, processes=dist.get_world_size(), exchange=ExchangePlan(**exchange))
     with Executor(model, optimizer, loss=cross_entropy, plan=plan) as run:
         if always:
             assert parallel_norms(optimizer, always=True)

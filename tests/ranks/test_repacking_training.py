@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import headway
-from headway.collective.carrier import Carrier
+from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.collective.packing import LinkGraph
-from headway.comm import repack
-from headway.comm.probe import probe_links
+from headway.comm.tuning import repacking
+from headway.comm.tuning.repacking import probe_links
 from headway.errors import PeerLost
-from headway.plan import Exchange, data_parallel
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import run_ranks
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import ALL, cross_entropy
@@ -26,7 +26,7 @@ from support.tiny_models import ALL, cross_entropy
 SEED, STEPS, RANKS, CASE = 3, 6, 4, "unused"
 MESH = LinkGraph.mesh(RANKS, 1250.0)
 SLOW = MESH.scaled(0.1, [(1, 2)])
-MADE_FOR_MESH = Carrier(rates=MESH.rates)
+MADE_FOR_MESH = AllReduceOptions(rates=MESH.rates)
 
 
 def adamw(model):
@@ -36,13 +36,15 @@ def adamw(model):
 def measuring(tables: list[LinkGraph]) -> None:
     """From now on every step measures the links, and the first two see the first table."""
     found = iter([table for table in tables for _ in range(2)])
-    repack.probe_links = lambda *_, **named: next(found, tables[-1])
-    repack.FIRST_VOTE = 1
-    repack.steps_to_vote = lambda seconds: 1
-    repack.Watch.vote = lambda *_: True
+    repacking.probe_links = lambda *_, **named: next(found, tables[-1])
+    repacking.FIRST_VOTE = 1
+    repacking.steps_to_vote = lambda seconds: 1
+    repacking.ProbePolicy.vote = lambda *_: True
 
 
-def train(world: Any, exchange: Exchange) -> tuple[list[Numbers], list[tuple[str, str]], list[str]]:
+def train(
+    world: Any, exchange: ExchangePlan
+) -> tuple[list[Numbers], list[tuple[str, str]], list[str]]:
     """What every step left; the program of the plan and the one of the groups; the remarks."""
     measuring([SLOW, MESH])
     build, data = ALL[CASE]
@@ -65,14 +67,16 @@ def train(world: Any, exchange: Exchange) -> tuple[list[Numbers], list[tuple[str
     return history, programs, remarks
 
 
-def train_all(world: Any, cases: dict[str, Exchange]) -> dict[str, Any]:
+def train_all(world: Any, cases: dict[str, ExchangePlan]) -> dict[str, Any]:
     return {name: train(world, exchange) for name, exchange in cases.items()}
 
 
 CASES = {
-    "plain": Exchange(collective="direct", carrier=MADE_FOR_MESH, bucket="300"),
-    "priority": Exchange(collective="direct", carrier=MADE_FOR_MESH, priority=True, chunk="10 MiB"),
-    "never": Exchange(collective="direct", carrier=MADE_FOR_MESH, repack=False),
+    "plain": ExchangePlan(collective="direct", carrier=MADE_FOR_MESH, bucket="300"),
+    "priority": ExchangePlan(
+        collective="direct", carrier=MADE_FOR_MESH, priority=True, chunk="10 MiB"
+    ),
+    "never": ExchangePlan(collective="direct", carrier=MADE_FOR_MESH, repack=False),
 }
 
 
@@ -116,7 +120,7 @@ def test_links_are_measured_alike_on_all_ranks():
 def dies(world: Any) -> str:
     """Rank 1 vanishes when it is about to measure its link to rank 2."""
     measuring([MESH])
-    repack.probe_links = probe_links
+    repacking.probe_links = probe_links
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = headway.Exchange(model, optimizer, CASES["plain"], world=World.adopt())

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.collective import Nodes
-from headway.comm import AdaptiveExchange, Routes
-from headway.comm.saved import PREFIX, collect, share_out
-from headway.plan import Exchange
+from headway.collective.nodes import Nodes
+from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
+from headway.comm.lanes.routes import RoutePool
+from headway.comm.tuning.autotuning import AdaptiveExchange
+from headway.plan import ExchangePlan
 from support.ranks import run_ranks
 
 SHAPES = {"weight": (40, 60), "other": (64, 32), "bias": (64,)}
@@ -28,9 +29,9 @@ def gradient(name: str, rank: int, step: int) -> Tensor:
 def some_steps(world, exchange, nodes, first, count, saved=None):
     """Sums that came back, and what is to be saved."""
     mine = parameters()
-    made = AdaptiveExchange(mine, exchange, Routes(nodes))
+    made = AdaptiveExchange(mine, exchange, RoutePool(nodes))
     if saved is not None:
-        made.restore(share_out(saved, world.size))
+        made.restore(distribute_state(saved, world.size))
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in range(first, first + count):
         made.begin()
@@ -41,7 +42,7 @@ def some_steps(world, exchange, nodes, first, count, saved=None):
         made.now.settle()
         for name, parameter in mine.items():
             total[name] += parameter.grad
-    state = collect(made.state(), mine)
+    state = collect_state(made.state(), mine)
     made.close()
     return total, state
 
@@ -53,13 +54,13 @@ CHOICES = ["topk:0.05", "mstopk:0.05", "adaptive:0.05", "sign", "randomk:0.1", "
 def test_sent_and_kept_back_are_the_gradients_across_a_change_of_ranks(compress):
     """4 ranks, a checkpoint, then 2 ranks."""
     if compress == "hierarchical":
-        exchange = Exchange(compress="topk:0.05", collective="hierarchical", bucket="10 KiB")
+        exchange = ExchangePlan(compress="topk:0.05", collective="hierarchical", bucket="10 KiB")
         nodes, later = PAIRS, Nodes(((0,), (1,)))
     else:
-        exchange, nodes, later = Exchange(compress=compress, bucket="10 KiB"), None, None
+        exchange, nodes, later = ExchangePlan(compress=compress, bucket="10 KiB"), None, None
     first = run_ranks(4, some_steps, exchange, nodes, 0, 5)
     sent, saved = first[0]
-    assert any(key.startswith(PREFIX) for key in saved)
+    assert any(key.startswith(STATE_PREFIX) for key in saved)
     for _, other in first[1:]:
         assert other.keys() == saved.keys()
         assert all(torch.equal(saved[key], other[key]) for key in saved)
@@ -70,8 +71,8 @@ def test_sent_and_kept_back_are_the_gradients_across_a_change_of_ranks(compress)
         )
         kept = torch.zeros(shape, dtype=torch.float64)
         for what in ("residual", "server"):
-            if f"{PREFIX}{name}/{what}" in rest:
-                kept += rest[f"{PREFIX}{name}/{what}"].reshape(shape)
+            if f"{STATE_PREFIX}{name}/{what}" in rest:
+                kept += rest[f"{STATE_PREFIX}{name}/{what}"].reshape(shape)
         torch.testing.assert_close(sent[name] + more[name] + kept, whole, rtol=1e-9, atol=1e-9)
         if name != "bias" and compress != "powersgd:1":
             assert float(kept.abs().max()) > 0.1  # else nothing was kept back, and nothing tested

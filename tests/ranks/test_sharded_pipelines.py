@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from headway.checkpoint.staging import local
+from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
-from headway.plan import Pipeline, pipelined
-from headway.plan.mechanisms import check_mechanisms
+from headway.plan import PipelinePlan, pipelined
+from headway.plan.plan import check_executable
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.commands import headway_here
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -55,7 +55,7 @@ def one(world, case, stages, pipeline, zero, shards, clip, parts):
     with run.whole() as whole:
         held = flat({"parameter": dict(whole.named_parameters())}, value) if not world.rank else {}
     sizes = {
-        name: (p.shape[0], local(p).shape[0])
+        name: (p.shape[0], local_data(p).shape[0])
         for name, p in model.named_parameters()
         if name in run.pipeline.homes.trained and p.dim()
     }
@@ -91,13 +91,13 @@ def compare(ranks, cases):
         assert told[1] == LENGTH
 
 
-GPIPE = Pipeline(schedule="gpipe", microbatches=3)
-ONE = Pipeline(microbatches=3)
-INTERLEAVED = Pipeline(schedule="interleaved", microbatches=2)
-SPLIT = Pipeline(schedule="zb-h1", microbatches=3, sync="eager")
-ZBV = Pipeline(schedule="zbv", microbatches=3, recompute="stages")
-BLOCKS = Pipeline(microbatches=3, recompute="blocks")
-CHIMERA = Pipeline(schedule="chimera", microbatches=4, sync="eager")
+GPIPE = PipelinePlan(schedule="gpipe", microbatches=3)
+ONE = PipelinePlan(microbatches=3)
+INTERLEAVED = PipelinePlan(schedule="interleaved", microbatches=2)
+SPLIT = PipelinePlan(schedule="zb-h1", microbatches=3, sync="eager")
+ZBV = PipelinePlan(schedule="zbv", microbatches=3, recompute="stages")
+BLOCKS = PipelinePlan(microbatches=3, recompute="blocks")
+CHIMERA = PipelinePlan(schedule="chimera", microbatches=4, sync="eager")
 
 CASES = {
     "zero 1": [
@@ -142,9 +142,9 @@ def test_what_is_gathered_is_counted():
 
 
 def gathers(world):
-    from headway.parallel import stage_shards
+    from headway.parallel.pipeline.grad_sync import zero as stage_zero
 
-    counts, before = {}, stage_shards._gather
+    counts, before = {}, stage_zero._gather
     for zero in (1, 3):
         counts[zero] = 0
 
@@ -152,7 +152,7 @@ def gathers(world):
             counts[zero] += 1
             before(group)
 
-        stage_shards._gather = counted
+        stage_zero._gather = counted
         torch.manual_seed(SEED)
         model = Residual().double()
         plan = pipelined(12, processes=4, stages=2, pipeline=ONE, precision="float64", zero=zero)
@@ -171,6 +171,6 @@ def test_the_command_proves_it(tmp_path):
 
 
 def test_versions_of_weights_are_whole():
-    plan = pipelined(12, processes=4, stages=2, zero=1, pipeline=Pipeline(schedule="pipedream"))
+    plan = pipelined(12, processes=4, stages=2, zero=1, pipeline=PipelinePlan(schedule="pipedream"))
     with pytest.raises(PlanError, match="without a flush"):
-        check_mechanisms(plan)
+        check_executable(plan)

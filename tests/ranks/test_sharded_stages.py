@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.errors import PlanError
-from headway.parallel import Calls, Pipeline, StageSums, Team, cut
-from headway.parallel.torch_runtime import TorchPipeline
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
+from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from support.pipelines import assert_equal, numbers_of, points, run_serially
 from support.ranks import run_ranks
 from support.tiny_models import CLASSES, FEATURES, cross_entropy
@@ -98,7 +98,9 @@ def parts_of(world):
     mesh = init_device_mesh("cpu", (PIPE, SHARD), mesh_dim_names=("pipe", "shard"))
     copies = [tuple(stage * SHARD + shard for stage in range(PIPE)) for shard in range(SHARD)]
     place = mesh.get_local_rank("shard")
-    team = Team(rank=mesh.get_local_rank("pipe"), ranks=copies[place], group=mesh.get_group("pipe"))
+    team = PipelineRanks(
+        rank=mesh.get_local_rank("pipe"), ranks=copies[place], group=mesh.get_group("pipe")
+    )
     return mesh["shard"], team, copies, place
 
 
@@ -117,8 +119,8 @@ def pipelined(world, names, executor, options):
     for name in names:
         model, table = wrap(build(), mesh, **options), table_of(name)
         stages = cut(model, cross_entropy, data[0], stages=table.stages)
-        sums = StageSums(stages, table, team, copies=copies)
-        calls = Calls(
+        sums = StageGradientSync(stages, table, team, copies=copies)
+        calls = PipelineCallbacks(
             loss=cross_entropy,
             share=lambda value, _: value / len(batch()),
             sync=sums,
@@ -174,10 +176,13 @@ def some(world):
 
     def pipeline(stages, table, **options):
         given = {"copies": copies, **options}
-        sums = StageSums(stages, table, team, **given)
+        sums = StageGradientSync(stages, table, team, **given)
         share = {"share": lambda value, _: value / len(batch())}
         return Pipeline(
-            stages, table, team, Calls(loss=cross_entropy, sync=sums, step=lambda _: None, **share)
+            stages,
+            table,
+            team,
+            PipelineCallbacks(loss=cross_entropy, sync=sums, step=lambda _: None, **share),
         )
 
     def refused(*args, **options):
@@ -216,8 +221,8 @@ def mixed(world, mesh):
         model = wrap(build().float(), mesh, mp_policy=MixedPrecisionPolicy(**policy))
         model.bias.data, model.norm = model.bias.data.bfloat16(), nn.Identity()
         stages = cut(model, cross_entropy, data[0], stages=2)
-        sums = StageSums(stages, table, team, copies=copies)
-        calls = Calls(loss=cross_entropy, sync=sums, step=lambda _: None)
+        sums = StageGradientSync(stages, table, team, copies=copies)
+        calls = PipelineCallbacks(loss=cross_entropy, sync=sums, step=lambda _: None)
         return Pipeline(stages, table, team, calls)
 
     bf16 = torch.bfloat16

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from headway.checkpoint.staging import local
+from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
-from headway.plan import Exchange, data_parallel
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -74,7 +74,7 @@ def split(world, case, batch, microbatch, length, zero, shards, clip):
         history.append(flat(run.gradients.numbers(), found))
     with run.whole() as whole:
         held = flat({"parameter": dict(whole.named_parameters())}, found) if not world.rank else {}
-    return history, [(tuple(p.shape), tuple(local(p).shape)) for p in model.parameters()], held
+    return history, [(tuple(p.shape), tuple(local_data(p).shape)) for p in model.parameters()], held
 
 
 def compare(case, ranks, *, batch=12, microbatch=None, length=40, zero=3, shards=None, clip=None):
@@ -129,8 +129,8 @@ def test_the_command_proves_it(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"zero": 3, "exchange": Exchange(compress="fp16")}, "exchange.compress"),
-        ({"zero": 1, "exchange": Exchange(priority=True)}, "exchange.priority"),
+        ({"zero": 3, "exchange": ExchangePlan(compress="fp16")}, "exchange.compress"),
+        ({"zero": 1, "exchange": ExchangePlan(priority=True)}, "exchange.priority"),
         ({"shards": 2}, "memory.zero is 0"),
         ({"zero": 2, "shards": 3}, "no whole number of groups of 3"),
     ],

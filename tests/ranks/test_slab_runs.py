@@ -15,10 +15,10 @@ from torch import nn
 
 from headway.data import Loader, NpySlabs, SlabCut, SlabSource, SlabStore
 from headway.errors import PlanError
-from headway.plan import LayerSplit, Pipeline, data_parallel, pipelined
+from headway.plan import LayerSplit, PipelinePlan, data_parallel, pipelined
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.loading import NO_SHOWCASE
-from headway.run.world import World
+from headway.run.step.batch import NO_SHOWCASE
 from support.commands import events, headway_here, resumed
 from support.ranks import run_ranks
 from support.slab_recipes import SHAPE, write
@@ -153,7 +153,7 @@ def test_what_finish_makes_of_a_part_must_be_the_part(tmp_path):
 def by_time(world, folder):
     plan = pipelined(
         2, processes=4, stages=2, split=LayerSplit(spatial=(2, 1, 1)),
-        pipeline=Pipeline(microbatches=2, balance="time"),
+        pipeline=PipelinePlan(microbatches=2, balance="time"),
     )  # fmt: skip
     model = nn.Sequential(nn.Conv3d(2, 1, 1), nn.Conv3d(1, 1, 1))
     run = Executor(

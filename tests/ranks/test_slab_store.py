@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.data import Cursor, Hdf5Slabs, NpySlabs, Order, SlabCut, SlabSource, SlabStore
-from headway.data import slab_store as store_module
-from headway.data.slab_owners import consumer
+from headway.data import Cursor, Hdf5Slabs, NpySlabs, SampleOrder, SlabCut, SlabSource, SlabStore
+from headway.data.slabs import slab_store as store_module
+from headway.data.slabs.ownership import consumer_rank
 from headway.errors import DataError, PeerLost, Stalled
 from headway.parallel.spatial import SpatialContext, gather
 from headway.plan import BatchSplit, data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.ranks import ranks, run_ranks
 from support.serial import largest_error, numbers, train_serially
 from support.tiny_models import cross_entropy
@@ -102,7 +102,7 @@ def places_of(world, parts, start, count):
     return [
         start + i
         for i in range(count)
-        if consumer(i, partitions, parts=parts, offset=offset) == world.rank
+        if consumer_rank(i, partitions, parts=parts, offset=offset) == world.rank
     ]
 
 
@@ -112,7 +112,7 @@ def check_batch(world, cut, batch, cursor):
     assert places == places_of(world, cut.parts, batch.start.position, batch.samples)
     assert len(batch.micros) <= batch.passes
     box = tuple(slice(*held) for held in cut.ranges(SHAPE))
-    order = Order(SAMPLES, cursor.seed)
+    order = SampleOrder(SAMPLES, cursor.seed)
     for micro in batch.micros:
         x, labels, target = micro.data
         for row, place in enumerate(micro.positions):
@@ -180,7 +180,7 @@ def steps_of_the_run():
     for epoch in range(EPOCHS):
         for first in range(0, SAMPLES, BATCH):
             last = min(first + BATCH, SAMPLES)
-            yield Order(SAMPLES, SEED).indices(epoch, first, last).tolist()
+            yield SampleOrder(SAMPLES, SEED).indices(epoch, first, last).tolist()
 
 
 def expected_messages(partition, partitions):
@@ -333,7 +333,7 @@ def test_slabs_are_adopted_as_parts_of_a_sample(world, folder):
     )
     for batch in store:
         for micro in batch.micros:
-            indices = Order(SAMPLES, SEED).indices(0, *_ends(micro.positions))
+            indices = SampleOrder(SAMPLES, SEED).indices(0, *_ends(micro.positions))
             shape = source.shapes(len(indices))[0]
             x = context.adopt(micro.data[0].double(), shape)
             whole = model(torch.from_numpy(cubes()[indices]).double())
@@ -414,7 +414,7 @@ def test_a_damaged_file_is_named_on_the_rank_that_reads_it(world):
     dist.barrier()
     source, group = source_of(world.directory, None), group_of(world, 1)
     dist.barrier()
-    (bad,) = Order(SAMPLES, SEED).indices(0, 1, 2)  # place 1: of rank 1
+    (bad,) = SampleOrder(SAMPLES, SEED).indices(0, 1, 2)  # place 1: of rank 1
     path = world.directory / f"{bad}.hdf5"
     if world.rank == 0:
         path.write_bytes(path.read_bytes()[:1000])

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from headway.graph.ranges import balanced
-from headway.parallel.spatial import Axis, SpatialContext, SplitTensor, fetch, gather
+from headway.graph.ranges import balanced_ranges
+from headway.parallel.spatial import SpatialAxis, SpatialContext, SpatialTensor, fetch_range, gather
 from support.ranks import ranks
 from support.spatial import Sent, context
 
@@ -22,13 +22,13 @@ from support.spatial import Sent, context
 @ranks(4)
 def test_fetch_and_its_adjoint(world):
     """Uneven shares, ranges over several neighbours, an empty one, padding on both sides."""
-    axis = Axis.of(world.group)
-    have = balanced(10, 4)  # 3, 3, 2, 2
+    axis = SpatialAxis.of(world.group)
+    have = balanced_ranges(10, 4)  # 3, 3, 2, 2
     want = ((-2, 7), (0, 10), (0, 0), (1, 13))
     whole = torch.arange(20.0, dtype=torch.float64).view(2, 10) + 1
     mine, wish = have[world.rank], want[world.rank]
     part = whole[:, slice(*mine)].clone().requires_grad_()
-    found = fetch(part, 1, have, want, axis)
+    found = fetch_range(part, 1, have, want, axis)
     padded = torch.cat([torch.zeros(2, 2), whole, torch.zeros(2, 3)], 1)
     assert torch.equal(found, padded[:, wish[0] + 2 : wish[1] + 2])
     (found * (world.rank + 1)).sum().backward()
@@ -70,13 +70,13 @@ def test_a_split_ends_at_its_least_width(world):
         split, serial = here.split(x), x.clone().requires_grad_()
         split.local = split.local.clone().requires_grad_()
         y, z, width = split, serial, 16
-        while isinstance(y, SplitTensor):
+        while isinstance(y, SpatialTensor):
             y, z, width = F.avg_pool3d(y, 3, 2, 1), F.avg_pool3d(z, 3, 2, 1), width // 2
         assert width == whole_at
         assert torch.allclose(y, z, rtol=0, atol=1e-14)
         ((y**2).sum() / here.copies).backward()
         (z**2).sum().backward()
-        grad = gather(SplitTensor(split.local.grad, split.splits, here))
+        grad = gather(SpatialTensor(split.local.grad, split.splits, here))
         assert torch.allclose(grad, serial.grad, rtol=0, atol=1e-14)
 
 
@@ -115,7 +115,7 @@ def test_losses_of_voxels(world):
             found = loss(part, target, weights)
             assert abs((found - expected).item()) < 1e-12, name
             (found / here.copies).backward()
-            grad = gather(SplitTensor(part.local.grad, part.splits, here))
+            grad = gather(SpatialTensor(part.local.grad, part.splits, here))
             assert torch.allclose(grad, serial.grad, rtol=0, atol=1e-12), name
             if name == "dice":
                 break

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from headway.parallel.spatial import exchange
+from headway.parallel.spatial import halo_exchange
 from support.ranks import ranks
 from support.spatial import context, largest_difference
 
@@ -169,13 +169,13 @@ def test_a_rank_keeps_its_share_of_the_activations_and_halos(world):
     model, x = Cosmo(32).body.double(), torch.randn(1, 2, 32, 32, 32, dtype=torch.float64)
     whole = kept(model, x)
     received = []
-    receive = exchange.Flight.receive
+    receive = halo_exchange.AxisMessages.receive
 
     def counted(flight, into, peer):
         received.append(into.nbytes)
         receive(flight, into, peer)
 
-    exchange.Flight.receive = counted
+    halo_exchange.AxisMessages.receive = counted
     for mesh in ((4, 1, 1), (2, 2, 1)):
         received.clear()
         split = kept(model, context(mesh).split(x))

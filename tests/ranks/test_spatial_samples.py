@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from headway.graph.ranges import balanced
-from headway.parallel.spatial import SplitTensor, gather
-from headway.parallel.spatial.samples import leave
+from headway.graph.ranges import balanced_ranges
+from headway.parallel.spatial import SpatialTensor, gather
+from headway.parallel.spatial.spatial_tensor import leave_spatial_split
 from support.ranks import ranks
 from support.spatial import Sent, context, largest_difference
 from support.spatial_cases import CASES, Apply, compare_all, nothing_differs
@@ -28,8 +28,8 @@ class Behind(nn.Module):
         self.module = module
 
     def forward(self, x):
-        if isinstance(x, SplitTensor):
-            x = leave(x)
+        if isinstance(x, SpatialTensor):
+            x = leave_spatial_split(x)
             assert x.by_samples
         return self.module(x)
 
@@ -225,7 +225,7 @@ def split(model, loss_of, x, group):
     (loss / x.context.copies).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
-    return outcome(model, loss, gather(SplitTensor(x.local.grad, x.splits, x.context)))
+    return outcome(model, loss, gather(SpatialTensor(x.local.grad, x.splits, x.context)))
 
 
 MESHES = [
@@ -260,11 +260,11 @@ def test_what_the_switches_send(world):
             x = here.split(torch.randn(number, features, *extents))
             x.local = x.local.clone().requires_grad_()
             line = features * prod(extents)
-            owned = [stop - start for start, stop in balanced(number, 4)]
+            owned = [stop - start for start, stop in balanced_ranges(number, 4)]
             mine = owned[world.rank]
             slab = features * x.local[0, 0].numel()
 
-            y = leave(x)
+            y = leave_spatial_split(x)
             assert y.local.shape == (mine, features, *extents)
             assert sent.taken() == (number - mine) * slab
             again = y + x  # back to where the other one lies
@@ -275,7 +275,7 @@ def test_what_the_switches_send(world):
             x.mean((2, 3, 4)).local.sum().backward()  # collected, and given back
             assert sent.taken() == (number - mine) * features + 3 * mine * features
             gathered = context(mesh, head="gathered").split(torch.randn(number, features, *extents))
-            leave(gathered)
+            leave_spatial_split(gathered)
             assert sent.taken() == 3 * number * slab
 
 
@@ -288,7 +288,7 @@ def test_samples_meet_what_several_ranks_hold(world):
     x, rows = here.split(line), here.split(whole)
     for part in (x, rows):
         part.local = part.local.clone().requires_grad_()
-    y = leave(rows)
+    y = leave_spatial_split(rows)
     assert y.by_samples
     assert torch.equal(gather(y), whole)
     z = (y + whole) * x
@@ -298,5 +298,5 @@ def test_samples_meet_what_several_ranks_hold(world):
     found[slice(*x.splits[0].own)] = x.local.grad
     dist.all_reduce(found, group=world.group)
     assert torch.allclose(found, 2 * whole.sum((0, 1)), rtol=0, atol=1e-12)
-    grad = gather(SplitTensor(rows.local.grad, rows.splits, here))
+    grad = gather(SpatialTensor(rows.local.grad, rows.splits, here))
     assert torch.allclose(grad, line.expand(5, 4, 6), rtol=0, atol=1e-12)

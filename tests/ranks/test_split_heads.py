@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.plan import LayerSplit, Pipeline, data_parallel, pipelined
+from headway.plan import LayerSplit, PipelinePlan, data_parallel, pipelined
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig
 from headway.workloads.resnet.model import ResNet, ResNetConfig
 from support.ranks import run_ranks
@@ -133,7 +133,7 @@ def test_heads_on_four_ranks():
     )
 
 
-THREE = Pipeline(schedule="gpipe", microbatches=2)
+THREE = PipelinePlan(schedule="gpipe", microbatches=2)
 
 
 def test_heads_in_pipelines():
@@ -141,12 +141,12 @@ def test_heads_in_pipelines():
     compare(
         4,
         ("estimator", HALVES, {"batch": 7, "stages": 2, "pipeline": THREE}),
-        ("cosmoflow", HALVES, {"batch": 6, "stages": 2, "pipeline": Pipeline(
+        ("cosmoflow", HALVES, {"batch": 6, "stages": 2, "pipeline": PipelinePlan(
             schedule="zb-h1", microbatches=2)}),
-        ("cosmoflow", HALVES, {"batch": 6, "stages": 2, "zero": 1, "pipeline": Pipeline(
+        ("cosmoflow", HALVES, {"batch": 6, "stages": 2, "zero": 1, "pipeline": PipelinePlan(
             schedule="chimera", microbatches=2)}),
         ("resnet, groups", LayerSplit(spatial=(2, 1), min_width=3), {
-            "batch": 6, "stages": 2, "pipeline": Pipeline(microbatches=2, recompute="blocks")}),
+            "batch": 6, "stages": 2, "pipeline": PipelinePlan(microbatches=2, recompute="blocks")}),
     )  # fmt: skip
 
 

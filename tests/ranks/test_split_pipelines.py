@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.staging import local
-from headway.plan import LayerSplit, ModuleSplit, Pipeline, pipelined
+from headway.checkpoint.staging import local_data
+from headway.plan import LayerSplit, ModuleSplit, PipelinePlan, pipelined
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -59,7 +59,7 @@ def one(world, case, layers, stages, pipeline, options):
     with run.whole() as whole:
         held = flat({"parameter": dict(whole.named_parameters())}, value) if not world.rank else {}
     mine = [
-        (p.numel(), local(p).numel())
+        (p.numel(), local_data(p).numel())
         for n, p in run.gradients.parameters.items()
         if n in run.pipeline.homes.trained
     ]
@@ -86,13 +86,13 @@ def compare(ranks, *cases):
         assert told[1] == len(data())
 
 
-GPIPE = Pipeline(schedule="gpipe", microbatches=3)
-ONE = Pipeline(microbatches=3)
-SPLIT = Pipeline(schedule="zb-h1", microbatches=3, sync="eager")
-STAGEWISE = Pipeline(microbatches=3, recompute="stages")
-BLOCKS = Pipeline(microbatches=3, recompute="blocks")
-EVEN = Pipeline(schedule="zb-h1", microbatches=2)
-CHIMERA = Pipeline(schedule="chimera", microbatches=4, sync="eager")
+GPIPE = PipelinePlan(schedule="gpipe", microbatches=3)
+ONE = PipelinePlan(microbatches=3)
+SPLIT = PipelinePlan(schedule="zb-h1", microbatches=3, sync="eager")
+STAGEWISE = PipelinePlan(microbatches=3, recompute="stages")
+BLOCKS = PipelinePlan(microbatches=3, recompute="blocks")
+EVEN = PipelinePlan(schedule="zb-h1", microbatches=2)
+CHIMERA = PipelinePlan(schedule="chimera", microbatches=4, sync="eager")
 HALVES, CORNERS = LayerSplit(spatial=(2, 1, 1)), LayerSplit(spatial=(2, 2, 1))
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from headway.comm.compress.compressor import Compressor
-from headway.comm.compress.halves import Bf16
+from headway.comm.compress.quantization import Bf16
 from headway.errors import PlanError
-from headway.plan import Exchange, LayerSplit, ModuleSplit, data_parallel
-from headway.plan.mechanisms import check_mechanisms
+from headway.plan import ExchangePlan, LayerSplit, ModuleSplit, data_parallel
+from headway.plan.plan import check_executable
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from headway.verification import VerifyJob, laws_file, load_laws
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -166,7 +166,11 @@ def test_split_layers_with_sharded_state(ranks, layers, kept):
 
 @pytest.mark.parametrize(
     "exchange",
-    [Exchange(bucket="1 KiB"), Exchange(bucket="auto"), Exchange(collective="hierarchical")],
+    [
+        ExchangePlan(bucket="1 KiB"),
+        ExchangePlan(bucket="auto"),
+        ExchangePlan(collective="hierarchical"),
+    ],
     ids=str,
 )
 def test_gradients_of_parts_leave_in_buckets(exchange):
@@ -179,7 +183,7 @@ def rounded(world):
     model = Speaker().double()
     plan = data_parallel(
         8, processes=world.size, precision="float64", split=LayerSplit(tensor=(2,)),
-        exchange=Exchange(compress="bf16", bucket="1 KiB"),
+        exchange=ExchangePlan(compress="bf16", bucket="1 KiB"),
     )  # fmt: skip
     run = Executor(model, adamw(model), loss=speaking, plan=plan, seed=SEED, world=World.adopt())
     run.step(next(iter(run.batches(Lines()))))
@@ -246,12 +250,12 @@ def laws_of(world, recipe, layers, compress, planted, target):
     """Four steps whose sums are inexact: of each bucket the error, and what it may be."""
     for kind in (Bf16, Compressor) if planted else ():
         kind.rounds = doubled(kind.rounds)
-    exchange = Exchange(compress=compress, bucket="1 KiB", priority=compress.startswith("topk"))
+    exchange = ExchangePlan(compress=compress, bucket="1 KiB", priority=compress.startswith("topk"))
     plan = world.directory / f"plan-{world.rank}.json"
     batch = 8 if recipe == "speaker" else 4
     data_parallel(batch, processes=4, microbatch=2, split=layers, exchange=exchange).save(plan)
     job = VerifyJob(recipe=f"support.split_recipes:{recipe}", steps=4, plan=plan)
-    record_in(World.adopt(), job, target)
+    record_in_world(World.adopt(), job, target)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +293,7 @@ def test_split_samples_are_the_serial_run(ranks, layers):
     compare("segmenter", ranks, layers, batch=4, microbatch=2, clip=0.5)
 
 
-PRIORITY = Exchange(priority=True, bucket="1 KiB", chunk="100")
+PRIORITY = ExchangePlan(priority=True, bucket="1 KiB", chunk="100")
 KEPT = ({"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}, {"exchange": PRIORITY})
 
 
@@ -339,12 +343,21 @@ def test_the_command_proves_it(tmp_path, recipe, ranks, split):
     [
         ({"split": LayerSplit(tensor=(1, 4))}, "are no sizes of a grid"),
         ({"split": LayerSplit(tensor=(2,), spatial=(2,))}, "spatial at once"),
-        ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(priority=True)}, "priority with"),
-        ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(compress="sign")}, "keeps back"),
-        ({"split": LayerSplit(tensor=(2,)), "exchange": Exchange(compress="int8")}, "differently"),
+        (
+            {"split": LayerSplit(tensor=(2,)), "exchange": ExchangePlan(priority=True)},
+            "priority with",
+        ),
+        (
+            {"split": LayerSplit(tensor=(2,)), "exchange": ExchangePlan(compress="sign")},
+            "keeps back",
+        ),
+        (
+            {"split": LayerSplit(tensor=(2,)), "exchange": ExchangePlan(compress="int8")},
+            "differently",
+        ),
         ({"split": LayerSplit(tensor=(3,))}, "no multiple of 3 ranks"),
     ],
 )
 def test_what_cannot_be_together_is_refused_by_name(wrong, words):
     with pytest.raises(PlanError, match=words):
-        check_mechanisms(data_parallel(12, processes=4, **wrong))
+        check_executable(data_parallel(12, processes=4, **wrong))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.report.history import read_history
+from headway.report.history.reader import read_history
 from support.commands import (
     HEADWAY,
     Done,

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from headway.parallel.tensor import Grid, Settings, split
+from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
 from headway.plan.tensor_layout import TensorGrid
 from support import split_models as models
 from support.ranks import ranks
@@ -54,9 +54,9 @@ def test_rows_of_weights_are_zero_3(world):
     fully_shard(peer, mesh=init_device_mesh("cpu", (2,)))
     half = (x.chunk(2)[world.rank], target.chunk(2)[world.rank])
     theirs = gradients(peer, models.square_loss(peer, half))
-    settings = Settings(keep=False)
-    grid = Grid.of(TensorGrid.cuboid(2, 1, 1))
-    split(ours, grid, models.square_loss, (x, target), settings=settings)
+    settings = SplitSettings(keep=False)
+    grid = ProcessGrid.of(TensorGrid.cuboid(2, 1, 1))
+    split_model(ours, grid, models.square_loss, (x, target), settings=settings)
     for name, parameter in ours.named_parameters():
         if "norms" not in name and name.endswith("weight"):
             assert parameter.to_local().numel() * 2 == parameter.numel()
@@ -79,7 +79,7 @@ def test_columns_of_weights_are_tensor_and_sequence_parallel(world):
     rows = DTensor.from_local(x.chunk(2)[world.rank], mesh, [Shard(0)])
     value = (peer(rows).full_tensor() - target).square().mean()
     theirs = gradients(peer, value)
-    split(ours, Grid.of(TensorGrid.cuboid(1, 2, 1)), models.square_loss, (x, target))
+    split_model(ours, ProcessGrid.of(TensorGrid.cuboid(1, 2, 1)), models.square_loss, (x, target))
     loss = models.square_loss(ours, (x, target))
     assert abs(loss - value) <= 1e-12
     assert_equal(gradients(ours, loss), theirs)

@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import PlanError
-from headway.parallel.tensor import Grid, Settings, SplitTensor, obey, split, survey
+from headway.parallel.tensor import (
+    ProcessGrid,
+    SplitSettings,
+    SplitTensor,
+    apply_split_decisions,
+    infer_split,
+    split_model,
+)
 from headway.plan.tensor_layout import TensorGrid
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support import split_models as models
@@ -95,7 +102,7 @@ def equal_to_serial(grid, name, decisions, settings=None):
     model, loss, batch = build(name)
     serial = copy.deepcopy(model)
     names = [(n, p.shape) for n, p in model.named_parameters()]
-    parts = obey(model, grid, decisions, settings=settings)
+    parts = apply_split_decisions(model, grid, decisions, settings=settings)
     assert names == [(n, p.shape) for n, p in model.named_parameters()]
     expected, found = backward(serial, loss, batch), backward(model, loss, batch)
     close(found[0], expected[0], "loss")
@@ -118,10 +125,10 @@ def equal_to_serial(grid, name, decisions, settings=None):
 def on_grids(world, surveys):
     grids = {}
     for (plan, name), decisions in surveys.items():
-        grid = grids.get(plan) or grids.setdefault(plan, Grid.of(decisions.plan))
+        grid = grids.get(plan) or grids.setdefault(plan, ProcessGrid.of(decisions.plan))
         parts = equal_to_serial(grid, name, decisions)
         if decisions.plan.form == "cuboid" and name == "grouped":
-            equal_to_serial(grid, name, decisions, Settings(keep=False, chunks=2))
+            equal_to_serial(grid, name, decisions, SplitSettings(keep=False, chunks=2))
             held = sum(p.to_local().numel() for p in parts.model.parameters())
             whole = sum(p.numel() for p in parts.model.parameters())
             scales = sum(p.numel() for n, p in parts.model.named_parameters() if "norm" in n)
@@ -135,7 +142,7 @@ def surveyed(plans):
         if plan in FEWER and name not in FEWER[plan]:
             continue
         model, loss, batch = build(name)
-        found[plan, name] = survey(model, loss, batch, plans[plan])
+        found[plan, name] = infer_split(model, loss, batch, plans[plan])
     return found
 
 
@@ -159,12 +166,12 @@ def exchanged(world):
     block = models.Block(models.SeparateAttention(), models.Gelu(), nn.LayerNorm).double()
     x, _ = models.vectors()
     x = x.repeat(1, 3, 1)[:, : models.LENGTH].requires_grad_()
-    grid = Grid.of(TensorGrid.classic(world.size))
+    grid = ProcessGrid.of(TensorGrid.classic(world.size))
 
     def loss(model, batch):
         return model(batch).square().mean()
 
-    parts = split(block, grid, loss, x)
+    parts = split_model(block, grid, loss, x)
     assert not parts.decisions.left
     loss(block, x.detach()).detach()
     grid.received.clear()
@@ -191,7 +198,7 @@ def test_elements_and_shares_of_a_classic_block():
 def loaded(world, folder, expected):
     for plan in (TensorGrid.classic(2), TensorGrid.cuboid(1, 2, 1)):
         model, loss, batch = build("fused")
-        split(model, Grid.of(plan), loss, batch)
+        split_model(model, ProcessGrid.of(plan), loss, batch)
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
@@ -207,7 +214,7 @@ def loaded(world, folder, expected):
 
 def save_then_return(world, folder):
     model, loss, batch = build("fused")
-    parts = split(model, Grid.of(TensorGrid.cuboid(2, 2, 2)), loss, batch)
+    parts = split_model(model, ProcessGrid.of(TensorGrid.cuboid(2, 2, 2)), loss, batch)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     assert "in 3 blocks" in parts.explain()
     return {k: full(v).clone() for k, v in model.state_dict().items()}
@@ -227,14 +234,14 @@ def test_saved_on_a_cube_loaded_on_others_and_serially(tmp_path):
 
 def refused(world):
     model, loss, batch = build("separate")
-    parts = split(model, Grid.of(TensorGrid.cuboid(2, 1, 1)), loss, batch)
+    parts = split_model(model, ProcessGrid.of(TensorGrid.cuboid(2, 1, 1)), loss, batch)
     with pytest.raises(PlanError, match="of a micro-batch: 3 over i = 2; legal degrees: 1, 3"):
         model(batch[0][:3])
     logits = model(batch[0])
     with pytest.raises(PlanError, match="cumsum cannot be carried out on a split tensor"):
         logits.cumsum(0)
     with pytest.raises(Exception, match="another grid or another model"):
-        obey(build("fused")[0], parts.grid, parts.decisions)
+        apply_split_decisions(build("fused")[0], parts.grid, parts.decisions)
 
 
 def test_at_work_what_has_no_rule_is_refused():

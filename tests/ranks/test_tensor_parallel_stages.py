@@ -7,17 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headway.errors import PlanError
-from headway.parallel import Calls, Pipeline, StageSums, Team, cut
-from headway.parallel.torch_runtime import TorchPipeline
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
+from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from support.pipelines import assert_equal, numbers_of, points, run_serially
 from support.ranks import run_ranks
 from support.tiny_models import CLASSES, FEATURES, cross_entropy
@@ -71,16 +67,18 @@ def pipelined(world, names):
     mesh = init_device_mesh("cpu", (PIPE, TENSOR), mesh_dim_names=("pipe", "tensor"))
     place = mesh.get_local_rank("tensor")
     ranks = tuple(stage * TENSOR + place for stage in range(PIPE))
-    team = Team(rank=mesh.get_local_rank("pipe"), ranks=ranks, group=mesh.get_group("pipe"))
+    team = PipelineRanks(
+        rank=mesh.get_local_rank("pipe"), ranks=ranks, group=mesh.get_group("pipe")
+    )
     data, found = batch(), {}
     for executor, name in names:
         model = split(build(), mesh["tensor"])
         table = lower(make_schedule(name, stages=PIPE, microbatches=COUNT), sync="eager")
         stages = cut(model, cross_entropy, data[0], stages=table.stages)
-        calls = Calls(
+        calls = PipelineCallbacks(
             loss=cross_entropy,
             share=lambda value, _: value / COUNT,
-            sync=StageSums(stages, table, team),
+            sync=StageGradientSync(stages, table, team),
             step=lambda _: None,
         )
         pipeline = executor(stages, table, team, calls)

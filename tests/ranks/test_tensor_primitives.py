@@ -7,19 +7,22 @@ import torch
 from torch.nn import functional
 
 from headway.parallel.tensor import (
-    Grid,
-    Turn,
-    by_inputs,
-    by_outputs,
+    CuboidAxes,
+    ProcessGrid,
+    column_parallel_linear,
     cuboid_linear,
+    row_parallel_linear,
     split_cross_entropy,
     split_norm,
     summa_linear,
 )
-from headway.parallel.tensor.exchange import part
-from headway.parallel.tensor.norm import Rule
-from headway.parallel.tensor.vocabulary import Classes, words
-from headway.plan.tensor_layout import LinearLayout, Parts, TensorGrid
+from headway.parallel.tensor.functional import (
+    NormOptions,
+    SplitClasses,
+    vocabulary_parallel_embedding,
+)
+from headway.parallel.tensor.grid import local_slice
+from headway.plan.tensor_layout import LinearLayout, MatrixParts, TensorGrid
 from support.ranks import run_ranks
 
 SAMPLES, LENGTH, K, N = 8, 3, 8, 16
@@ -53,19 +56,19 @@ def numbers(*shape, seed=0):
 
 def cut(grid, x, rows, columns):
     """This rank's part of an activation or of a weight."""
-    return part(part(x, grid, rows, 0), grid, columns, x.ndim - 1).clone()
+    return local_slice(local_slice(x, grid, rows, 0), grid, columns, x.ndim - 1).clone()
 
 
 def layer(grid, x, w, b, layout, **settings):
     match grid.plan.form:
         case "classic" if layout.x.columns:
-            return by_inputs(x, w, b, grid)
+            return row_parallel_linear(x, w, b, grid)
         case "classic":
-            return by_outputs(x, w, b, grid)
+            return column_parallel_linear(x, w, b, grid)
         case "summa":
             return summa_linear(x, w, b, grid)
         case "cuboid":
-            turn = Turn(grid, layout.x.rows[1], layout.x.columns, **settings)
+            turn = CuboidAxes(grid, layout.x.rows[1], layout.x.columns, **settings)
             return cuboid_linear(x, w, b, turn)
 
 
@@ -79,7 +82,7 @@ def one_linear(grid, start, seed, settings):
     parts = [
         cut(grid, x.detach(), layout.x.rows, layout.x.columns),
         cut(grid, w.detach(), layout.weight.rows, layout.weight.columns),
-        part(b.detach(), grid, layout.bias, 0).clone(),
+        local_slice(b.detach(), grid, layout.bias, 0).clone(),
     ]
     assert layout.shares["x"] == parts[0].numel()
     assert layout.shares["w"] == parts[1].numel()
@@ -97,7 +100,7 @@ def one_linear(grid, start, seed, settings):
     assert grid.count == sum(expected.values())
     close(own[0].grad, cut(grid, leaves[0].grad, layout.x.rows, layout.x.columns))
     close(own[1].grad, cut(grid, leaves[1].grad, layout.weight.rows, layout.weight.columns))
-    close(own[2].grad, part(leaves[2].grad, grid, layout.bias, 0))
+    close(own[2].grad, local_slice(leaves[2].grad, grid, layout.bias, 0))
 
 
 def norms(grid):
@@ -109,15 +112,18 @@ def norms(grid):
         whole = [t.clone().requires_grad_() for t in (x, w, b)]
         own = [
             cut(grid, x, rows, columns).requires_grad_(),
-            part(w, grid, columns, 0).clone().requires_grad_(),
-            part(b, grid, columns, 0).clone().requires_grad_(),
+            local_slice(w, grid, columns, 0).clone().requires_grad_(),
+            local_slice(b, grid, columns, 0).clone().requires_grad_(),
         ]
         if centred:
             y = functional.layer_norm(whole[0], (K,), whole[1], whole[2], 1e-5)
         else:
             y = functional.rms_norm(whole[0], (K,), whole[1], 1e-5)
         found = split_norm(
-            own[0], own[1], own[2] if centred else None, Rule(grid, rows, columns, 1e-5, centred)
+            own[0],
+            own[1],
+            own[2] if centred else None,
+            NormOptions(grid, rows, columns, 1e-5, centred),
         )
         close(found.detach(), cut(grid, y.detach(), rows, columns))
         y.backward(g)
@@ -125,7 +131,7 @@ def norms(grid):
         close(own[0].grad, cut(grid, whole[0].grad, rows, columns))
         for mine, all_of_it in zip(own[1:], whole[1:], strict=True):
             if all_of_it.grad is not None:
-                close(mine.grad, part(all_of_it.grad, grid, columns, 0))
+                close(mine.grad, local_slice(all_of_it.grad, grid, columns, 0))
 
 
 def losses(grid, axis):
@@ -134,38 +140,38 @@ def losses(grid, axis):
     g = numbers(M, seed=4)
     for smoothing in (0.0, 0.1):
         whole = logits.clone().requires_grad_()
-        own = part(logits, grid, axis, 1).clone().requires_grad_()
+        own = local_slice(logits, grid, axis, 1).clone().requires_grad_()
         expected = functional.cross_entropy(
             whole, target, reduction="none", label_smoothing=smoothing
         )
-        found = split_cross_entropy(own, target, Classes(grid, axis, smoothing))
+        found = split_cross_entropy(own, target, SplitClasses(grid, axis, smoothing))
         close(found.detach(), expected.detach())
         expected.backward(g)
         found.backward(g)
-        close(own.grad, part(whole.grad, grid, axis, 1))
+        close(own.grad, local_slice(whole.grad, grid, axis, 1))
     with pytest.raises(IndexError, match="target 16 is not among 16"):
-        split_cross_entropy(own, torch.full((M,), N), Classes(grid, axis))
+        split_cross_entropy(own, torch.full((M,), N), SplitClasses(grid, axis))
 
 
 def tables(grid, axis):
     weight, index = numbers(N, K), torch.arange(M).reshape(SAMPLES, LENGTH) * 5 % N
     whole = weight.clone().requires_grad_()
-    own = part(weight, grid, axis, 0).clone().requires_grad_()
-    y = words(index, own, grid, axis, padding=5)
+    own = local_slice(weight, grid, axis, 0).clone().requires_grad_()
+    y = vocabulary_parallel_embedding(index, own, grid, axis, padding=5)
     found = grid.all_reduce_over(y.detach().clone(), axis)
     expected = functional.embedding(index, whole, padding_idx=5)
     assert torch.equal(found, expected.detach())
     g = numbers(SAMPLES, LENGTH, K, seed=3)
     y.backward(g)
     expected.backward(g)
-    assert torch.equal(own.grad, part(whole.grad, grid, axis, 0))
+    assert torch.equal(own.grad, local_slice(whole.grad, grid, axis, 0))
     with pytest.raises(IndexError, match="word -15 is not among 16"):
-        words(-index, own, grid, axis, None)
+        vocabulary_parallel_embedding(-index, own, grid, axis, None)
 
 
 def on_grids(world, plans):
     for plan in plans.values():
-        grid = Grid.of(plan)
+        grid = ProcessGrid.of(plan)
         starts = [plan.resident]
         if plan.form != "summa":
             starts.append(plan.after(plan.resident))
@@ -202,7 +208,7 @@ def test_what_the_formulas_say(plan):
             assert layout.shares == {"x": M * K, "w": K * N // p, "y": M * N // p}
             turned = LinearLayout(grid=plan, x=layout.y, m=M, k=N, n=K)
             assert sum(turned.forward.values()) == 2 * (p - 1) * M * K // p
-            assert turned.y == Parts("", "")
+            assert turned.y == MatrixParts("", "")
         case "cuboid":
             q_i, q_j, q_l = (plan.size(axis) for axis in "ijl")
             assert layout.shares == {"x": M * K // p, "w": K * N // p, "y": M * N // p}

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from headway.errors import PlanError
-from headway.parallel import Calls, Pipeline, StageSums, Team, cut, torch_runtime
-from headway.parallel.torch_runtime import TorchPipeline
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
+from headway.parallel.pipeline.runtime import torch_runtime
+from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
+from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
 from support.pipelines import (
     assert_equal,
     chain,
@@ -51,8 +52,8 @@ def a_step(world, executor, model, table, data, steps=1):
     """What one executor leaves on this rank, after its last step."""
     done = []
     stages = cut(model, cross_entropy, data[0], stages=table.stages)
-    sums = StageSums(stages, table, team_of(world))
-    calls = Calls(
+    sums = StageGradientSync(stages, table, team_of(world))
+    calls = PipelineCallbacks(
         loss=cross_entropy, share=lambda value, _: value / len(data), sync=sums, step=done.append
     )
     pipeline = executor(stages, table, team_of(world), calls)
@@ -136,14 +137,14 @@ def harder(world):
         torch.manual_seed(0)
         model = Heads().double()
         stages = cut(model, heated, data[0], at=[f"layers.{n}" for n in range(1, RANKS)])
-        sums = StageSums(stages, table, team_of(world))
+        sums = StageGradientSync(stages, table, team_of(world))
         seen = []
 
         def around(stage, microbatch, phase, seen=seen):
             seen.append((stage, microbatch, phase))
             return torch.autograd.profiler.record_function("here")
 
-        calls = Calls(
+        calls = PipelineCallbacks(
             loss=heated, share=lambda v, _: v / 6, sync=sums, step=lambda _: None, around=around
         )
         pipeline = executor(stages, table, team_of(world), calls)
@@ -183,10 +184,10 @@ class Skipping(nn.Module):
 def problems(world, stages, table, **options):
     given = {"loss": cross_entropy, **options}
     if "sync" not in given:
-        given["sync"] = StageSums(stages, table, team_of(world))
+        given["sync"] = StageGradientSync(stages, table, team_of(world))
     team = given.pop("team", team_of(world))
     with pytest.raises(PlanError) as refused:
-        TorchPipeline(stages, table, team, Calls(**given))
+        TorchPipeline(stages, table, team, PipelineCallbacks(**given))
     return refused.value.problems
 
 
@@ -208,7 +209,7 @@ def test_what_torch_cannot_is_refused_with_all_reasons(world):
         "it has STEP, and nobody was given who makes steps",
     )
     plain = make_schedule("1f1b", stages=3, microbatches=4)
-    turned = Team(rank=2 - world.rank, ranks=(2, 1, 0), group=world.group)
+    turned = PipelineRanks(rank=2 - world.rank, ranks=(2, 1, 0), group=world.group)
     assert problems(world, chained, lower(plain, sync="post"), team=turned, sync=None) == (
         "it has SYNC, and nobody was given who sums gradients",
         "it has STEP, and nobody was given who makes steps",
@@ -218,7 +219,7 @@ def test_what_torch_cannot_is_refused_with_all_reasons(world):
     other = ("it is for 6 stages, and the model has 3",)
     assert problems(world, chained, deeper, sync=None) == other
     with pytest.raises(PlanError) as refused:
-        StageSums(chained, deeper, team_of(world))
+        StageGradientSync(chained, deeper, team_of(world))
     assert refused.value.problems == other
 
 
@@ -253,8 +254,8 @@ def test_torch_before_2_12_has_no_two_neighbours_on_one_rank(world):
 def test_torch_before_2_13_passes_no_tensor_without_a_gradient(world):
     stages = cut(Heads().double(), heated, points(1, dtype=torch.float64)[0], stages=2)
     table = make_schedule("gpipe", stages=2, microbatches=2)
-    sums = StageSums(stages, table, team_of(world))
-    calls = Calls(loss=heated, share=lambda v, _: v / 2, sync=sums, step=lambda _: None)
+    sums = StageGradientSync(stages, table, team_of(world))
+    calls = PipelineCallbacks(loss=heated, share=lambda v, _: v / 2, sync=sums, step=lambda _: None)
     pipeline = TorchPipeline(stages, table, team_of(world), calls)
     data = points(2, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
@@ -270,6 +271,6 @@ def test_values_that_are_no_tensors_and_uneven_pipes_are_refused(world):
     said = "its pipes have [1, 2] micro-batches, and torch wants equal numbers"
     assert problems(world, stages, uneven) == (said,)
     table = make_schedule("gpipe", stages=2, microbatches=2)
-    pipeline = TorchPipeline(stages, table, team_of(world), Calls(loss=cross_entropy))
+    pipeline = TorchPipeline(stages, table, team_of(world), PipelineCallbacks(loss=cross_entropy))
     with pytest.raises(PlanError, match="stage 0 gives float; torch passes tensors only"):
         pipeline.run(points(2))

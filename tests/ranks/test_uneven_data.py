@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headway.launch.throttle import Throttle
+from headway.launch.cpu_throttle import ProcessThrottle
 from headway.plan import data_parallel
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.world import World
 from support.commands import headway_here
 from support.ranks import run_ranks
 from support.serial import largest_error, numbers, train_serially
@@ -100,7 +100,7 @@ def test_a_slow_rank_is_slow_and_the_run_is_the_same(tmp_path):
 
 def test_a_throttled_process_gets_its_share_of_the_processor():
     """At most: a stopped process computes nothing, however fast the machine is."""
-    throttle = Throttle(4)
+    throttle = ProcessThrottle(4)
     try:
         begin = time.perf_counter()
         while time.perf_counter() - begin < 1.0:

@@ -11,19 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.comm.buckets import Bucket
-from headway.comm.exchange import GradientExchange
-from headway.comm.method import AllReduce
+from headway.comm.algorithms.method import AllReduce
+from headway.comm.exchange.gradient_exchange import GradientExchange
+from headway.comm.lanes.bucket_lanes import Bucket
 from headway.data.loader import Loader
 from headway.errors import NotEqual
-from headway.plan import BatchSplit, Exchange, data_parallel
+from headway.plan import BatchSplit, ExchangePlan, data_parallel
 from headway.run import executor as executor_module
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.gradients import Gradients
-from headway.run.place import Place
-from headway.run.world import World
+from headway.run.strategy.data_parallel import DataParallelStrategy
 from headway.verification import Recording, VerifyJob, compare, record_serial
-from headway.verification.split import record_in
+from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here
 from support.ranks import RanksFailed, run_ranks
 
@@ -37,14 +37,14 @@ def job_of(name: str) -> VerifyJob:
 def split(world: Any, name: str, target: str, plant: Callable[[Any], None] | None = None) -> None:
     if plant is not None:
         plant(world)
-    record_in(World.adopt(), job_of(name), world.directory / "split")
+    record_in_world(World.adopt(), job_of(name), world.directory / "split")
     if world.rank == 0:
         (world.directory / "split").rename(target)
 
 
 def verdict(tmp_path, name, size=2, plant=None):
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
-    record_serial(Place.alone(), job_of(name), serial)
+    record_serial(LaunchEnv.alone(), job_of(name), serial)
     run_ranks(size, split, name, str(parallel), plant)
     return compare(Recording.load(serial), Recording.load(parallel))
 
@@ -69,7 +69,7 @@ def test_unusual_models_are_equal_too(tmp_path, name):
 
 def test_complex_numbers_are_compared_in_both_parts(tmp_path):
     serial = tmp_path / "serial"
-    record_serial(Place.alone(), job_of("complex_valued"), serial)
+    record_serial(LaunchEnv.alone(), job_of("complex_valued"), serial)
     wave = Recording.load(serial).tensors["1/parameter/wave"]
     assert wave.dtype == torch.float64
     assert wave.shape[-1] == 2
@@ -214,12 +214,12 @@ def local_mean(_):
         return original(self, dataclasses.replace(batch, samples=12))
 
     Executor.step = step
-    Gradients.scale = lambda self: self._read_tally() and None
+    DataParallelStrategy.scale = lambda self: self._read_tally() and None
 
 
 def accumulation_lost(_):
     """Only the last micro-batch counts."""
-    original = Gradients.arm
+    original = DataParallelStrategy.arm
 
     def arm(self):
         for parameter in self._parameters.values():
@@ -227,18 +227,18 @@ def accumulation_lost(_):
                 parameter.grad.zero_()
         original(self)
 
-    Gradients.arm = arm
+    DataParallelStrategy.arm = arm
 
 
 def clipped_before_the_exchange(_):
-    original = Gradients.send
+    original = DataParallelStrategy.send
 
     def send(self):
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
         original(self)
 
     GradientExchange.arm = lambda self: None
-    Gradients.send = send
+    DataParallelStrategy.send = send
 
 
 def stale_gradients(_):
@@ -260,21 +260,21 @@ def stale_gradients(_):
 
 
 def scheduler_twice(_):
-    original = Gradients.update
+    original = DataParallelStrategy.update
 
     def update(self):
         original(self)
         if self._scheduler is not None:
             self._scheduler.step()
 
-    Gradients.update = update
+    DataParallelStrategy.update = update
 
 
 def no_scheduler(_):
     def update(self):
         self._optimizer.step()
 
-    Gradients.update = update
+    DataParallelStrategy.update = update
 
 
 def zeros_for_unused(_):
@@ -282,7 +282,7 @@ def zeros_for_unused(_):
 
 
 def not_clipped(_):
-    Gradients.clip = lambda self: None
+    DataParallelStrategy.clip = lambda self: None
 
 
 def float32_gradients(_):
@@ -342,7 +342,7 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path):
 
 def test_a_plan_of_the_users_own_is_proved_in_float64(tmp_path):
     plan = tmp_path / "plan.json"
-    data_parallel(12, processes=2, microbatch=2, exchange=Exchange(overlap=False)).save(plan)
+    data_parallel(12, processes=2, microbatch=2, exchange=ExchangePlan(overlap=False)).save(plan)
     done = headway_here("verify", "support.recipes:mlp", "--plan", str(plan), cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.out.splitlines()[1].split()[0] == "2"
@@ -351,7 +351,7 @@ def test_a_plan_of_the_users_own_is_proved_in_float64(tmp_path):
 
 def test_a_plan_with_priority_is_proved_with_its_gradients(tmp_path):
     plan = tmp_path / "plan.json"
-    exchange = Exchange(priority=True, chunk="200")
+    exchange = ExchangePlan(priority=True, chunk="200")
     data_parallel(12, processes=3, microbatch=2, exchange=exchange).save(plan)
     done = headway_here(
         "verify", "support.recipes:tied", "--plan", str(plan), "--json", "--steps", "6",

@@ -11,13 +11,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import support
-from headway.capture.algorithm_times import from_plain, measure, peak_bytes, to_plain
-from headway.capture.algorithms import ATTENTION, CONVOLUTION, PLAIN, ROOT, chosen, layers_of
-from headway.capture.clock import Clock
+from headway.capture.benchmark.layer_algorithms import (
+    ATTENTION,
+    CONVOLUTION,
+    DEFAULT_ALGORITHM,
+    ROOT,
+    layers_of,
+    measure_algorithms,
+    peak_bytes,
+    profile_from_plain,
+    profile_to_plain,
+    use_algorithms,
+)
+from headway.capture.benchmark.timer import DeviceTimer
 from headway.errors import PlanError
-from headway.planner.knapsack import choose_minibatch
+from headway.planner.guidelines.layer_algorithms import choose_minibatch
 
-CLOCK = Clock(torch.device("cpu"), seconds=0.001)
+CLOCK = DeviceTimer(torch.device("cpu"), seconds=0.001)
 TABLE = json.loads((Path(support.__file__).parent / "algorithm_table.json").read_text("utf-8"))
 
 
@@ -52,7 +62,7 @@ IMAGES = torch.randn(2, 3, 12, 12, dtype=torch.float64, generator=torch.Generato
 def numbers(model, algorithms):
     model.zero_grad()
     images = IMAGES.clone().requires_grad_()
-    with chosen(model, algorithms):
+    with use_algorithms(model, algorithms):
         made = model(images)
         F.cross_entropy(made, torch.tensor([1, 4])).backward()
     return [made.detach(), images.grad, *(p.grad.clone() for p in model.parameters())]
@@ -65,7 +75,7 @@ def test_layers_are_found_by_their_modules(model):
     assert found[1].key == found[2].key != found[0].key
 
 
-@pytest.mark.parametrize("convolution", [name for name in CONVOLUTION if name != PLAIN])
+@pytest.mark.parametrize("convolution", [name for name in CONVOLUTION if name != DEFAULT_ALGORITHM])
 @pytest.mark.parametrize("attention", ["math", "flash"])
 def test_every_way_computes_the_same(model, convolution, attention):
     plain = numbers(model, {})
@@ -104,21 +114,23 @@ def test_measured(model):
     def step():
         return F.cross_entropy(model(IMAGES), torch.tensor([1, 4]))
 
-    found = measure(model, step, clock=CLOCK, parameters=7.0, known=known)
+    found = measure_algorithms(model, step, clock=CLOCK, parameters=7.0, known=known)
     layers = found.profile.layers
     assert [*layers] == ["stem", "twice", "twice#2", ROOT]
     assert len(known) == 3
     assert {way.name for way in layers["stem"]} == set(CONVOLUTION)
-    assert PLAIN in {way.name for way in layers[ROOT]} <= set(ATTENTION)
+    assert DEFAULT_ALGORITHM in {way.name for way in layers[ROOT]} <= set(ATTENTION)
     ways = {way.name: way for way in layers["stem"]}
     columns = 2 * 75 * 36 * 8  # samples, window, positions, bytes; kept for backward
-    assert ways["unfold"].bytes - ways[PLAIN].bytes > 0.5 * columns
+    assert ways["unfold"].bytes - ways[DEFAULT_ALGORITHM].bytes > 0.5 * columns
     assert all(min(way.bytes for way in some) == 0 for some in layers.values())
     assert all(some[0].seconds > 0 for some in layers.values())
     assert found.seconds >= found.profile.rest >= 0
     assert found.peak > found.profile.features > 0
     assert all(p.grad is None for p in model.parameters())
-    assert from_plain(json.loads(json.dumps(to_plain(found.profile)))) == found.profile
+    assert (
+        profile_from_plain(json.loads(json.dumps(profile_to_plain(found.profile)))) == found.profile
+    )
 
 
 def test_peak_bytes():
@@ -137,7 +149,7 @@ def test_peak_bytes():
 # -- Z4: the recorded table of benchmarks/algorithm_choice.py -------------------------------------
 
 
-PROFILES = {int(batch): from_plain(p) for batch, p in TABLE["profiles"].items()}
+PROFILES = {int(batch): profile_from_plain(p) for batch, p in TABLE["profiles"].items()}
 MEASURED = {(b, tuple(ways)): (s, size) for b, ways, s, size in TABLE["sweep"]}
 SIZES = sorted(size for _, size in MEASURED.values())
 

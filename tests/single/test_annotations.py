@@ -12,19 +12,19 @@ from torch import nn
 import headway
 from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
-from headway.cli.plan_answer import Answer, facts
-from headway.cli.plan_question import Amounts
+from headway.cli.plan.output import PlanSearchReport, report_data
+from headway.cli.plan.question import TrainingLength
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError
-from headway.graph import fold
 from headway.graph.annotations import Annotations
-from headway.graph.annotations import replicate as replicate_at
-from headway.planner.collectives import collectives_of
-from headway.planner.forced import on_modules
-from headway.planner.operators import Workload
-from headway.planner.runnable import to_plan
-from headway.planner.search import Question, search
+from headway.graph.annotations import replicate_module as replicate_at
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import find_plans
+from headway.planner.search.plan_conversion import to_plan
+from headway.planner.search.request import PlanRequest, resolve_force
+from headway.planner.traffic.estimate import collectives_of
 
 WIDTH, CLASSES = 64, 4096
 
@@ -68,10 +68,12 @@ def planned(build, choices=None, **changed):
     with torch.device("meta"), building():
         model = build()
         choices = choices or annotations_of(model).forced_choices()
-        work = Workload(graph=fold(capture(model, torch.empty(16, 16))), samples=16)
-    force, problems = on_modules(work, choices.force)
+        work = PlanningWorkload(
+            graph=fuse_light_operators(capture(model, torch.empty(16, 16))), samples=16
+        )
+    force, problems = resolve_force(work, choices.force)
     assert not problems
-    question = Question(
+    question = PlanRequest(
         work=work,
         machine=machine_of(of_preset("dgx-a100", nodes=1)),
         devices=(4,),
@@ -80,9 +82,11 @@ def planned(build, choices=None, **changed):
         tensor=choices.tensor,
         objective="fastest",
     )
-    outcome = search(replace(question, **changed))
-    answer = Answer(outcome=outcome, recipe="r", cluster="c", currency="", amounts=Amounts())
-    return json.dumps(facts(answer), sort_keys=True), outcome
+    outcome = find_plans(replace(question, **changed))
+    answer = PlanSearchReport(
+        outcome=outcome, recipe="r", cluster="c", currency="", amounts=TrainingLength()
+    )
+    return json.dumps(report_data(answer), sort_keys=True), outcome
 
 
 def by_hand(*force, tensor=None):
@@ -223,10 +227,10 @@ def gathers(second):
     """Collectives of forward between and behind two matrices, the first cut by its outputs."""
     force = (("one", "split:o"), ("two", second))
     with torch.device("meta"):
-        graph = fold(capture(Pair(), torch.empty(16, WIDTH)))
-    outcome = search(
-        Question(
-            work=Workload(graph=graph, samples=16),
+        graph = fuse_light_operators(capture(Pair(), torch.empty(16, WIDTH)))
+    outcome = find_plans(
+        PlanRequest(
+            work=PlanningWorkload(graph=graph, samples=16),
             machine=machine_of(of_preset("dgx-a100", nodes=1)),
             devices=(2,),
             batch=16,

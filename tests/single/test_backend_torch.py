@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import headway
-from headway.collective.program import Copy, Recv, Send, Wait
-from headway.comm import backend_torch as semi
-from headway.comm.backend import HeadwayGroup, swap_role
+from headway.collective.program.program import Copy, Recv, Send, Wait
+from headway.comm.backend import torch_compat as semi
+from headway.comm.backend.process_group import HeadwayGroup, all_to_all_steps
 from headway.errors import UsageError
 
 GROUP, GLOO = dist.ProcessGroup, dist.ProcessGroupGloo
@@ -139,7 +139,7 @@ def test_no_other_file_touches_it():
 
 
 def test_one_ranks_part_of_an_all_to_all():
-    role = swap_role(1, [2, 3, 0], [1, 3, 4])
+    role = all_to_all_steps(1, [2, 3, 0], [1, 3, 4])
     receives = [step for step in role.steps if isinstance(step, Recv)]
     assert [(step.peer, step.into.start, step.into.stop) for step in receives] == [
         (0, 0, 1),
@@ -149,6 +149,6 @@ def test_one_ranks_part_of_an_all_to_all():
     assert role.steps.index(receives[-1]) == 1  # before anything is sent
     assert any(isinstance(step, Copy) for step in role.steps)
     assert not role.rounds
-    wide = swap_role(0, [1] * 9, [1] * 9)
+    wide = all_to_all_steps(0, [1] * 9, [1] * 9)
     assert sum(isinstance(step, Wait) for step in wide.steps) == 5  # four in flight
-    assert swap_role(0, [0, 0], [0, 0]).steps == ()
+    assert all_to_all_steps(0, [0, 0], [0, 0]).steps == ()

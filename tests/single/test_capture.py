@@ -12,9 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.capture import capture, trace
+from headway.capture import aten_trace, capture
 from headway.errors import PlanError
-from headway.graph import Work, blocks, cuts, fold, read_graph
+from headway.graph.model_graph import Work, read_graph
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.graph.repeated_blocks import find_repeated_blocks
+from headway.graph.stage_boundaries import cut_points
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support import tiny_models
 from support.big_models import (
@@ -262,7 +265,7 @@ def test_torch_fx_finds_the_same_as_torch_export(graphs, monkeypatch):
     def refuses(*_):
         raise RuntimeError("not today")
 
-    monkeypatch.setattr(trace, "_exported", refuses)
+    monkeypatch.setattr(aten_trace, "_exported", refuses)
     for name in ("gpt", "dlrm"):
         graph, same = capture(*_model_and_tuple(name)), graphs[name]
         assert [o.kind for o in graph.operators] == [o.kind for o in same.operators]
@@ -275,15 +278,15 @@ def test_torch_fx_finds_the_same_as_torch_export(graphs, monkeypatch):
 
 
 def test_repeated_blocks(graphs):
-    assert list(blocks(graphs["gpt"]).repeated.values()) == [3]
-    assert list(blocks(graphs["bert"]).repeated.values()) == [4]
+    assert list(find_repeated_blocks(graphs["gpt"]).repeated.values()) == [3]
+    assert list(find_repeated_blocks(graphs["bert"]).repeated.values()) == [4]
     bottlenecks = Counter(
         segment.structure
-        for segment in blocks(graphs["resnet"]).segments
+        for segment in find_repeated_blocks(graphs["resnet"]).segments
         if segment.module.count(".") == 1 and segment.module.startswith("layers.")
     )
     assert list(bottlenecks.values()) == [2, 3, 5, 2]
-    found = blocks(graphs["gpt"]).segments
+    found = find_repeated_blocks(graphs["gpt"]).segments
     assert [s.module for s in found] == ["", "blocks.0", "blocks.1", "blocks.2", ""]
     assert [s.start for s in found[1:]] == [s.stop for s in found[:-1]]
 
@@ -293,44 +296,52 @@ def test_the_first_block_is_like_the_others_without_dropout():
     with torch.device("meta"):
         model = TransformerLM(replace(GPT, dropout=0.0))
     graph = capture(model, ids(2, 64))
-    assert list(blocks(graph).repeated.values()) == [3]
-    assert list(blocks(fold(graph)).repeated.values()) == [3]
+    assert list(find_repeated_blocks(graph).repeated.values()) == [3]
+    assert list(find_repeated_blocks(fuse_light_operators(graph)).repeated.values()) == [3]
 
 
 def test_a_difference_inside_of_a_block_is_seen():
     with torch.device("meta"):
         model = TransformerLM(GPT)
         model.blocks[1].feed_forward.up = nn.Linear(64, 256, bias=False)
-    assert list(blocks(capture(model, ids(2, 64))).repeated.values()) == [2]
+    assert list(find_repeated_blocks(capture(model, ids(2, 64))).repeated.values()) == [2]
 
 
 def test_cuts_lie_between_blocks_and_carry_the_stream(graphs):
     """B T D in float32; the rotations cross every block, but a stage makes them itself."""
     graph = graphs["gpt"]
-    places = {cut.place: cut for cut in cuts(graph)}
-    for segment in blocks(graph).segments[1:]:
+    places = {cut.place: cut for cut in cut_points(graph)}
+    for segment in find_repeated_blocks(graph).segments[1:]:
         assert places[segment.start].bytes == 2 * 64 * 64 * 4
         assert len(places[segment.start].tensors) == 1
-    masked = {cut.place: len(cut.tensors) for cut in cuts(graphs["bert"], 2)}
-    assert [masked[s.start] for s in blocks(graphs["bert"]).segments[1:-1]] == [2, 2, 2, 2]
+    masked = {cut.place: len(cut.tensors) for cut in cut_points(graphs["bert"], 2)}
+    assert [masked[s.start] for s in find_repeated_blocks(graphs["bert"]).segments[1:-1]] == [
+        2,
+        2,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_folding_keeps_every_sum(graphs, name):
     graph = graphs[name]
-    light = fold(graph)
+    light = fuse_light_operators(graph)
     light.check()
     assert len(light.operators) < len(graph.operators)
     assert (light.flops, light.traffic) == (graph.flops, graph.traffic)
     assert (light.parameters, light.saved_bytes) == (graph.parameters, graph.saved_bytes)
     parts = sorted(part for o in light.operators for part in (o.parts or (o.name,)))
     assert parts == sorted(o.name for o in graph.operators)
-    before, after = blocks(graph).repeated.values(), blocks(light).repeated.values()
+    before, after = (
+        find_repeated_blocks(graph).repeated.values(),
+        find_repeated_blocks(light).repeated.values(),
+    )
     assert list(after) == list(before) or name == "dlrm"  # a table's block is one operator then
 
 
 def test_a_folded_block_keeps_the_splits_of_its_parts(graphs):
-    light = fold(graphs["bert"])
+    light = fuse_light_operators(graphs["bert"])
     qkv = next(o for o in light.operators if o.module == "layers.0.qkv")
     heads = next(axis for axis in qkv.axes.loops if axis.size == 4)
     assert heads.kind == "free"
@@ -398,7 +409,7 @@ def test_a_module_that_cannot_be_copied_is_refused():
 
 
 def test_private_modules_of_torch_are_where_capture_expects_them():
-    """`capture/fake.py` uses FakeTensorMode; if torch moves it, this says so first."""
+    """`capture/fake_tensors.py` uses FakeTensorMode; if torch moves it, this says so first."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         made = torch.empty(10**7, 10**7)

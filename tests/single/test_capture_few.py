@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headway.capture import capture, few, module
+from headway.capture import block_stacks, capture, model_capture
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, UNet, ids, meta
 
@@ -264,12 +264,12 @@ def both(case, monkeypatch):
     with torch.device("meta"):
         model = make()
     taken = []
-    short = few.by_few_blocks
+    short = block_stacks.capture_by_blocks
     monkeypatch.setattr(
-        module, "by_few_blocks", lambda *args: taken.append(short(*args)) or taken[-1]
+        model_capture, "capture_by_blocks", lambda *args: taken.append(short(*args)) or taken[-1]
     )
     found = capture(model, example)
-    monkeypatch.setattr(module, "by_few_blocks", lambda *_: None)
+    monkeypatch.setattr(model_capture, "capture_by_blocks", lambda *_: None)
     return found.to_json(), capture(model, example).to_json(), taken[0] is not None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.capture import capture, few, trace
+from headway.capture import aten_trace, block_stacks, capture
 from headway.errors import PlanError
 
 WIDTH, LONG = 16, 12
@@ -45,7 +45,7 @@ def test_the_causal_mask_of_torchs_layers_is_seen_as_one(by, monkeypatch):
         raise RuntimeError("not today")
 
     if by == "torch.fx":
-        monkeypatch.setattr(trace, "_exported", refuses)
+        monkeypatch.setattr(aten_trace, "_exported", refuses)
     x = torch.zeros(2, LONG, WIDTH)
     found = capture(Layers(causal), x)
     assert kinds(found) == kinds(capture(Layers(causal, hint=True), x))
@@ -71,7 +71,11 @@ def test_an_encoder_and_a_decoder():
 
 def test_a_stack_of_masked_layers_is_captured_with_four_of_them(monkeypatch):
     whole = []
-    monkeypatch.setattr(few, "extend", lambda *a, of=few.extend: whole.append(of(*a)) or whole[-1])
+    monkeypatch.setattr(
+        block_stacks,
+        "extend_blocks",
+        lambda *a, of=block_stacks.extend_blocks: whole.append(of(*a)) or whole[-1],
+    )
     graph = capture(Layers(causal, layers=9), torch.zeros(2, LONG, WIDTH))
     assert whole == [graph]
     assert len([o for o in graph.operators if o.kind == "scaled_dot_product_attention"]) == 9

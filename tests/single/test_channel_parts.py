@@ -15,24 +15,33 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.capture import capture
-from headway.channel import Channel, place_tensors, shared_memory, wait_any
-from headway.channel.bell import Bell, Pipe
-from headway.channel.copying import Again, Target, copy
-from headway.channel.patience import Pauses, await_word
-from headway.channel.region import BLOCK, DTYPES, Form, Layout, Region
+from headway.channel import Channel, boundary_tensors, shared_memory, wait_any
+from headway.channel.region import (
+    DTYPES,
+    METADATA_WORDS,
+    CopyTarget,
+    MemoryRegion,
+    RegionLayout,
+    RepeatedSource,
+    TensorMetadata,
+    copy_tensor,
+)
+from headway.channel.transport import Doorbell, DoorbellPipe, WaitBackoff, wait_for_word
 from headway.errors import MissingExtra, PeerLost, PlanError, RunError, Stalled, UsageError
-from headway.graph import cuts
+from headway.graph.stage_boundaries import cut_points
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), tuple(range(1, 9))], ids=str)
 def test_a_block_gives_back_the_form(shape, dtype):
-    form = Form(shape, dtype)
+    form = TensorMetadata(shape, dtype)
     block = form.block(key=2**63)
-    assert len(block) == BLOCK
-    assert Form.of(block) == form
+    assert len(block) == METADATA_WORDS
+    assert TensorMetadata.of(block) == form
     assert (block[2], block[3]) == (torch.empty(shape, dtype=dtype).nbytes, 2**63)
-    region = Region(mmap.mmap(-1, Layout(2, form.nbytes).size), Layout(2, form.nbytes))
+    region = MemoryRegion(
+        mmap.mmap(-1, RegionLayout(2, form.nbytes).size), RegionLayout(2, form.nbytes)
+    )
     view = form.view(region.slot(1))
     assert (view.shape, view.dtype) == (torch.Size(shape), dtype)
 
@@ -42,16 +51,16 @@ def test_a_block_gives_back_the_form(shape, dtype):
 )
 def test_what_no_block_can_say_is_refused(shape, dtype):
     with pytest.raises(RunError, match=f"{len(shape)} dimensions of {dtype} in a channel"):
-        Form(shape, dtype).block()
+        TensorMetadata(shape, dtype).block()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
 def test_nothing_overlaps_in_a_region(slots, nbytes):
-    layout = Layout(slots, nbytes)
+    layout = RegionLayout(slots, nbytes)
     words = [layout.closed, layout.token]
     for slot in range(slots):
-        words += range(layout.flag(slot), layout.flag(slot) + 2 + BLOCK)
+        words += range(layout.flag(slot), layout.flag(slot) + 2 + METADATA_WORDS)
         words.append(layout.credit(slot))
         lines = {layout.flag(slot) // 16, layout.credit(slot) // 16, layout.closed // 16}
         assert len(lines) == 3, "writers share a line"
@@ -64,15 +73,15 @@ def test_nothing_overlaps_in_a_region(slots, nbytes):
 
 def test_a_wait_spins_then_yields_then_sleeps_and_ends(monkeypatch):
     clock, slept, longer = [0.0], [], [0.0]
-    monkeypatch.setattr("headway.channel.patience.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("headway.channel.patience.time.sleep", slept.append)
+    monkeypatch.setattr("headway.channel.transport.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("headway.channel.transport.time.sleep", slept.append)
 
     def give_away():
         slept.append(0)
         clock[0] += longer[0]
 
-    monkeypatch.setattr("headway.channel.patience.os.sched_yield", give_away)
-    pauses = Pauses(1.0, lambda: None, lambda s: Stalled(f"late after {s:g} s"))
+    monkeypatch.setattr("headway.channel.transport.os.sched_yield", give_away)
+    pauses = WaitBackoff(1.0, lambda: None, lambda s: Stalled(f"late after {s:g} s"))
     for clock[0] in (0.0, 0.0004, 0.0008, 0.002, 0.5, 1.0):
         pauses.pause()
     assert slept == [0, 0, 0.0001, 0.00025, 0.001, 0.001]
@@ -80,18 +89,18 @@ def test_a_wait_spins_then_yields_then_sleeps_and_ends(monkeypatch):
     with pytest.raises(Stalled, match="late after 1 s"):
         pauses.pause()
     clock[0], longer[0] = 2.0, 0.0001  # others want the core
-    pauses = Pauses(1.0, lambda: None, Stalled, lambda: slept.append("rung"))
+    pauses = WaitBackoff(1.0, lambda: None, Stalled, lambda: slept.append("rung"))
     for _ in range(3):
         pauses.pause()
     assert slept[-3:] == [0, "rung", "rung"]
 
 
 def test_whoever_sleeps_says_so_and_is_woken(monkeypatch):
-    monkeypatch.setattr("headway.channel.bell._LONGEST", 30.0)
+    monkeypatch.setattr("headway.channel.transport._LONGEST", 30.0)
     memory = [memoryview(bytearray(16)).cast("Q") for _ in range(2)]
-    pipes = [Pipe(), Pipe()]
+    pipes = [DoorbellPipe(), DoorbellPipe()]
     a, b = (
-        Bell(pipes[n], os.getpid(), pipes[1 - n].write, memory[n], memory[1 - n], 0)
+        Doorbell(pipes[n], os.getpid(), pipes[1 - n].write, memory[n], memory[1 - n], 0)
         for n in range(2)
     )
     thread = threading.Thread(target=a.sleep, args=(1, 5))
@@ -116,14 +125,14 @@ def test_what_had_been_stored_before_the_end_counts():
         words[1] = 3
         raise PeerLost("gone")
 
-    await_word(words, 1, 3, lambda: Pauses(5, check, lambda s: Stalled("late")))
+    wait_for_word(words, 1, 3, lambda: WaitBackoff(5, check, lambda s: Stalled("late")))
     with pytest.raises(PeerLost, match="gone"):
-        await_word(words, 1, 4, lambda: Pauses(5, check, lambda s: Stalled("late")))
+        wait_for_word(words, 1, 4, lambda: WaitBackoff(5, check, lambda s: Stalled("late")))
 
 
 def test_a_tensor_that_comes_again_is_copied_as_it_lies_now():
     """Also when it has been moved, turned or exchanged meanwhile."""
-    targets, again = [Target(torch.zeros(4, 4)) for _ in range(2)], Again()
+    targets, again = [CopyTarget(torch.zeros(4, 4)) for _ in range(2)], RepeatedSource()
     source, short = torch.arange(16.0).view(4, 4), 0
     changes = [
         lambda: None, lambda: source.add_(1), lambda: source.t_(), lambda: source.add_(1),
@@ -137,7 +146,7 @@ def test_a_tensor_that_comes_again_is_copied_as_it_lies_now():
         if again.copy(source, target):
             short += 1
         else:
-            copy(source, target.tensor, target.address, target.nbytes)
+            copy_tensor(source, target.tensor, target.address, target.nbytes)
         assert torch.equal(target.tensor, source), number
     assert short >= 5
     other = source.clone()
@@ -214,12 +223,12 @@ def stage_starts(graph):
 def test_what_crosses_is_static_where_the_captures_agree(graphs):
     graph, other = graphs
     starts = stage_starts(graph)
-    placement = place_tensors(graph, starts)
+    placement = boundary_tensors(graph, starts)
     assert [(t.source, t.target) for t in placement.tensors] == [(0, 1), (0, 2), (1, 2)]
     assert {t.protocol for t in placement.tensors} == {"static"}
     assert placement.region_bytes(2) == 2 * 2 * 4 * 8 * 4
     assert placement.region_bytes(0) == 0
-    changing = place_tensors(graph, starts, other)
+    changing = boundary_tensors(graph, starts, other)
     assert {t.protocol for t in changing.tensors} == {"dynamic"}
     assert changing.between(0, 1)[0].shape == (None, 8)
     assert changing.region_bytes(2) == 0
@@ -227,7 +236,7 @@ def test_what_crosses_is_static_where_the_captures_agree(graphs):
 
 def test_the_place_of_allocation_is_the_operator_that_makes_the_memory(graphs):
     graph = graphs[0]
-    placement = place_tensors(graph, stage_starts(graph))
+    placement = boundary_tensors(graph, stage_starts(graph))
     skipped, view = placement.between(0, 2)[0], placement.between(1, 2)[0]
     assert skipped.site == graph.operators[graph.producers[skipped.tensor]].name
     makers = [o for o in graph.operators if o.kind == "tanh"]
@@ -236,10 +245,10 @@ def test_the_place_of_allocation_is_the_operator_that_makes_the_memory(graphs):
 
 
 def test_it_says_what_every_cut_of_the_graph_says(graphs):
-    """One cut: what crosses is what `cuts` has found, without what is only passed through."""
+    """One cut: what crosses is what `cut_points` has found, without what is only passed through."""
     graph = graphs[0]
-    for cut in cuts(graph, most=9):
-        crossing = {t.tensor for t in place_tensors(graph, [cut.place]).tensors}
+    for cut in cut_points(graph, most=9):
+        crossing = {t.tensor for t in boundary_tensors(graph, [cut.place]).tensors}
         assert crossing == set(cut.tensors) - set(graph.outputs)
 
 
@@ -247,6 +256,6 @@ def test_cuts_and_captures_that_cannot_be_are_all_named(graphs):
     graph, other = graphs
     shorter = dataclasses.replace(other, operators=other.operators[:-1])
     with pytest.raises(PlanError) as caught:
-        place_tensors(graph, [3, 2], other, shorter)
+        boundary_tensors(graph, [3, 2], other, shorter)
     assert len(caught.value.problems) == 2
     assert "capture 3 is not of the same model" in caught.value.problems[1]

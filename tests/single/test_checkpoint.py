@@ -24,7 +24,7 @@ from torch import nn
 from headway.checkpoint import directory as disk
 from headway.checkpoint import storage
 from headway.checkpoint.directory import partial_path, read_manifest, step_path
-from headway.checkpoint.staging import Staging
+from headway.checkpoint.staging import StagingBuffer
 from headway.checkpoint.store import CheckpointStore, CheckpointWarning
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from support.commands import environment, warm_variables
@@ -272,7 +272,7 @@ def test_no_thread_is_left_and_close_waits(tmp_path: Path):
 
 
 def test_the_staging_memory_is_used_again(tmp_path: Path):
-    staging = Staging()
+    staging = StagingBuffer()
     store = _store(tmp_path)
     store._staging = staging
     tensors = _tensors(1)

@@ -14,9 +14,9 @@ import pytest
 
 import headway
 from headway.cli import main as cli
-from headway.cli import train as cli_train
-from headway.cli.console import error_text
-from headway.cli.train import _check_plan
+from headway.cli.terminal.console import error_text
+from headway.cli.train import command as cli_train
+from headway.cli.train.command import _check_plan
 from headway.errors import (
     CheckpointDamaged,
     Diverged,
@@ -28,10 +28,10 @@ from headway.errors import (
     UsageError,
 )
 from headway.launch.local import LaunchResult
-from headway.plan import Exchange, data_parallel
-from headway.run.job import Outcome
-from headway.run.place import Place
-from headway.run.recipe_check import check_recipe
+from headway.plan import ExchangePlan, data_parallel
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.recipe.check import check_recipe
+from headway.run.training.job import TrainingOutcome
 from support.golden import check_golden
 
 RECIPE = """
@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launched(monkeypatch: pytest.MonkeyPatch):
     """The calls of launch_local and of work_here; no process is started."""
     calls = []
-    outcome = Outcome(steps=3, loss=0.5, validation=None, stopped_by=None)
+    outcome = TrainingOutcome(steps=3, loss=0.5, validation=None, stopped_by=None)
 
     def launch_local(entry, arguments, **options):
         calls.append((arguments[0], options))
@@ -88,8 +88,8 @@ def launched(monkeypatch: pytest.MonkeyPatch):
         return outcome
 
     monkeypatch.setattr("headway.launch.local.launch_local", launch_local)
-    monkeypatch.setattr("headway.launch.worker.work_here", work_here)
-    monkeypatch.setattr(cli_train, "warm_up", lambda processes: None)
+    monkeypatch.setattr("headway.launch.worker.run_rank_here", work_here)
+    monkeypatch.setattr(cli_train, "start_forkserver", lambda processes: None)
     return calls
 
 
@@ -223,7 +223,7 @@ def test_a_pipe_that_closes_is_no_bug(folder):
 @pytest.fixture
 def plans(folder):
     data_parallel(64, processes=2, microbatch=8).save(Path("old.json"))
-    data_parallel(64, processes=4, exchange=Exchange(overlap=False)).save(Path("new.json"))
+    data_parallel(64, processes=4, exchange=ExchangePlan(overlap=False)).save(Path("new.json"))
     broken = json.loads(Path("old.json").read_text())
     broken["batch"]["samples"] = 0
     broken["exchange"]["axis"] = "dota"
@@ -384,7 +384,7 @@ def in_world(monkeypatch, rank: int, ranks: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
     }.items():
         monkeypatch.setenv(name, str(value))
-    assert Place.here().found_world
+    assert LaunchEnv.here().found_world
 
 
 def test_in_a_world_of_another_launcher_it_joins(folder, launched, monkeypatch, capsys):
@@ -406,7 +406,7 @@ import sys
 from headway.cli.main import main
 code = main(sys.argv[1:])
 assert "torch" in sys.modules
-heavy = {"headway.run.worker", "torch.distributed.tensor", "sympy"} & {*sys.modules}
+heavy = {"headway.run.training.worker", "torch.distributed.tensor", "sympy"} & {*sys.modules}
 assert not heavy, f"the launcher has imported {heavy}"
 sys.exit(code)
 """

@@ -6,8 +6,8 @@ import pytest
 
 from headway.cli.main import main
 from headway.cluster import of_preset, to_toml
+from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS
-from headway.cluster.sheets import SHEETS
 from support.golden import check_golden
 
 RACKS = """
@@ -40,8 +40,8 @@ def run(capsys):
 def test_presets_lists_every_machine_and_device_with_its_source(run):
     code, out, _ = run("presets")
     assert code == 0
-    assert all(f"  {name} " in out for name in (*PRESETS, *SHEETS))
-    assert all(sheet.source in out for sheet in SHEETS.values())
+    assert all(f"  {name} " in out for name in (*PRESETS, *DATASHEETS))
+    assert all(sheet.source in out for sheet in DATASHEETS.values())
     check_golden("cli/cluster_presets.txt", out)
 
 

@@ -9,12 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.comm.algorithms.method import AllReduce, GradientSlice
 from headway.comm.compress import make_method, merge_states, spread_states
-from headway.comm.compress.budget import LEAST, MOST, adapt, allocate
-from headway.comm.compress.layout import Dense, make_layout
-from headway.comm.method import AllReduce, Piece
+from headway.comm.compress.compressor import UncompressedPart, make_bucket_layout
+from headway.comm.compress.sparsification import (
+    LARGEST_SHARE,
+    SMALLEST_SHARE,
+    adapt_budget,
+    allocate_budget,
+)
 from headway.plan import parse_compression
-from headway.plan.compression import COMPRESSORS, Compression
+from headway.plan.exchange import COMPRESSORS, Compression
 
 
 @settings(max_examples=200, deadline=None)
@@ -24,48 +29,48 @@ def test_budgets_are_whole_fit_and_add_up(data):
     weight = st.floats(1e-3, 1e3)
     wanted = data.draw(st.lists(weight, min_size=len(sizes), max_size=len(sizes)))
     total = data.draw(st.integers(len(sizes), sum(sizes)))
-    counts = allocate(wanted, sizes, total)
+    counts = allocate_budget(wanted, sizes, total)
     assert sum(counts) == total
     assert all(1 <= count <= size for count, size in zip(counts, sizes, strict=True))
 
 
 def test_budgets_are_in_proportion_where_there_is_room():
-    assert allocate([3, 1], [1000, 1000], 402) == [301, 101]
-    assert allocate([3, 1], [200, 1000], 402) == [200, 202]
+    assert allocate_budget([3, 1], [1000, 1000], 402) == [301, 101]
+    assert allocate_budget([3, 1], [200, 1000], 402) == [200, 202]
 
 
 def test_shares_move_until_the_smallest_sent_values_are_equal():
     """A layer 10 times larger has 10 times larger values; its share grows to the limit."""
     shares = [1.0, 1.0]
     for _ in range(20):
-        shares = adapt(shares, [100, 100], [10.0, 1.0])
-        assert all(LEAST <= share <= MOST for share in shares)
+        shares = adapt_budget(shares, [100, 100], [10.0, 1.0])
+        assert all(SMALLEST_SHARE <= share <= LARGEST_SHARE for share in shares)
     assert shares[0] > 6 * shares[1]
-    assert adapt([1.0, 1.0], [5, 50], [2.0, 2.0]) == pytest.approx([1.0, 1.0])
+    assert adapt_budget([1.0, 1.0], [5, 50], [2.0, 2.0]) == pytest.approx([1.0, 1.0])
     # A layer that had nothing more to send gives up half of its share.
-    assert adapt([1.0, 1.0], [50, 50], [0.0, 2.0])[0] == pytest.approx(2 / 3)
-    assert adapt([0.5, 1.5], [5, 5], [0.0, math.nan]) == [0.5, 1.5]
+    assert adapt_budget([1.0, 1.0], [50, 50], [0.0, 2.0])[0] == pytest.approx(2 / 3)
+    assert adapt_budget([0.5, 1.5], [5, 5], [0.0, math.nan]) == [0.5, 1.5]
 
 
 def test_every_element_is_compressed_or_dense_and_none_both():
     pieces = (
-        Piece("a", 0, 6, (2, 3)),
-        Piece("b", 6, 10, (4,)),
-        Piece("c", 10, 13, (3,)),
-        Piece("d", 13, 22, (3, 3)),
+        GradientSlice("a", 0, 6, (2, 3)),
+        GradientSlice("b", 6, 10, (4,)),
+        GradientSlice("c", 10, 13, (3,)),
+        GradientSlice("d", 13, 22, (3, 3)),
     )
-    layout = make_layout(pieces, 26, lambda shape: len(shape) > 1, align=8)
+    layout = make_bucket_layout(pieces, 26, lambda shape: len(shape) > 1, align=8)
     assert [p.name for p in layout.sources] == ["a", "d"]
     assert [(p.start, p.stop) for p in layout.packed] == [(0, 6), (8, 17)]
     assert layout.size == 24
     assert layout.dense == ((6, 13), (22, 26))
     buffer = torch.arange(26.0)
-    dense = Dense(layout.dense)
+    dense = UncompressedPart(layout.dense)
     summed = dense.collect(buffer)
     assert summed.tolist() == [*range(6, 13), *range(22, 26)]
     dense.spread(summed + 100, buffer)
     assert buffer.tolist() == [*range(6), *range(106, 113), *range(13, 22), *range(122, 126)]
-    one = Dense(((22, 26),))
+    one = UncompressedPart(((22, 26),))
     view = one.collect(buffer)
     view.add_(1)
     one.spread(view, buffer)

@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.comm.crossing import Applier
+from headway.comm.exchange.gradient_exchange import BucketUpdater
 
 
 class Slices:
@@ -23,8 +23,8 @@ def a_bucket(number: int, step: int) -> Any:
     return SimpleNamespace(number=number, step=step, fused=fused, flight=flight, used=(True,))
 
 
-def an_applier() -> tuple[Applier, Slices]:
-    applier, slices = Applier({0: 0, 1: 1}), Slices()
+def an_applier() -> tuple[BucketUpdater, Slices]:
+    applier, slices = BucketUpdater({0: 0, 1: 1}), Slices()
     applier.slices = cast(Any, slices)
     return applier, slices
 

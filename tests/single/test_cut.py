@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headway.errors import PlanError
 from headway.parallel import cut, list_units
-from headway.parallel.agreement import run_stages
-from headway.parallel.standin import record_call
-from headway.parallel.units import even_parts
+from headway.parallel.pipeline.partition.cut import run_stages
+from headway.parallel.pipeline.partition.stage_modules import balanced_partition
+from headway.parallel.pipeline.stages import record_call
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))
@@ -266,10 +266,10 @@ def test_even_parts_are_the_best_of_all():
     for count, parts in itertools.product(range(1, 8), range(1, 5)):
         if parts > count:
             with pytest.raises(ValueError, match="do not make"):
-                even_parts([1.0] * count, parts)
+                balanced_partition([1.0] * count, parts)
             continue
         weights = torch.randint(9, (count,), generator=draw).double().tolist()
-        found = even_parts(weights, parts)
+        found = balanced_partition(weights, parts)
         best = min(
             _judged(weights, (0, *starts))
             for starts in itertools.combinations(range(1, count), parts - 1)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import PlanError, RecipeError, RunError
-from headway.parallel import cut, cut_by_hand
-from headway.parallel.agreement import run_stages
-from headway.parallel.standin import Passed, StandIn, record_call
+from headway.parallel import cut, cut_module_chain
+from headway.parallel.pipeline.partition.cut import run_stages
+from headway.parallel.pipeline.stages import ModelProxy, StageCompleted, record_call
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))
 
@@ -239,7 +239,7 @@ def test_what_a_loss_may_read_of_the_model():
 
     stages = cut(model, good, DATA, stages=2)
     assert "criterion.weight" in stages[1].parameters
-    stand_in = StandIn(model, lambda args, kwargs: model(*args, **kwargs), stages.foreign)
+    stand_in = ModelProxy(model, lambda args, kwargs: model(*args, **kwargs), stages.foreign)
     assert torch.equal(stand_in.compute(good, DATA), good(model, DATA))
     with pytest.raises(RecipeError, match=r"the loss uses model\.a,") as error:
         stand_in.compute(weighing, DATA)
@@ -280,7 +280,7 @@ def test_a_loss_is_cut_in_the_context_that_it_makes():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run_stages(stages, record_call(halved, stages.model, DATA)).dtype == torch.bfloat16
     assert record_call(raising, Three(), DATA).leaves == (DATA[0],)
-    assert not issubclass(Passed, Exception)
+    assert not issubclass(StageCompleted, Exception)
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_stages_by_hand():
     model = Chosen()
     with pytest.raises(PlanError, match="decides by the numbers"):
         cut(model, loss, DATA, stages=2)
-    stages = cut_by_hand(model, loss, DATA, [["a", model.b], [nn.ReLU(), "c"]])
+    stages = cut_module_chain(model, loss, DATA, [["a", model.b], [nn.ReLU(), "c"]])
     assert [list(stage.parameters) for stage in stages] == [
         ["a.weight", "a.bias", "b.weight", "b.bias"],
         ["c.weight", "c.bias"],
@@ -324,7 +324,7 @@ def test_modules_that_return_several_values_by_hand():
             return self.c(self.a(x) * 3)
 
     model = Model()
-    stages = cut_by_hand(model, loss, DATA, [["a", Pair()], [Join(), "c"]])
+    stages = cut_module_chain(model, loss, DATA, [["a", Pair()], [Join(), "c"]])
     assert len(stages[0].gives) == 2
     assert torch.allclose(run_stages(stages, record_call(loss, model, DATA)), model(DATA[0]))
 
@@ -339,4 +339,4 @@ def test_modules_that_return_several_values_by_hand():
 )
 def test_chains_that_are_not_the_model(chain, message):
     with pytest.raises(PlanError, match=message):
-        cut_by_hand(Chosen(), loss, DATA, chain)
+        cut_module_chain(Chosen(), loss, DATA, chain)

@@ -31,8 +31,8 @@ from headway.data import (
     as_source,
     cached,
 )
-from headway.data.cache_format import Decoder, encode
-from headway.data.cache_shelf import HEADER, RECORD
+from headway.data.cache.blob_store import HEADER, RECORD
+from headway.data.cache.serialization import Decoder, encode
 from headway.errors import DataError
 from headway.plan import BatchSplit
 
@@ -627,7 +627,7 @@ class TestDamage:
         import fcntl
 
         source = cached(Pictures(), "pictures", disk="cache")
-        monkeypatch.setattr("headway.data.cache_shelf.WAIT", 0.05)
+        monkeypatch.setattr("headway.data.cache.blob_store.WAIT", 0.05)
         with open(tmp_path / "cache" / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert same(whole(source, epochs=1), whole(Pictures(), epochs=1))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from headway.cli.console import error_text
+from headway.cli.terminal.console import error_text
 from headway.data import CachedSource
 from headway.errors import HeadwayError
-from headway.run.recipe_file import load_recipe
-from headway.run.reference import describe_recipe
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.user_code import describe_recipe
 from support.golden import check_golden
 
 MODULE = """

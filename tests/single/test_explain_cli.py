@@ -11,35 +11,39 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.cli.borders import placement_of
-from headway.cli.explain import look, sentences
-from headway.cli.explain_mixed import of_part
+from headway.cli.explain import explain_plan, explanation_lines, stage_boundaries
 from headway.cli.main import main
+from headway.cli.plan.mixed_devices import part_line
 from headway.cluster import to_toml
 from headway.cluster.presets import of_preset
-from headway.cost.guidelines.model import layers_of
-from headway.cost.network import Network
-from headway.cost.presets import machine_of
-from headway.cost.step_memory import OPTIMISERS
+from headway.cost.guidelines.das_model import layers_of
+from headway.cost.machine_presets import machine_of
+from headway.cost.memory import OPTIMISER_MEMORY
+from headway.cost.network import HierarchicalNetwork
 from headway.errors import PlanError
 from headway.parallel import cut
 from headway.plan import LayerSplit, Plan, data_parallel, pipelined
-from headway.plan.mechanisms import lacking
-from headway.plan.pipeline import Pipeline
-from headway.planner.binding import (
+from headway.plan.pipeline import PipelinePlan
+from headway.plan.plan import unsupported_by_executor
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.bottlenecks import (
     TWICE,
-    changes,
-    fastest_of_today,
-    holding,
-    neighbours,
-    parts,
+    fastest_runnable_request,
+    fullest_stage_memory,
+    hardware_changes,
+    neighbour_plans,
+    step_parts,
 )
-from headway.planner.facts import Job, advice_of
-from headway.planner.operators import Workload
-from headway.planner.planned import degrees_of, point_of
-from headway.planner.runnable import missing, to_plan
-from headway.planner.search import Question, Search, search
-from headway.run.model_graph import graph_of
+from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.plan_conversion import (
+    degrees_of,
+    missing_in_executor,
+    point_of,
+    to_plan,
+)
+from headway.planner.search.request import PlanRequest
+from headway.run.measure.recipe_model import recipe_graph
 from support.recipes import Stack
 
 RECIPE = "support.recipes:stack"
@@ -51,14 +55,14 @@ PARAMETERS = 4 * sum(parameter.numel() for parameter in Stack().parameters())
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = graph_of(RECIPE)
+    graph, samples, batch = recipe_graph(RECIPE)
     assert batch == BATCH
-    work = Workload(graph=graph, samples=samples)
-    return Question(work=work, machine=MACHINE, devices=(8,), batch=batch)
+    work = PlanningWorkload(graph=graph, samples=samples)
+    return PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch)
 
 
 def engine(question, devices=8, **changed):
-    return Search(replace(question, devices=(devices,), **changed))
+    return PlanSearch(replace(question, devices=(devices,), **changed))
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def run(capsys, tmp_path):
 
 
 def staged(**changed):
-    pipe = Pipeline(microbatches=4, cut=("3",), **changed)
+    pipe = PipelinePlan(microbatches=4, cut=("3",), **changed)
     return pipelined(BATCH, processes=4, stages=2, pipeline=pipe, microbatch=4)
 
 
@@ -85,9 +89,9 @@ def test_a_point_that_becomes_a_plan_has_the_same_price(question):
     seen = set()
     for memory in (None, 0.7e6):
         asked = replace(question, memory=memory, tensor=(1,), zero=(0,))
-        outcome = search(asked)
+        outcome = find_plans(asked)
         for point in outcome.points:
-            if missing(point):
+            if missing_in_executor(point):
                 continue
             again = point_of(to_plan(outcome, point), engine(asked))
             assert again.degrees == point.degrees
@@ -103,7 +107,7 @@ def test_every_point_becomes_a_plan_with_its_degrees(question):
     seen = set()
     for memory in (None, 0.52e6):
         asked = replace(question, memory=memory, tensor=None, zero=(0, 1, 3), orders=("tpd", "tdp"))
-        outcome = search(asked)
+        outcome = find_plans(asked)
         engine_ = engine(asked)
         for point in outcome.points:
             if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
@@ -112,7 +116,7 @@ def test_every_point_becomes_a_plan_with_its_degrees(question):
             again = point_of(plan, engine_)
             assert again.degrees == point.degrees
             assert again.seconds <= point.seconds * (1 + 1e-12)
-            assert missing(point) or not list(lacking(plan))
+            assert missing_in_executor(point) or not list(unsupported_by_executor(plan))
             seen.add((point.degrees.tensor > 1, point.degrees.zero))
     assert len(seen) > 2
 
@@ -121,17 +125,17 @@ def test_every_point_becomes_a_plan_with_its_degrees(question):
 def test_a_plan_with_a_tensor_axis_costs_what_the_search_has_chosen(question, memory):
     """Parts of tensors between its stages, and what layers do within the memory."""
     asked = replace(question, memory=memory, tensor=(2,), objective="fastest")
-    outcome = search(asked)
+    outcome = find_plans(asked)
     best = outcome.best
     assert best.border != "R"
-    again = point_of(to_plan(outcome, best), Search(asked))
+    again = point_of(to_plan(outcome, best), PlanSearch(asked))
     assert again == best
 
 
 def test_what_is_forced_to_be_replicated_is_left_whole_by_the_plan(question):
     forced = (("7", "replicate"), ("1.0", "split:tensor"))
     asked = replace(question, memory=None, tensor=(2,), zero=(0,), force=forced)
-    outcome = search(asked)
+    outcome = find_plans(asked)
     plan = to_plan(outcome, outcome.best)
     assert plan.split == LayerSplit(tensor=(2,), whole=("7",))
     assert degrees_of(plan).tensor == 2
@@ -140,7 +144,7 @@ def test_what_is_forced_to_be_replicated_is_left_whole_by_the_plan(question):
 def test_the_parts_of_a_data_parallel_step(question):
     """By hand: two devices of a node sum in a ring of 2, 2 alpha + S / beta; Adam by parameter."""
     point = point_of(data_parallel(BATCH, processes=2, microbatch=4), engine(question, 2))
-    found = {part.name: part for part in parts(question, point)}
+    found = {part.name: part for part in step_parts(question, point)}
     assert set(found) == {"compute", "exchange", "update"}
     link = MACHINE.network.levels[0].link
     ring = 2 * link.latency + PARAMETERS / link.rate
@@ -150,14 +154,14 @@ def test_the_parts_of_a_data_parallel_step(question):
     assert found["update"].seconds == pytest.approx(MACHINE.device.update * PARAMETERS / 4 + adding)
     assert sum(part.seconds for part in found.values()) == pytest.approx(point.seconds, rel=1e-12)
     across = point_of(data_parallel(BATCH, processes=16), engine(question, 16))
-    levels = {part.name: part.level for part in parts(question, across)}
+    levels = {part.name: part.level for part in step_parts(question, across)}
     assert levels["exchange"] == MACHINE.network.levels[1].name
 
 
 def test_the_parts_of_a_pipeline(question):
     """Compute m t_max, bubble t - t_max for two stages; recomputation pays one more forward."""
     point = point_of(staged(), engine(question, 4))
-    found = {part.name: part.seconds for part in parts(question, point)}
+    found = {part.name: part.seconds for part in step_parts(question, point)}
     times = [stage.seconds for stage in point.stages]
     assert found["compute"] == 4 * max(times)
     assert found["bubble"] == pytest.approx(min(times), rel=1e-9)
@@ -173,9 +177,9 @@ def test_every_part_has_words(question):
     slow = replace(MACHINE, device=replace(MACHINE.device, gather=1e-4))
     asked = replace(question, machine=slow)
     for plan in (data_parallel(BATCH, processes=16), staged(recompute="blocks")):
-        found = parts(asked, point_of(plan, engine(asked, plan.ranks)))
+        found = step_parts(asked, point_of(plan, engine(asked, plan.ranks)))
         assert "data" in {part.name for part in found}
-        assert all(f"{part.share:.1%}" in of_part(part) for part in found)
+        assert all(f"{part.share:.1%}" in part_line(part) for part in found)
 
 
 def test_the_fullest_stage_by_category(question):
@@ -183,19 +187,21 @@ def test_the_fullest_stage_by_category(question):
     4 more while it divides by its square roots, when no activations are held. Where one micro-batch
     is all, the gradients of early layers are not there yet when most is held."""
     plan = data_parallel(BATCH, processes=1)
-    momentum = replace(question, work=replace(question.work, optimiser=OPTIMISERS["momentum"]))
+    momentum = replace(
+        question, work=replace(question.work, optimiser=OPTIMISER_MEMORY["momentum"])
+    )
     twice = data_parallel(BATCH, processes=1, microbatch=BATCH // 2)
-    held = holding(momentum, point_of(twice, engine(momentum, 1)))
+    held = fullest_stage_memory(momentum, point_of(twice, engine(momentum, 1)))
     assert (held.weights, held.training) == (PARAMETERS, 2 * PARAMETERS)
     assert held.activations == pytest.approx(question.work.graph.saved_bytes / 2)
     assert held.update == 0
-    held = holding(momentum, point_of(plan, engine(momentum, 1)))
+    held = fullest_stage_memory(momentum, point_of(plan, engine(momentum, 1)))
     assert held.weights == PARAMETERS < held.training < 2 * PARAMETERS
     assert held.activations == pytest.approx(question.work.graph.saved_bytes)
     assert held.bytes == held.weights + held.training + held.activations + held.again
     assert held.update == 0
     assert held.share == held.bytes / MACHINE.device.memory
-    adam = holding(question, point_of(plan, engine(question, 1)))
+    adam = fullest_stage_memory(question, point_of(plan, engine(question, 1)))
     assert (adam.weights, adam.training) == (PARAMETERS, 3 * PARAMETERS)
     assert (adam.activations, adam.again, adam.update) == (0, 0, PARAMETERS)
     assert adam.bytes == 5 * PARAMETERS
@@ -207,7 +213,7 @@ def test_the_fullest_stage_by_category(question):
 def test_neighbours_are_priced_as_the_search_does_and_say_why_not(question):
     plan = data_parallel(BATCH, processes=8, microbatch=4)
     asked = engine(question)
-    found = {one.step: one for one in neighbours(asked, point_of(plan, asked), most=8)}
+    found = {one.step: one for one in neighbour_plans(asked, point_of(plan, asked), most=8)}
     assert len(found) == 8
     assert found["data 8 -> 16"].why == "it needs 16 devices, the cluster has 8"
     assert found["micro-batch 4 -> 8"].why == "a share of 4 samples is no multiple of 8"
@@ -215,14 +221,14 @@ def test_neighbours_are_priced_as_the_search_does_and_say_why_not(question):
     fewer = data_parallel(BATCH, processes=4, microbatch=4)
     half = found["data 8 -> 4"].point
     assert half.seconds == point_of(fewer, engine(question, 4)).seconds
-    best = search(fastest_of_today(question, 8)).best
+    best = find_plans(fastest_runnable_request(question, 8)).best
     assert all(
         one.point.seconds >= best.seconds
         for one in found.values()
-        if one.point and one.point.devices == 8 and not missing(one.point)
+        if one.point and one.point.devices == 8 and not missing_in_executor(one.point)
     )
     small = engine(question, memory=1e6)
-    tight = neighbours(small, point_of(plan, small), most=16)
+    tight = neighbour_plans(small, point_of(plan, small), most=16)
     assert tight[3].point is None
     assert "are allowed" in tight[3].why
 
@@ -230,31 +236,31 @@ def test_neighbours_are_priced_as_the_search_does_and_say_why_not(question):
 @pytest.mark.parametrize(("number", "devices"), [(0, 8), (1, 16)])
 def test_other_hardware_is_asked_of_the_search(question, number, devices):
     """Of a pipeline's messages, inside of a node by their own rate, and from node to node."""
-    pipe = Pipeline(microbatches=2, cut=("3",))
+    pipe = PipelinePlan(microbatches=2, cut=("3",))
     plan = pipelined(BATCH, processes=devices, stages=2, pipeline=pipe, microbatch=2)
-    asked = fastest_of_today(question, devices)
-    found = {one.name: one for one in changes(asked, lambda other: point_of(plan, other))}
+    asked = fastest_runnable_request(question, devices)
+    found = {one.name: one for one in hardware_changes(asked, lambda other: point_of(plan, other))}
     levels = list(MACHINE.network.levels)
     level = levels[number]
     links = {name: getattr(level, name) for name in ("link", "message")}
     faster = {name: replace(link, rate=4 * link.rate) for name, link in links.items()}
     levels[number] = replace(level, **faster)
-    by_hand = replace(asked, machine=replace(MACHINE, network=Network(tuple(levels))))
+    by_hand = replace(asked, machine=replace(MACHINE, network=HierarchicalNetwork(tuple(levels))))
     change = found[f"{level.name} links 4x"]
-    assert change.own == point_of(plan, Search(by_hand)).seconds
-    assert change.own < point_of(plan, Search(asked)).seconds
-    assert change.best.seconds == search(by_hand).best.seconds
+    assert change.own == point_of(plan, PlanSearch(by_hand)).seconds
+    assert change.own < point_of(plan, PlanSearch(asked)).seconds
+    assert change.best.seconds == find_plans(by_hand).best.seconds
     assert len(found) == 2 * (number + 1) + 3  # a level that nobody uses is not tried
     device = replace(MACHINE.device, dispatch=MACHINE.device.dispatch / 2)
     device = replace(device, kernel=MACHINE.device.kernel / 2)
     quick = replace(asked, machine=replace(MACHINE, device=device))
     launches = found["launches 2x faster"]
-    assert launches.own == point_of(plan, Search(quick)).seconds
-    assert launches.own < point_of(plan, Search(asked)).seconds
-    assert launches.best.seconds == search(quick).best.seconds
+    assert launches.own == point_of(plan, PlanSearch(quick)).seconds
+    assert launches.own < point_of(plan, PlanSearch(asked)).seconds
+    assert launches.best.seconds == find_plans(quick).best.seconds
     twice = replace(asked, memory=2 * asked.cap)
-    assert found["memory 2x"].best.seconds == search(twice).best.seconds
-    base = search(asked).best
+    assert found["memory 2x"].best.seconds == find_plans(twice).best.seconds
+    base = find_plans(asked).best
     assert all(
         one.changed == (one.best.degrees != base.degrees)
         for one in found.values()
@@ -268,15 +274,15 @@ def test_memory_binds_where_twice_as_much_changes_the_choice(question, said):
     least = 3.5 * PARAMETERS
     device = replace(MACHINE.device, memory=10 * least if said else least)
     tight = replace(
-        fastest_of_today(question, 2),
+        fastest_runnable_request(question, 2),
         zero=(0,),
         schedules=("1f1b",),
         machine=replace(MACHINE, device=device),
         memory=least if said else None,
     )
-    best = search(tight).best
+    best = find_plans(tight).best
     assert best.degrees.pipeline == 2
-    found = {one.name: one for one in changes(tight, lambda _: best)}
+    found = {one.name: one for one in hardware_changes(tight, lambda _: best)}
     assert found["memory 2x"].changed
     assert found["memory 2x"].best.degrees.data == 2
     assert not found["compute 2x"].changed
@@ -285,7 +291,7 @@ def test_memory_binds_where_twice_as_much_changes_the_choice(question, said):
 def test_a_choice_changes_only_to_what_is_faster_than_the_plan(question):
     """The plan may be faster than all that the search finds, as with a tensor axis it is; then more
     memory, with which the search finds something else, is not what binds."""
-    found = look(data_parallel(BATCH, processes=8), engine(question), most=16)
+    found = explain_plan(data_parallel(BATCH, processes=8), engine(question), most=16)
     other = replace(found.changes[0], name=TWICE, changed=True)
     for share, more, bound in (
         (2.0, "changes to", "binds, too"),
@@ -293,7 +299,7 @@ def test_a_choice_changes_only_to_what_is_faster_than_the_plan(question):
     ):
         one = replace(other, own=share * other.best.seconds)
         assert one.better == (share > 1)
-        said = "\n".join(sentences(question, replace(found, changes=(one,))))
+        said = "\n".join(explanation_lines(question, replace(found, changes=(one,))))
         assert more in next(line for line in said.splitlines() if f"with {TWICE}" in line)
         assert f"memory {bound}" in said
 
@@ -301,15 +307,17 @@ def test_a_choice_changes_only_to_what_is_faster_than_the_plan(question):
 def test_what_rounding_leaves_is_no_part(question):
     point = point_of(data_parallel(BATCH, processes=8), engine(question))
     for hidden, shown in ((1e-10, 0.0), (1e-8, 1e-8 * point.seconds)):
-        terms = parts(question, replace(point, hidden=hidden * point.seconds))
+        terms = step_parts(question, replace(point, hidden=hidden * point.seconds))
         assert {part.name: part.hidden for part in terms}["exchange"] == shown
 
 
 def test_one_stage_is_one_stage(question):
     """Of two, one computes again."""
-    found = look(staged(recompute="blocks", recompute_stages=(1,)), engine(question, 4), most=16)
+    found = explain_plan(
+        staged(recompute="blocks", recompute_stages=(1,)), engine(question, 4), most=16
+    )
     faster = replace(found.point, seconds=found.point.seconds / 2)
-    said = "\n".join(sentences(question, replace(found, today=faster)))
+    said = "\n".join(explanation_lines(question, replace(found, today=faster)))
     assert re.search(r"the search would take .*, recompute in 1 stage$", said, re.MULTILINE)
 
 
@@ -333,7 +341,7 @@ def test_the_choice_is_what_the_command_plan_takes(run, capsys):
 
 def test_the_lemmas_get_the_facts_of_graph_and_cluster(question):
     """Every number of Zou's lemmas and of Das' ratio, from its formula."""
-    answers, unknown = advice_of(Job(engine(question, 16), 16, 2))
+    answers, unknown = advice_of(AdviceRequest(engine(question, 16), 16, 2))
     numbers = {answer.question: answer.numbers for answer in answers}
     alone = point_of(data_parallel(BATCH, processes=1, microbatch=2), engine(question, 1))
     summed = float(MACHINE.network.all_reduce(PARAMETERS, 16))
@@ -361,23 +369,25 @@ def test_the_lemmas_get_the_facts_of_graph_and_cluster(question):
 def test_a_tight_memory_makes_blocks_compute_again(question):
     """The knapsack: what is kept fits into what parameters leave, and no smaller batch wins."""
     state = 4 * PARAMETERS
-    free = Job(engine(question, 1), 1, 32).minibatch
-    tight = Job(engine(question, 1, memory=state + 0.4 * free.best.chosen.bytes), 1, 32).minibatch
+    free = AdviceRequest(engine(question, 1), 1, 32).minibatch
+    tight = AdviceRequest(
+        engine(question, 1, memory=state + 0.4 * free.best.chosen.bytes), 1, 32
+    ).minibatch
     assert set(free.best.chosen.algorithms.values()) == {"keep"}
     assert tight.best.chosen.bytes <= tight.best.bound
     assert tight.best.batch < 32 or "recompute" in tight.best.chosen.algorithms.values()
     assert tight.best.epoch > free.best.epoch
-    assert Job(engine(question, 1, memory=state), 1, 32).minibatch is None
+    assert AdviceRequest(engine(question, 1, memory=state), 1, 32).minibatch is None
 
 
 def test_what_is_not_known_is_named(question):
-    one, unknown = advice_of(Job(engine(question, 1), 1, 32))
+    one, unknown = advice_of(AdviceRequest(engine(question, 1), 1, 32))
     assert not any("servers" in answer.question for answer in one)
     assert any("one device exchanges nothing" in line for line in unknown)
     free = replace(MACHINE.network.levels[0].link, rate=math.inf)
-    network = Network((replace(MACHINE.network.levels[0], link=free, width=math.inf),))
+    network = HierarchicalNetwork((replace(MACHINE.network.levels[0], link=free, width=math.inf),))
     other = replace(question, machine=replace(MACHINE, network=network))
-    _, unknown = advice_of(Job(engine(other), 8, 4))
+    _, unknown = advice_of(AdviceRequest(engine(other), 8, 4))
     assert any("no rate of" in line for line in unknown)
 
 
@@ -432,7 +442,7 @@ def test_refusals(run, question):
     with pytest.raises(PlanError, match="no price") as error:
         degrees_of(staged(schedule="pipedream-2bw"))
     assert "pipedream-2bw" in str(error.value)
-    pipe = Pipeline(microbatches=4, cut=("nowhere",))
+    pipe = PipelinePlan(microbatches=4, cut=("nowhere",))
     wrong = pipelined(BATCH, processes=4, stages=2, pipeline=pipe, microbatch=4)
     with pytest.raises(PlanError, match="cannot be cut there"):
         point_of(wrong, engine(question, 4))
@@ -465,7 +475,11 @@ def test_the_collectives_of_a_step(run):
 def test_the_collectives_of_split_samples_and_layers(run):
     """Also where the search has no price: halos of the first stage, sums of split layers."""
     cut = pipelined(
-        4, processes=4, stages=2, pipeline=Pipeline(microbatches=2), split=LayerSplit(spatial=(2,))
+        4,
+        processes=4,
+        stages=2,
+        pipeline=PipelinePlan(microbatches=2),
+        split=LayerSplit(spatial=(2,)),
     )
     recipes = "support.split_recipes:"
     code, out, err = run(cut, "--recipe", f"{recipes}segmenter", *CLUSTER, "--json")
@@ -489,16 +503,18 @@ def test_tensors_between_stages_are_what_the_stages_of_the_model_give(run, quest
     stages = cut(model, lambda model, data: model(data).sum(), rows, at=["3"])
     (given,) = stages[0].module(rows)
     asked = engine(question, 4)
-    (found,) = placement_of(staged(), asked, point_of(staged(), asked)).tensors
+    (found,) = stage_boundaries(staged(), asked, point_of(staged(), asked)).tensors
     assert (found.shape, found.bytes, found.protocol) == (given.shape, given.nbytes, "static")
-    ragged = pipelined(BATCH, processes=2, stages=2, pipeline=Pipeline(microbatches=3, cut=("3",)))
+    ragged = pipelined(
+        BATCH, processes=2, stages=2, pipeline=PipelinePlan(microbatches=3, cut=("3",))
+    )
     asked = engine(question, 2)
-    (found,) = placement_of(ragged, asked, point_of(ragged, asked)).tensors
+    (found,) = stage_boundaries(ragged, asked, point_of(ragged, asked)).tensors
     assert (found.shape, found.bytes, found.protocol) == ((None, 64), 11 * 64 * 4, "dynamic")
     out = run(ragged, "--recipe", RECIPE, *CLUSTER)[1]
     assert f"0 to 1: {found.tensor} [varies, 64] float32, 2.75 KiB, dynamic; made by" in out
     alone = data_parallel(BATCH, processes=2)
-    assert not placement_of(alone, asked, point_of(alone, asked)).tensors
+    assert not stage_boundaries(alone, asked, point_of(alone, asked)).tensors
 
 
 def test_splits_of_convolutions_and_products(run):
@@ -570,9 +586,9 @@ def test_a_plan_s_file_says_recipe_and_cluster(capsys, tmp_path, monkeypatch):
 
 def test_launches_bind_where_the_host_is_as_slow_as_the_compute(question):
     """The stack is tiny: what a GPU computes takes less than to start it."""
-    found = look(data_parallel(BATCH, processes=2), engine(question, 2), most=16)
+    found = explain_plan(data_parallel(BATCH, processes=2), engine(question, 2), most=16)
     assert found.parts[0].name == "compute"
     for issuing, said in ((found.issuing, "the launches of kernels"), (0.0, "compute (")):
         assert f"what binds: {said}" in "\n".join(
-            sentences(question, replace(found, issuing=issuing))
+            explanation_lines(question, replace(found, issuing=issuing))
         )

@@ -20,22 +20,22 @@ from headway.errors import (
     UsageError,
     WorkerFailed,
 )
-from headway.run.failure import (
+from headway.launch.restart_policy import AttemptFacts, Restart, RestartPolicy, Stop
+from headway.run.distributed.failure_record import (
     FailureRecord,
-    brief,
     describe_failure,
     mark_step,
     read_failures,
     record_failure,
     root_cause,
     step_of,
+    summarize_exception,
 )
-from headway.run.place import Place
-from headway.run.policies import AttemptFacts, Restart, RestartPolicy, Stop
-from headway.run.signals import StopRequest
-from headway.run.world import World, translate
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.stop_request import StopRequest
+from headway.run.distributed.world import World, translate_exception
 
-RANK_1 = replace(Place.alone(), rank=1, ranks=2, attempt=3)
+RANK_1 = replace(LaunchEnv.alone(), rank=1, ranks=2, attempt=3)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -99,8 +99,8 @@ def test_the_line_inside_torch_is_not_the_one_that_is_named():
 
 
 def test_of_a_long_text_the_beginning_is_shown():
-    assert brief(ValueError("too small")) == "ValueError: too small"
-    text = brief(RuntimeError("\n".join(f"kernel {number}" for number in range(40))))
+    assert summarize_exception(ValueError("too small")) == "ValueError: too small"
+    text = summarize_exception(RuntimeError("\n".join(f"kernel {number}" for number in range(40))))
     assert text.splitlines() == [
         "RuntimeError: kernel 0", "  kernel 1", "  kernel 2", "  kernel 3", "  ...",
     ]  # fmt: skip
@@ -213,7 +213,7 @@ def test_a_signal_becomes_a_request_and_handlers_return(name):
 
 def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.signals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.distributed.stop_request.time.monotonic", lambda: now[0])
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.1
@@ -226,7 +226,7 @@ def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
 
 def test_sigterm_may_come_again(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.signals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.distributed.stop_request.time.monotonic", lambda: now[0])
     with StopRequest() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
@@ -283,8 +283,8 @@ NCCL_LATE = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ra
     ],
 )
 def test_what_torch_says_about_other_ranks(text, kind):
-    world = World(place=Place.alone(), device=torch.device("cpu"), timeout_seconds=7)
-    error = translate(RuntimeError(text), world, "the exchange of step 3")
+    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"), timeout_seconds=7)
+    error = translate_exception(RuntimeError(text), world, "the exchange of step 3")
     assert type(error) is (kind or type(None))
     if error is not None:
         assert "the exchange of step 3" in error.what
@@ -294,12 +294,12 @@ def test_what_torch_says_about_other_ranks(text, kind):
 
 
 def test_torchs_own_network_errors_mean_a_lost_peer():
-    world = World(place=Place.alone(), device=torch.device("cpu"))
-    assert isinstance(translate(dist.DistNetworkError("eof"), world, "x"), PeerLost)
+    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
+    assert isinstance(translate_exception(dist.DistNetworkError("eof"), world, "x"), PeerLost)
 
 
 def test_other_errors_pass_the_explanation_unchanged():
-    world = World(place=Place.alone(), device=torch.device("cpu"))
+    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="shapes"), world.explained("x"):
         raise RuntimeError("shapes")
     with pytest.raises(PeerLost) as caught, world.explained("the tally"):
@@ -309,7 +309,7 @@ def test_other_errors_pass_the_explanation_unchanged():
 
 
 def test_a_world_of_one_has_no_group():
-    with World.join(Place.alone()) as world:
+    with World.join(LaunchEnv.alone()) as world:
         assert (world.rank, world.ranks, world.backend) == (0, 1, "none")
         assert world.side_group is None
         assert not dist.is_initialized()
@@ -318,16 +318,16 @@ def test_a_world_of_one_has_no_group():
 
 
 def test_devices_are_checked(monkeypatch):
-    assert World.join(Place.alone(), device="cpu").device == torch.device("cpu")
+    assert World.join(LaunchEnv.alone(), device="cpu").device == torch.device("cpu")
     with pytest.raises(UsageError, match="no device 'gpu'"):
-        World.join(Place.alone(), device="gpu")
+        World.join(LaunchEnv.alone(), device="gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert World.join(Place.alone(), device="auto").device == torch.device("cpu")
+    assert World.join(LaunchEnv.alone(), device="auto").device == torch.device("cpu")
     with pytest.raises(UsageError, match="torch sees 0"):
-        World.join(Place.alone(), device="cuda")
+        World.join(LaunchEnv.alone(), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    second = replace(Place.alone(), local_rank=1, local_ranks=2)
+    second = replace(LaunchEnv.alone(), local_rank=1, local_ranks=2)
     assert World.join(second, device="auto").device == torch.device("cuda", 1)
-    third = replace(Place.alone(), local_rank=2, local_ranks=3)
+    third = replace(LaunchEnv.alone(), local_rank=2, local_ranks=3)
     assert World.join(third, device="auto").device == torch.device("cpu")

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.comm.flight import Flight
+from headway.comm.lanes.bucket_lanes import BucketTiming
 from headway.data import Cursor
 from headway.report import read_history
-from headway.run import flights as told
-from headway.run.directory import RunDirectory
-from headway.run.journal import Journal
-from headway.run.place import Place
-from headway.run.record import StepRecord
-from headway.run.world import World
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.run.step import bucket_timing as told
+from headway.run.step.record import StepRecord
+from headway.run.training.journal import Journal
+from headway.run.training.run_directory import RunDirectory
 from headway.timeline import Span
 from support.commands import events
 
@@ -23,7 +23,7 @@ OFFSET = 1000.0
 
 
 def flight(number=0, ready=1.0, sent=1.1, received=1.5, needed=0.0, waited=0.0, applied=0.0):
-    return Flight(
+    return BucketTiming(
         bucket=number, parameters=("a.weight", "a.bias"), num_bytes=2**20, wire_bytes=2**19,
         ready=ready, sent=sent, received=received, needed=needed, waited=waited, applied=applied,
     )  # fmt: skip
@@ -94,12 +94,12 @@ def test_moments_of_a_row_count_from_the_beginning_of_the_step():
 @pytest.fixture
 def journal(tmp_path, monkeypatch):
     """A journal whose wall clock is `perf_counter` plus OFFSET."""
-    monkeypatch.setattr("headway.run.journal.perf_counter", lambda: 50.0)
-    monkeypatch.setattr("headway.run.journal.time", lambda: 50.0 + OFFSET)
+    monkeypatch.setattr("headway.run.training.journal.perf_counter", lambda: 50.0)
+    monkeypatch.setattr("headway.run.training.journal.time", lambda: 50.0 + OFFSET)
     (tmp_path / "ranks").mkdir()
     with ExitStack() as stack:
         directory = RunDirectory(tmp_path)
-        yield Journal(directory, World(place=Place.alone(), device="cpu"), trace_every=0,
+        yield Journal(directory, World(place=LaunchEnv.alone(), device="cpu"), trace_every=0,
                       stack=stack)  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def step(journal, number, begin, *flights, wait=0.0):
 
 
 def test_the_exchange_of_a_step_is_told_with_it(journal, tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.run.journal.resident_bytes", lambda device: 0)
+    monkeypatch.setattr("headway.run.training.journal.resident_bytes", lambda device: 0)
     step(journal, 1, 10.0, flight(0, 10.5, 10.6, 10.9, needed=10.8, waited=0.1), wait=0.1)
     (told_step,) = events(tmp_path, "step")
     assert told_step["exposed"] == pytest.approx(0.1)
@@ -136,7 +136,7 @@ def test_the_exchange_of_a_step_is_told_with_it(journal, tmp_path, monkeypatch):
 def test_an_exchange_across_the_border_goes_with_the_step_that_made_it(
     journal, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("headway.run.journal.resident_bytes", lambda device: 0)
+    monkeypatch.setattr("headway.run.training.journal.resident_bytes", lambda device: 0)
     step(journal, 1, 10.0)
     # Made in step 1, used in the forward pass of step 2, which waited 0.1 s for it.
     crossing = flight(0, 10.7, 10.75, 11.3, needed=11.2, waited=0.1, applied=11.29)
@@ -159,7 +159,7 @@ def test_an_exchange_across_the_border_goes_with_the_step_that_made_it(
 def test_an_untraced_step_hands_its_exchange_to_the_traced_one_after_it(
     journal, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("headway.run.journal.resident_bytes", lambda device: 0)
+    monkeypatch.setattr("headway.run.training.journal.resident_bytes", lambda device: 0)
     journal._trace_every = 5
     step(journal, 4, 10.0)
     step(journal, 5, 11.0, flight(0, 10.7, 10.75, 11.3))

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.capture import capture
-from headway.graph import known_kinds, rules
+from headway.graph.aten.registry import known_kinds
+from headway.graph.sharding_rules import enumerate_rules
 from support.split_rules import At, Sample, check, specs, tuple_of, whole
 
 
@@ -286,7 +287,9 @@ def test_every_rule_gives_the_whole_result(name):
 
 def axes_of(name, parts=2):
     sample = SAMPLES[name]
-    found = rules(operator_of(sample), specs(sample.tensors), specs(tuple_of(whole(sample))), parts)
+    found = enumerate_rules(
+        operator_of(sample), specs(sample.tensors), specs(tuple_of(whole(sample))), parts
+    )
     return {rule.axis: (" ".join(rule.inputs), " ".join(rule.outputs)) for rule in found}
 
 
@@ -313,7 +316,10 @@ def test_a_halo_is_what_the_neighbours_send():
     sample = SAMPLES["conv2d"]
     operator, tensors = operator_of(sample), specs(sample.tensors)
     halos = {
-        parts: {r.axis: r.halo for r in rules(operator, tensors, specs([whole(sample)]), parts)}
+        parts: {
+            r.axis: r.halo
+            for r in enumerate_rules(operator, tensors, specs([whole(sample)]), parts)
+        }
         for parts in (2, 4)
     }
     row = 2 * 4 * 8 * 8
@@ -331,7 +337,9 @@ def test_an_unknown_operator_is_replicated_and_named():
     lstm = next(o for o in graph.operators if o.kind == "lstm")
     inputs, outputs = graph.specs(lstm)
     assert graph.unknown == ("lstm",)
-    assert [rule.inputs for rule in rules(lstm, inputs, outputs, 2)] == [("R",) * len(inputs)]
+    assert [rule.inputs for rule in enumerate_rules(lstm, inputs, outputs, 2)] == [
+        ("R",) * len(inputs)
+    ]
     assert lstm.flops.forward == 3 * 2 * 2 * 4 * (4 + 4) * 4
 
 
@@ -368,7 +376,7 @@ def test_a_wrong_rule_is_caught(name):
 
 def test_a_wrong_gradient_is_caught(monkeypatch):
     sample = SAMPLES["linear"]
-    monkeypatch.setattr("headway.graph.rule._gradient", lambda placement, loop: placement)
+    monkeypatch.setattr("headway.graph.sharding_rules._gradient", lambda placement, loop: placement)
     with pytest.raises(AssertionError, match=r"gradient|differ"):
         check(sample, operator_of(sample), 2)
 

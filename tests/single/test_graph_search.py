@@ -13,10 +13,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headway.capture import capture
-from headway.graph import fold
-from headway.graph.cut import constants
-from headway.planner.frontier import ChoiceGraph, solve
-from headway.planner.frontier.rules import order_eliminations
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.graph.stage_boundaries import input_independent_tensors
+from headway.planner.pareto import ChoiceGraph, solve
+from headway.planner.pareto.choice_graph import order_eliminations
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, ids, meta
 
@@ -27,7 +27,7 @@ def choices(graph, count=3):
     """Random costs of `count` choices of every operator, and of pairs that share a tensor."""
     random = np.random.default_rng(5)
     made = graph.producers
-    constant = constants(graph)
+    constant = input_independent_tensors(graph)
     nodes = {o.name: random.integers(0, 9, (count, 2)).astype(float) for o in graph.operators}
     edges = {}
     for operator in graph.operators:
@@ -52,7 +52,7 @@ def captured(name):
 @pytest.mark.parametrize("name", ["gpt", "resnet", "bert"])
 @pytest.mark.parametrize("folded", [False, True])
 def test_real_graphs_are_solved_exactly(name, folded):
-    graph = fold(captured(name)) if folded else captured(name)
+    graph = fuse_light_operators(captured(name)) if folded else captured(name)
     found = solve(choices(graph), epsilon=0.05)
     rules = {step.rule for step in found.log}
     assert "fix" not in rules

@@ -11,8 +11,8 @@ from torch import nn
 
 from headway.capture import capture
 from headway.cost.guidelines.das import communication, computation, ratio, ratio_of
-from headway.cost.guidelines.model import layers_of
-from headway.graph import fold
+from headway.cost.guidelines.das_model import layers_of
+from headway.graph.operator_fusion import fuse_light_operators
 from support.big_models import OVERFEAT_FAST, VGG_A, ResNet50, meta, plain_convolutions
 
 
@@ -39,7 +39,7 @@ def test_all_layers_with_weights_are_found():
     graph = capture(ResNet50(), meta(2, 3, 64, 64))
     layers = layers_of(graph)
     assert sum(computation(layer, 2) for layer in layers) == graph.flops.total
-    folded = layers_of(fold(graph))
+    folded = layers_of(fuse_light_operators(graph))
     assert sum(computation(layer, 2) for layer in folded) == graph.flops.total
     assert [layer.input for layer in folded] == [layer.input for layer in layers]
     assert layers[-1].ofm == 1000
@@ -52,7 +52,7 @@ def test_what_is_folded_in_front_of_a_layer_changes_no_volume():
             return torch.relu(x).square()
 
     graph = capture(nn.Sequential(nn.Linear(3, 4), Squared(), nn.Linear(4, 5)), meta(2, 3))
-    folded = fold(graph)
+    folded = fuse_light_operators(graph)
     assert "relu.self" in folded.operators[-1].roles
     assert layers_of(folded) == layers_of(graph)
 
@@ -74,7 +74,7 @@ class Heads(nn.Module):
 
 def test_positions_are_those_of_the_product_whatever_shape_it_leaves():
     graph = capture(Heads(), meta(6, 3, 8, 10))
-    folded = fold(graph)
+    folded = fuse_light_operators(graph)
     assert folded.specs(next(o for o in folded.operators if o.module == "out"))[1][0].shape[0] > 6
     for found in (layers_of(graph), layers_of(folded)):
         assert [layer.weights for layer in found] == [96, 8 * 24, 8 * 5]

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.format import Manifest
 from headway.checkpoint.store import CheckpointStore
 from headway.errors import RecipeError
-from headway.optim import LAMB, LARS, multitensor
-from headway.run.parts import check_parts
-from headway.run.training_state import Trained
+from headway.optim import LAMB, LARS
+from headway.optim import layerwise as multitensor
+from headway.run.step.components import check_components
+from headway.run.strategy.training_state import TrainingState
 from support.tiny_models import Points, WithUnused, cross_entropy
 
 SHAPES = [(3, 4), (5,), (2, 3, 2), (300, 40), (), (7, 1)]
@@ -369,7 +370,7 @@ def test_half_precision_and_memory_formats(kind):
 def test_a_closure_is_evaluated_with_gradients_and_none_is_needed(kind):
     model = nn.Linear(3, 2)
     optimizer = KINDS[kind](model.parameters())
-    check_parts(model, optimizer, None, 2)  # refuses a step() that needs something
+    check_components(model, optimizer, None, 2)  # refuses a step() that needs something
     seen = []
 
     def closure():
@@ -432,7 +433,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind, tmp_path):
     def make(seed):
         torch.manual_seed(seed)
         model = WithUnused()
-        return Trained(model, KINDS[kind](model.parameters()), None)
+        return TrainingState(model, KINDS[kind](model.parameters()), None)
 
     saved, other = make(0), make(1)
     advance(saved, 0, 3)

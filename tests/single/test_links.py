@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.comm import introduction, links
-from headway.comm.backend_torch import named_interfaces
-from headway.comm.introduction import hosts, introduce
-from headway.comm.links import Broken, LinkedMessages
+from headway.comm.backend import connection, peer_discovery
+from headway.comm.backend.connection import ConnectionBroken, ConnectionMessages
+from headway.comm.backend.peer_discovery import connect_peers, interface_candidates
+from headway.comm.backend.torch_compat import named_interfaces
 from headway.errors import Stalled
 
 LONG = timedelta(seconds=10)
@@ -32,8 +32,8 @@ def group(size, ways=1, store=None, seconds=10.0):
     every = range(size)
     with ThreadPoolExecutor(size) as pool:
         at = [["127.0.0.1"]] * ways
-        found = [pool.submit(introduce, store, r, every, at, seconds) for r in every]
-    return [LinkedMessages(each.result()) for each in found]
+        found = [pool.submit(connect_peers, store, r, every, at, seconds) for r in every]
+    return [ConnectionMessages(each.result()) for each in found]
 
 
 @pytest.fixture
@@ -141,14 +141,16 @@ def test_another_size_is_said(ends, aside):
         one.send([torch.zeros(1)], 1, 2)
         other.recv([torch.zeros(1)], 0, 2).wait(LONG)
         receive = other.recv([torch.zeros(3)], 0, 1)
-    with pytest.raises(Broken, match="It sends 16 bytes where 12 were expected") as caught:
+    with pytest.raises(
+        ConnectionBroken, match="It sends 16 bytes where 12 were expected"
+    ) as caught:
         receive.wait(LONG)
     assert caught.value.peer == 0
 
 
 @three
 def test_a_death_is_told_to_all_who_wait_with_its_name(ends, monkeypatch):
-    monkeypatch.setattr(links, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.2)
     ends[1].send([torch.ones(2)], 0, 3)
     waits = [ends[0].recv([torch.zeros(1)], peer, 0) for peer in (1, 2)]
     for link in ends[1]._by_number.values():
@@ -156,7 +158,7 @@ def test_a_death_is_told_to_all_who_wait_with_its_name(ends, monkeypatch):
     came = torch.zeros(2)
     for transfer in waits:  # of the dead one, and of one that lives
         began = time.monotonic()
-        with pytest.raises(Broken, match="It is gone") as caught:
+        with pytest.raises(ConnectionBroken, match="It is gone") as caught:
             transfer.wait(LONG)
         assert caught.value.peer == 1
         assert time.monotonic() - began < 2
@@ -167,7 +169,7 @@ def test_a_death_is_told_to_all_who_wait_with_its_name(ends, monkeypatch):
 
 @three
 def test_who_has_said_goodbye_is_not_missed(ends, monkeypatch):
-    monkeypatch.setattr(links, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.1)
     ends[1].close()
     receive = ends[0].recv([torch.zeros(1)], 2, 0)
     with pytest.raises(RuntimeError, match="timed out"):
@@ -178,7 +180,7 @@ def test_who_has_said_goodbye_is_not_missed(ends, monkeypatch):
     assert time.thread_time() - processor < 0.1  # its end does not keep poll awake
     ends[2].send([torch.ones(1)], 0, 0)
     receive.wait(LONG)
-    with pytest.raises(Broken, match="It has closed the group"):
+    with pytest.raises(ConnectionBroken, match="It has closed the group"):
         ends[0].recv([torch.zeros(1)], 1, 0).wait(LONG)
 
 
@@ -190,7 +192,7 @@ def test_closing_wakes_who_waits(ends):
         began = time.monotonic()
         ends[0].close()
         assert time.monotonic() - began < 3
-        with pytest.raises(Broken, match="was closed by this rank"):
+        with pytest.raises(ConnectionBroken, match="was closed by this rank"):
             waiting.result(5)
 
 
@@ -203,7 +205,7 @@ def test_a_copy_of_the_process_keeps_no_connection_open():
     try:
         for link in one._by_number.values():
             link.drop()
-        with pytest.raises(Broken, match="It is gone"):
+        with pytest.raises(ConnectionBroken, match="It is gone"):
             other.recv([torch.zeros(1)], 0, 0).wait(timedelta(seconds=5))
     finally:
         os.kill(child, signal.SIGKILL)
@@ -216,7 +218,7 @@ def test_a_copy_of_the_process_keeps_no_connection_open():
 
 
 def test_strangers_are_turned_away(monkeypatch):
-    monkeypatch.setattr(introduction, "_SHORT_SECONDS", 0.2)
+    monkeypatch.setattr(peer_discovery, "_SHORT_SECONDS", 0.2)
     store, strangers = dist.HashStore(), []
     one_at_a_time = threading.Lock()
 
@@ -248,7 +250,7 @@ def test_strangers_are_turned_away(monkeypatch):
 
 def test_who_does_not_come_is_named():
     with pytest.raises(Stalled, match="rank 6 did not come to a group"):
-        introduce(dist.HashStore(), 0, (4, 6), [["127.0.0.1"]], 0.2)
+        connect_peers(dist.HashStore(), 0, (4, 6), [["127.0.0.1"]], 0.2)
 
 
 @pytest.mark.parametrize("ways", [0, 2])
@@ -257,23 +259,25 @@ def test_one_without_an_address_keeps_all_from_it(ways):
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
         found = [
-            pool.submit(introduce, store, r, range(3), [["127.0.0.1"]] * (ways if r == 1 else 1), 9)
+            pool.submit(
+                connect_peers, store, r, range(3), [["127.0.0.1"]] * (ways if r == 1 else 1), 9
+            )
             for r in range(3)
         ]
     assert [each.result() for each in found] == [None] * 3
 
 
 def test_addresses_are_those_that_gloo_would_choose(monkeypatch):
-    assert hosts(("lo",)) == [["127.0.0.1"]]
-    assert hosts(("lo", "no such interface")) == [["127.0.0.1"], []]
+    assert interface_candidates(("lo",)) == [["127.0.0.1"]]
+    assert interface_candidates(("lo", "no such interface")) == [["127.0.0.1"], []]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert hosts(named_interfaces()) == [["127.0.0.1"]] * 2
+    assert interface_candidates(named_interfaces()) == [["127.0.0.1"]] * 2
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert named_interfaces() == []
-    (own,) = hosts(())
+    (own,) = interface_candidates(())
     assert own[-1] == "127.0.0.1"
     monkeypatch.setattr(socket, "gethostname", lambda: "no such host.invalid")
-    assert hosts(()) == [["127.0.0.1"]]
+    assert interface_candidates(()) == [["127.0.0.1"]]
 
 
 def test_large_messages_have_a_way_for_each_interface():

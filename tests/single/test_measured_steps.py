@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from headway.capture import capture
-from headway.capture.clock import Clock
-from headway.capture.kinds import EMPTY, Case, cases, timed_of, visit
-from headway.capture.rounds import in_rounds
-from headway.cli.optimizer_cost import with_optimizer
+from headway.capture.benchmark.kernels import (
+    EMPTY_KERNEL,
+    KernelCase,
+    kernel_cases,
+    kernel_timings,
+    time_case,
+)
+from headway.capture.benchmark.timer import DeviceTimer, time_in_rounds
+from headway.cli.plan.optimizer_cost import with_measured_optimizer
 from headway.cluster import Cluster
-from headway.cluster.device import Device, Update
-from headway.cost.presets import machine_of
-from headway.run.recipe import Recipe
+from headway.cluster.device import Device, OptimizerPace
+from headway.cost.machine_presets import machine_of
+from headway.run.recipe.recipe import Recipe
 
 
 def test_rounds_take_the_slowest_rank_and_leave_out_what_others_disturb():
@@ -34,7 +39,7 @@ def test_rounds_take_the_slowest_rank_and_leave_out_what_others_disturb():
         ended.append(times[1:])
         return [10.0 * len(asked), max(times[1], other[len(asked) - 1])]
 
-    found = in_rounds([lambda: (next(own),)], slowest, 50.0)
+    found = time_in_rounds([lambda: (next(own),)], slowest, 50.0)
     assert len(asked) == 5  # another rank's fifty seconds are over
     assert found == [(pytest.approx((1.5 + 3.5 + 5) / 3),)]  # the first one warms up
 
@@ -52,7 +57,7 @@ def test_a_round_has_the_times_of_the_rank_that_took_longest_for_it():
         totals.append(0.0)
         return [max(pair) for pair in zip(times, theirs, strict=True)]
 
-    assert in_rounds([lambda: (1.0,), lambda: (3.0,)], slowest, 1.0) == [(3.0,), (2.0,)]
+    assert time_in_rounds([lambda: (1.0,), lambda: (3.0,)], slowest, 1.0) == [(3.0,), (2.0,)]
 
 
 def test_a_visit_is_a_step_with_weights_and_results_of_its_own():
@@ -64,10 +69,10 @@ def test_a_visit_is_a_step_with_weights_and_results_of_its_own():
         return x @ weight
 
     shape = (512, 512)
-    case = Case(
+    case = KernelCase(
         kind="mm", call=call, roles=("self", "mat2"), inputs=(shape, shape), trained=("mat2",)
     )
-    ahead, back = visit(case, Clock(torch.device("cpu")))
+    ahead, back = time_case(case, DeviceTimer(torch.device("cpu")))
     calls = seen[1:]  # the first one shows how large a result is
     assert ahead > 0
     assert back > 0
@@ -77,8 +82,8 @@ def test_a_visit_is_a_step_with_weights_and_results_of_its_own():
 
 
 def test_a_layer_calls_its_cells_one_after_the_other_and_groups_are_a_kind():
-    every = cases()
-    found = timed_of([(case, (2e-3, 2e-3)) for case in every])
+    every = kernel_cases()
+    found = kernel_timings([(case, (2e-3, 2e-3)) for case in every])
     layers = [
         (case, one)
         for case, one in zip(every[1:], found, strict=True)
@@ -109,9 +114,9 @@ def test_captured_layers_are_called_as_often():
 
 
 def test_cases_count_as_captured_graphs_do():
-    every = cases()
-    assert every[0].kind == EMPTY
-    found = timed_of([(case, (2e-3, 5e-3 if n else 1e-3)) for n, case in enumerate(every)])
+    every = kernel_cases()
+    assert every[0].kind == EMPTY_KERNEL
+    found = kernel_timings([(case, (2e-3, 5e-3 if n else 1e-3)) for n, case in enumerate(every)])
     assert len(found) == len(every) - 1
     linear = found[0]
     rows, inner = every[1].inputs[0]
@@ -125,8 +130,8 @@ def test_cases_count_as_captured_graphs_do():
 
 def test_the_recipes_optimiser_is_priced_by_its_tensors():
     updates = {
-        "SGD": Update(small=10e-9, middle=2e-9, large=1e-9),
-        "clip": Update(small=5e-9, middle=1e-9, large=5e-10),
+        "SGD": OptimizerPace(small=10e-9, middle=2e-9, large=1e-9),
+        "clip": OptimizerPace(small=5e-9, middle=1e-9, large=5e-10),
     }
     device = Device(peak={"fp32": 1e11}, memory=2.0**30, memory_rate=1e10, updates=updates)
     cluster = replace(Cluster.of(1, 2), devices={"cpu": device})
@@ -141,12 +146,14 @@ def test_the_recipes_optimiser_is_priced_by_its_tensors():
     )
     seconds = 2**20 * 1e-9 + 2**12 * 10e-9  # the weight, and the bias as long as the least
     numbers = 2**20 + 2**10
-    found = with_optimizer(machine_of(cluster), cluster, recipe).device
+    found = with_measured_optimizer(machine_of(cluster), cluster, recipe).device
     assert found.update * numbers == pytest.approx(seconds)
-    clipped = with_optimizer(machine_of(cluster), cluster, replace(recipe, clip=1.0)).device
+    clipped = with_measured_optimizer(
+        machine_of(cluster), cluster, replace(recipe, clip=1.0)
+    ).device
     assert clipped.update * numbers == pytest.approx(seconds + 2**20 * 5e-10 + 2**12 * 5e-9)
     adam = replace(recipe, optimizer=lambda model: torch.optim.Adam(model.parameters()))
-    assert with_optimizer(machine_of(cluster), cluster, adam) == machine_of(cluster)
+    assert with_measured_optimizer(machine_of(cluster), cluster, adam) == machine_of(cluster)
 
 
 def test_a_part_of_a_tensor_has_a_gradient_of_the_whole():

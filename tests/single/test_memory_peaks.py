@@ -15,15 +15,15 @@ from torch.optim import SGD, Adam, AdamW
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.cost.step_memory import OPTIMISERS, step_memory, temporaries
-from headway.graph import fold
-from headway.graph.passing import regions_of
+from headway.cost.machine_presets import machine_of
+from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
+from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
 from headway.parallel import cut
 from headway.plan import data_parallel
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.search import Question, Search
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.request import PlanRequest
 from support.memory_models import CASES, Block, Gpt2
 from support.tracked import found, peak_of_plan, peak_of_stage, peak_of_steps, tracker_of
 
@@ -79,7 +79,7 @@ def test_blocks_that_are_computed_again(graphs, rule):
     case = CASES["GPT-2"]
     again = partial(Gpt2, again=True)
     total, _ = peak_of_steps(again, case.data, case.loss, RULES[rule])
-    regions = regions_of(graphs["GPT-2"], [f"blocks.{n}" for n in range(6)])
+    regions = operator_ranges_of(graphs["GPT-2"], [f"blocks.{n}" for n in range(6)])
     peak = step_memory(graphs["GPT-2"], rule, regions=regions)
     assert abs(peak.bytes - total) <= SCALARS
     assert total < 0.5 * step_memory(graphs["GPT-2"], rule).bytes
@@ -99,7 +99,7 @@ def test_micro_batches_whose_gradients_add_up(graphs, name):
 
 
 @pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
-@pytest.mark.parametrize("rule", OPTIMISERS)
+@pytest.mark.parametrize("rule", OPTIMISER_MEMORY)
 def test_what_an_update_needs_for_a_moment(rule, way):
     sizes = (3000, 70_000, 50_000, 200, 64_000)
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -114,8 +114,8 @@ def test_what_an_update_needs_for_a_moment(rule, way):
     with tracker:
         optimizer.step()
     size = [4 * n for n in sizes]
-    rule_ = OPTIMISERS[rule]
-    assert abs(found(tracker)[0] - before - temporaries(rule_, size, way)) <= 64
+    rule_ = OPTIMISER_MEMORY[rule]
+    assert abs(found(tracker)[0] - before - optimiser_temporaries(rule_, size, way)) <= 64
     assert 4 * sum(v.numel() for v in held) == rule_.state * sum(size) + 4 * rule_.counters * 5
 
 
@@ -135,7 +135,7 @@ def test_the_peak_of_every_stage_of_a_pipeline(graphs, name, microbatches):
     case, graph = CASES[name], graphs[name]
     data = [torch.zeros(t.shape, dtype=t.dtype) for t in case.data]
     stages = cut(case.make(), case.loss, data, at=CUTS[name])
-    first = [regions_of(graph, [module])[0][0] for module in CUTS[name]]
+    first = [operator_ranges_of(graph, [module])[0][0] for module in CUTS[name]]
     borders = [0, *first, len(graph.operators)]
     for number in range(len(stages)):
         actions = order_of(number, len(stages), microbatches)
@@ -149,9 +149,9 @@ def test_the_peak_of_every_stage_of_a_pipeline(graphs, name, microbatches):
 def test_a_whole_model_as_the_search_has_it(graphs, name):
     case = CASES[name]
     samples = len(case.data[0])
-    work = Workload(graph=fold(graphs[name]), samples=samples)
+    work = PlanningWorkload(graph=fuse_light_operators(graphs[name]), samples=samples)
     machine = machine_of(of_preset("dgx-a100", nodes=1))
-    search = Search(Question(work=work, machine=machine, devices=(1,), batch=samples))
+    search = PlanSearch(PlanRequest(work=work, machine=machine, devices=(1,), batch=samples))
     (point,) = search.run().points
     rule = partial(RULES["adamw"], foreach=True)
     total, _ = peak_of_steps(case.make, case.data, case.loss, rule)
@@ -170,9 +170,9 @@ def test_copies_and_state_in_parts(graphs, zero, ranks, microbatches):
         samples * ranks * microbatches, processes=ranks, microbatch=samples, zero=zero
     )
     machine = machine_of(of_preset("dgx-a100", nodes=1))
-    work = Workload(graph=fold(graphs["perceptron"]), samples=samples)
-    question = Question(work=work, machine=machine, devices=(ranks,), batch=plan.batch.samples)
-    predicted = point_of(plan, Search(question)).bytes
+    work = PlanningWorkload(graph=fuse_light_operators(graphs["perceptron"]), samples=samples)
+    question = PlanRequest(work=work, machine=machine, devices=(ranks,), batch=plan.batch.samples)
+    predicted = point_of(plan, PlanSearch(question)).bytes
     rule = partial(RULES["adamw"], foreach=True)
     total = peak_of_plan(case.make, case.data, case.loss, rule, plan)
     assert 0.97 <= predicted / total <= 1.08, predicted / total

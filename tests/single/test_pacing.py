@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.comm.pacing import Pace
+from headway.comm.traffic_shaper import TrafficShaper
 from headway.errors import UsageError
 
 
 def warm():
     """Processes that have imported torch already (`comm` does)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "headway.comm.pacing"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "headway.comm.traffic_shaper"])
     return context
 
 
@@ -37,7 +37,7 @@ class Clock:
 
 def test_bytes_leave_one_after_the_other(tmp_path):
     clock = Clock(0)
-    with Pace.of(tmp_path / "pace", 1000, clock=clock) as pace:
+    with TrafficShaper.of(tmp_path / "pace", 1000, clock=clock) as pace:
         assert pace.reserve(500) == 0.5
         assert pace.reserve(250) == 0.75
         clock.now = 2_000_000_000
@@ -51,7 +51,7 @@ def test_bytes_leave_one_after_the_other(tmp_path):
 )
 def test_pieces_take_exactly_as_long_as_the_whole(tmp_path_factory, rate, sizes):
     path = tmp_path_factory.mktemp("pace") / "pace"
-    with Pace.of(path, rate, clock=Clock(0)) as pace:
+    with TrafficShaper.of(path, rate, clock=Clock(0)) as pace:
         last = [pace.reserve(size) for size in sizes][-1]
     exact = Fraction(sum(sizes), rate)
     assert last == int(exact * 10**9) / 10**9
@@ -59,13 +59,13 @@ def test_pieces_take_exactly_as_long_as_the_whole(tmp_path_factory, rate, sizes)
 
 def test_a_new_rate_holds_for_what_is_queued(tmp_path):
     clock = Clock(0)
-    with Pace.of(tmp_path / "pace", 1000, clock=clock) as pace:
+    with TrafficShaper.of(tmp_path / "pace", 1000, clock=clock) as pace:
         pace.reserve(1000)
         clock.now = 500_000_000
         pace.set_rate(100)  # 500 bytes are left: 5 s
         assert pace.rate == 100
         assert pace.reserve(0) == 5.5
-        with Pace.of(tmp_path / "pace", 1000, clock=clock) as again:
+        with TrafficShaper.of(tmp_path / "pace", 1000, clock=clock) as again:
             assert again.rate == 100
         clock.now = 10_000_000_000
         pace.set_rate(1000)
@@ -73,7 +73,7 @@ def test_a_new_rate_holds_for_what_is_queued(tmp_path):
 
 
 def send(path, count, size, together, ends):
-    with Pace.of(path, 10**9) as pace:
+    with TrafficShaper.of(path, 10**9) as pace:
         together.wait()
         ends.put([pace.reserve(size) for _ in range(count)])
 
@@ -83,7 +83,7 @@ def test_several_processes_share_one_line(tmp_path):
     context = warm()
     ends, together = context.SimpleQueue(), context.Barrier(3)
     path, size, count = tmp_path / "pace", 1_000_000, 3000
-    with Pace.of(path, 10**9) as pace:
+    with TrafficShaper.of(path, 10**9) as pace:
         before = time.monotonic()
         pace.reserve(60 * 10**9)  # a minute: the line is busy all the time
         workers = [
@@ -104,7 +104,7 @@ def test_several_processes_share_one_line(tmp_path):
 def test_threads_of_a_rank_share_it_too(tmp_path, request):
     request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
-    with Pace.of(tmp_path / "pace", 10**6, clock=Clock(0)) as pace:
+    with TrafficShaper.of(tmp_path / "pace", 10**6, clock=Clock(0)) as pace:
         threads = [
             threading.Thread(target=lambda: [pace.reserve(10) for _ in range(300)])
             for _ in range(4)
@@ -130,7 +130,7 @@ def hold(path, ready):
 def test_a_rank_that_is_killed_while_it_holds_the_lock_holds_up_nobody(tmp_path):
     context = warm()
     ready = context.Event()
-    with Pace.of(tmp_path / "pace", 1000) as pace:
+    with TrafficShaper.of(tmp_path / "pace", 1000) as pace:
         holder = context.Process(target=hold, args=(tmp_path / "pace", ready))
         holder.start()
         assert ready.wait(30)
@@ -141,12 +141,12 @@ def test_a_rank_that_is_killed_while_it_holds_the_lock_holds_up_nobody(tmp_path)
 
 def test_what_cannot_be_opened(tmp_path):
     with pytest.raises(UsageError, match="sends nothing"):
-        Pace.of(tmp_path / "pace", 0)
+        TrafficShaper.of(tmp_path / "pace", 0)
     with pytest.raises(UsageError, match="cannot be opened"):
-        Pace.of(tmp_path / "absent" / "pace", 1000)
+        TrafficShaper.of(tmp_path / "absent" / "pace", 1000)
 
 
 def test_closing_twice_is_allowed(tmp_path):
-    pace = Pace.of(tmp_path / "pace", 1000)
+    pace = TrafficShaper.of(tmp_path / "pace", 1000)
     pace.close()
     pace.close()

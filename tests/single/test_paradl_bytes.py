@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from headway.cost.guidelines.paradl import ROWS, Job, Layer
+from headway.cost.guidelines.paradl import ROWS, ParadlJob, ParadlLayer
+from headway.verification.collective_recorder import CollectiveRecorder
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder
 
 BATCH, SIDE = 8, 16
 CHANNELS = ((8, 32), (32, 16), (16, 32))
@@ -25,14 +25,14 @@ WEIGHTS = [torch.randn(o, i, 3, 3) for i, o in CHANNELS]
 def job(*, latency, per_byte):
     area = SIDE * SIDE
     layers = [
-        Layer(
+        ParadlLayer(
             forward=0.0, backward=0.0, update=0.0, x=i * area, y=o * area, w=9 * i * o,
             filters=o, channels=i, points=area, halo_x=2 * SIDE * i,
             halo_dy=2 * SIDE * o if number else 0,  # nobody needs the gradient of the data
         )
         for number, (i, o) in enumerate(CHANNELS)
     ]  # fmt: skip
-    return Job(
+    return ParadlJob(
         layers=layers, samples=BATCH, batch=BATCH, latency=latency, seconds_per_byte=per_byte
     )
 
@@ -144,7 +144,7 @@ def ring_steps(seen):
 @pytest.mark.parametrize("how", [data, filter_, channel, spatial])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_bytes(how, ranks):
-    with fake_world(ranks, rank=1), Recorder() as recorder:
+    with fake_world(ranks, rank=1), CollectiveRecorder() as recorder:
         how()
     row = ROWS[how.__name__.rstrip("_")](job(latency=0.0, per_byte=1.0), ranks)
     assert ring_bytes(recorder.seen) == row.communication

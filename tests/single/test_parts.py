@@ -7,20 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.comm import GradientExchange
-from headway.comm.buckets import make_bucket
-from headway.comm.lane import InlineLane
-from headway.comm.method import AllReduce
+from headway.comm.algorithms.method import AllReduce
+from headway.comm.exchange.gradient_exchange import GradientExchange
+from headway.comm.lanes.bucket_lanes import InlineLane, make_bucket
 from headway.data import Cursor
 from headway.errors import Diverged, PeerLost, RecipeError
 from headway.plan import data_parallel
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.parts import check_parts, sum_and_count, to_float64
-from headway.run.place import Place
-from headway.run.training import Training
-from headway.run.training_state import Trained
-from headway.run.trees import resize, to_device
-from headway.run.world import World
+from headway.run.step.batch import resize_batch, to_device
+from headway.run.step.components import check_components, sum_and_count, to_float64
+from headway.run.strategy.training_state import TrainingState
+from headway.run.training.loop import Training
 from support.tiny_models import Mlp, Points, WithDropout, cross_entropy
 
 
@@ -31,7 +30,7 @@ def sgd(model):
 def test_an_optimizer_that_wants_a_closure_is_refused():
     model = Mlp()
     with pytest.raises(RecipeError, match="LBFGS cannot be used: its step needs closure"):
-        check_parts(model, torch.optim.LBFGS(model.parameters()), None, 1)
+        check_components(model, torch.optim.LBFGS(model.parameters()), None, 1)
 
 
 def test_a_scheduler_that_wants_a_number_is_refused():
@@ -39,7 +38,7 @@ def test_a_scheduler_that_wants_a_number_is_refused():
     optimizer = sgd(model)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(RecipeError, match=r"ReduceLROnPlateau cannot be used.*metrics"):
-        check_parts(model, optimizer, plateau, 1)
+        check_components(model, optimizer, plateau, 1)
 
 
 @pytest.mark.parametrize("name", ["StepLR", "LinearLR", "SequentialLR", "ChainedScheduler"])
@@ -54,7 +53,7 @@ def test_schedulers_that_follow_a_curve_are_taken(name):
         "SequentialLR": lambda: schedulers.SequentialLR(optimizer, parts, [2]),
         "ChainedScheduler": lambda: schedulers.ChainedScheduler(parts),
     }
-    check_parts(model, optimizer, made[name](), 2)
+    check_components(model, optimizer, made[name](), 2)
 
 
 def test_parameters_of_a_loss_are_refused():
@@ -68,9 +67,9 @@ def test_parameters_of_a_loss_are_refused():
 def test_an_optimizer_of_sparse_gradients_is_for_one_process():
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
-    check_parts(model, optimizer, None, 1)
+    check_components(model, optimizer, None, 1)
     with pytest.raises(RecipeError, match="SparseAdam cannot be used by 2 processes"):
-        check_parts(model, optimizer, None, 2)
+        check_components(model, optimizer, None, 2)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_complex_parameters_keep_their_imaginary_part_in_double_precision():
 
 def test_a_batch_may_hold_texts_and_single_numbers():
     batch = {"x": torch.ones(4, 2), "t": torch.tensor(0.5), "id": ["a", "b", "c", "d"]}
-    three = resize(batch, 3)
+    three = resize_batch(batch, 3)
     assert three["x"].shape == (3, 2)
     assert three["t"].shape == ()
     assert three["id"] == ["a", "a", "a"]
@@ -157,7 +156,7 @@ class TestOwnLoop:
         plan = data_parallel(8, processes=1, precision="float64")
         run = Executor(model, optimizer, loss=cross_entropy, plan=plan)
         run.step(next(iter(run.batches(Points()))))
-        tensors = Trained(model, optimizer, None).tensors()
+        tensors = TrainingState(model, optimizer, None).tensors()
         assert {t.dtype for n, t in tensors.items() if n.endswith("sum")} == {torch.float64}
 
     def test_gradients_of_parameters_outside_the_optimizer_do_not_add_up(self):
@@ -229,7 +228,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
 def test_a_peer_that_dies_while_a_checkpoint_is_read_is_not_this_ranks_failure():
     """Else the launcher would take it for an error and not start the workers again."""
     training = Training.__new__(Training)
-    training._world = World(place=Place.alone(), device=torch.device("cpu"))
+    training._world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
     with pytest.raises(PeerLost), training._storing():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [1.2.3.4]")
     with pytest.raises(RuntimeError, match="something else"), training._storing():

@@ -10,16 +10,24 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PeerLost, Stalled, UsageError
-from headway.run.heartbeat import Heartbeat, Listener, connect
-from headway.run.lifeline import Lifeline
-from headway.run.loss import Loss, failed, name_places, silent, spread_of
-from headway.run.peer import Identity, Peer, _facts
-from headway.run.place import Place
-from headway.run.sockets import break_connections, open_sockets
-from headway.run.world import World
+from headway.run.distributed.heartbeat import (
+    Heartbeat,
+    HeartbeatConnection,
+    HeartbeatListener,
+    ProcessIdentity,
+    RankFailure,
+    _facts,
+    connect_heartbeat,
+    machine_naming,
+    name_rank_machines,
+    reported_failure,
+    silent_ranks,
+)
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import Watchdog, World, break_connections, open_sockets
 
-OWN = Identity(rank=0, local_rank=0, node=0, host="a", machine="m", pid=1, started="")
-HERE = Identity.here(replace(Place.alone(), rank=1))
+OWN = ProcessIdentity(rank=0, local_rank=0, node=0, host="a", machine="m", pid=1, started="")
+HERE = ProcessIdentity.here(replace(LaunchEnv.alone(), rank=1))
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def pair():
     server = socket.create_server(("127.0.0.1", 0))
     far = socket.create_connection(server.getsockname())
     near, _ = server.accept()
-    peer = Peer(near, now=100.0)
+    peer = HeartbeatConnection(near, now=100.0)
     peer.identity = replace(OWN, rank=1)
     peer.preparing = False
     yield peer, far
@@ -59,7 +67,7 @@ def test_who_prepares_is_excused_for_ten_times_as_long(pair):
 def test_who_prepares_on_a_machine_that_does_not_answer_is_not_excused(pair, monkeypatch):
     peer, _ = pair
     peer.take_beat({"preparing": True}, 100.0)
-    monkeypatch.setattr(Peer, "answers", lambda self: False)
+    monkeypatch.setattr(HeartbeatConnection, "answers", lambda self: False)
     assert peer.overdue(105.1, 5.0, "m")
 
 
@@ -73,7 +81,9 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
     peer, _ = pair
     facts = _facts(os.getpid())
     assert facts[0] == "R"
-    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("S", _facts(pid)[1], facts[2]))
+    monkeypatch.setattr(
+        "headway.run.distributed.heartbeat._facts", lambda pid: ("S", _facts(pid)[1], facts[2])
+    )
     peer.identity = HERE
     assert HERE.machine
     assert not peer.overdue(104.0, 5.0, HERE.machine)  # from here on its seconds are counted
@@ -82,9 +92,13 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
         pass
     assert not peer.overdue(106.0, 5.0, HERE.machine)  # 0.9 s of computing in two
     assert peer.overdue(120.0, 5.0, HERE.machine)  # but not in sixteen
-    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("R", 0.0, facts[2]))
+    monkeypatch.setattr(
+        "headway.run.distributed.heartbeat._facts", lambda pid: ("R", 0.0, facts[2])
+    )
     assert not peer.overdue(120.0, 5.0, HERE.machine)  # it waits for a core
-    monkeypatch.setattr("headway.run.peer._facts", lambda pid: ("T", 0.0, facts[2]))
+    monkeypatch.setattr(
+        "headway.run.distributed.heartbeat._facts", lambda pid: ("T", 0.0, facts[2])
+    )
     assert peer.overdue(120.0, 5.0, HERE.machine)  # it is stopped
     assert peer.is_here(HERE.machine)
     peer.identity = replace(HERE, started="0")  # another process of the same number
@@ -119,18 +133,18 @@ def test_messages_arrive_whole_in_pieces(pair):
 # -- the thread ----------------------------------------------------------------------------------
 
 
-def other(listener: Listener, rank: int, **facts) -> Heartbeat:
+def other(listener: HeartbeatListener, rank: int, **facts) -> Heartbeat:
     own = replace(OWN, rank=rank, **facts)
-    return Heartbeat(own, hub=connect("127.0.0.1", listener.notice, own), patience=3.0)
+    return Heartbeat(own, hub=connect_heartbeat("127.0.0.1", listener.notice, own), patience=3.0)
 
 
 def test_states_reach_every_rank_and_goodbyes_are_no_losses():
-    listener = Listener.open()
+    listener = HeartbeatListener.open()
     said = ("data of step 3", time.monotonic() - 7, False)
     hub = Heartbeat(OWN, listener=listener, patience=3.0)
     slow = Heartbeat(
         replace(OWN, rank=1),
-        hub=connect("127.0.0.1", listener.notice, replace(OWN, rank=1)),
+        hub=connect_heartbeat("127.0.0.1", listener.notice, replace(OWN, rank=1)),
         said=lambda: said,
     )
     third = other(listener, 2)
@@ -149,7 +163,7 @@ def test_states_reach_every_rank_and_goodbyes_are_no_losses():
 
 
 def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
-    listener = Listener.open()
+    listener = HeartbeatListener.open()
     hub, third = Heartbeat(OWN, listener=listener), other(listener, 2, host="c")
     failing = other(listener, 1, host="b")
     stranger = socket.create_connection(("127.0.0.1", int(listener.notice.split()[0])))
@@ -171,7 +185,7 @@ def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
 
 def test_a_process_that_stood_still_itself_judges_nobody(monkeypatch):
     """As after the suspension of a machine: the beats of the others come when it goes on."""
-    listener = Listener.open()
+    listener = HeartbeatListener.open()
     hub, second = Heartbeat(OWN, listener=listener, patience=3.0), other(listener, 1)
     hub.start()
     second.start()
@@ -200,36 +214,36 @@ def test_a_process_that_stood_still_itself_judges_nobody(monkeypatch):
 
 def test_machines_are_named_where_there_are_several():
     ranks = [replace(OWN, rank=n, node=n // 2, host="ab"[n // 2]) for n in range(4)]
-    assert spread_of(ranks[:2]) == ""
-    assert spread_of(ranks) == "host"
-    assert spread_of([replace(r, host="x") for r in ranks]) == "node"
-    assert name_places(ranks[1:], "host") == "rank 1 on a and ranks 2 and 3 on b"
-    assert name_places(ranks[2:], "node") == "ranks 2 and 3 on node 1"
-    assert name_places(ranks[2:], "") == "ranks 2 and 3"
+    assert machine_naming(ranks[:2]) == ""
+    assert machine_naming(ranks) == "host"
+    assert machine_naming([replace(r, host="x") for r in ranks]) == "node"
+    assert name_rank_machines(ranks[1:], "host") == "rank 1 on a and ranks 2 and 3 on b"
+    assert name_rank_machines(ranks[2:], "node") == "ranks 2 and 3 on node 1"
+    assert name_rank_machines(ranks[2:], "") == "ranks 2 and 3"
 
 
 def test_silence_says_what_was_heard_last_and_is_one_ranks_to_tell(pair):
     peer, _ = pair
     peer.doing = ("data of step 3", 90.0)
-    loss = silent([peer], OWN, 106.0, "host")
+    loss = silent_ranks([peer], OWN, 106.0, "host")
     assert loss.what == "rank 1 on a has not been heard of for 6 s"
     assert "The last that rank 1 said: data of step 3." in loss.why
     assert isinstance(loss.error(), Stalled)
-    echo = Loss.heard(loss.message())
+    echo = RankFailure.heard(loss.message())
     assert (echo, echo.speaks, loss.speaks) == (loss, False, True)
     assert isinstance(echo.error(), PeerLost)
     peer.identity = OWN
     for local_rank, speaks in ((0, True), (1, False)):
         own = replace(OWN, rank=3, node=1, local_rank=local_rank, host="b")
-        told = silent([peer], own, 106.0, "host")
+        told = silent_ranks([peer], own, 106.0, "host")
         assert told.what == "rank 0 on a cannot be reached from rank 3 on b"
         assert told.speaks is speaks
 
 
 def test_an_exchange_is_not_begun_once_a_rank_is_lost():
-    world = World(place=Place.alone(), device="cpu")
+    world = World(place=LaunchEnv.alone(), device="cpu")
     world._lifeline._heartbeat = Heartbeat(OWN)
-    world._lifeline._heartbeat.loss = failed(replace(OWN, rank=1), "no", "")
+    world._lifeline._heartbeat.loss = reported_failure(replace(OWN, rank=1), "no", "")
     world.doing("data of step %d", 4)
     with pytest.raises(PeerLost, match="rank 1 failed") as caught, world.explained("x"):
         pytest.fail("began")
@@ -238,7 +252,7 @@ def test_an_exchange_is_not_begun_once_a_rank_is_lost():
 
 
 def test_too_little_patience_is_refused():
-    place = replace(Place.alone(), ranks=2)
+    place = replace(LaunchEnv.alone(), ranks=2)
     with pytest.raises(UsageError, match="a patience of 1 s is too short"):
         World.join(place, patience_seconds=1.0)
 
@@ -248,7 +262,7 @@ def test_doing_is_put_together_only_when_asked():
         def __str__(self) -> str:
             raise AssertionError("nobody asked")
 
-    line = Lifeline(Place.alone())
+    line = Watchdog(LaunchEnv.alone())
     assert line.said()[2]
     line.doing("bucket %s", (Costly(),))
     line.doing("bucket %d of step %d", (3, 4))

@@ -14,18 +14,23 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.errors import PlanError, RunError
-from headway.parallel import Calls, Pipeline, StageCost, Team, cut, measure, weigh_units
-from headway.parallel.layout import Layout
-from headway.parallel.links import LocalLink
-from headway.parallel.split_backward import input_gradients
-from headway.parallel.structure import flatten, is_payload
-from headway.parallel.version_plan import VersionPlan
-from headway.parallel.versions import LIVE
-from headway.schedule import Action, Kind, Pipe, PipelineSchedule
-from headway.schedule.lowering import lower
-from headway.schedule.named import make_schedule
-from headway.schedule.retirement import opposite, retirements
-from headway.workloads.transformer.model import Block, TransformerConfig, rotation
+from headway.parallel import (
+    Pipeline,
+    PipelineCallbacks,
+    PipelineRanks,
+    StageCost,
+    cut,
+    measure_stage_costs,
+    measure_unit_seconds,
+)
+from headway.parallel.pipeline.runtime.p2p import LocalStageLink, MessageFormat
+from headway.parallel.pipeline.runtime.stage_execution import input_gradients
+from headway.parallel.pipeline.runtime.weight_stashing import LIVE_VERSION, WeightVersionPlan
+from headway.parallel.pipeline.stages import flatten, is_payload
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.lowering import completed_sends, lower, matching_action
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
+from headway.workloads.transformer.model import TransformerBlock, TransformerConfig, rotation
 from support.pipelines import chain, points, run_serially
 from support.tiny_models import cross_entropy
 
@@ -38,7 +43,7 @@ class Tangled(nn.Module):
     def __init__(self):
         super().__init__()
         self.tied = nn.Linear(8, 8)
-        self.block = Block(TransformerConfig(width=8, layers=1, heads=2))
+        self.block = TransformerBlock(TransformerConfig(width=8, layers=1, heads=2))
         self.table = nn.Parameter(torch.randn(8))
         self.gain = nn.Parameter(torch.randn(8))
         self.lonely = nn.Linear(8, 3)
@@ -143,7 +148,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_message_brings_the_value_and_its_strides(value):
-    layout, leaves = Layout.of([value])
+    layout, leaves = MessageFormat.of([value])
     packed = layout.pack(leaves)
     buffers = [form.empty(torch.device("cpu")) for form in layout.packed]
     for buffer, tensor in zip(buffers, packed, strict=True):
@@ -166,7 +171,7 @@ def test_a_message_brings_the_value_and_its_strides(value):
 
 
 def test_a_layout_that_changes_without_reason_is_refused():
-    link = LocalLink("d0: stage 0 to stage 1", ["key", "key", "other"])
+    link = LocalStageLink("d0: stage 0 to stage 1", ["key", "key", "other"])
     link.give(0, [torch.ones(3)])
     link.give(2, [torch.ones(4)])
     with pytest.raises(RunError, match="what goes over d0: stage 0 to stage 1 has changed"):
@@ -182,16 +187,19 @@ def test_a_message_is_let_go_only_when_it_has_arrived(name):
     places = [{a: n for n, a in enumerate(row)} for row in schedule.order]
     proved = 0
     for rank, row in enumerate(schedule.order):
-        for position, sent in retirements(schedule, rank).items():
+        for position, sent in completed_sends(schedule, rank).items():
             proof = row[position]
-            assert proof.kind == Kind.RECV
+            assert proof.kind == ActionKind.RECV
             peer = schedule.pipe_of[proof.pipe].placement[proof.other]
             for earlier in sent:
-                assert row[earlier].kind == Kind.SEND
+                assert row[earlier].kind == ActionKind.SEND
                 assert earlier < position
-                assert places[peer][opposite(row[earlier])] < places[peer][opposite(proof)]
+                assert (
+                    places[peer][matching_action(row[earlier])]
+                    < places[peer][matching_action(proof)]
+                )
                 proved += 1
-    sends = sum(a.kind == Kind.SEND for _, a in schedule.actions())
+    sends = sum(a.kind == ActionKind.SEND for _, a in schedule.actions())
     assert proved > sends / 4
 
 
@@ -199,16 +207,16 @@ def test_only_versions_that_are_still_needed_are_kept():
     text = "F.0 F.1 B.0 STEP F.2 B.1 STEP B.2"
     row = tuple(Action.parse(f"d0.s0.{word}") for word in text.split())
     table = PipelineSchedule(
-        name="t", pipes=(Pipe("d0", (0,), (0, 1, 2)),), order=(row,), flush=False
+        name="t", pipes=(SchedulePipe("d0", (0,), (0, 1, 2)),), order=(row,), flush=False
     )
-    plan = VersionPlan(table, 0)
-    computes = [n for n, a in enumerate(row) if a.kind != Kind.STEP]
+    plan = WeightVersionPlan(table, 0)
+    computes = [n for n, a in enumerate(row) if a.kind != ActionKind.STEP]
     assert [plan.version(n) for n in computes] == [0, 0, 0, 1, 0, 1]
     assert [plan.ended(n) for n in (3, 6)] == [0, 1]
     assert {n: plan.dropped(n) for n in computes if plan.dropped(n)} == {5: [0], 7: [1]}
     flushed = make_schedule("1f1b", stages=2, microbatches=4)
-    plan = VersionPlan(flushed, 0)
-    assert {plan.version(n) for n in range(len(flushed.order[0]))} == {LIVE}
+    plan = WeightVersionPlan(flushed, 0)
+    assert {plan.version(n) for n in range(len(flushed.order[0]))} == {LIVE_VERSION}
 
 
 # -- the executor in one process -------------------------------------------------------------------
@@ -218,16 +226,18 @@ def one_rank(stages, count, **recompute):
     """All stages on one rank, micro-batch by micro-batch."""
     row = []
     for m in range(count):
-        row += [Action(Kind.FORWARD, "d0", s, m) for s in range(stages)]
-        row += [Action(Kind.BACKWARD, "d0", s, m) for s in reversed(range(stages))]
-    pipe = Pipe("d0", (0,) * stages, tuple(range(count)))
+        row += [Action(ActionKind.FORWARD, "d0", s, m) for s in range(stages)]
+        row += [Action(ActionKind.BACKWARD, "d0", s, m) for s in reversed(range(stages))]
+    pipe = SchedulePipe("d0", (0,) * stages, tuple(range(count)))
     return PipelineSchedule(name="one", pipes=(pipe,), order=(tuple(row),), **recompute)
 
 
 def alone(model, data, **options):
     stages = cut(model, cross_entropy, data[0], stages=3)
-    calls = Calls(loss=cross_entropy, share=lambda value, _: value / len(data))
-    return Pipeline(stages, one_rank(3, len(data), **options), Team(rank=0, ranks=(0,)), calls)
+    calls = PipelineCallbacks(loss=cross_entropy, share=lambda value, _: value / len(data))
+    return Pipeline(
+        stages, one_rank(3, len(data), **options), PipelineRanks(rank=0, ranks=(0,)), calls
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +277,7 @@ def test_one_rank_alone_equals_the_serial_run():
 def test_a_table_that_does_not_fit_is_refused():
     model, data = chain(), points(2)
     stages = cut(model, cross_entropy, data[0], stages=3)
-    team, calls = Team(rank=0, ranks=(0,)), Calls(loss=cross_entropy)
+    team, calls = PipelineRanks(rank=0, ranks=(0,)), PipelineCallbacks(loss=cross_entropy)
     with pytest.raises(PlanError, match="it is for 2 stages, and the model has 3"):
         Pipeline(stages, one_rank(2, 2), team, calls)
     synced = lower(make_schedule("gpipe", stages=3, microbatches=2), sync="post")
@@ -290,7 +300,7 @@ def test_values_over_several_stages_need_an_edge_in_the_table():
     data = [(torch.randn(2, 6), torch.zeros(2, dtype=torch.int64))]
     stages = cut(Skipping(), cross_entropy, data[0], stages=3)
     assert stages.skips == ((0, 2),)
-    team, calls = Team(rank=0, ranks=(0,)), Calls(loss=cross_entropy)
+    team, calls = PipelineRanks(rank=0, ranks=(0,)), PipelineCallbacks(loss=cross_entropy)
     with pytest.raises(PlanError, match="does not say that stage 0 gives values to stage 2"):
         Pipeline(stages, one_rank(3, 1), team, calls)
 
@@ -324,7 +334,7 @@ def test_what_stages_cost():
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     data = points(1)[0]
     stages = cut(model, cross_entropy, data, at=["1", "2"])
-    costs = measure(stages, cross_entropy, data, repeats=9)
+    costs = measure_stage_costs(stages, cross_entropy, data, repeats=9)
     assert all(isinstance(cost, StageCost) for cost in costs)
     assert costs[1].forward > 2 * costs[0].forward
     assert costs[0].input_grad == 0.0
@@ -334,5 +344,5 @@ def test_what_stages_cost():
     assert costs[1].activation > 40 * 4 * 6 * 4
     assert torch.equal(model[0].weight.grad, torch.ones(6, 6))
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
-    weights = weigh_units(model, cross_entropy, data, 3)
+    weights = measure_unit_seconds(model, cross_entropy, data, 3)
     assert max(weights, key=weights.__getitem__) == "1"

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from headway.errors import UsageError
-from headway.run.place import PORT_RANGE, Place, derived_port, expand_hosts, user_threads
+from headway.run.distributed.launch_env import (
+    PORT_RANGE,
+    LaunchEnv,
+    derive_port,
+    expand_slurm_hosts,
+    user_threads,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -42,19 +48,19 @@ PMI = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANK
 
 
 def test_nothing_set_is_alone():
-    place = Place.here({"PATH": "/bin"})
-    assert place == Place.alone()
+    place = LaunchEnv.here({"PATH": "/bin"})
+    assert place == LaunchEnv.alone()
     assert (place.rank, place.ranks, place.found_world) == (0, 1, False)
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert Place.here() == Place.here(TORCHRUN)
+    assert LaunchEnv.here() == LaunchEnv.here(TORCHRUN)
 
 
 def test_torchrun():
-    assert Place.here(TORCHRUN) == Place(
+    assert LaunchEnv.here(TORCHRUN) == LaunchEnv(
         rank=3,
         ranks=8,
         local_rank=1,
@@ -66,40 +72,42 @@ def test_torchrun():
         master_port=4711,
         agent_store=True,
     )
-    assert Place.here(TORCHRUN).found_world
+    assert LaunchEnv.here(TORCHRUN).found_world
 
 
 def test_ranks_that_share_a_machine_have_the_same_node():
     """By the name that the launcher gives, or by the number of the machine."""
-    assert Place.here(TORCHRUN).node == "node-1"
-    assert Place.here(TORCHRUN | {"HEADWAY_NODE": "left"}).node == "left"
-    assert Place.here(SRUN).node == "node-2"
-    assert Place.here(OPEN_MPI).node == Place.alone().node == "node-0"
-    assert Place.here(OPEN_MPI).pace is None
+    assert LaunchEnv.here(TORCHRUN).node == "node-1"
+    assert LaunchEnv.here(TORCHRUN | {"HEADWAY_NODE": "left"}).node == "left"
+    assert LaunchEnv.here(SRUN).node == "node-2"
+    assert LaunchEnv.here(OPEN_MPI).node == LaunchEnv.alone().node == "node-0"
+    assert LaunchEnv.here(OPEN_MPI).pace is None
 
 
 def test_torchrun_with_its_own_store_switched_off():
-    assert not Place.here(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
+    assert not LaunchEnv.here(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 
 
 def test_own_workers_count_attempts_themselves():
-    place = Place.here(TORCHRUN | {"HEADWAY_ATTEMPT": "7"})
+    place = LaunchEnv.here(TORCHRUN | {"HEADWAY_ATTEMPT": "7"})
     assert (place.launcher, place.attempt) == ("headway", 7)
 
 
 def test_variables_set_by_hand_or_by_an_operator():
-    place = Place.here({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "NODE_RANK": "1"})
+    place = LaunchEnv.here(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "NODE_RANK": "1"}
+    )
     assert (place.launcher, place.agent_store) == ("environment", False)
     assert (place.local_rank, place.node_rank) == (0, 1)
     assert (place.master_address, place.master_port) == ("head", 29500)
 
 
 def test_torchrun_inside_srun_is_torchrun():
-    assert Place.here(SRUN | TORCHRUN).launcher == "torchrun"
+    assert LaunchEnv.here(SRUN | TORCHRUN).launcher == "torchrun"
 
 
 def test_slurm():
-    place = Place.here(SRUN)
+    place = LaunchEnv.here(SRUN)
     assert (place.rank, place.ranks, place.launcher) == (5, 6, "slurm")
     assert (place.local_rank, place.local_ranks, place.node_rank) == (1, 2, 2)
     assert place.master_address == "node01"
@@ -110,21 +118,21 @@ def test_slurm():
 
 def test_slurm_ranks_compute_one_port_and_other_steps_another():
     other_rank = SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    assert Place.here(other_rank).master_port == Place.here(SRUN).master_port
-    ports = {derived_port(f"{job}.0") for job in range(200)}
+    assert LaunchEnv.here(other_rank).master_port == LaunchEnv.here(SRUN).master_port
+    ports = {derive_port(f"{job}.0") for job in range(200)}
     assert len(ports) > 190
     assert min(ports) >= 1024
     assert max(ports) < 32768
 
 
 def test_slurm_takes_the_users_meeting_point():
-    place = Place.here(SRUN | {"MASTER_ADDR": "ib-node01", "MASTER_PORT": "5000"})
+    place = LaunchEnv.here(SRUN | {"MASTER_ADDR": "ib-node01", "MASTER_PORT": "5000"})
     assert (place.master_address, place.master_port) == ("ib-node01", 5000)
 
 
 def test_slurm_without_a_list_of_hosts_uses_the_launching_node():
     bare = {k: v for k, v in SRUN.items() if "NODELIST" not in k}
-    assert Place.here(bare).master_address == "10.0.0.1"
+    assert LaunchEnv.here(bare).master_address == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -138,41 +146,41 @@ def test_slurm_without_a_list_of_hosts_uses_the_launching_node():
     ids=["salloc", "batch script", "one task", "interactive step of a larger allocation"],
 )
 def test_an_allocation_without_srun_is_alone(env):
-    assert Place.here(env) == Place.alone()
+    assert LaunchEnv.here(env) == LaunchEnv.alone()
 
 
 def test_open_mpi_on_one_machine():
-    place = Place.here(OPEN_MPI)
+    place = LaunchEnv.here(OPEN_MPI)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (1, 4, 1, 4)
     assert (place.launcher, place.master_address, place.node_rank) == ("mpi", "127.0.0.1", 0)
 
 
 def test_open_mpi_inside_slurm_is_open_mpi():
     """mpirun starts one daemon a machine through srun: SLURM_PROCID counts the daemons."""
-    assert Place.here(SRUN | OPEN_MPI).launcher == "mpi"
+    assert LaunchEnv.here(SRUN | OPEN_MPI).launcher == "mpi"
 
 
 def test_open_mpi_over_machines_needs_the_address_of_rank_0():
     env = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(UsageError, match="MASTER_ADDR is missing"):
-        Place.here(env)
-    place = Place.here(env | {"MASTER_ADDR": "head"})
+        LaunchEnv.here(env)
+    place = LaunchEnv.here(env | {"MASTER_ADDR": "head"})
     assert (place.master_address, place.node_rank) == ("head", 0)
 
 
 def test_mpich():
-    place = Place.here(PMI)
+    place = LaunchEnv.here(PMI)
     assert (place.rank, place.ranks, place.local_ranks, place.launcher) == (2, 3, 3, "mpi")
 
 
 def test_mpich_inside_slurm_goes_by_pmi_unless_srun_set_both():
-    assert Place.here(SRUN | PMI).launcher == "mpi"
+    assert LaunchEnv.here(SRUN | PMI).launcher == "mpi"
     agreeing = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_STEP_NUM_TASKS"]}
-    assert Place.here(SRUN | agreeing).launcher == "slurm"
+    assert LaunchEnv.here(SRUN | agreeing).launcher == "slurm"
 
 
 def test_one_mpi_process_is_alone():
-    assert Place.here({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Place.alone()
+    assert LaunchEnv.here({"PMI_RANK": "0", "PMI_SIZE": "1"}) == LaunchEnv.alone()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,7 @@ def test_one_mpi_process_is_alone():
 )
 def test_contradictions_name_the_variables(env, names):
     with pytest.raises(UsageError) as caught:
-        Place.here(env)
+        LaunchEnv.here(env)
     for name in names:
         assert name in str(caught.value)
 
@@ -216,7 +224,7 @@ def test_contradictions_name_the_variables(env, names):
     ],
 )
 def test_host_lists(text, hosts):
-    assert expand_hosts(text) == hosts
+    assert expand_slurm_hosts(text) == hosts
 
 
 def test_the_users_threads():

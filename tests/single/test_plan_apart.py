@@ -6,26 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from headway.cli.plan_answer import Answer, lines
-from headway.cli.plan_question import Amounts
+from headway.cli.plan.output import PlanSearchReport, report_lines
+from headway.cli.plan.question import TrainingLength
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.planner.apart import apart, points_apart
-from headway.planner.decision import choices
-from headway.planner.degrees import Degrees, describe
-from headway.planner.operators import Workload
-from headway.planner.search import Question, Search, search
-from headway.report.frontier import frontier_of
-from headway.run.model_graph import graph_of
+from headway.cost.machine_presets import machine_of
+from headway.planner.estimate.degrees import Degrees, describe_degrees
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.alternatives import (
+    distinguishing_labels,
+    label_points,
+    operator_choices,
+)
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.request import PlanRequest
+from headway.report.pictures.pareto_frontier import frontier_plot
+from headway.run.measure.recipe_model import recipe_graph
 
 MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
 
 
 @pytest.fixture(scope="module")
 def engine():
-    graph, samples, batch = graph_of("support.recipes:stack")
-    work = Workload(graph=graph, samples=samples)
-    return Search(Question(work=work, machine=MACHINE, devices=(8,), batch=batch))
+    graph, samples, batch = recipe_graph("support.recipes:stack")
+    work = PlanningWorkload(graph=graph, samples=samples)
+    return PlanSearch(PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def test_as_many_aspects_are_named_as_it_takes():
         ("c", {"head": "same"}),
         ("c", {"head": "same"}),
     ]
-    assert apart(*zip(*rows, strict=True)) == [
+    assert distinguishing_labels(*zip(*rows, strict=True)) == [
         "cut at 3, head whole",
         "cut at 4, head split",
         "cut at 4, head whole",
@@ -59,40 +63,42 @@ def test_as_many_aspects_are_named_as_it_takes():
 
 
 def test_cuts_tell_apart_what_degrees_do_not(engine, alike):
-    said = points_apart(engine, alike)
+    said = label_points(engine, alike)
     assert len(set(said)) == 2
     for point, words in zip(alike, said, strict=True):
         stage, start = words.removeprefix("stage ").split(" from ")
         assert engine.row[point.stages[int(stage)].start].module == start
     other = engine.candidate(Degrees(tensor=1, data=8, pipeline=1, microbatch=4, microbatches=1))
-    assert points_apart(engine, [alike[0], other.fastest(float("inf"))]) == ["", ""]
+    assert label_points(engine, [alike[0], other.fastest(float("inf"))]) == ["", ""]
 
 
 def test_what_the_tensor_axis_splits_tells_apart():
     """Whole weights where there is room, split ones where there is not."""
-    graph, samples, batch = graph_of("headway.workloads.resnet.recipe:recipe")
-    work = Workload(graph=graph, samples=samples)
-    engine = Search(Question(work=work, machine=MACHINE, devices=(8,), batch=batch))
+    graph, samples, batch = recipe_graph("headway.workloads.resnet.recipe:recipe")
+    work = PlanningWorkload(graph=graph, samples=samples)
+    engine = PlanSearch(PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch))
     degrees = Degrees(tensor=8, data=1, pipeline=1, microbatch=16, microbatches=2)
     candidate = engine.candidate(degrees)
     points = [candidate.fastest(float("inf"))]
     points.append(candidate.fastest(0.15 * points[0].bytes))
     assert {stage.recompute for point in points for stage in point.stages} == {False}
-    said = points_apart(engine, points)
+    said = label_points(engine, points)
     how = {words.split(" ")[0]: words.split(" ")[1] for words in said}
     (module,) = how  # of one module both say what they do
     assert said[0] != said[1]
     for point, words in zip(points, said, strict=True):
-        own = {choice.how for choice in choices(engine, point) if choice.module == module}
+        own = {choice.how for choice in operator_choices(engine, point) if choice.module == module}
         assert words == f"{module} {' and '.join(own)}"
 
 
 def test_rows_and_pictures_do_not_read_alike(engine, alike):
-    outcome = replace(search(engine.question), points=tuple(alike), chosen=0)
-    answer = Answer(outcome=outcome, recipe="r", cluster="c", currency="", amounts=Amounts())
-    said = points_apart(outcome.search, alike)
-    rows = [row for row in lines(answer) if describe(alike[0].degrees) in row]
+    outcome = replace(find_plans(engine.question), points=tuple(alike), chosen=0)
+    answer = PlanSearchReport(
+        outcome=outcome, recipe="r", cluster="c", currency="", amounts=TrainingLength()
+    )
+    said = label_points(outcome.search, alike)
+    rows = [row for row in report_lines(answer) if describe_degrees(alike[0].degrees) in row]
     for words in said:
         assert sum(f"({words})" in row for row in rows) >= 1
-    shown = frontier_of(outcome, model="m", cluster="c")
+    shown = frontier_plot(outcome, model="m", cluster="c")
     assert len({spot.words for spot in shown.spots}) == 2

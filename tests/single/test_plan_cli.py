@@ -10,20 +10,24 @@ from dataclasses import replace
 import pytest
 
 from headway.cli.main import main
-from headway.cli.plan_answer import format_money
-from headway.cli.plan_question import counts_of
+from headway.cli.plan.output import format_money
+from headway.cli.plan.question import parse_device_counts
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.plan import Plan, data_parallel
-from headway.planner.alternatives import figures, nearest
-from headway.planner.forced import obeyable, on_modules, parse_force
-from headway.planner.operators import Workload
-from headway.planner.question import Question
-from headway.planner.search import search
-from headway.planner.sources import FORMULAS, numbers
-from headway.report.canvas import COLOURS
-from headway.report.frontier import frontier_of, frontier_png, frontier_svg
-from headway.run.model_graph import graph_of
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.alternatives import nearest_plans, plan_figures
+from headway.planner.explain.sources import FORMULAS, machine_numbers
+from headway.planner.search.branch_and_bound import find_plans
+from headway.planner.search.request import (
+    PlanRequest,
+    parse_force,
+    resolve_force,
+    restrict_to_force,
+)
+from headway.report.pictures.canvas import COLOURS
+from headway.report.pictures.pareto_frontier import frontier_plot, frontier_png, frontier_svg
+from headway.run.measure.recipe_model import recipe_graph
 
 RECIPE = "support.recipes:stack"
 CLUSTER = ("--cluster", "p3.16xlarge")
@@ -32,19 +36,19 @@ BATCH = 32
 
 @pytest.fixture(scope="module")
 def work():
-    graph, samples = graph_of(RECIPE)[:2]
-    return Workload(graph=graph, samples=samples)
+    graph, samples = recipe_graph(RECIPE)[:2]
+    return PlanningWorkload(graph=graph, samples=samples)
 
 
 @pytest.fixture(scope="module")
 def question(work):
     machine = machine_of(of_preset("p3.16xlarge"))
-    return Question(work=work, machine=machine, devices=(1, 2, 4), batch=BATCH)
+    return PlanRequest(work=work, machine=machine, devices=(1, 2, 4), batch=BATCH)
 
 
 @pytest.fixture(scope="module")
 def outcome(question):
-    return search(question)
+    return find_plans(question)
 
 
 @pytest.fixture
@@ -114,10 +118,10 @@ def test_money_in_words(run):
 
 def test_the_cheapest_is_the_same_for_any_price(question):
     """The devices are alike: without a price the fewest device-seconds are chosen."""
-    free = search(replace(question, objective="cheapest"))
-    paid = search(replace(question, objective="cheapest", price=7.5))
+    free = find_plans(replace(question, objective="cheapest"))
+    paid = find_plans(replace(question, objective="cheapest", price=7.5))
     assert free.best == paid.best
-    costs = [p.seconds * p.devices for p in search(question).points]
+    costs = [p.seconds * p.devices for p in find_plans(question).points]
     assert free.best.seconds * free.best.devices <= min(costs) * (1 + 1e-12)
 
 
@@ -135,7 +139,7 @@ def test_a_price_in_the_cluster_file(run, tmp_path, capsys):
 
 
 def test_nearest_alternatives(outcome):
-    found = nearest(outcome)
+    found = nearest_plans(outcome)
     assert 0 < len(found) <= 4
     for one in found:
         assert one.point != outcome.best
@@ -143,22 +147,22 @@ def test_nearest_alternatives(outcome):
         assert one.point.bytes == pytest.approx((1 + one.bytes) * outcome.best.bytes)
         assert one.point.devices == one.devices + outcome.best.devices
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    alone = nearest(replace(outcome, points=(outcome.best,), chosen=0))
+    alone = nearest_plans(replace(outcome, points=(outcome.best,), chosen=0))
     assert alone
     assert all(one.step for one in alone)  # one step away in a degree
 
 
 def test_the_overhead_on_one_device_is_the_update(question):
     """R_O of one device without a pipeline: what the passes do not take."""
-    found = search(replace(question, devices=(1,), objective="fastest"))
+    found = find_plans(replace(question, devices=(1,), objective="fastest"))
     point = found.best
     passes = point.degrees.microbatches * point.stages[0].seconds
     rest = (point.seconds - passes) / passes
-    assert figures(found.search, point).overhead == pytest.approx(rest, rel=1e-9)
+    assert plan_figures(found.search, point).overhead == pytest.approx(rest, rel=1e-9)
 
 
 def test_every_number_has_a_source_and_every_formula_its_numbers(question):
-    known = {one.name: one for one in numbers(replace(question, price=2.0))}
+    known = {one.name: one for one in machine_numbers(replace(question, price=2.0))}
     assert all(one.source and one.value for one in known.values())
     levels = {name.split(".")[1] for name in known if name.startswith("links.")}
     assert levels == {level.name for level in question.machine.network.levels}
@@ -186,8 +190,8 @@ def test_explain_says_where_numbers_come_from(tmp_path, capsys):
 
 
 def test_both_pictures_show_the_same(outcome, tmp_path, run):
-    shown = frontier_of(outcome, model="stack", cluster="p3.16xlarge")
-    assert shown == frontier_of(outcome, model="stack", cluster="p3.16xlarge")
+    shown = frontier_plot(outcome, model="stack", cluster="p3.16xlarge")
+    assert shown == frontier_plot(outcome, model="stack", cluster="p3.16xlarge")
     assert sum(spot.chosen for spot in shown.spots) == 1
     svg = frontier_svg(shown)
     assert svg == frontier_svg(shown)
@@ -215,13 +219,13 @@ def test_both_pictures_show_the_same(outcome, tmp_path, run):
     [("8", (8,)), ("6,12", (6, 12)), ("1..8", (1, 2, 4, 8)), ("3..9", (3, 4, 8, 9))],
 )
 def test_numbers_of_devices(text, numbers):
-    assert counts_of(text) == numbers
+    assert parse_device_counts(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "1..x", "8..2", "-1..4", "1,,2"])
 def test_no_numbers_of_devices(text):
     with pytest.raises(ValueError):
-        counts_of(text)
+        parse_device_counts(text)
 
 
 def test_all_problems_together(run):
@@ -255,17 +259,20 @@ def test_forced_choices(work, question):
     for word in ("a=split:", "a=replicate:o", "=split", "a=stage:2"):
         assert parse_force([word])[1], word
     assert parse_force(["a=stage", "a=split"]) == ((("a", "stage"), ("a", "split")), [])
-    assert "no stage can begin there" in on_modules(work, (("nothing", "stage"),))[1][0]
+    assert "no stage can begin there" in resolve_force(work, (("nothing", "stage"),))[1][0]
     names = [o.module for o in work.graph.operators if o.parameters]
-    assert on_modules(work, ((names[0], "split"),)) == (((names[0], "split"),), [])
-    assert on_modules(work, (("nothing", "split"),))[1]
-    forced, problems = obeyable(replace(question, force=((names[0], "split"),)), (1, 2, 4))
+    assert resolve_force(work, ((names[0], "split"),)) == (((names[0], "split"),), [])
+    assert resolve_force(work, (("nothing", "split"),))[1]
+    forced, problems = restrict_to_force(replace(question, force=((names[0], "split"),)), (1, 2, 4))
     assert not problems
     assert set(forced.tensor) <= {2, 4}
-    assert search(forced).best.degrees.tensor > 1
-    assert obeyable(replace(question, force=(("*", "replicate"),)), (1, 2))[0].tensor == (1, 2)
-    assert obeyable(replace(question, force=((names[0], "split:nothing"),)), (1, 2))[1]
-    assert obeyable(replace(question, force=((names[0], "split"),)), (1,))[1]
+    assert find_plans(forced).best.degrees.tensor > 1
+    assert restrict_to_force(replace(question, force=(("*", "replicate"),)), (1, 2))[0].tensor == (
+        1,
+        2,
+    )
+    assert restrict_to_force(replace(question, force=((names[0], "split:nothing"),)), (1, 2))[1]
+    assert restrict_to_force(replace(question, force=((names[0], "split"),)), (1,))[1]
 
 
 def test_nothing_fits(run):

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import Executor, criterion
-from headway.collective.calls import Call, Part
-from headway.graph import TensorSpec
-from headway.plan import Exchange, data_parallel
-from headway.planner.collectives_plan import collectives_of_plan, of_exchange
-from headway.planner.collectives_torch import ddp
+from headway.collective.collective_calls import CollectiveCall, CommunicatingStage
+from headway.graph.model_graph import TensorSpec
+from headway.plan import ExchangePlan, data_parallel
+from headway.planner.traffic.executor import collectives_of_plan, of_exchange
+from headway.planner.traffic.torch_wrappers import ddp_calls
+from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder, differences
 from support.tiny_models import CLASSES, FEATURES, Points, TinyConv
 
 WORLDS = (2, 8, 1024)
@@ -30,7 +30,7 @@ def specs_of(parameters):
 
 def same(calls, recorder):
     assert recorder.seen
-    assert list(differences(calls, recorder.seen)) == []
+    assert list(collective_differences(calls, recorder.seen)) == []
 
 
 class Deep(nn.Sequential):
@@ -57,7 +57,7 @@ def steps(world, plan, model, count=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Executor(model, optimizer, loss=LOSS, plan=plan, world=world)
     for number, batch in enumerate(run.batches(Points(plan.batch.samples * count))):
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             run.step(batch)
         assert number < count
     return recorder
@@ -67,34 +67,37 @@ def steps(world, plan, model, count=2):
 @pytest.mark.parametrize("bucket", ["8 MiB", "100 KiB"])
 def test_data_parallel_plan(ranks, bucket):
     """Buckets with their flags, the tally; two micro-batches make no more of them."""
-    exchange = Exchange(bucket=bucket)
+    exchange = ExchangePlan(bucket=bucket)
     plan = data_parallel(4 * ranks, processes=ranks, microbatch=2, exchange=exchange)
     model = Deep()
     with fake_world(ranks, rank=ranks - 1) as world:
         recorder = steps(world, plan, model)
-    calls = collectives_of_plan(plan, [Part(parameters=trained(model))])
+    calls = collectives_of_plan(plan, [CommunicatingStage(parameters=trained(model))])
     same(calls, recorder)
     assert len(recorder.seen) == {"8 MiB": 4, "100 KiB": 6}[bucket]
 
 
 def test_one_rank_sends_nothing():
-    assert collectives_of_plan(data_parallel(4, processes=1), [Part(parameters={})]) == ()
+    assert (
+        collectives_of_plan(data_parallel(4, processes=1), [CommunicatingStage(parameters={})])
+        == ()
+    )
 
 
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "topk:0.01", "powersgd:2", "int8", "sign"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_compressed_exchange(ranks, compress):
     """Of every compressor the operations that its method starts."""
-    from headway.comm.method import finish
-    from headway.comm.routes import Routes
-    from headway.comm.setup import first_arrangement, make_buckets
+    from headway.comm.algorithms.method import finish
+    from headway.comm.lanes.routes import RoutePool
+    from headway.comm.tuning.autotuning import initial_arrangement, make_buckets
 
-    exchange, model = Exchange(compress=compress), Deep()
+    exchange, model = ExchangePlan(compress=compress), Deep()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with fake_world(ranks):
-        layout = first_arrangement(parameters, exchange).layout
-        buckets = make_buckets(parameters, layout, exchange, Routes(), seed=0)
-        with Recorder() as recorder:
+        layout = initial_arrangement(parameters, exchange).layout
+        buckets = make_buckets(parameters, layout, exchange, RoutePool(), seed=0)
+        with CollectiveRecorder() as recorder:
             for bucket in buckets:
                 bucket.fill()
                 finish(bucket.method.rounds(bucket.fused, bucket.routes[0]))
@@ -133,12 +136,12 @@ def test_distributed_data_parallel(ranks, cap):
     model = Deep()
     del model.spare
     inputs = torch.randn(3, FEATURES)
-    calls = ddp(arriving(model, inputs), ranks, cap=cap and cap * 2**20)
+    calls = ddp_calls(arriving(model, inputs), ranks, cap=cap and cap * 2**20)
     with fake_world(ranks, rank=1):
         wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
         wrapped.register_comm_hook(None, by_hook)
         for _ in range(3):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 wrapped(inputs).sum().backward()
     same(calls, recorder)
     assert sum(call.count for call in calls) == {None: 2, 25: 1, 1: 3}[cap]
@@ -153,19 +156,21 @@ def test_distributed_data_parallel_with_buffers():
         wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(None, by_hook)
         for _ in range(3):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 wrapped(inputs).sum().backward()
-    same(ddp(arrived, 8, buffers=buffers), recorder)
+    same(ddp_calls(arrived, 8, buffers=buffers), recorder)
 
 
 def test_a_difference_is_named():
     """The comparison sees a wrong count, a wrong size, and what is on one side alone."""
-    plan = [Call(kind="all_reduce", axis="data", ranks=8, bytes=24, count=2, phase="tally")]
-    with fake_world(8), Recorder() as recorder:
+    plan = [
+        CollectiveCall(kind="all_reduce", axis="data", ranks=8, bytes=24, count=2, phase="tally")
+    ]
+    with fake_world(8), CollectiveRecorder() as recorder:
         torch.distributed.all_reduce(torch.zeros(6))
         torch.distributed.all_reduce(torch.zeros(7))
         torch.distributed.broadcast(torch.zeros(1), src=0)
-    assert list(differences(plan, recorder.seen)) == [
+    assert list(collective_differences(plan, recorder.seen)) == [
         "all_reduce of 8 ranks, 24 bytes: 2 in the plan, 1 seen",
         "all_reduce of 8 ranks, 28 bytes: 0 in the plan, 1 seen",
         "broadcast of 8 ranks, 4 bytes: 0 in the plan, 1 seen",

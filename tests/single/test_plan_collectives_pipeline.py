@@ -12,21 +12,22 @@ from torch import nn
 from headway import Executor, criterion
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.collective.calls import volumes
-from headway.cost.presets import machine_of
-from headway.graph import TensorSpec, fold
-from headway.parallel.layout import Form
-from headway.parallel.links import Wire
+from headway.collective.collective_calls import CommunicatingStage, call_volumes
+from headway.cost.machine_presets import machine_of
+from headway.graph.model_graph import TensorSpec
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.parallel.pipeline.runtime.p2p import StageConnection, TensorFormat
 from headway.plan import pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.collectives import collectives_of
-from headway.planner.collectives_plan import Part, collectives_of_plan, parts_of
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.search import Question, Search
-from headway.run.tally import Tally
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.request import PlanRequest
+from headway.planner.traffic.estimate import collectives_of
+from headway.planner.traffic.executor import collectives_of_plan, parts_of
+from headway.run.strategy.data_parallel import StepReduction
+from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder, differences
 from support.tiny_models import CLASSES, FEATURES, Points
 
 LOSS = criterion(nn.CrossEntropyLoss())
@@ -54,10 +55,10 @@ def announced(monkeypatch):
     def empty(self, device):
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
-    monkeypatch.setattr(Wire, "announce", announce)
-    monkeypatch.setattr(Wire, "hear", hear)
-    monkeypatch.setattr(Form, "empty", empty)
-    monkeypatch.setattr(Tally, "read", lambda self: (1.0, 1.0, 0))
+    monkeypatch.setattr(StageConnection, "announce", announce)
+    monkeypatch.setattr(StageConnection, "hear", hear)
+    monkeypatch.setattr(TensorFormat, "empty", empty)
+    monkeypatch.setattr(StepReduction, "read", lambda self: (1.0, 1.0, 0))
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
     return said
 
@@ -81,7 +82,7 @@ def step_of(plan, rank, *, model, clip=None):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = Executor(model, optimizer, loss=LOSS, plan=plan, world=world, clip=clip)
         for batch in run.batches(Points(plan.batch.samples * 2)):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 run.step(batch)
         return recorder, run.pipeline.stages
 
@@ -102,7 +103,7 @@ def parts_by_stages(stages, samples):
     """From what the executor has cut: one tensor of `samples` rows crosses each border."""
     message = [(samples * WIDTH * 4, True)]
     return [
-        Part(
+        CommunicatingStage(
             parameters={n: spec_of(p) for n, p in stage.parameters.items() if p.requires_grad},
             sends={target: message for given in stage.gives for target in given.targets},
         )
@@ -111,7 +112,7 @@ def parts_by_stages(stages, samples):
 
 
 def planned(stages, copies=1, *, parts=8, per=2, **options):
-    pipe = Pipeline(microbatches=parts, **options)
+    pipe = PipelinePlan(microbatches=parts, **options)
     processes = stages * copies
     return pipelined(parts * per * copies, processes=processes, stages=stages, pipeline=pipe)
 
@@ -124,7 +125,7 @@ def test_every_rank_of_a_pipeline(announced, schedule, copies):
     found = recorded(plan, plan.mesh.peers(plan.ranks - 1, "pipe"), model=chain)
     for rank, (recorder, stages) in found.items():
         calls = collectives_of_plan(plan, parts_by_stages(stages, 2), rank=rank)
-        assert list(differences(calls, recorder.seen)) == []
+        assert list(collective_differences(calls, recorder.seen)) == []
         kinds = {(call.kind, call.axis) for call in calls}
         assert {("send", "pipe"), ("receive", "pipe"), ("all_reduce", "world")} <= kinds
 
@@ -138,7 +139,7 @@ def test_tied_weights_and_a_clipped_norm(announced, sync):
     ).items():
         assert stages.shared
         calls = collectives_of_plan(plan, parts_by_stages(stages, 2), rank=rank, clip=True)
-        assert list(differences(calls, recorder.seen)) == []
+        assert list(collective_differences(calls, recorder.seen)) == []
 
 
 @pytest.mark.parametrize("copies", [1, 4])
@@ -150,9 +151,9 @@ def test_the_stages_of_the_captured_model(announced, copies):
             chain(), (torch.empty(2, FEATURES), torch.empty(2, dtype=torch.long)), loss=LOSS
         )
     machine = machine_of(of_preset("dgx-a100", nodes=1))
-    work = Workload(graph=fold(graph), samples=2)
-    search = Search(
-        Question(work=work, machine=machine, devices=(plan.ranks,), batch=plan.batch.samples)
+    work = PlanningWorkload(graph=fuse_light_operators(graph), samples=2)
+    search = PlanSearch(
+        PlanRequest(work=work, machine=machine, devices=(plan.ranks,), batch=plan.batch.samples)
     )
     point = point_of(plan, search)
     parts = parts_of(search, point)
@@ -160,6 +161,6 @@ def test_the_stages_of_the_captured_model(announced, copies):
     found = recorded(plan, range(2), model=chain)
     for rank, (recorder, _) in found.items():
         calls = collectives_of_plan(plan, parts, rank=rank)
-        assert list(differences(calls, recorder.seen)) == []
+        assert list(collective_differences(calls, recorder.seen)) == []
         plain = [replace(c, bytes=c.bytes - c.beside) for c in calls if c.axis != "world"]
-        assert volumes(plain) == volumes(priced[rank])
+        assert call_volumes(plain) == call_volumes(priced[rank])

@@ -9,17 +9,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headway import Executor, criterion
-from headway.collective.calls import volumes
+from headway.collective.collective_calls import CommunicatingStage, call_volumes
 from headway.errors import PlanError
-from headway.graph import TensorSpec
-from headway.parallel.state_sharding import groups_of as gathered_of
+from headway.graph.model_graph import TensorSpec
+from headway.parallel.fsdp import fsdp_units as gathered_of
 from headway.plan import data_parallel
-from headway.planner.collectives import of_gradients
-from headway.planner.collectives_plan import Part, collectives_of_plan
-from headway.planner.collectives_torch import Wrapped, fully_sharded
-from headway.planner.degrees import Degrees
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.traffic.estimate import of_gradients
+from headway.planner.traffic.executor import collectives_of_plan
+from headway.planner.traffic.torch_wrappers import FullyShardedModule, fsdp2_wrapper_calls
+from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder, differences
 from support.tiny_models import FEATURES, Points
 
 WORLDS = (2, 8, 1024)
@@ -27,7 +27,7 @@ WORLDS = (2, 8, 1024)
 
 def same(calls, recorder):
     assert recorder.seen
-    assert list(differences(calls, recorder.seen)) == []
+    assert list(collective_differences(calls, recorder.seen)) == []
 
 
 def specs_of(module):
@@ -61,8 +61,8 @@ def groups_of(model, *, root_reshards):
     inside = {f"blocks.{n}.{name}" for n, b in enumerate(model.blocks) for name in specs_of(b)}
     own = {name: spec for name, spec in specs_of(model).items() if name not in inside}
     return [
-        Wrapped(parameters=own, reshard=root_reshards),
-        *(Wrapped(parameters=specs_of(block)) for block in model.blocks),
+        FullyShardedModule(parameters=own, reshard=root_reshards),
+        *(FullyShardedModule(parameters=specs_of(block)) for block in model.blocks),
     ]
 
 
@@ -92,11 +92,11 @@ def train(model, zero, microbatches, inputs):
 def test_fully_shard(ranks, zero, microbatches):
     model = Row()
     groups = groups_of(model, root_reshards=False)
-    calls = fully_sharded(groups, ranks, zero=zero, microbatches=microbatches)
+    calls = fsdp2_wrapper_calls(groups, ranks, zero=zero, microbatches=microbatches)
     with fake_world(ranks, rank=ranks // 2):
         shard(model)
         for _ in range(2):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 train(model, zero, microbatches, torch.randn(4, FEATURES))
     same(calls, recorder)
 
@@ -110,10 +110,11 @@ def test_what_the_search_prices_is_what_fully_shard_sends(zero):
     held = sum(spec.bytes for spec in specs_of(model).values())
     with fake_world(8):
         shard(model, reshard_after_forward=zero == 3)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             train(model, zero, 3, torch.randn(4, FEATURES))
     priced = {
-        kind: size for (kind, _), (_, size) in volumes(of_gradients(degrees, [held], held)).items()
+        kind: size
+        for (kind, _), (_, size) in call_volumes(of_gradients(degrees, [held], held)).items()
     }
     seen = {kind: sum(s.bytes for s in recorder.seen if s.kind == kind) for kind in priced}
     assert seen == priced
@@ -126,7 +127,7 @@ def test_fully_shard_that_keeps_or_frees(reshard):
     model.blocks[1].requires_grad_(False)
     model.blocks[2][0].bias.requires_grad_(False)
     groups = [
-        Wrapped(
+        FullyShardedModule(
             parameters=group.parameters,
             reshard=reshard,
             frozen=frozenset({1: set(), 2: group.parameters, 3: {"0.bias"}}.get(number, set())),
@@ -135,9 +136,9 @@ def test_fully_shard_that_keeps_or_frees(reshard):
     ]
     with fake_world(8):
         shard(model, reshard_after_forward=reshard)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             model(torch.randn(4, FEATURES)).sum().backward()
-    same(fully_sharded(groups, 8), recorder)
+    same(fsdp2_wrapper_calls(groups, 8), recorder)
 
 
 def test_fully_shard_over_copies():
@@ -147,9 +148,9 @@ def test_fully_shard_over_copies():
     with fake_world(1024):
         mesh = init_device_mesh("cpu", (128, 8), mesh_dim_names=("replicate", "shard"))
         shard(model, mesh=mesh)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             model(torch.randn(4, FEATURES)).sum().backward()
-    same(fully_sharded(groups, 8, copies=128), recorder)
+    same(fsdp2_wrapper_calls(groups, 8, copies=128), recorder)
 
 
 # -- headway's executor ---------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def part_of(model):
     """The whole model, before it is sharded."""
     specs, names = specs_of(model), {p: n for n, p in model.named_parameters()}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    return Part(
+    return CommunicatingStage(
         parameters={n: spec for n, spec in specs.items() if n in trained},
         frozen={n: spec for n, spec in specs.items() if n not in trained},
         gathered=[[names[p] for p in module.parameters()] for module in gathered_of(model)],
@@ -193,7 +194,7 @@ def test_what_the_executor_does_for_a_plan(ranks, shards, zero, microbatches):
         loss = criterion(nn.CrossEntropyLoss())
         run = Executor(model, optimizer, loss=loss, plan=plan, world=world, clip=1.0)
         for batch in run.batches(Points(plan.batch.samples * 2)):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 run.step(batch)
     same(collectives_of_plan(plan, [part], clip=True), recorder)
 
@@ -202,4 +203,4 @@ def test_what_is_not_listed_is_named():
     """Without the model nobody knows which of its modules FSDP2 gathers together."""
     plan = data_parallel(4, processes=2, zero=3)
     with pytest.raises(PlanError, match="which modules are gathered together"):
-        collectives_of_plan(plan, [Part(parameters=specs_of(Row()))])
+        collectives_of_plan(plan, [CommunicatingStage(parameters=specs_of(Row()))])

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from headway.collective.calls import Part
+from headway.collective.collective_calls import CommunicatingStage
 from headway.errors import PlanError
-from headway.graph import TensorSpec
-from headway.plan import LayerSplit, ModuleSplit, Pipeline, data_parallel, explain, pipelined
-from headway.plan.mechanisms import lacking
-from headway.planner.collectives_plan import collectives_of_plan
-from headway.run.rehearsal import rehearsed
-from headway.verification.recorder import differences
+from headway.graph.model_graph import TensorSpec
+from headway.plan import LayerSplit, ModuleSplit, PipelinePlan, data_parallel, explain, pipelined
+from headway.plan.plan import unsupported_by_executor
+from headway.planner.traffic.executor import collectives_of_plan
+from headway.run.measure.communication_dry_run import dry_run
+from headway.verification.collective_recorder import collective_differences
 from support.played import played
 from support.split_recipes import (
     Estimator,
@@ -109,7 +109,7 @@ def layouts(name, ranks):
         for sizes in splits.get(group, [()]) if ranks % (stages * group) == 0 else ():
             split = LayerSplit(**{kind: sizes})
             if stages > 1:
-                yield stages, split, {"pipeline": Pipeline(microbatches=4, **next(schedules))}
+                yield stages, split, {"pipeline": PipelinePlan(microbatches=4, **next(schedules))}
                 continue
             copies = ranks // group * (group if kind == "spatial" else 1)
             degrees = (0,) if copies == 1 else (0, 3) if len(sizes) > 1 else range(4)
@@ -126,13 +126,13 @@ def found_in(name, plan, rank, clip=None):
         seen = played(plan, plan.mesh.peers(rank, "pipe"), build, data(), loss, clip)
     except PlanError as refused:
         with pytest.raises(PlanError, match=str(refused).splitlines()[0]):
-            rehearsed(plan, build(), loss, example, rank=rank)
+            dry_run(plan, build(), loss, example, rank=rank)
         return ["refused"]
     wrong = []
     for one, recorder in seen.items():
-        parts = rehearsed(plan, build(), loss, example, rank=one)
+        parts = dry_run(plan, build(), loss, example, rank=one)
         calls = collectives_of_plan(plan, parts, rank=one, clip=clip is not None)
-        wrong += [f"rank {one}: {line}" for line in differences(calls, recorder.seen)]
+        wrong += [f"rank {one}: {line}" for line in collective_differences(calls, recorder.seen)]
     return wrong
 
 
@@ -144,7 +144,7 @@ def test_every_layout_of_up_to_four_ranks(name, ranks):
     `ranks/test_plan_collectives_stages`.)"""
     seen = 0
     for plan in plans(name, ranks):
-        assert list(lacking(plan)) == []
+        assert list(unsupported_by_executor(plan)) == []
         last = ranks - plan.group_degree + bool(plan.split.spatial)
         assert found_in(name, plan, last, clip=0.5) == [], explain(plan)
         seen += 1
@@ -158,7 +158,7 @@ ISLANDS = LayerSplit(
         ModuleSplit(modules="blocks.1", tensor=(1, 2, 1)),
     ),
 )
-PIPE = Pipeline(microbatches=3)
+PIPE = PipelinePlan(microbatches=3)
 FIRST = LayerSplit(spatial=(2,))
 
 
@@ -200,6 +200,6 @@ def test_what_is_not_known_is_named():
     spec = TensorSpec(shape=(4, 4), dtype="float32")
     plan = data_parallel(8, processes=4, split=LayerSplit(tensor=(2,)))
     with pytest.raises(PlanError, match="what its operators send is not known"):
-        collectives_of_plan(plan, [Part(parameters={"a": spec})])
+        collectives_of_plan(plan, [CommunicatingStage(parameters={"a": spec})])
     with pytest.raises(PlanError, match="micro-batches of 4 samples: nothing is known"):
-        collectives_of_plan(plan, {2: [Part(parameters={"a": spec}, passes={})]})
+        collectives_of_plan(plan, {2: [CommunicatingStage(parameters={"a": spec}, passes={})]})

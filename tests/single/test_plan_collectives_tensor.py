@@ -21,20 +21,26 @@ from torch.distributed.tensor.parallel import (
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.collective.calls import volumes
-from headway.cost.network import Network
-from headway.cost.presets import machine_of
-from headway.graph import TensorSpec, fold
-from headway.planner import unit_choices
-from headway.planner.collectives import collectives_of, seconds
-from headway.planner.collectives_torch import Wrapped, fully_sharded, shards
-from headway.planner.decision import _rules
-from headway.planner.degrees import Degrees
-from headway.planner.operators import Workload, cost, legal
-from headway.planner.planned import candidate_of
-from headway.planner.search import Question, Search
+from headway.collective.collective_calls import call_volumes
+from headway.cost.machine_presets import machine_of
+from headway.cost.network import HierarchicalNetwork
+from headway.graph.model_graph import TensorSpec
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate import segments
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.operators import PlanningWorkload, legal_rules, operator_cost
+from headway.planner.explain.alternatives import _rules
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import candidate_of
+from headway.planner.search.request import PlanRequest
+from headway.planner.traffic.estimate import collective_seconds, collectives_of
+from headway.planner.traffic.torch_wrappers import (
+    FullyShardedModule,
+    fsdp2_wrapper_calls,
+    tensor_shards,
+)
+from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder, differences
 
 SAMPLES, LENGTH, WIDTH, HEADS, WIDE = 2, 16, 32, 8, 128
 MACHINE = machine_of(of_preset("dgx-a100", nodes=128))
@@ -87,9 +93,9 @@ SEQUENCE = MEGATRON | {"n1": "x1", "n2": "x1", "leave": "x1"}
 
 def question(devices, *, microbatches=1, data=1, blocks=2):
     with torch.device("meta"):
-        graph = fold(capture(Model(blocks), torch.empty(SAMPLES, LENGTH, 6)))
-    return Question(
-        work=Workload(graph=graph, samples=SAMPLES),
+        graph = fuse_light_operators(capture(Model(blocks), torch.empty(SAMPLES, LENGTH, 6)))
+    return PlanRequest(
+        work=PlanningWorkload(graph=graph, samples=SAMPLES),
         machine=MACHINE,
         devices=(devices,),
         batch=SAMPLES * microbatches * data,
@@ -101,14 +107,14 @@ def by_hand(monkeypatch, axes):
 
     def only(setting, operator):
         axis = axes.get(operator.module.rpartition(".")[2], "")
-        found = [rule for rule in legal(setting, operator) if rule.axis == axis]
+        found = [rule for rule in legal_rules(setting, operator) if rule.axis == axis]
         return tuple(found[:1])  # the replicated one is the first of those without an axis
 
-    monkeypatch.setattr(unit_choices, "legal", only)
+    monkeypatch.setattr(segments, "legal_rules", only)
 
 
 def point_by_hand(asked, degrees):
-    engine = Search(asked)
+    engine = PlanSearch(asked)
     return engine, candidate_of(engine, degrees).planned((0, len(engine.row)))
 
 
@@ -165,9 +171,9 @@ def test_tensor_parallelism(monkeypatch, tensor, microbatches):
     (calls,) = collectives_of(*point_by_hand(asked, degrees_of(tensor, microbatches)))
     with fake_world(tensor, rank=1):
         model = parallel(Model(), init_device_mesh("cpu", (tensor,)), sequence=False)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             train(model, microbatches)
-    assert list(differences(calls, recorder.seen)) == []
+    assert list(collective_differences(calls, recorder.seen)) == []
     assert sum(call.count for call in calls) == 8 * microbatches
 
 
@@ -183,10 +189,10 @@ def test_sequence_parallelism(monkeypatch, tensor, microbatches):
     with fake_world(tensor, rank=1):
         model = parallel(Model(), init_device_mesh("cpu", (tensor,)), sequence=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             train(model, microbatches)
             optimizer.step()
-    assert list(differences(calls, recorder.seen)) == []
+    assert list(collective_differences(calls, recorder.seen)) == []
 
 
 SPLIT = {
@@ -217,23 +223,24 @@ def test_fully_shard_of_tensor_parallel_blocks(monkeypatch, data, microbatches):
     (priced,) = collectives_of(*point_by_hand(asked, degrees))
     plain = Model()
     own = {n: s for n, s in specs_of(plain).items() if not n.startswith("blocks")}
-    groups = [Wrapped(parameters=own)] + [
-        Wrapped(parameters=dict(shards(specs_of(block), SPLIT, tensor))) for block in plain.blocks
+    groups = [FullyShardedModule(parameters=own)] + [
+        FullyShardedModule(parameters=dict(tensor_shards(specs_of(block), SPLIT, tensor)))
+        for block in plain.blocks
     ]
-    listed = fully_sharded(groups, data, microbatches=microbatches)
+    listed = fsdp2_wrapper_calls(groups, data, microbatches=microbatches)
     with fake_world(tensor * data, rank=1):
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
         model = parallel(Model(), mesh["tensor"], sequence=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"], reshard_after_forward=True)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             train(model, microbatches)
     split = [call for call in priced if call.axis == "tensor"]
-    assert list(differences([*split, *listed], recorder.seen)) == []
+    assert list(collective_differences([*split, *listed], recorder.seen)) == []
     if data == 4:
-        sizes = {kind: size for kind, (_, size) in volumes(priced).items()}
-        assert sizes == {kind: size for kind, (_, size) in volumes([*split, *listed]).items()}
+        sizes = {kind: size for kind, (_, size) in call_volumes(priced).items()}
+        assert sizes == {kind: size for kind, (_, size) in call_volumes([*split, *listed]).items()}
     else:
         assert sum(call.beside for call in listed) > 0
 
@@ -245,9 +252,9 @@ def test_what_is_listed_is_what_is_priced(degrees, recompute):
     takes longer than on links that cost nothing."""
     asked = question(degrees.devices, microbatches=degrees.microbatches, data=degrees.data)
     asked = replace(asked, force=(("blocks.*", "split"),))
-    engine = Search(asked)
+    engine = PlanSearch(asked)
     point = candidate_of(engine, degrees).planned((0, len(engine.row)), recompute)
-    free = Search(
+    free = PlanSearch(
         replace(
             asked,
             machine=replace(MACHINE, network=changed(MACHINE.network, latency=0.0, rate=1e30)),
@@ -258,18 +265,18 @@ def test_what_is_listed_is_what_is_priced(degrees, recompute):
     (stage,) = point.stages
     forward = backward = 0.0
     for operator, rule in _rules(tables, point, stage):
-        one, two = cost(setting, operator, rule, ())[:2].tolist()
+        one, two = operator_cost(setting, operator, rule, ())[:2].tolist()
         forward, backward = forward + one, backward + two
     compute = (2 if recompute else 1) * forward + backward
     (calls,) = collectives_of(engine, point)
     passes = [c for c in calls if c.axis == "tensor" and c.phase != "gradients"]
     assert passes
-    listed = seconds(passes, MACHINE.network, degrees) / degrees.microbatches
+    listed = collective_seconds(passes, MACHINE.network, degrees) / degrees.microbatches
     assert listed == pytest.approx(stage.seconds - compute, rel=1e-9)
 
 
 def changed(network, **numbers):
-    return Network(
+    return HierarchicalNetwork(
         tuple(
             replace(level, link=replace(level.link, **numbers), message=None)
             for level in network.levels
@@ -283,9 +290,9 @@ def test_what_is_listed_of_gradients_is_what_is_priced(zero, tensor):
     """Hidden or not: buckets, units, and what follows them."""
     degrees = degrees_of(tensor, 3, 8, zero=zero)
     asked = question(degrees.devices, microbatches=3, data=8)
-    engine = Search(asked)
+    engine = PlanSearch(asked)
     point = candidate_of(engine, degrees).planned((0, len(engine.row)))
     (calls,) = collectives_of(engine, point)
     sums = [call for call in calls if call.axis == "data" or call.phase == "gradients"]
-    listed = seconds(sums, MACHINE.network, degrees)
+    listed = collective_seconds(sums, MACHINE.network, degrees)
     assert listed == pytest.approx(point.exchange + point.hidden, rel=1e-9)

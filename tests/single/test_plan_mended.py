@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from headway.cli.explain import look, sentences
+from headway.cli.explain import explain_plan, explanation_lines
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.plan import data_parallel, pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.mended import mends, too_much
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.question import Question
-from headway.planner.search import Search
-from headway.run.model_graph import graph_of
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.infeasible import excess_bytes, memory_fixes
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.request import PlanRequest
+from headway.run.measure.recipe_model import recipe_graph
 
 BATCH = 32
 MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
@@ -24,29 +24,29 @@ MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = graph_of("support.recipes:stack")[:3]
-    work = Workload(graph=graph, samples=samples)
-    return Question(work=work, machine=MACHINE, devices=(2,), batch=batch)
+    graph, samples, batch = recipe_graph("support.recipes:stack")[:3]
+    work = PlanningWorkload(graph=graph, samples=samples)
+    return PlanRequest(work=work, machine=MACHINE, devices=(2,), batch=batch)
 
 
 PLAN = pipelined(
-    BATCH, processes=2, stages=2, pipeline=Pipeline(microbatches=4, cut=("3",)), microbatch=8
+    BATCH, processes=2, stages=2, pipeline=PipelinePlan(microbatches=4, cut=("3",)), microbatch=8
 )
 
 
 def tight(question, plan, share):
     """The plan with so much of the memory that it needs, priced."""
-    point = point_of(plan, Search(question))
-    engine = Search(replace(question, memory=share * point.bytes))
+    point = point_of(plan, PlanSearch(question))
+    engine = PlanSearch(replace(question, memory=share * point.bytes))
     return engine, point_of(plan, engine)
 
 
 @pytest.mark.parametrize("share", [0.99, 0.8])
 def test_every_change_makes_it_fit(question, share):
     engine, point = tight(question, PLAN, share)
-    missing = too_much(engine, point)
+    missing = excess_bytes(engine, point)
     assert point.bytes - missing <= engine.question.cap < point.bytes - missing + 1
-    found = mends(engine, point)
+    found = memory_fixes(engine, point)
     assert found
     assert [mend.slower for mend in found] == sorted(mend.slower for mend in found)
     for mend in found:
@@ -59,7 +59,7 @@ def test_only_the_stages_that_are_too_full_compute_again(question):
     engine, point = tight(question, PLAN, 0.99)
     over = [n for n, stage in enumerate(point.stages) if stage.bytes > engine.question.cap]
     assert len(over) == 1
-    found = [mend for mend in mends(engine, point) if mend.change.startswith("recompute ")]
+    found = [mend for mend in memory_fixes(engine, point) if mend.change.startswith("recompute ")]
     for mend in found:
         again = [n for n, stage in enumerate(mend.point.stages) if stage.recompute]
         assert again == over
@@ -69,7 +69,9 @@ def test_only_the_stages_that_are_too_full_compute_again(question):
 
 def test_one_kind_of_thing_changes(question):
     engine, point = tight(question, data_parallel(BATCH, processes=2), 0.8)
-    found = {mend.change.rpartition(" ")[0]: mend.point.degrees for mend in mends(engine, point)}
+    found = {
+        mend.change.rpartition(" ")[0]: mend.point.degrees for mend in memory_fixes(engine, point)
+    }
     assert {"micro-batches of", "ZeRO"} & set(found)
     if "ZeRO" in found:
         assert replace(found["ZeRO"], zero=0) == point.degrees
@@ -81,11 +83,11 @@ def test_one_kind_of_thing_changes(question):
 
 def test_explain_says_so(question):
     engine, point = tight(question, PLAN, 0.8)
-    found = look(PLAN, engine, most=16)
-    words = "\n".join(sentences(engine.question, found))
+    found = explain_plan(PLAN, engine, most=16)
+    words = "\n".join(explanation_lines(engine.question, found))
     assert "this does not fit" in words
     assert "more per device; or, the fastest first:" in words
-    assert found.over == too_much(engine, point)
-    whole = look(PLAN, Search(question), most=16)
+    assert found.over == excess_bytes(engine, point)
+    whole = explain_plan(PLAN, PlanSearch(question), most=16)
     assert (whole.over, whole.mends) == (0, ())
-    assert "more per device; or" not in "\n".join(sentences(question, whole))
+    assert "more per device; or" not in "\n".join(explanation_lines(question, whole))

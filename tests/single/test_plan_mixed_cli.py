@@ -8,19 +8,24 @@ from dataclasses import asdict
 import pytest
 
 from headway.cli.main import main
-from headway.collective.calls import volumes
+from headway.collective.collective_calls import call_volumes
 from headway.plan import Plan, data_parallel, pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.collectives import collectives_of
-from headway.planner.facts import Job, advice_of
-from headway.planner.mixed import MixedSearch, search_mixed
-from headway.planner.mixed_collectives import collectives_of_mixed
-from headway.planner.mixed_plan import missing, ranks_of, to_plan
-from headway.planner.mixed_planned import mixed_point_of
-from headway.planner.operators import Workload
-from headway.planner.planned import point_of
-from headway.planner.search import Question, Search
-from headway.run.model_graph import graph_of
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.mixed_devices import (
+    collectives_of_mixed,
+    missing_for_mixed,
+    mixed_point_of,
+    ranks_of,
+    to_mixed_plan,
+)
+from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.mixed_search import MixedSearch, search_mixed
+from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.request import PlanRequest
+from headway.planner.traffic.estimate import collectives_of
+from headway.run.measure.recipe_model import recipe_graph
 from support.mixed import RECIPE, devices, question_of
 
 
@@ -43,8 +48,8 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def work():
-    graph, samples = graph_of(RECIPE)[:2]
-    return Workload(graph=graph, samples=samples)
+    graph, samples = recipe_graph(RECIPE)[:2]
+    return PlanningWorkload(graph=graph, samples=samples)
 
 
 # -- money ----------------------------------------------------------------------------------------
@@ -98,9 +103,11 @@ def test_collectives_of_equal_types_are_those_of_one_type(work, tmp_path):
     path.write_text(devices(slower=1))
     question = question_of(work, path)
     search = MixedSearch(question)
-    alone = Search(Question(work=work, machine=question.machines["fast"], devices=(4,), batch=32))
+    alone = PlanSearch(
+        PlanRequest(work=work, machine=question.machines["fast"], devices=(4,), batch=32)
+    )
     kinds = ("fast", "fast", "slow", "slow")
-    cut = Pipeline(microbatches=4, cut=("2",))
+    cut = PipelinePlan(microbatches=4, cut=("2",))
     for plan in (
         data_parallel(32, processes=4),
         pipelined(32, processes=4, stages=2, pipeline=cut),
@@ -117,12 +124,12 @@ def test_collectives_of_equal_types_are_those_of_one_type(work, tmp_path):
 def test_messages_have_the_size_of_the_copys_micro_batches(work, cluster):
     """A copy of fast devices with 6 samples at once, one of slow ones with 2."""
     search = MixedSearch(question_of(work, cluster))
-    cut = Pipeline(microbatches=4, cut=("2",))
+    cut = PipelinePlan(microbatches=4, cut=("2",))
     plan = pipelined(32, processes=4, stages=2, pipeline=cut, shares=(24, 8))
     found = collectives_of_mixed(
         search, mixed_point_of(plan, search, ("fast",) * 2 + ("slow",) * 2)
     )
-    sent = {(one.kind, one.stage): volumes(one.calls) for one in found}
+    sent = {(one.kind, one.stage): call_volumes(one.calls) for one in found}
     for stage, way in ((0, "send"), (1, "receive")):
         fast, slow = (sent[kind, stage][way, "pipe"] for kind in ("fast", "slow"))
         assert fast == (4, 3 * slow[1])
@@ -139,9 +146,9 @@ def test_a_point_becomes_a_plan_and_the_same_point_again(work, cluster):
     outcome = search_mixed(question)
     seen = set()
     for point in outcome.points:
-        if missing(point):
+        if missing_for_mixed(point):
             continue
-        plan = to_plan(outcome, point)
+        plan = to_mixed_plan(outcome, point)
         again = mixed_point_of(plan, MixedSearch(question), ranks_of(point))
         assert again.seconds == pytest.approx(point.seconds, rel=1e-9)
         assert again.bytes == pytest.approx(point.bytes, rel=1e-9)
@@ -201,7 +208,7 @@ def test_the_lemmas_are_answered_for_each_type_and_for_the_group(run, work, clus
     assert code == 0, err
     answers = {one["question"]: one for one in json.loads(shown)["advice"]}
     question = question_of(work, cluster)
-    jobs = {kind: Job(Search(question.of(kind)), 4, 8) for kind in ("fast", "slow")}
+    jobs = {kind: AdviceRequest(PlanSearch(question.of(kind)), 4, 8) for kind in ("fast", "slow")}
     for kind, job in jobs.items():
         lemma = answers[
             f"[as if all 4 devices were {kind}] How many devices are worth their while?"
@@ -236,7 +243,7 @@ def test_of_one_type_in_use_the_answers_are_those_of_one_type(run, work, cluster
     assert code == 0, err
     first, *answers = json.loads(shown)["advice"]
     assert set(first["numbers"]) == {"idle fast", "step", "stage", "seconds"}
-    own, _ = advice_of(Job(Search(question_of(work, cluster).of("fast")), 2, 16))
+    own, _ = advice_of(AdviceRequest(PlanSearch(question_of(work, cluster).of("fast")), 2, 16))
     assert answers[: len(own)] == [asdict(one) for one in own]
 
 

@@ -9,15 +9,20 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.errors import NothingFits
-from headway.graph import fold
-from headway.planner.least import fitting, least_memory, sibling
-from headway.planner.operators import Workload
-from headway.planner.question import Question
-from headway.planner.refusal import refusal, sentence
-from headway.planner.relaxations import look
-from headway.planner.search import Search, search
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.infeasible import (
+    describe_relaxation,
+    find_fitting,
+    find_relaxations,
+    infeasible_error,
+    least_memory,
+    related_search,
+)
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 
@@ -30,13 +35,15 @@ TODAY = {"tensor": (1,), "zero": (0,)}
 def work():
     config = TransformerConfig(vocabulary=1024, window=64, width=256, layers=2, heads=8)
     with torch.device("meta"):
-        return Workload(graph=fold(capture(TransformerLM(config), ids(16, 64))), samples=16)
+        return PlanningWorkload(
+            graph=fuse_light_operators(capture(TransformerLM(config), ids(16, 64))), samples=16
+        )
 
 
 @pytest.fixture(scope="module")
 def asked(work):
     def ask(**changed):
-        return Question(
+        return PlanRequest(
             **{"work": work, "machine": MACHINE, "devices": (4,), "batch": 32} | changed
         )
 
@@ -51,13 +58,13 @@ def verdict_of(question):
     limits = replace(question, work=None, machine=None)
     key = (limits, question.machine.device.memory, len(question.machine.network.levels))
     if key not in KNOWN:
-        KNOWN[key] = look(Search(question))
+        KNOWN[key] = find_relaxations(PlanSearch(question))
     return KNOWN[key]
 
 
 def every_least(question):
     """The least memory by asking all combinations, none left out by a bound."""
-    engine = Search(question)
+    engine = PlanSearch(question)
     least = float("inf")
     for degrees in engine.combinations():
         candidate = engine.candidate(degrees)
@@ -69,13 +76,13 @@ def every_least(question):
 @pytest.mark.parametrize("limits", [{}, TODAY, {"devices": (1, 2)}, {"batch": 8, "devices": (8,)}])
 def test_the_least_memory_is_that_of_all_combinations(asked, limits):
     question = asked(**limits)
-    need = least_memory(Search(question))
+    need = least_memory(PlanSearch(question))
     assert need.proven
     # `fastest` takes the fastest plan within a cap, so that stepping down ends just above the least
     assert need.bytes == pytest.approx(every_least(question), abs=1, rel=1e-8)
-    assert search(replace(question, memory=need.bytes)).best.bytes <= need.bytes
+    assert find_plans(replace(question, memory=need.bytes)).best.bytes <= need.bytes
     with pytest.raises(NothingFits):
-        search(replace(question, memory=need.bytes - 1))
+        find_plans(replace(question, memory=need.bytes - 1))
 
 
 CASES = {
@@ -95,7 +102,7 @@ def refused(asked):
     def ask(case):
         share, limits = CASES[case]
         question = asked(**limits)
-        return replace(question, memory=share * least_memory(Search(question)).bytes)
+        return replace(question, memory=share * least_memory(PlanSearch(question)).bytes)
 
     return ask
 
@@ -104,16 +111,16 @@ def refused(asked):
 def test_each_change_does_and_a_smaller_one_does_not(refused, case):
     question = refused(case)
     with pytest.raises(NothingFits):
-        search(question)
+        find_plans(question)
     verdict = verdict_of(question)
     assert "memory" in [one.kind for one in verdict.changes]
     for one in verdict.changes:
-        found = search(replace(one.question, objective="fastest")).best
+        found = find_plans(replace(one.question, objective="fastest")).best
         assert (found.seconds, found.degrees) == (one.point.seconds, one.point.degrees), one.change
         assert found.bytes <= one.question.cap
         if one.shorter is not None:
             with pytest.raises(NothingFits):
-                search(one.shorter)
+                find_plans(one.shorter)
     ranks = [(one.hardware, one.cost) for one in verdict.changes]
     assert ranks == sorted(ranks)
 
@@ -141,13 +148,13 @@ def test_a_larger_device_is_the_least_one_that_does(asked):
 
 def test_more_devices_than_the_cluster_s_links_join_have_no_time(work):
     one_node = machine_of(of_preset("dgx-a100"))
-    question = Question(work=work, machine=one_node, devices=(8,), batch=16)
-    need = least_memory(Search(question))
+    question = PlanRequest(work=work, machine=one_node, devices=(8,), batch=16)
+    need = least_memory(PlanSearch(question))
     found = kinds(replace(question, memory=0.9 * need.bytes))
     assert found["devices"].point.devices == 16  # the next node
     assert found["devices"].hardware
     assert found["devices"].slower is None
-    assert "time unknown: the cluster's file joins no more than 8 devices" in sentence(
+    assert "time unknown: the cluster's file joins no more than 8 devices" in describe_relaxation(
         found["devices"]
     )
     assert found["memory"].slower is not None
@@ -156,21 +163,23 @@ def test_more_devices_than_the_cluster_s_links_join_have_no_time(work):
 def test_more_nodes_of_a_preset_have_a_time_and_are_named(work):
     """That of a search on the preset with so many nodes."""
     one_node, more = machine_of(of_preset("dgx-a100")), machine_of(of_preset("dgx-a100", nodes=2))
-    question = Question(work=work, machine=one_node, devices=(8,), batch=16)
-    question = replace(question, memory=0.9 * least_memory(Search(question)).bytes)
-    found = {one.kind: one for one in look(Search(question), more.network).changes}["devices"]
+    question = PlanRequest(work=work, machine=one_node, devices=(8,), batch=16)
+    question = replace(question, memory=0.9 * least_memory(PlanSearch(question)).bytes)
+    found = {one.kind: one for one in find_relaxations(PlanSearch(question), more.network).changes}[
+        "devices"
+    ]
     assert found.change == "16 devices (--nodes 2)"
     asked = replace(question, machine=more, devices=(16,), objective="fastest")
-    assert found.point.seconds == search(asked).best.seconds
+    assert found.point.seconds == find_plans(asked).best.seconds
     assert found.slower is not None
-    assert " a sample; " in sentence(found)
-    assert "16 devices (--nodes 2): " in refusal(question, more.network).fix
+    assert " a sample; " in describe_relaxation(found)
+    assert "16 devices (--nodes 2): " in infeasible_error(question, more.network).fix
 
 
 def test_the_words(refused):
     question = refused("one device")
-    error = refusal(question)
-    need = least_memory(Search(question))
+    error = infeasible_error(question)
+    need = least_memory(PlanSearch(question))
     assert error.exit_code == 2
     assert "every plan needs" in error.problems[0]
     assert "is the fullest: weights" in error.problems[1]
@@ -180,12 +189,12 @@ def test_the_words(refused):
 
 
 def test_a_sibling_shares_tables_and_nothing_else(asked):
-    engine = Search(asked())
+    engine = PlanSearch(asked())
     outcome = engine.run()
-    other = sibling(engine, asked(memory=1e9, objective="fastest"))
+    other = related_search(engine, asked(memory=1e9, objective="fastest"))
     assert other._tables is engine._tables
     assert not other.points
-    fresh = search(asked(memory=1e9, objective="fastest"))
+    fresh = find_plans(asked(memory=1e9, objective="fastest"))
     assert other.run().best == fresh.best
     assert engine.points == outcome.search.points
-    assert fitting(sibling(engine, asked(memory=1.0))) is None
+    assert find_fitting(related_search(engine, asked(memory=1.0))) is None

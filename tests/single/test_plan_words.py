@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headway.cli.main import main
-from headway.cli.plan_answer import in_hours
+from headway.cli.plan.output import device_hours_sentence
 from support.uncuttable import SQUARE
 
 MODULE = """
@@ -142,5 +142,5 @@ def test_a_plan_whose_model_cannot_be_cut_does_not_run_today(run):
 
 
 def test_hours_are_written_out():
-    assert "1,728 device-hours" in in_hours({"a100": 1728 * 3.6})
-    assert "e+" not in in_hours({"a100": 1e9})
+    assert "1,728 device-hours" in device_hours_sentence({"a100": 1728 * 3.6})
+    assert "e+" not in device_hours_sentence({"a100": 1e9})

@@ -10,16 +10,17 @@ import torch
 
 import headway.cost.transformer as formulas
 from headway.capture import capture
-from headway.cost.presets import fitted
-from headway.cost.transformer import Split, Transformer, price_transformer
-from headway.graph import fold
-from headway.planner.degrees import Degrees
-from headway.planner.operators import Workload
-from headway.planner.search import Question, Search
+from headway.cost.machine_presets import fitted_machine
+from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 
-MACHINE = replace(fitted("a100"), whole_head=1.0)
+MACHINE = replace(fitted_machine("a100"), whole_head=1.0)
 """Without the factor for logits that no axis splits, of which nobody knows the reason."""
 LAYERS, VOCABULARY = 8, 51200
 SHAPES = {"narrow": (1024, 16, 1024), "wide": (4096, 32, 2048)}
@@ -52,11 +53,13 @@ def shape(request):
     )
     with torch.device("meta"):
         model = TransformerLM(config).bfloat16()
-        graph = fold(capture(model, (ids(16, sequence), ids(16, sequence)), loss=loss))
+        graph = fuse_light_operators(
+            capture(model, (ids(16, sequence), ids(16, sequence)), loss=loss)
+        )
     shape = Transformer(
         layers=float(LAYERS), hidden=float(hidden), heads=float(heads), sequence=float(sequence)
     )
-    return request.param, Workload(graph=graph, samples=16), shape
+    return request.param, PlanningWorkload(graph=graph, samples=16), shape
 
 
 def fused(model, split, machine):
@@ -72,7 +75,7 @@ def both(shape, plan, monkeypatch):
     _, work, model = shape
     monkeypatch.setattr(formulas, "_attention", fused)
     t, d, p, m, b = plan
-    question = Question(
+    question = PlanRequest(
         work=work,
         machine=MACHINE,
         devices=(t * d * p,),
@@ -80,14 +83,14 @@ def both(shape, plan, monkeypatch):
         memory=np.inf,
         force=(("blocks.*", "split"),) if t > 1 else (),
     )
-    engine = Search(question)
+    engine = PlanSearch(question)
     degrees = Degrees(tensor=t, data=d, pipeline=p, microbatch=b, microbatches=m, order="tdp")
     sizes = [unit.stop - unit.start for unit in engine.row]
     blocks = [n for n, size in enumerate(sizes) if size > max(sizes) / 2]
     assert len(blocks) == LAYERS
     borders = [0, *(blocks[LAYERS // p * stage] for stage in range(1, p)), len(engine.row)]
     point = engine.candidate(degrees).planned(borders, buckets=(np.inf,), overlap=False)
-    split = Split(
+    split = TransformerSplit(
         tensor=float(t),
         data=float(d),
         pipeline=float(p),

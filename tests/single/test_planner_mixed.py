@@ -11,19 +11,22 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import assumed, machine_of
+from headway.cost.machine_presets import assumed_machine, machine_of
 from headway.errors import NothingFits, PlanError
-from headway.graph import fold
+from headway.graph.operator_fusion import fuse_light_operators
 from headway.plan import explain
-from headway.planner.mixed import MixedSearch, search_mixed
-from headway.planner.mixed_mesh import amounts_of, layouts
-from headway.planner.mixed_plan import missing, ranks_of, shares_of, to_plan
-from headway.planner.mixed_question import MixedQuestion
-from headway.planner.mixed_sizes import sizes
-from headway.planner.operators import Workload
-from headway.planner.pricing import Rows
-from headway.planner.whale.balance import Share, water_filling
-from headway.planner.whale.filling import whole_filling
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.estimate.pricing import IntervalRows
+from headway.planner.export.mixed_devices import (
+    missing_for_mixed,
+    ranks_of,
+    shares_of,
+    to_mixed_plan,
+)
+from headway.planner.search.mixed_candidate import device_counts, device_layouts
+from headway.planner.search.mixed_search import MixedSearch, microbatch_shares, search_mixed
+from headway.planner.search.request import MixedPlanRequest
+from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 
@@ -32,7 +35,7 @@ MACHINES = {  # without launches, in which they would be alike
     kind: replace(
         machine, network=NETWORK, dtype="fp32", device=replace(machine.device, dispatch=0, kernel=0)
     )
-    for kind, machine in (("v100", assumed("v100-32gb")), ("p100", assumed("p100")))
+    for kind, machine in (("v100", assumed_machine("v100-32gb")), ("p100", assumed_machine("p100")))
 }
 COUNTS = {"v100": 2, "p100": 2}
 MIB = 2.0**20
@@ -43,7 +46,9 @@ def gpt(layers, width=256, window=64):
         vocabulary=512, window=window, width=width, layers=layers, heads=4, tied=False
     )
     with torch.device("meta"):
-        return Workload(graph=fold(capture(TransformerLM(config), ids(16, window))), samples=16)
+        return PlanningWorkload(
+            graph=fuse_light_operators(capture(TransformerLM(config), ids(16, window))), samples=16
+        )
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +63,14 @@ def work():
 
 def asked(work, **changed):
     usual = {"work": work, "machines": MACHINES, "counts": COUNTS, "batch": 12}
-    return MixedQuestion(**(usual | changed))
+    return MixedPlanRequest(**(usual | changed))
 
 
 # ---- cells and shares ---------------------------------------------------------------------------
 
 
 def rows(amounts, **degrees):
-    found = layouts(amounts, **degrees)
+    found = device_layouts(amounts, **degrees)
     return {(tuple("".join(copy) for copy in one.copies), one.order) for one in found}
 
 
@@ -80,15 +85,15 @@ def test_devices_are_laid_out_by_stage_and_by_copy():
     uneven = rows({"a": 3, "b": 1}, tensor=1, data=2, pipeline=2)
     assert (("aa", "ab"), "tdp") in uneven
     assert (("ab", "aa"), "tdp") not in uneven  # the same copies in another order
-    assert not list(layouts({"a": 3, "b": 1}, tensor=2, data=2, pipeline=1))
+    assert not list(device_layouts({"a": 3, "b": 1}, tensor=2, data=2, pipeline=1))
     assert rows({"a": 2, "b": 0}, tensor=2, data=1, pipeline=1) == {(("a",), "tdp")}
 
 
 def test_amounts_are_whole_types_or_powers_of_two():
     counts = {"a": 6, "b": 2}
-    whole = [tuple(one.values()) for one in amounts_of(counts, None)]
+    whole = [tuple(one.values()) for one in device_counts(counts, None)]
     assert whole == [(0, 2), (6, 0), (6, 2)]
-    some = [tuple(one.values()) for one in amounts_of(counts, (4,))]
+    some = [tuple(one.values()) for one in device_counts(counts, (4,))]
     assert some == [(2, 2), (4, 0)]
 
 
@@ -112,7 +117,10 @@ def test_whole_filling_is_the_best_of_all_whole_shares():
 
 
 def test_whole_filling_comes_to_water_filling():
-    shares = [Share(rate=15.7, memory=1, scaled=1), Share(rate=9.3, memory=0.25, scaled=1)]
+    shares = [
+        DeviceShare(rate=15.7, memory=1, scaled=1),
+        DeviceShare(rate=9.3, memory=0.25, scaled=1),
+    ]
     samples = 10_000
     costs = [
         np.where(
@@ -162,9 +170,15 @@ def slowest(sharing, stage, border, number, again, caps):
         lines = candidate._prepared(border)[0][number, again]
         ways.append(
             [
-                (line[Rows.SECONDS] + line[Rows.TAIL] / one.microbatches, line[Rows.STATE])
+                (
+                    line[IntervalRows.SECONDS] + line[IntervalRows.TAIL] / one.microbatches,
+                    line[IntervalRows.STATE],
+                )
                 for line in lines
-                if line[Rows.STATE] + under_way * line[Rows.KEPT] + line[Rows.MORE] <= caps[cell[1]]
+                if line[IntervalRows.STATE]
+                + under_way * line[IntervalRows.KEPT]
+                + line[IntervalRows.MORE]
+                <= caps[cell[1]]
             ]
         )
     found = [
@@ -190,7 +204,7 @@ def test_every_cut_is_the_best_of_all(small, memory):
     assert len(search.engine.row) == 7
     seen = 0
     for combination in search.combinations():
-        for some in sizes(search.bounds, combination, search.question.caps).tolist():
+        for some in microbatch_shares(search.bounds, combination, search.question.caps).tolist():
             sharing = search.sharing(combination, tuple(some))
             point = sharing.fastest(search.question.caps)
             best = every_cut(sharing, search.question.caps)
@@ -225,7 +239,7 @@ def test_a_stage_of_unlike_copies_is_as_slow_as_the_slowest(small, counts, tenso
                         for cell, way in zip(cells, ways, strict=True)
                     ]
                     m = combination.microbatches
-                    each = [row[Rows.SECONDS] + row[Rows.TAIL] / m for row in took]
+                    each = [row[IntervalRows.SECONDS] + row[IntervalRows.TAIL] / m for row in took]
                     assert max(each) == pytest.approx(best, rel=1e-12)
                     seen += min(each) < 0.9 * best
     assert seen > 0
@@ -240,7 +254,7 @@ def test_no_plan_is_below_its_bound_where_types_are_fast_at_different_operators(
     question = asked(small, machines=machines, counts={"wide": 1, "narrow": 1}, zero=(0,), batch=4)
     search = MixedSearch(question)
     for combination in search.combinations():
-        for some in sizes(search.bounds, combination, question.caps).tolist():
+        for some in microbatch_shares(search.bounds, combination, question.caps).tolist():
             sharing = search.sharing(combination, tuple(some))
             point = sharing.fastest(question.caps)
             if point is not None:
@@ -319,8 +333,8 @@ def test_whales_balance_takes_devices_by_memory_and_is_never_faster(work):
 def test_a_runnable_point_is_a_plan_with_its_shares(work):
     found = search_mixed(asked(work, batch=96, objective="fastest", runnable=True, zero=(0,)))
     for point in found.points:
-        assert missing(point) == ""
-        plan = to_plan(found, point)
+        assert missing_for_mixed(point) == ""
+        plan = to_mixed_plan(found, point)
         assert plan.ranks == len(ranks_of(point)) == point.devices
         copies = plan.data_degree
         assert [len(plan.batch.share(c, copies)) for c in range(copies)] == list(
@@ -336,9 +350,9 @@ def test_a_runnable_point_is_a_plan_with_its_shares(work):
 def test_what_the_executor_lacks_is_said(work):
     found = search_mixed(asked(work, batch=8, zero=(3,), tensor=(2,), objective="fastest"))
     with pytest.raises(PlanError, match="cannot run this point") as caught:
-        to_plan(found, found.best)
-    assert list(caught.value.problems) == [f"no mechanism yet: {missing(found.best)}"]
-    assert "tensor axis" in missing(found.best)
+        to_mixed_plan(found, found.best)
+    assert list(caught.value.problems) == [f"no mechanism yet: {missing_for_mixed(found.best)}"]
+    assert "tensor axis" in missing_for_mixed(found.best)
 
 
 def test_nothing_fits_says_what_there_is(small):

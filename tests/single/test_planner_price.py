@@ -11,34 +11,42 @@ import torch
 from torch import nn
 
 from headway.capture import capture
-from headway.cluster.device import Host
+from headway.cluster.device import HostOverhead
 from headway.cluster.link import Link
-from headway.cost.network import LinkLevel, Network
-from headway.cost.presets import fitted
-from headway.cost.step_memory import OPTIMISERS
-from headway.graph import fold
+from headway.cost.machine_presets import fitted_machine
+from headway.cost.memory import OPTIMISER_MEMORY
+from headway.cost.network import HierarchicalNetwork, LinkLevel
+from headway.graph.operator_fusion import fuse_light_operators
 from headway.plan import data_parallel
-from headway.plan.exchange import Exchange
-from headway.planner.binding import parts
-from headway.planner.collectives import collectives_of
-from headway.planner.degrees import Degrees
-from headway.planner.operators import Workload
-from headway.planner.overlap import BUCKETS
-from headway.planner.planned import degrees_of, point_of, simplified
-from headway.planner.runnable import RUNS, missing, runnable, to_plan
-from headway.planner.search import Question, Search, search
+from headway.plan.exchange import ExchangePlan
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.gradient_exchange import BUCKETS
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.plan_conversion import (
+    RUNNABLE_SCHEDULES,
+    degrees_of,
+    missing_in_executor,
+    point_of,
+    restrict_to_executor,
+    to_plan,
+    unpriced_parts,
+)
+from headway.planner.search.request import PlanRequest
+from headway.planner.traffic.estimate import collectives_of
 from support.big_models import ids
 
 SLOW = Link(rate=1e9, latency=20e-6)
 FAST = Link(rate=200e9, latency=2e-6)
-NETWORK = Network(
+NETWORK = HierarchicalNetwork(
     (
         LinkLevel(name="node", width=4.0, link=FAST),
         LinkLevel(name="cluster", width=np.inf, link=SLOW),
     )
 )
-DEVICE = fitted("a100").device
-MACHINE = replace(fitted("a100"), network=NETWORK)
+DEVICE = fitted_machine("a100").device
+MACHINE = replace(fitted_machine("a100"), network=NETWORK)
 
 
 class Tower(nn.Module):
@@ -68,7 +76,7 @@ class Tied(nn.Module):
 
 def captured(make, data, samples=16):
     with torch.device("meta"):
-        return Workload(graph=fold(capture(make(), data)), samples=samples)
+        return PlanningWorkload(graph=fuse_light_operators(capture(make(), data)), samples=samples)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +91,7 @@ def tied():
 
 def asked(work, **changed):
     given = {"work": work, "machine": MACHINE, "devices": (8,), "batch": 64, "memory": 1e12}
-    return Question(**given | changed)
+    return PlanRequest(**given | changed)
 
 
 def degrees(**changed):
@@ -96,7 +104,7 @@ def degrees(**changed):
 
 def two_orders(work, microbatch, number=4):
     """Two copies of four stages on two nodes of four devices, in both orders."""
-    engine = Search(asked(work, batch=2 * number * microbatch))
+    engine = PlanSearch(asked(work, batch=2 * number * microbatch))
     return [
         engine.candidate(
             degrees(data=2, pipeline=4, microbatch=microbatch, microbatches=number, order=order)
@@ -131,19 +139,19 @@ def test_which_axis_goes_over_the_slow_links():
 
 def test_the_search_takes_the_better_order(tower):
     engine = asked(tower, tensor=(1,), zero=(0,), objective="fastest")
-    both = search(engine).best.seconds
-    each = [search(replace(engine, orders=(order,))).best.seconds for order in ("tpd", "tdp")]
+    both = find_plans(engine).best.seconds
+    each = [find_plans(replace(engine, orders=(order,))).best.seconds for order in ("tpd", "tdp")]
     assert both == min(each)
 
 
 def test_a_mesh_with_data_inside_goes_to_a_plan_and_back(tower):
     question = asked(tower, tensor=(1,), zero=(0,), batch=32)
-    outcome = search(question)
+    outcome = find_plans(question)
     point = two_orders(tower, 4)[1]
     plan = to_plan(outcome, point)
     assert plan.mesh.names == ("pipe", "data")
     assert degrees_of(plan) == point.degrees
-    assert point_of(plan, Search(question)).seconds == point.seconds
+    assert point_of(plan, PlanSearch(question)).seconds == point.seconds
 
 
 def test_uneven_shares_count_as_the_largest():
@@ -151,7 +159,7 @@ def test_uneven_shares_count_as_the_largest():
     plan = replace(plan, batch=replace(plan.batch, shares=(8, 8, 8, 40)))
     found = degrees_of(plan)
     assert (found.microbatch, found.microbatches) == (8, 5)
-    assert "all count as the largest" in " ".join(simplified(plan))
+    assert "all count as the largest" in " ".join(unpriced_parts(plan))
 
 
 # -- tied weights, precision ----------------------------------------------------------------------
@@ -159,7 +167,7 @@ def test_uneven_shares_count_as_the_largest():
 
 def test_tied_weights_count_once_on_a_device(tied):
     """Without a pipeline once; at both ends of a pipeline on both, and summed between them."""
-    engine = Search(asked(tied, devices=(1,)))
+    engine = PlanSearch(asked(tied, devices=(1,)))
     whole = engine.candidate(degrees()).fastest(1e12)
     assert whole.stages[0].params == tied.graph.parameter_bytes
     assert whole.stages[0].state == 4 * tied.graph.parameter_bytes
@@ -168,12 +176,12 @@ def test_tied_weights_count_once_on_a_device(tied):
     assert sum(stage.params for stage in cut.stages) == tied.graph.parameter_bytes + shared
     sum_of_two = 2 * FAST.latency + shared / FAST.rate
     assert cut.exchange == pytest.approx(sum_of_two, rel=1e-9)
-    alone = Search(asked(captured(lambda: Tower(64, 4), torch.empty(16, 64, device="meta"))))
+    alone = PlanSearch(asked(captured(lambda: Tower(64, 4), torch.empty(16, 64, device="meta"))))
     assert alone.candidate(degrees(pipeline=2)).fastest(1e12).exchange == 0
 
 
 def test_gradients_of_tied_weights_leave_with_the_first_use(tied):
-    gradients = Search(asked(tied)).shared.gradients
+    gradients = PlanSearch(asked(tied)).shared.gradients
     assert sum(gradients.sizes) == tied.graph.parameter_bytes
     assert (gradients.sizes[-1], gradients.units[-1]) == (4 * 512 * 64, 0)
 
@@ -182,7 +190,7 @@ def test_autocast_computes_products_in_sixteen_bits():
     """A100: 19.5 TFLOP/s in 32 bits, 312 in 16; large products take 1/16 of the time."""
     work = captured(lambda: Tower(8192, 2), torch.empty(16, 8192, device="meta"))
     plain, half = (
-        Search(asked(work, precision=precision))
+        PlanSearch(asked(work, precision=precision))
         .candidate(degrees(microbatch=4096, microbatches=1))
         .fastest(1e12)
         for precision in ("", "bfloat16")
@@ -190,7 +198,7 @@ def test_autocast_computes_products_in_sixteen_bits():
     assert plain.busy / half.busy == pytest.approx(16, rel=0.05)
     assert half.stages[0].state == plain.stages[0].state  # parameters stay in 32 bits
     question = asked(work, precision="bfloat16", batch=4096)
-    outcome = search(replace(runnable(question), devices=(1,), objective="fastest"))
+    outcome = find_plans(replace(restrict_to_executor(question), devices=(1,), objective="fastest"))
     assert to_plan(outcome, outcome.best).memory.precision == "bfloat16"
 
 
@@ -199,21 +207,21 @@ def test_autocast_computes_products_in_sixteen_bits():
 
 def test_what_is_hidden_and_what_shows(tower):
     """By hand: one bucket per layer; the last one to leave is the first layer's."""
-    engine = Search(asked(tower, batch=64))
-    plan = data_parallel(64, processes=8, microbatch=4, exchange=Exchange(bucket="256 KiB"))
+    engine = PlanSearch(asked(tower, batch=64))
+    plan = data_parallel(64, processes=8, microbatch=4, exchange=ExchangePlan(bucket="256 KiB"))
     point = point_of(plan, engine)
     price = [float(NETWORK.all_reduce(n, 8)) for n in (4 * 256, 4 * 256 * 256)]
     assert point.exchange + point.hidden == pytest.approx(8 * sum(price), rel=1e-9)
     assert 0 < point.exchange < point.exchange + point.hidden
     late = point_of(
         data_parallel(
-            64, processes=8, microbatch=4, exchange=Exchange(bucket="256 KiB", overlap=False)
+            64, processes=8, microbatch=4, exchange=ExchangePlan(bucket="256 KiB", overlap=False)
         ),
         engine,
     )
     assert late.hidden == 0
     assert late.seconds - point.seconds == pytest.approx(point.hidden, rel=1e-9)
-    found = {part.name: part for part in parts(engine.question, point)}
+    found = {part.name: part for part in step_parts(engine.question, point)}
     assert found["exchange"].hidden == point.hidden
     assert sum(part.seconds for part in found.values()) == pytest.approx(point.seconds)
 
@@ -223,7 +231,7 @@ def test_a_machine_on_which_nothing_overlaps(tower):
     slow = replace(MACHINE, device=replace(MACHINE.device, overlap=0.0))
     for zero in (0, 1, 2, 3):
         point, serial = (
-            Search(asked(tower, machine=machine))
+            PlanSearch(asked(tower, machine=machine))
             .candidate(degrees(data=8, microbatch=4, microbatches=2, zero=zero))
             .fastest(1e12)
             for machine in (MACHINE, slow)
@@ -236,7 +244,7 @@ def test_a_machine_on_which_nothing_overlaps(tower):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("data", "pipeline"), [(8, 1), (2, 4), (4, 2)])
 def test_no_plan_is_below_its_bound(tower, zero, data, pipeline):
-    engine = Search(asked(tower))
+    engine = PlanSearch(asked(tower))
     for schedule, virtual, pipes in [("1f1b", 1, 1), ("interleaved", 2, 1), ("chimera", 1, 2)]:
         if pipeline == 1 or pipeline * virtual > 8:
             continue
@@ -265,34 +273,36 @@ def test_no_plan_is_below_its_bound(tower, zero, data, pipeline):
 def test_all_schedules_that_run(tower):
     """The best of them equals that of opening everything, under a memory that binds, too: the least
     with which each still fits; the plan of each point is legal and has its price."""
-    question = runnable(asked(tower, schedules=RUNS, batch=32, objective="fastest"))
-    engine, needs = Search(question), defaultdict(list)
+    question = restrict_to_executor(
+        asked(tower, schedules=RUNNABLE_SCHEDULES, batch=32, objective="fastest")
+    )
+    engine, needs = PlanSearch(question), defaultdict(list)
     for point in (engine.candidate(d).fastest(1e12) for d in engine.combinations()):
-        if point and not missing(point):
+        if point and not missing_in_executor(point):
             needs[point.degrees.schedule].append(point.bytes)
     least = max(map(min, needs.values()))
     assert least < max(map(max, needs.values())) / 2
     for cap in (1e12, least):
         asked_ = replace(question, memory=cap)
-        outcome = search(asked_)
+        outcome = find_plans(asked_)
         every = [outcome.search.candidate(d).fastest(cap) for d in outcome.search.combinations()]
         assert outcome.best.seconds == min(p.seconds for p in every if p)
         assert all(p.bytes <= cap for p in every if p)
         seen = set()
         for point in every:
-            if point is None or missing(point) or point.degrees.schedule in seen:
+            if point is None or missing_in_executor(point) or point.degrees.schedule in seen:
                 continue
             seen.add(point.degrees.schedule)
-            again = point_of(to_plan(outcome, point), Search(asked_))
+            again = point_of(to_plan(outcome, point), PlanSearch(asked_))
             assert again.degrees == point.degrees
             assert again.seconds == pytest.approx(point.seconds, rel=1e-12)
             assert again.bytes == pytest.approx(point.bytes, rel=1e-12)
-        assert seen == set(RUNS)
+        assert seen == set(RUNNABLE_SCHEDULES)
 
 
 def test_copies_hold_parameters_twice(tower):
     """Chimera: two copies of every stage, summed between their ranks."""
-    engine = Search(asked(replace(tower, optimiser=OPTIMISERS["momentum"])))
+    engine = PlanSearch(asked(replace(tower, optimiser=OPTIMISER_MEMORY["momentum"])))
     plain, chimera = (
         engine.candidate(degrees(pipeline=4, schedule=schedule, pipes=pipes))
         for schedule, pipes in (("1f1b", 1), ("chimera", 2))
@@ -312,7 +322,7 @@ def test_copies_hold_parameters_twice(tower):
 
 def test_copies_are_summed_in_one_group(tower):
     """Four copies of each of two ranks' stages: one sum over eight, by hand; its calls say so."""
-    engine = Search(asked(tower, machine=replace(MACHINE, device=replace(DEVICE, overlap=0.0))))
+    engine = PlanSearch(asked(tower, machine=replace(MACHINE, device=replace(DEVICE, overlap=0.0))))
     point = engine.candidate(
         degrees(data=4, pipeline=2, schedule="chimera", pipes=2, order="tdp")
     ).planned((0, 4, len(engine.row)))
@@ -330,20 +340,20 @@ def test_copies_are_summed_in_one_group(tower):
 @pytest.mark.parametrize(("name", "state"), [("sgd", 2), ("momentum", 3), ("adamw", 4)])
 def test_state_is_that_of_the_optimiser(tower, name, state):
     """Weights, gradients, and what the optimiser keeps, in parameters' sizes."""
-    engine = Search(asked(replace(tower, optimiser=OPTIMISERS[name])))
+    engine = PlanSearch(asked(replace(tower, optimiser=OPTIMISER_MEMORY[name])))
     point = engine.candidate(degrees()).fastest(1e12)
     held = tower.graph.parameter_bytes
     assert point.stages[0].state == state * held
     # Adam's square roots of all moments at once are above what 4 samples keep.
-    assert point.bytes >= (state + OPTIMISERS[name].together) * held
+    assert point.bytes >= (state + OPTIMISER_MEMORY[name].together) * held
     sharded = engine.candidate(degrees(data=4, zero=1)).fastest(1e12).stages[0]
     # Whole weights and gradients, and beside them the parts that are updated, with their state.
     assert sharded.state == (2 + (1 + state - 2) / 4) * held
-    assert sharded.passing == OPTIMISERS[name].together * held / 4
+    assert sharded.passing == OPTIMISER_MEMORY[name].together * held / 4
 
 
 def test_an_update_that_does_not_fit_is_not_planned(tower):
-    engine = Search(asked(tower))
+    engine = PlanSearch(asked(tower))
     for pipeline, virtual, schedule in [(1, 1, "1f1b"), (4, 1, "1f1b"), (4, 2, "interleaved")]:
         candidate = engine.candidate(degrees(pipeline=pipeline, virtual=virtual, schedule=schedule))
         point = candidate.fastest(1e12)
@@ -356,7 +366,7 @@ def test_an_update_that_does_not_fit_is_not_planned(tower):
 
 def test_a_rank_updates_all_its_stages(tower):
     """Two stages of one layer each against one of two layers."""
-    engine = Search(asked(tower))
+    engine = PlanSearch(asked(tower))
     one, two = (
         engine.candidate(
             degrees(pipeline=4, virtual=virtual, schedule=schedule, microbatches=8)
@@ -367,18 +377,20 @@ def test_a_rank_updates_all_its_stages(tower):
 
 
 def test_floor_and_gap(tower):
-    outcome = search(asked(tower, objective="fastest"))
+    outcome = find_plans(asked(tower, objective="fastest"))
     assert outcome.gap == 0
     assert 0 < outcome.floor <= outcome.best.seconds
     assert outcome.unexplored == pytest.approx(outcome.best.seconds / outcome.floor - 1)
-    assert BUCKETS[0] == Exchange().bucket_bytes
+    assert BUCKETS[0] == ExchangePlan().bucket_bytes
 
 
 # -- beside kernels -------------------------------------------------------------------------------
 
 
 def test_what_a_step_takes_beside_its_kernels_is_priced(tower):
-    host = Host(step=3e-3, microbatch=2e-4, tensor=5e-5, piped_step=4e-3, piped_microbatch=6e-4)
+    host = HostOverhead(
+        step=3e-3, microbatch=2e-4, tensor=5e-5, piped_step=4e-3, piped_microbatch=6e-4
+    )
     machine = replace(MACHINE, device=replace(DEVICE, host=host))
     tensors = len({name for o in tower.graph.operators for name in o.parameters})
     m = 32 // 2 // 4
@@ -391,12 +403,12 @@ def test_what_a_step_takes_beside_its_kernels_is_priced(tower):
         ),
     ):
         questions = [asked(tower, machine=machine_, batch=32) for machine_ in (MACHINE, machine)]
-        plain, told = (Search(q).candidate(wanted).fastest(1e12) for q in questions)
-        found = {part.name: part.seconds for part in parts(questions[1], told)}
+        plain, told = (PlanSearch(q).candidate(wanted).fastest(1e12) for q in questions)
+        found = {part.name: part.seconds for part in step_parts(questions[1], told)}
         assert found["host"] == pytest.approx(own)
         assert sum(found.values()) == pytest.approx(told.seconds)
         assert told.seconds - plain.seconds == pytest.approx(own + more, rel=0.02)
-        assert "host" not in {part.name for part in parts(questions[0], plain)}
+        assert "host" not in {part.name for part in step_parts(questions[0], plain)}
 
 
 # -- samples --------------------------------------------------------------------------------------
@@ -411,11 +423,11 @@ def test_each_rank_puts_the_samples_of_its_copy_together(tower):
         for machine, reads in ((MACHINE, True), (replace(MACHINE, device=device), True),
                                (replace(MACHINE, device=device), False)):  # fmt: skip
             question = asked(replace(tower, reads=reads), machine=machine, batch=32)
-            points.append(Search(question).candidate(wanted).fastest(1e12))
+            points.append(PlanSearch(question).candidate(wanted).fastest(1e12))
         plain, reading, beside = points
         own = 16 * gather + 2 * 16 * 4 * 256 / DEVICE.memory_rate
         assert reading.reading == pytest.approx(own)
         assert reading.seconds == pytest.approx(plain.seconds + own)
-        assert {p.name: p.seconds for p in parts(question, reading)}["data"] == reading.reading
+        assert {p.name: p.seconds for p in step_parts(question, reading)}["data"] == reading.reading
         assert (plain.reading, beside.reading) == (0.0, 0.0)
         assert beside.seconds == plain.seconds

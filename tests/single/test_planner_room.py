@@ -8,12 +8,12 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
-from headway.graph import fold
-from headway.planner.candidate import Candidate
-from headway.planner.operators import Workload
-from headway.planner.prepared import Prepared
-from headway.planner.search import Question, Search
+from headway.cost.machine_presets import machine_of
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.candidate import CandidateBounds, PlanCandidate
+from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 
@@ -22,9 +22,9 @@ from support.big_models import ids
 def question():
     config = TransformerConfig(vocabulary=512, window=32, width=128, layers=18, heads=4)
     with torch.device("meta"):
-        graph = fold(capture(TransformerLM(config), ids(16, 32)))
-    return Question(
-        work=Workload(graph=graph, samples=16),
+        graph = fuse_light_operators(capture(TransformerLM(config), ids(16, 32)))
+    return PlanRequest(
+        work=PlanningWorkload(graph=graph, samples=16),
         machine=machine_of(of_preset("dgx-a100", nodes=1)),
         devices=(8,),
         batch=16,
@@ -36,7 +36,7 @@ def question():
 
 def asked(question):
     """Of every combination under several caps and known times the fastest plan."""
-    engine, found = Search(question), []
+    engine, found = PlanSearch(question), []
     for degrees in engine.combinations():
         if degrees.pipeline == 1:
             continue
@@ -52,14 +52,14 @@ def asked(question):
 def test_nothing_is_lost(question, monkeypatch):
     """Neither by counting room, nor by short stages first, nor by what 1F1B takes at least."""
     left_out = []
-    enough = Candidate._enough
+    enough = PlanCandidate._enough
     monkeypatch.setattr(
-        Candidate, "_enough", lambda *args: left_out.append(enough(*args)) or left_out[-1]
+        PlanCandidate, "_enough", lambda *args: left_out.append(enough(*args)) or left_out[-1]
     )
     short = asked(question)
     assert 0.1 < np.mean(left_out) < 0.9
-    monkeypatch.setattr(Candidate, "_enough", lambda *args: True)
-    monkeypatch.setattr(Candidate, "_at_least", lambda *args: 0.0)
-    monkeypatch.setattr(Prepared, "_widths", (0,))
+    monkeypatch.setattr(PlanCandidate, "_enough", lambda *args: True)
+    monkeypatch.setattr(PlanCandidate, "_at_least", lambda *args: 0.0)
+    monkeypatch.setattr(CandidateBounds, "_widths", (0,))
     assert asked(question) == short
     assert 0.1 < np.mean([one is not None for one in short]) < 0.9

@@ -11,15 +11,15 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError
-from headway.graph import fold
-from headway.planner.borders import start_of
-from headway.planner.decision import choices
-from headway.planner.degrees import Degrees
-from headway.planner.operators import Workload
-from headway.planner.row import units
-from headway.planner.search import Question, Search, search
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.estimate.partition import make_units, unit_of_module
+from headway.planner.explain.alternatives import operator_choices
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ResNet50, ids, meta
 
@@ -29,7 +29,9 @@ MACHINE = machine_of(of_preset("dgx-a100", nodes=1))
 def gpt(layers=4, width=256):
     config = TransformerConfig(vocabulary=1024, window=64, width=width, layers=layers, heads=8)
     with torch.device("meta"):
-        return Workload(graph=fold(capture(TransformerLM(config), ids(16, 64))), samples=16)
+        return PlanningWorkload(
+            graph=fuse_light_operators(capture(TransformerLM(config), ids(16, 64))), samples=16
+        )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def work():
 
 
 def asked(work, **changed):
-    return Question(**{"work": work, "machine": MACHINE, "devices": (8,), "batch": 32} | changed)
+    return PlanRequest(**{"work": work, "machine": MACHINE, "devices": (8,), "batch": 32} | changed)
 
 
 def facts(outcome):
@@ -46,11 +48,11 @@ def facts(outcome):
 
 
 def test_same_question_same_answer(work):
-    assert facts(search(asked(work))) == facts(search(asked(gpt())))
+    assert facts(find_plans(asked(work))) == facts(find_plans(asked(gpt())))
 
 
 def test_units_are_the_blocks(work):
-    row = units(work)
+    row = make_units(work)
     kinds = [unit.kind for unit in row]
     assert kinds.count(kinds[-3]) == 3  # the first block makes the rotations, too
     assert all(one.exit == two.entry for one, two in pairwise(row))
@@ -60,27 +62,29 @@ def test_units_are_the_blocks(work):
 def test_the_questions_agree(work):
     """F6: mini-time is the fastest point within its cap, mini-parallelism the fewest devices."""
     counts = (1, 2, 4, 8)
-    free = search(asked(work, devices=counts, objective="fastest"))
+    free = find_plans(asked(work, devices=counts, objective="fastest"))
     cap = free.best.bytes * 0.9
-    capped = search(asked(work, devices=counts, objective="fastest", memory=cap))
+    capped = find_plans(asked(work, devices=counts, objective="fastest", memory=cap))
     assert capped.best.bytes <= cap
     assert capped.best.seconds >= free.best.seconds
     assert free.gap == capped.gap == 0
-    alone = search(asked(work, devices=(1,), memory=2 * cap))
+    alone = find_plans(asked(work, devices=(1,), memory=2 * cap))
     least = min(point.bytes for point in alone.points)
-    fewest = search(asked(work, devices=counts, objective="fewest-devices", memory=least * 0.7))
+    fewest = find_plans(asked(work, devices=counts, objective="fewest-devices", memory=least * 0.7))
     assert fewest.best.devices > 1
     fewer = tuple(count for count in counts if count < fewest.best.devices)
     with pytest.raises(PlanError):
-        search(asked(work, devices=fewer, memory=least * 0.7))
+        find_plans(asked(work, devices=fewer, memory=least * 0.7))
 
 
 def test_of_the_plans_with_the_fewest_devices_the_fastest_is_taken(work):
     counts = (2, 4, 8)
-    roomy = search(asked(work, devices=(2,))).points
+    roomy = find_plans(asked(work, devices=(2,))).points
     for cap in sorted({1.01 * point.bytes for point in roomy}):
-        fewest = search(asked(work, devices=counts, objective="fewest-devices", memory=cap)).best
-        fastest = search(asked(work, devices=(2,), objective="fastest", memory=cap)).best
+        fewest = find_plans(
+            asked(work, devices=counts, objective="fewest-devices", memory=cap)
+        ).best
+        fastest = find_plans(asked(work, devices=(2,), objective="fastest", memory=cap)).best
         assert (fewest.devices, fewest.seconds) == (2, fastest.seconds)
 
 
@@ -88,10 +92,10 @@ def test_the_fastest_of_all_combinations(work):
     """Bounds drop nothing: opening every combination finds the same."""
     for memory in (80e9, 60e6, 40e6):
         try:
-            outcome = search(asked(work, objective="fastest", memory=memory))
+            outcome = find_plans(asked(work, objective="fastest", memory=memory))
         except PlanError:
             outcome = None
-        engine = (outcome or search(asked(work))).search
+        engine = (outcome or find_plans(asked(work))).search
         every = [engine._candidate(d).fastest(memory) for d in engine.combinations()]
         best = min((point.seconds for point in every if point), default=np.inf)
         assert best == (outcome.best.seconds if outcome else np.inf)
@@ -99,24 +103,26 @@ def test_the_fastest_of_all_combinations(work):
 
 def test_no_plan_fits(work):
     with pytest.raises(PlanError, match="no plan fits"):
-        search(asked(work, devices=(1,), memory=5e6))
+        find_plans(asked(work, devices=(1,), memory=5e6))
 
 
 def test_forced_choices(work):
-    forced = search(asked(work, tensor=(8,), force=(("blocks.*", "split"),), objective="fastest"))
-    found = choices(forced.search, forced.best)
+    forced = find_plans(
+        asked(work, tensor=(8,), force=(("blocks.*", "split"),), objective="fastest")
+    )
+    found = operator_choices(forced.search, forced.best)
     products = [c for c in found if c.module.startswith("blocks.") and c.kind == "linear"]
     assert products
     assert all(choice.how.startswith("split:") for choice in products)
     with pytest.raises(PlanError, match="what is forced"):
-        search(asked(work, tensor=(8,), force=(("blocks.*", "split:nothing"),)))
+        find_plans(asked(work, tensor=(8,), force=(("blocks.*", "split:nothing"),)))
 
 
 def test_decisions_add_up(work):
-    outcome = search(asked(work, tensor=(4,)))
+    outcome = find_plans(asked(work, tensor=(4,)))
     for point in outcome.points:
         held = [0.0] * len(point.stages)
-        for choice in choices(outcome.search, point):
+        for choice in operator_choices(outcome.search, point):
             held[choice.stage] += choice.parameters
         # A tied parameter counts once in a stage, but each of its operators holds it.
         twice = [outcome.search.shared.doubled(s.start, s.stop) / 4 for s in point.stages]
@@ -132,12 +138,12 @@ def test_a_hundred_thousand_classes():
     """W6: replicate the backbone, split the head; 89.7 % less to synchronise (Whale, figure 2)."""
     with torch.device("meta"):
         data = (meta(64, 3, 224, 224), ids(64))
-        graph = fold(capture(ResNet50(100_000), data, loss=loss))
+        graph = fuse_light_operators(capture(ResNet50(100_000), data, loss=loss))
     machine = machine_of(of_preset("p3.16xlarge", nodes=4))
-    work = Workload(graph=graph, samples=64)
+    work = PlanningWorkload(graph=graph, samples=64)
     changed = {"machine": machine, "devices": (32,), "tensor": (32,), "batch": 1024}
-    outcome = search(asked(work, objective="fastest", **changed))
-    found = [c for c in choices(outcome.search, outcome.best) if c.parameters]
+    outcome = find_plans(asked(work, objective="fastest", **changed))
+    found = [c for c in operator_choices(outcome.search, outcome.best) if c.parameters]
     assert {c.how for c in found if c.module != "head"} == {"split:n"}  # each its samples
     assert [c.how for c in found if c.module == "head"] == ["split:o"]  # each its classes
     fallen = 1 - sum(choice.summed for choice in found) / graph.parameter_bytes
@@ -151,7 +157,7 @@ def test_microbatches_under_way():
 
 def test_one_micro_batch_is_cut_where_the_longest_sum_is_short():
     """All cuts have one sum of stages; what differs is the stage whose gradients are last."""
-    found = Search(asked(gpt(8, width=2048), batch=8))
+    found = PlanSearch(asked(gpt(8, width=2048), batch=8))
     degrees = Degrees(tensor=1, data=4, pipeline=2, microbatch=2, microbatches=1)
     candidate, length = found.candidate(degrees), len(found.row)
     each = [candidate.planned((0, start, length)).seconds for start in range(1, length)]
@@ -166,13 +172,15 @@ def test_a_stage_is_named_after_what_was_folded_into_its_first_layer():
     """An activation that is folded into the layer behind it begins the stage."""
     layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 8), torch.nn.ReLU())]
     with torch.device("meta"):
-        graph = fold(capture(torch.nn.Sequential(*layers, torch.nn.Linear(8, 4)), meta(16, 8)))
-    row = units(Workload(graph=graph, samples=16))
+        graph = fuse_light_operators(
+            capture(torch.nn.Sequential(*layers, torch.nn.Linear(8, 4)), meta(16, 8))
+        )
+    row = make_units(PlanningWorkload(graph=graph, samples=16))
     assert [unit.module for unit in row] == ["0", "1", "3", "5"]
-    assert start_of("1", row) == start_of("2", row) == 1
-    assert start_of("5", row) == start_of("6", row) == 3
+    assert unit_of_module("1", row) == unit_of_module("2", row) == 1
+    assert unit_of_module("5", row) == unit_of_module("6", row) == 3
     nested = [replace(unit, module=f"{unit.module}.1", layer=f"{unit.layer}.0") for unit in row]
-    assert start_of("2", nested) == 1
+    assert unit_of_module("2", nested) == 1
 
 
 class Twice(torch.nn.Module):
@@ -187,14 +195,14 @@ class Twice(torch.nn.Module):
 
 def test_a_stage_is_not_named_after_a_module_that_runs_elsewhere_too():
     with torch.device("meta"):
-        graph = fold(capture(Twice(), meta(16, 8)))
-    row = units(Workload(graph=graph, samples=16))
+        graph = fuse_light_operators(capture(Twice(), meta(16, 8)))
+    row = make_units(PlanningWorkload(graph=graph, samples=16))
     assert [unit.module for unit in row] == ["one", "two", "three"]
 
 
 def test_a_search_that_must_end_says_how_far_it_may_be(work):
     """C6: what is left closed counts in the gap."""
-    whole, ended = search(asked(work)), search(asked(work, seconds=0.0))
+    whole, ended = find_plans(asked(work)), find_plans(asked(work, seconds=0.0))
     assert ended.opened < whole.opened
     assert ended.bound <= whole.best.seconds <= ended.best.seconds
     assert ended.gap >= ended.best.seconds / whole.best.seconds - 1.0
@@ -204,7 +212,7 @@ def test_of_equally_fast_plans_the_one_on_fewest_devices_is_taken():
     """Of a model whose layers no device can share, more devices are of no use."""
     with torch.device("meta"):
         layers = [torch.nn.Tanh() for _ in range(3)]
-        graph = fold(capture(torch.nn.Sequential(*layers), meta(1, 8)))
-    work = Workload(graph=graph, samples=1)
-    outcome = search(asked(work, devices=(1, 2, 8), batch=1, objective="fastest"))
+        graph = fuse_light_operators(capture(torch.nn.Sequential(*layers), meta(1, 8)))
+    work = PlanningWorkload(graph=graph, samples=1)
+    outcome = find_plans(asked(work, devices=(1, 2, 8), batch=1, objective="fastest"))
     assert outcome.best.devices == 1

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headway.run.randomness import (
+from headway.run.step.batch import resize_batch
+from headway.run.step.randomness import (
     LogicalRandomness,
-    Site,
-    Sites,
+    RandomDraw,
+    RandomDraws,
     generators_restored,
-    mix,
-    probe,
+    mix_seeds,
+    probe_random_draws,
     seed_everything,
 )
-from headway.run.trees import resize
 
 
 class Attention(nn.Module):
@@ -61,7 +61,7 @@ def loss(model, batch):
 
 def gradients(model, batch, cuts):
     """Gradients of the mean over `batch`, taken in micro-batches of the given sizes."""
-    sites = probe(model, loss, batch, resize)
+    sites = probe_random_draws(model, loss, batch, resize_batch)
     model.zero_grad()
     start, outputs = 0, []
     for size in cuts:
@@ -94,10 +94,10 @@ def test_recomputation_is_found_and_repeats_the_masks():
     torch.manual_seed(0)
     model = Recomputed().double().train()
     batch = torch.randn(4, 8, dtype=torch.float64)
-    assert probe(model, loss, batch, resize).in_backward
+    assert probe_random_draws(model, loss, batch, resize_batch).in_backward
     _, with_checkpoint = gradients(model, batch, (4,))
     model.forward = lambda x: model.drop(model.inner(x))
-    assert not probe(model, loss, batch, resize).in_backward
+    assert not probe_random_draws(model, loss, batch, resize_batch).in_backward
     _, without = gradients(model, batch, (4,))
     for a, b in zip(with_checkpoint, without, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -105,10 +105,12 @@ def test_recomputation_is_found_and_repeats_the_masks():
 
 def test_the_probe_finds_where_samples_lie():
     model = Attention().double().train()
-    sites = probe(model, loss, torch.randn(6, 5, 8, dtype=torch.float64), resize).forward
-    assert Site(0, 5) in sites  # the flattened batch: five rows belong to a sample
-    assert Site(1, 1) in sites  # the transposed batch
-    assert sites[-2:] == (Site(0, 1), Site(None))  # randn_like, and the shared rand
+    sites = probe_random_draws(
+        model, loss, torch.randn(6, 5, 8, dtype=torch.float64), resize_batch
+    ).forward
+    assert RandomDraw(0, 5) in sites  # the flattened batch: five rows belong to a sample
+    assert RandomDraw(1, 1) in sites  # the transposed batch
+    assert sites[-2:] == (RandomDraw(0, 1), RandomDraw(None))  # randn_like, and the shared rand
 
 
 def test_the_probe_leaves_everything_as_it_was():
@@ -116,7 +118,7 @@ def test_the_probe_leaves_everything_as_it_was():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     batch = torch.randn(6, 8)
     state = torch.get_rng_state()
-    probe(model, loss, batch, resize)
+    probe_random_draws(model, loss, batch, resize_batch)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -128,7 +130,7 @@ def test_a_permutation_of_the_samples_is_a_doubt():
     def mixed(model, batch):
         return model(batch + batch[torch.randperm(len(batch))]).square().mean()
 
-    sites = probe(nn.Linear(8, 8), mixed, torch.randn(6, 8), resize)
+    sites = probe_random_draws(nn.Linear(8, 8), mixed, torch.randn(6, 8), resize_batch)
     assert "randperm mixes the samples" in sites.doubts[0]
 
 
@@ -138,7 +140,7 @@ def test_reentrant_checkpointing_repeats_the_masks():
     model.lead = nn.Linear(8, 8).double()
     model.forward = lambda x: model.drop(checkpoint(model.inner, model.lead(x), use_reentrant=True))
     batch = torch.randn(4, 8, dtype=torch.float64)
-    assert probe(model, loss, batch, resize).in_backward
+    assert probe_random_draws(model, loss, batch, resize_batch).in_backward
     _, with_checkpoint = gradients(model, batch, (4,))
     model.forward = lambda x: model.drop(model.inner(model.lead(x)))
     _, without = gradients(model, batch, (4,))
@@ -153,9 +155,11 @@ def test_a_batch_that_cannot_be_resized_is_no_error():
         return (y[sources] - y[targets]).square().mean()
 
     batch = {"x": torch.randn(6, 8), "edges": torch.randint(6, (2, 9))}
-    assert probe(nn.Linear(8, 8), graph, batch, resize) == Sites((), in_backward=False)
+    assert probe_random_draws(nn.Linear(8, 8), graph, batch, resize_batch) == RandomDraws(
+        (), in_backward=False
+    )
     dropping = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    assert "cannot be cut" in probe(dropping, graph, batch, resize).doubts[0]
+    assert "cannot be cut" in probe_random_draws(dropping, graph, batch, resize_batch).doubts[0]
 
 
 def test_an_error_of_the_model_is_shown_as_it_is():
@@ -163,7 +167,7 @@ def test_an_error_of_the_model_is_shown_as_it_is():
         raise ValueError("not my shape")
 
     with pytest.raises(ValueError, match="not my shape"):
-        probe(nn.Linear(8, 8), wrong, torch.randn(6, 8), resize)
+        probe_random_draws(nn.Linear(8, 8), wrong, torch.randn(6, 8), resize_batch)
 
 
 def test_seeding_is_quick():
@@ -184,7 +188,9 @@ def test_seeding_is_quick():
 
 
 def test_models_without_randomness_have_no_sites():
-    assert probe(nn.Linear(8, 8), loss, torch.randn(6, 8), resize) == Sites((), in_backward=False)
+    assert probe_random_draws(
+        nn.Linear(8, 8), loss, torch.randn(6, 8), resize_batch
+    ) == RandomDraws((), in_backward=False)
 
 
 def test_attention_without_dropout_costs_nothing():
@@ -200,7 +206,9 @@ def test_attention_without_dropout_costs_nothing():
             return F.scaled_dot_product_attention(y, y, y)
 
     batch = torch.randn(6, 5, 8)
-    assert probe(Plain(), loss, batch, resize) == Sites((), in_backward=False)
+    assert probe_random_draws(Plain(), loss, batch, resize_batch) == RandomDraws(
+        (), in_backward=False
+    )
 
 
 class Entangled(nn.Module):
@@ -215,13 +223,13 @@ class Entangled(nn.Module):
 
 
 def test_a_draw_that_mixes_samples_is_reported():
-    sites = probe(Entangled(), loss, torch.randn(6, 8), resize)
+    sites = probe_random_draws(Entangled(), loss, torch.randn(6, 8), resize_batch)
     assert len(sites.doubts) == 1
     assert "cut into samples" in sites.doubts[0]
 
 
 def test_different_samples_and_steps_draw_different_numbers():
-    sites = Sites((Site(0),), in_backward=False)
+    sites = RandomDraws((RandomDraw(0),), in_backward=False)
 
     def draw(step, positions):
         seed_everything(1, 0, step)
@@ -236,7 +244,7 @@ def test_different_samples_and_steps_draw_different_numbers():
 
 
 def test_masks_keep_the_right_share():
-    sites = Sites((Site(0),), in_backward=False)
+    sites = RandomDraws((RandomDraw(0),), in_backward=False)
     seed_everything(3)
     with LogicalRandomness(sites, range(200), 0):
         kept = (F.dropout(torch.ones(200, 500), 0.3) > 0).double()
@@ -253,7 +261,7 @@ def test_generators_are_restored():
 
 def test_mix_is_a_fixed_function():
     """Golden: a changed key would change every run that is resumed."""
-    assert mix(0) == 0x032DB10DAE10213C
-    assert mix(1, 2) == 0xD13C8240626AA172
-    assert mix(2, 1) == 0x98B5E08CBBD08FB5
-    assert len({mix(a, b) for a in range(64) for b in range(64)}) == 4096
+    assert mix_seeds(0) == 0x032DB10DAE10213C
+    assert mix_seeds(1, 2) == 0xD13C8240626AA172
+    assert mix_seeds(2, 1) == 0x98B5E08CBBD08FB5
+    assert len({mix_seeds(a, b) for a in range(64) for b in range(64)}) == 4096

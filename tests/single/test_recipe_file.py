@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from headway.cli.console import error_text
+from headway.cli.terminal.console import error_text
 from headway.errors import DataError, DocumentError, HeadwayError, RecipeError
-from headway.plan import Exchange, Pipeline
-from headway.run.amounts import resolve_batch, steps_per_epoch, stop_steps
-from headway.run.recipe import Recipe, criterion
-from headway.run.recipe_check import check_recipe
-from headway.run.recipe_file import load_recipe
-from headway.run.recipe_schema import Scalars, apply_overrides
-from headway.run.reference import describe_recipe
+from headway.plan import ExchangePlan, PipelinePlan
+from headway.run.recipe.batch_units import resolve_batch, steps_per_epoch, stop_steps
+from headway.run.recipe.check import check_recipe
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.recipe import Recipe, criterion
+from headway.run.recipe.schema import Scalars, apply_overrides
+from headway.run.recipe.user_code import describe_recipe
 from support.golden import check_golden
 
 MODULE = """
@@ -282,8 +282,8 @@ def in_stages():
     (folder / "my_module.py").write_text(MODULE + own)
     text = 'recipe = "my_module:in_stages"\n[pipeline]\nschedule = "1f1b"\n'
     recipe = load_recipe(write(text), ['pipeline.sync="post"', "exchange.priority=true"])
-    assert recipe.pipeline == Pipeline(schedule="1f1b", microbatches=6, sync="post")
-    assert recipe.exchange == Exchange(bucket=7, priority=True)
+    assert recipe.pipeline == PipelinePlan(schedule="1f1b", microbatches=6, sync="post")
+    assert recipe.exchange == ExchangePlan(bucket=7, priority=True)
 
 
 def test_wrong_values_of_a_pipeline_are_found_before_anything_starts():

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.errors import RunError
-from headway.parallel import Calls, Pipeline, Team, blocks, cut
-from headway.schedule import Action, Kind, Pipe, PipelineSchedule
+from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, cut
+from headway.parallel.pipeline.runtime import recomputation
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.pipelines import assert_equal, chain, numbers_of, points, run_serially, sentences
 from support.tiny_models import CLASSES, FEATURES, WORDS, cross_entropy
@@ -31,20 +32,20 @@ WAYS = {
 
 def all_forwards_first(stages=STAGES, *, split=False, **recompute):
     """On one rank; weights and buffers that change meanwhile would be seen."""
-    row = [Action(Kind.FORWARD, "d0", s, m) for m in range(COUNT) for s in range(stages)]
-    kinds = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if split else (Kind.BACKWARD,)
+    row = [Action(ActionKind.FORWARD, "d0", s, m) for m in range(COUNT) for s in range(stages)]
+    kinds = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) if split else (ActionKind.BACKWARD,)
     for m in range(COUNT):
         for kind in kinds:
             row += [Action(kind, "d0", s, m) for s in reversed(range(stages))]
-    pipe = Pipe("d0", (0,) * stages, tuple(range(COUNT)))
+    pipe = SchedulePipe("d0", (0,) * stages, tuple(range(COUNT)))
     return PipelineSchedule(name="one", pipes=(pipe,), order=(tuple(row),), **recompute)
 
 
 def pipeline_of(model, data, loss=cross_entropy, *, around=None, stages=STAGES, **how):
     found = cut(model, loss, data[0], stages=stages)
     table = replace(all_forwards_first(stages, **how), skips=found.skips)
-    calls = Calls(loss=loss, share=lambda value, _: value / len(data), around=around)
-    return Pipeline(found, table, Team(rank=0, ranks=(0,)), calls)
+    calls = PipelineCallbacks(loss=loss, share=lambda value, _: value / len(data), around=around)
+    return Pipeline(found, table, PipelineRanks(rank=0, ranks=(0,)), calls)
 
 
 def run(model, data, loss=cross_entropy, **how):
@@ -110,7 +111,7 @@ def test_other_random_numbers_would_be_noticed(monkeypatch):
         with torch.enable_grad():
             yield
 
-    monkeypatch.setattr(blocks._Surroundings, "restored", forgotten)
+    monkeypatch.setattr(recomputation._ForwardEnvironment, "restored", forgotten)
     expected, numbers = masks_of()
     found, again = masks_of(**WAYS["blocks"])
     assert not torch.equal(found[0][COUNT], expected[0][0])

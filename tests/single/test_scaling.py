@@ -33,8 +33,8 @@ from headway.optim import (
     scale_rates,
     square_root,
 )
-from headway.run.recipe_file import load_recipe
-from headway.run.reference import describe
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.user_code import describe_value
 from headway.units import Amount
 
 # -- rules -----------------------------------------------------------------------------------
@@ -358,8 +358,10 @@ def test_a_recipe_names_optimizer_scaling_and_nested_scheduler(tmp_path):
     cosine = [0.01 * (1 + math.cos(math.pi * t / 10)) for t in range(6)]
     factors = [0.5, 0.625, 0.75, 0.875, 1, 1]
     assert rates == pytest.approx([f * c for f, c in zip(factors, cosine, strict=True)])
-    assert describe(made.optimizer).endswith("rates x2")
-    assert "then=torch.optim.lr_scheduler:CosineAnnealingLR(T_max=10)" in describe(made.scheduler)
+    assert describe_value(made.optimizer).endswith("rates x2")
+    assert "then=torch.optim.lr_scheduler:CosineAnnealingLR(T_max=10)" in describe_value(
+        made.scheduler
+    )
 
 
 def test_without_scaling_the_optimizer_is_the_one_that_was_named(tmp_path):

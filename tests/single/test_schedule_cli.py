@@ -13,17 +13,16 @@ from xml.etree import ElementTree
 import pytest
 
 from headway.cli.main import main
-from headway.cli.schedule import overrides_of
-from headway.cli.schedule_costs import Costs
-from headway.cli.schedule_figures import figures
+from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
+from headway.cli.schedule.show import recipe_overrides
 from headway.errors import DocumentError, PlanError
 from headway.launch.local import LaunchResult
 from headway.plan import Plan, pipelined
-from headway.report.chrome import check_chrome
-from headway.run.job import Outcome
-from headway.run.recipe_check import check_recipe
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.table import from_csv, to_csv
+from headway.report.trace_export import check_chrome_trace
+from headway.run.recipe.check import check_recipe
+from headway.run.training.job import TrainingOutcome
+from headway.schedule.csv_format import from_csv, to_csv
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from support import schedule_command
 from support.golden import check_golden
 
@@ -187,7 +186,7 @@ def test_a_table_of_torch_is_read_back(run, facts):
 def test_the_timeline_is_the_timed_table(facts):
     step = facts("show", "zbv", "--timeline", "t.json")["step"]
     trace = json.loads(Path("t.json").read_text())
-    assert check_chrome(trace) == []
+    assert check_chrome_trace(trace) == []
     bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(bars) == 4 * 2 * 4 * 3
     assert max(bar["ts"] + bar["dur"] for bar in bars) == pytest.approx(step * 1e6)
@@ -228,7 +227,9 @@ def test_compare_has_the_figures_of_each_schedule(run, facts):
     rows = {row["name"]: row for row in facts("compare", "--stages", 4, "--microbatches", 8)}
     assert list(rows) == NAMES
     for name, row in rows.items():
-        found = figures(make_schedule(name, stages=4, microbatches=8), Costs(), options={})
+        found = evaluate_schedule(
+            make_schedule(name, stages=4, microbatches=8), ScheduleCosts(), options={}
+        )
         assert row["step"] == found.stats.makespan
         assert row["activations"] == list(found.stats.peak_activations)
     assert (rows["chimera"]["step"], rows["1f1b"]["step"]) == (30, 33)
@@ -378,14 +379,14 @@ def test_no_command_imports_torch():
 def launched(monkeypatch):
     """The calls of launch_local; no process is started."""
     calls = []
-    outcome = Outcome(steps=3, loss=0.5, validation=None, stopped_by=None)
+    outcome = TrainingOutcome(steps=3, loss=0.5, validation=None, stopped_by=None)
 
     def launch(entry, arguments, **options):
         calls.append((arguments[0], options["processes"]))
         return LaunchResult(results=[outcome], stopped_by=None, attempts=1)
 
     monkeypatch.setattr("headway.launch.local.launch_local", launch)
-    monkeypatch.setattr("headway.cli.train.warm_up", lambda ranks: None)
+    monkeypatch.setattr("headway.cli.train.command.start_forkserver", lambda ranks: None)
     return calls
 
 
@@ -428,7 +429,7 @@ def test_a_table_of_torch_becomes_one_of_headway():
     schedule = make_schedule("zb-h1", stages=2, microbatches=4)
     assert main(["schedule", "show", "zb-h1", "--stages", "2", "--microbatches", "4",
                  "--torch-csv", "t.csv"]) == 0  # fmt: skip
-    stages, table = overrides_of(Path("t.csv"))
+    stages, table = recipe_overrides(Path("t.csv"))
     assert stages == "stages=2"
     document = check_recipe("support.recipes:mlp", (stages, table)).document
     assert from_csv(document.pipeline.table).order == schedule.order
@@ -436,13 +437,13 @@ def test_a_table_of_torch_becomes_one_of_headway():
 
 def test_a_name_that_is_not_ascii_comes_through():
     Path("näme \U0001f600.csv").write_text("d0.s0.F.0,d0.s0.B.0\nd0.s1.F.0,d0.s1.B.0\n")
-    overrides = overrides_of(Path("näme \U0001f600.csv"))
+    overrides = recipe_overrides(Path("näme \U0001f600.csv"))
     document = check_recipe("support.recipes:mlp", overrides).document
     assert from_csv(document.pipeline.table).name == "näme \U0001f600"
 
 
 def test_overrides_of_a_bad_file():
     with pytest.raises(PlanError, match="3 problems"):
-        overrides_of(broken())
+        recipe_overrides(broken())
     with pytest.raises(DocumentError):
-        overrides_of(Path("nothing.csv"))
+        recipe_overrides(Path("nothing.csv"))

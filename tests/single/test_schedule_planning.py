@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.schedule_search import RIVALS
+from headway.cli.schedule.search import RIVALS
 from headway.cluster.link import Link
-from headway.cost.pipeline_choice import Setting, Workload
-from headway.cost.pipeline_choice import choose as candidates
-from headway.plan import Pipeline, pipelined
-from headway.run.model_costs import measure_recipe
-from headway.schedule.check import violations
-from headway.schedule.table import read_table
+from headway.cost.pipeline_model import ChimeraSetting, EqualLayers
+from headway.cost.pipeline_model import rank_chimera_candidates as candidates
+from headway.plan import PipelinePlan, pipelined
+from headway.run.measure.recipe_model import measure_model_costs
+from headway.schedule.csv_format import read_table
+from headway.schedule.rules.check import schedule_violations
 from support import schedule_command
 from support.golden import check_golden
 
@@ -97,7 +97,7 @@ def test_what_is_written_is_what_was_printed(facts):
     assert found["placement"] == "w"
     assert not found["out_of_time"]
     checked = facts("check", "x.csv", *UNEQUAL)
-    assert violations(read_table(Path("x.csv"))) == ()
+    assert schedule_violations(read_table(Path("x.csv"))) == ()
     for key in ("step", "activations", "weights", "bubble", "messages"):
         assert checked[key] == found[key]
     assert max(found["activations"]) <= 4.5
@@ -135,7 +135,7 @@ def test_an_ended_search_says_so(run, facts):
     words = ("search", *UNEQUAL, "--seconds", "1e-6", "--out", "x.csv")
     assert facts(*words)["out_of_time"]
     assert "the limit of 1e-06 s ended the search (seed 0)" in run(*words)[1]
-    assert violations(read_table(Path("x.csv"))) == ()
+    assert schedule_violations(read_table(Path("x.csv"))) == ()
 
 
 def test_a_memory_in_which_nothing_fits_is_a_plan_error(run):
@@ -155,10 +155,12 @@ def test_a_choice_from_numbers(run, facts):
     code, out, _ = run(*bert())
     assert code == 0
     check_golden("cli/schedule_choose.txt", out)
-    workload = Workload(
+    workload = EqualLayers(
         layers=48, forward=8e-4, activation=2**19, held=11.5e6, gradient=55.8e6, state=4 * 55.8e6
     )
-    setting = Setting(workers=32, batch=512, memory=2**34, link=Link(rate=1e10, latency=2e-6))
+    setting = ChimeraSetting(
+        workers=32, batch=512, memory=2**34, link=Link(rate=1e10, latency=2e-6)
+    )
     expected = candidates(workload, setting)
     rows = facts(*bert())
     assert len(rows) == len(expected) == 4
@@ -187,7 +189,7 @@ def test_the_printed_recipe_is_the_choice(run, facts, words, micros):
         processes=32,
         stages=said["stages"],
         microbatch=said["microbatch"],
-        pipeline=Pipeline(**said["pipeline"]),
+        pipeline=PipelinePlan(**said["pipeline"]),
     )
     assert plan.pipe_degree == best["stages"]
     assert plan.data_degree == best["copies"]
@@ -217,7 +219,7 @@ def test_where_nothing_fits_every_depth_has_a_reason(run):
 
 
 def test_a_recipe_is_measured(facts, run):
-    found = measure_recipe("support.recipes:wide", 4)
+    found = measure_model_costs("support.recipes:wide", 4)
     assert (found.batch, found.layers) == (12, 3)
     weights = 4 * (6 * 256 + 256 + 256 * 32 + 32 + 32 * 4 + 4)
     assert found.weights * 3 == weights

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.comm.compress import selection
-from headway.comm.compress.draws import generator
-from headway.comm.compress.mstopk import ms_top_k, ms_top_k_by_passes
-from headway.comm.compress.randomk import drawn
-from headway.comm.compress.selection import SMALL, top_k
+from headway.comm.compress import topk_selection
+from headway.comm.compress.compressor import seeded_generator
+from headway.comm.compress.sparsification import random_indices
+from headway.comm.compress.topk_selection import SMALL, ms_top_k, ms_top_k_by_passes, top_k
 from headway.errors import RunError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -86,7 +85,7 @@ def test_adding_on_the_way_is_adding_before(size, shape, dtype):
     assert torch.equal(values, total)
     values = total - more
     total = values + more
-    ms_top_k(values, k, generator(0, ""), add=more)
+    ms_top_k(values, k, seeded_generator(0, ""), add=more)
     assert torch.equal(values, total)
 
 
@@ -94,21 +93,21 @@ def test_a_sample_that_misleads_costs_time_but_not_exactness(monkeypatch):
     """The first threshold passes far too few values; it is lowered until k pass."""
     values = make("normal", 4 * SMALL, 6)
     asked = []
-    true = selection._sampled_threshold
+    true = topk_selection._sampled_threshold
 
     def misled(values, add, k):
         asked.append(k)
         return true(values, add, 1) if len(asked) < 3 else true(values, add, k)
 
-    monkeypatch.setattr(selection, "_sampled_threshold", misled)
+    monkeypatch.setattr(topk_selection, "_sampled_threshold", misled)
     assert torch.equal(top_k(values, 2000), by_sorting(values, 2000))
     assert asked == [2000, 8000]
-    monkeypatch.setattr(selection, "_sampled_threshold", lambda *_: 2**31 - 2)
+    monkeypatch.setattr(topk_selection, "_sampled_threshold", lambda *_: 2**31 - 2)
     assert torch.equal(top_k(values, 2000), by_sorting(values, 2000))
 
 
 @pytest.mark.parametrize("size", [100, 2 * SMALL])
-@pytest.mark.parametrize("select", [top_k, lambda v, k: ms_top_k(v, k, generator(0, ""))])
+@pytest.mark.parametrize("select", [top_k, lambda v, k: ms_top_k(v, k, seeded_generator(0, ""))])
 def test_nan_is_an_error(size, select):
     values = make("normal", size, 7)
     values[size // 2] = math.nan
@@ -125,7 +124,7 @@ def test_infinity_is_the_largest_and_no_threshold_of_mstopk():
     values[[5, 77]] = torch.tensor([math.inf, -math.inf])
     assert top_k(values, 2).tolist() == [5, 77]
     with pytest.raises(RunError, match="infinite"):
-        ms_top_k(values, 2, generator(0, ""))
+        ms_top_k(values, 2, seeded_generator(0, ""))
 
 
 @pytest.mark.parametrize("k", [0, 11])
@@ -170,7 +169,9 @@ def check_invariants(values, k, found):
 def test_mstopk_keeps_its_invariants(size, share, shape, dtype, samplings, seed):
     values = make(shape, size, seed, dtype)
     k = max(1, round(share**3 * size))
-    check_invariants(values, k, ms_top_k(values, k, generator(seed, "a"), samplings=samplings))
+    check_invariants(
+        values, k, ms_top_k(values, k, seeded_generator(seed, "a"), samplings=samplings)
+    )
 
 
 @pytest.mark.parametrize("k", [1, 100, SMALL])
@@ -179,15 +180,15 @@ def test_mstopk_keeps_its_invariants(size, share, shape, dtype, samplings, seed)
 def test_mstopk_at_its_limits(shape, size, k):
     values = make(shape, size, 9)
     k = min(k, size)
-    check_invariants(values, k, ms_top_k(values, k, generator(0, "")))
-    check_invariants(values, k, ms_top_k_by_passes(values, k, generator(0, "")))
+    check_invariants(values, k, ms_top_k(values, k, seeded_generator(0, "")))
+    check_invariants(values, k, ms_top_k_by_passes(values, k, seeded_generator(0, "")))
 
 
 @pytest.mark.parametrize("size", [3000, 20 * SMALL])
 def test_counts_among_candidates_are_those_of_the_passes(size):
     values = make("normal", size, 10)
-    quick = ms_top_k(values, size // 100, generator(0, "x"))
-    paper = ms_top_k_by_passes(values, size // 100, generator(0, "x"))
+    quick = ms_top_k(values, size // 100, seeded_generator(0, "x"))
+    paper = ms_top_k_by_passes(values, size // 100, seeded_generator(0, "x"))
     assert quick.count_above == paper.count_above
     assert quick.count_below == paper.count_below
     assert quick.above == pytest.approx(paper.above, rel=1e-6)
@@ -198,7 +199,7 @@ def test_counts_among_candidates_are_those_of_the_passes(size):
 def test_thirty_samplings_find_all_of_the_energy():
     values = make("normal", 40 * SMALL, 11)
     k = len(values) // 100
-    kept = values[ms_top_k(values, k, generator(0, "")).indices].double().square().sum()
+    kept = values[ms_top_k(values, k, seeded_generator(0, "")).indices].double().square().sum()
     best = values[top_k(values, k)].double().square().sum()
     assert kept / best > 0.999999
 
@@ -207,7 +208,7 @@ def test_the_choice_between_the_thresholds_is_drawn():
     """Equal values: which ones are sent changes from step to step, and not between equal runs."""
     values = make("equal", 2 * SMALL, 12)
     first, second, again = (
-        ms_top_k(values, 10, generator(1, "a", step)).indices.tolist() for step in (0, 1, 0)
+        ms_top_k(values, 10, seeded_generator(1, "a", step)).indices.tolist() for step in (0, 1, 0)
     )
     assert first == again != second
     assert first == list(range(first[0], first[0] + 10))
@@ -220,7 +221,7 @@ def test_the_choice_between_the_thresholds_is_drawn():
 @settings(max_examples=50, deadline=None)
 def test_random_places_are_distinct_and_in_order(size, share, step):
     k = max(1, round(share * size))
-    places = drawn(3, "layer", step, size, k)
+    places = random_indices(3, "layer", step, size, k)
     assert len(places) == k
     assert torch.equal(places, places.unique())
     assert int(places[0]) >= 0
@@ -231,10 +232,10 @@ def test_every_place_has_the_same_chance():
     """Chi squared over 2000 steps, 5 of 23 places: 22 degrees of freedom, below the 99.9 % line."""
     counts = np.zeros(23)
     for step in range(2000):
-        counts[drawn(0, "w", step, 23, 5).numpy()] += 1
+        counts[random_indices(0, "w", step, 23, 5).numpy()] += 1
     # Stretches of 4 and 5 places: the chances are 1/4 and 1/5.
     borders = np.arange(6) * 23 // 5
     expected = np.repeat(2000 / np.diff(borders), np.diff(borders))
     assert ((counts - expected) ** 2 / expected).sum() < 48
-    assert not torch.equal(drawn(0, "w", 0, 230, 5), drawn(0, "v", 0, 230, 5))
-    assert not torch.equal(drawn(0, "w", 0, 230, 5), drawn(1, "w", 0, 230, 5))
+    assert not torch.equal(random_indices(0, "w", 0, 230, 5), random_indices(0, "v", 0, 230, 5))
+    assert not torch.equal(random_indices(0, "w", 0, 230, 5), random_indices(1, "w", 0, 230, 5))

@@ -10,22 +10,23 @@ from dataclasses import replace
 import pytest
 
 from headway.cli.main import main
-from headway.cluster.device import Host
+from headway.cluster.device import HostOverhead
 from headway.cluster.presets import of_preset
-from headway.cost.presets import machine_of
+from headway.cost.machine_presets import machine_of
 from headway.errors import UsageError
-from headway.plan import Exchange, MemoryPolicy, data_parallel, pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.operators import Workload
-from headway.planner.played import step_of_plan, step_of_point
-from headway.planner.search import Question, Search, search
-from headway.report.chrome import check_chrome
-from headway.run.model_graph import graph_of
-from headway.schedule.named import SCHEDULES
-from headway.schedule.table import to_csv
-from headway.simulator.ranks import Faults
-from headway.simulator.simulated import simulate
-from headway.simulator.what_if import changed, faults_of
+from headway.plan import ExchangePlan, MemoryPolicy, data_parallel, pipelined
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.to_simulation import step_of_plan, step_of_point
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.request import PlanRequest
+from headway.report.trace_export import check_chrome_trace
+from headway.run.measure.recipe_model import recipe_graph
+from headway.schedule.csv_format import to_csv
+from headway.schedule.generators.registry import SCHEDULES
+from headway.simulator.ranks import StepFaults
+from headway.simulator.simulation import simulate_training_step
+from headway.simulator.what_if import change_machine, parse_step_faults
 
 RECIPE = "support.recipes:stack"
 BATCH = 32
@@ -36,10 +37,10 @@ WORDS = ("--recipe", RECIPE, "--cluster", "p3.16xlarge", "--nodes", "2")
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = graph_of(RECIPE)
+    graph, samples, batch = recipe_graph(RECIPE)
     assert batch == BATCH
-    work = Workload(graph=graph, samples=samples)
-    return Question(work=work, machine=MACHINE, devices=(8,), batch=batch)
+    work = PlanningWorkload(graph=graph, samples=samples)
+    return PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def run(capsys, tmp_path):
 
 
 def staged(processes=4, **changed):
-    pipe = Pipeline(**({"microbatches": 4} | changed))
+    pipe = PipelinePlan(**({"microbatches": 4} | changed))
     return pipelined(BATCH, processes=processes, stages=2, pipeline=pipe, microbatch=4)
 
 
@@ -69,9 +70,12 @@ def staged(processes=4, **changed):
     [
         data_parallel(BATCH, processes=1),
         data_parallel(BATCH, processes=8, microbatch=2),
-        data_parallel(BATCH, processes=16, microbatch=1, exchange=Exchange(bucket="100 KiB")),
+        data_parallel(BATCH, processes=16, microbatch=1, exchange=ExchangePlan(bucket="100 KiB")),
         data_parallel(
-            BATCH, processes=16, exchange=Exchange(bucket="100 KiB", overlap=False), microbatch=2
+            BATCH,
+            processes=16,
+            exchange=ExchangePlan(bucket="100 KiB", overlap=False),
+            microbatch=2,
         ),
         staged(),
         staged(8),
@@ -83,8 +87,8 @@ def staged(processes=4, **changed):
 )
 def test_a_plan_takes_what_the_search_prices_it_at(question, plan):
     """Inside of a node, where the formulas have no reason to differ."""
-    work, point = step_of_plan(plan, Search(replace(question, devices=(plan.ranks,))))
-    found = simulate(work)
+    work, point = step_of_plan(plan, PlanSearch(replace(question, devices=(plan.ranks,))))
+    found = simulate_training_step(work)
     assert found.seconds == pytest.approx(point.seconds, rel=1e-9)
     assert found.peak == pytest.approx(point.bytes, rel=1e-9)
     assert found.ranks == plan.ranks
@@ -93,12 +97,14 @@ def test_a_plan_takes_what_the_search_prices_it_at(question, plan):
 @pytest.mark.parametrize("plan", [data_parallel(BATCH, processes=4, microbatch=4), staged()])
 def test_what_the_host_does_is_played_as_it_is_priced(question, plan):
     """Samples into batches, a step, its micro-batches and tensors; of a pipeline its passes."""
-    host = Host(step=1e-3, microbatch=2e-4, tensor=1e-5, piped_step=2e-3, piped_microbatch=3e-4)
+    host = HostOverhead(
+        step=1e-3, microbatch=2e-4, tensor=1e-5, piped_step=2e-3, piped_microbatch=3e-4
+    )
     slow = replace(MACHINE, device=replace(MACHINE.device, host=host, gather=1e-4))
-    work, point = step_of_plan(plan, Search(replace(question, devices=(4,), machine=slow)))
-    found = simulate(work)
-    plain, _ = step_of_plan(plan, Search(replace(question, devices=(4,))))
-    assert found.seconds > simulate(plain).seconds + 2e-3
+    work, point = step_of_plan(plan, PlanSearch(replace(question, devices=(4,), machine=slow)))
+    found = simulate_training_step(work)
+    plain, _ = step_of_plan(plan, PlanSearch(replace(question, devices=(4,))))
+    assert found.seconds > simulate_training_step(plain).seconds + 2e-3
     assert found.seconds == pytest.approx(point.seconds, rel=1e-9)
     for account in found.accounts:
         assert account.busy["host"] == pytest.approx(work.stages[0].host, rel=1e-12)
@@ -107,10 +113,10 @@ def test_what_the_host_does_is_played_as_it_is_priced(question, plan):
 def test_every_point_of_a_frontier_holds_what_the_search_says(question):
     """With tensor axis and ZeRO; time agrees where neither ZeRO nor a sum may be hidden. Of a
     pipeline the price has the longest update behind the last sum, whoever is the last."""
-    outcome = search(question)
+    outcome = find_plans(question)
     kinds = set()
     for point in outcome.points:
-        found = simulate(step_of_point(point, outcome.search))
+        found = simulate_training_step(step_of_point(point, outcome.search))
         assert found.peak == pytest.approx(point.bytes, rel=1e-9)
         assert found.ranks == point.devices
         degrees = point.degrees
@@ -118,7 +124,7 @@ def test_every_point_of_a_frontier_holds_what_the_search_says(question):
         if not degrees.zero and (degrees.tensor == 1 or degrees.pipeline == 1):
             longest = max(stage.update for stage in found.work.stages)
             stages = [replace(stage, update=longest) for stage in found.work.stages]
-            late = simulate(replace(found.work, stages=tuple(stages)))
+            late = simulate_training_step(replace(found.work, stages=tuple(stages)))
             assert late.seconds == pytest.approx(point.seconds, rel=1e-9)
             assert found.seconds <= late.seconds
     assert len(kinds) > 2
@@ -129,22 +135,22 @@ def test_every_schedule_is_played_and_all_ranks_agree(question, name):
     """Also those that the search has no price for; a table as a file says the same as its name."""
     number = 8 if name.startswith("dualpipe") else 4
     plan = staged(4, schedule=name, microbatches=number)
-    engine = Search(replace(question, devices=(4,)))
+    engine = PlanSearch(replace(question, devices=(4,)))
     work, _ = step_of_plan(plan, engine)
-    some, everybody = simulate(work), simulate(work, everybody=True)
+    some, everybody = simulate_training_step(work), simulate_training_step(work, everybody=True)
     assert some.seconds == everybody.seconds
     assert len(some.accounts) == 2
     written = replace(plan, pipeline=replace(plan.pipeline, table=to_csv(work.table)))
     if not work.table.halves:
-        assert simulate(step_of_plan(written, engine)[0]).seconds == some.seconds
+        assert simulate_training_step(step_of_plan(written, engine)[0]).seconds == some.seconds
 
 
 def test_a_tensor_group_goes_at_the_pace_of_its_slowest_rank(question):
     """The collectives of the axis take as long as before."""
-    outcome = search(replace(question, tensor=(8,), zero=(0,)))
+    outcome = find_plans(replace(question, tensor=(8,), zero=(0,)))
     work = step_of_point(outcome.best, outcome.search)
-    plain = simulate(work)
-    slow = simulate(replace(work, faults=Faults(slow={5: 3.0})))
+    plain = simulate_training_step(work)
+    slow = simulate_training_step(replace(work, faults=StepFaults(slow={5: 3.0})))
     inside = plain.exposed.get("tensor axis", 0.0)
     assert slow.seconds == pytest.approx(3 * (plain.seconds - inside) + inside, rel=1e-9)
     forward = sum(stage.forward for stage in work.stages)
@@ -179,8 +185,8 @@ def test_the_figures_as_data(run, question):
     code, out, _ = run(plan, "--json", "--change", "device peak 2x", "--fault", "rank 0 3x slower")
     assert code == 0
     before, after = json.loads(out)["scenarios"]
-    work, point = step_of_plan(plan, Search(question))
-    assert before["seconds"] == simulate(work).seconds
+    work, point = step_of_plan(plan, PlanSearch(question))
+    assert before["seconds"] == simulate_training_step(work).seconds
     assert before["priced"] == point.seconds
     assert after["priced"] is None
     for scenario in (before, after):
@@ -199,7 +205,7 @@ def test_pictures_and_traces(run, tmp_path):
     drawn = svg.read_text()
     assert "changed: memory of these ranks" in drawn
     assert drawn.count("<svg ") == 5
-    assert check_chrome(json.loads(trace.read_text())) == []
+    assert check_chrome_trace(json.loads(trace.read_text())) == []
 
 
 def test_the_precision_is_that_of_the_plan(run):
@@ -258,21 +264,24 @@ def test_what_is_not_understood_is_refused(run, words, said):
 
 def test_a_change_changes_the_number_that_it_names():
     node, between = MACHINE.network.levels
-    found = changed(MACHINE, CLUSTER, ["link node-node 100 Gbit/s", "latency node-node 2x"])
+    found = change_machine(MACHINE, CLUSTER, ["link node-node 100 Gbit/s", "latency node-node 2x"])
     assert found.network.levels[0] == node
     assert found.network.levels[1].link.rate == 100e9 / 8
     assert found.network.levels[1].link.latency == 2 * between.link.latency
-    faster = changed(MACHINE, CLUSTER, ["link rank-rank 4x"])
+    faster = change_machine(MACHINE, CLUSTER, ["link rank-rank 4x"])
     assert faster.network.levels[0].link.rate == 4 * node.link.rate
-    assert changed(MACHINE, CLUSTER, ["memory 2x"]).device.memory == 2 * MACHINE.device.memory
-    assert changed(MACHINE, CLUSTER, ["memory 80 GiB"]).device.memory == 80 * 2**30
-    named = changed(MACHINE, CLUSTER, [f"device {MACHINE.device.name} peak 2x"])
-    assert named == changed(MACHINE, CLUSTER, ["device peak 2x"])
-    launches = changed(MACHINE, CLUSTER, ["device launches 2x"]).device
     assert (
-        launches == changed(MACHINE, CLUSTER, ["device dispatch 0.5x", "device kernel 0.5x"]).device
+        change_machine(MACHINE, CLUSTER, ["memory 2x"]).device.memory == 2 * MACHINE.device.memory
     )
-    doubled = changed(MACHINE, CLUSTER, ["device peak 2x"]).device
+    assert change_machine(MACHINE, CLUSTER, ["memory 80 GiB"]).device.memory == 80 * 2**30
+    named = change_machine(MACHINE, CLUSTER, [f"device {MACHINE.device.name} peak 2x"])
+    assert named == change_machine(MACHINE, CLUSTER, ["device peak 2x"])
+    launches = change_machine(MACHINE, CLUSTER, ["device launches 2x"]).device
+    assert (
+        launches
+        == change_machine(MACHINE, CLUSTER, ["device dispatch 0.5x", "device kernel 0.5x"]).device
+    )
+    doubled = change_machine(MACHINE, CLUSTER, ["device peak 2x"]).device
     assert doubled.peak == {key: 2 * rate for key, rate in MACHINE.device.peak.items()}
     assert replace(doubled, peak=MACHINE.device.peak) == MACHINE.device
 
@@ -281,17 +290,19 @@ def test_one_node_has_no_links_between_nodes():
     """By whatever name: `node-node` is refused with the reason, not with a guess."""
     one = of_preset("p3.16xlarge", nodes=1)
     with pytest.raises(UsageError, match="one node only") as error:
-        changed(machine_of(one), one, ["link node-node 100Gbit/s"])
+        change_machine(machine_of(one), one, ["link node-node 100Gbit/s"])
     assert "--nodes" in error.value.fix
     assert "did you mean" not in str(error.value)
 
 
 def test_faults_of_the_same_rank_add_up():
-    found = faults_of(["rank 3 slow 2x", "rank 3 2x slower", "link a-b 10x slower"], 16, CLUSTER)
+    found = parse_step_faults(
+        ["rank 3 slow 2x", "rank 3 2x slower", "link a-b 10x slower"], 16, CLUSTER
+    )
     assert found.slow == {3: 4.0}
     assert found.paths[0].ends == (frozenset(range(8)), frozenset(range(8, 16)))
     with pytest.raises(UsageError):
-        faults_of(["cut link a-b at step 2"], 16, CLUSTER)
+        parse_step_faults(["cut link a-b at step 2"], 16, CLUSTER)
 
 
 def test_all_mistakes_are_told_at_once(run):

@@ -9,23 +9,24 @@ from dataclasses import replace
 import pytest
 
 from headway.cli.main import main
-from headway.cli.simulate_mixed import places_of
+from headway.cli.simulate import device_numbers_of_ranks
 from headway.cluster import read_cluster
 from headway.errors import UsageError
 from headway.plan import data_parallel, pipelined
-from headway.plan.pipeline import Pipeline
-from headway.planner.mixed import MixedSearch
-from headway.planner.mixed_played import step_of_mixed_plan, step_of_mixed_point
-from headway.planner.operators import Workload
-from headway.planner.played import step_of_plan
-from headway.planner.search import Question, Search
-from headway.run.model_graph import graph_of
-from headway.simulator.simulated import simulate
-from headway.simulator.what_if import changed_types, faults_of
+from headway.plan.pipeline import PipelinePlan
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.planner.export.mixed_devices import step_of_mixed_plan, step_of_mixed_point
+from headway.planner.export.to_simulation import step_of_plan
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.mixed_search import MixedSearch
+from headway.planner.search.request import PlanRequest
+from headway.run.measure.recipe_model import recipe_graph
+from headway.simulator.simulation import simulate_training_step
+from headway.simulator.what_if import change_device_types, parse_step_faults
 from support.mixed import RECIPE, devices, question_of
 
 KINDS = ("fast", "fast", "slow", "slow")
-CUT = Pipeline(microbatches=4, cut=("2",))
+CUT = PipelinePlan(microbatches=4, cut=("2",))
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def cluster(tmp_path):
 
 @pytest.fixture(scope="module")
 def work():
-    graph, samples = graph_of(RECIPE)[:2]
-    return Workload(graph=graph, samples=samples)
+    graph, samples = recipe_graph(RECIPE)[:2]
+    return PlanningWorkload(graph=graph, samples=samples)
 
 
 @pytest.fixture
@@ -63,7 +64,9 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
     path.write_text(devices(slower=1))
     question = question_of(work, path)
     mixed = MixedSearch(question)
-    alone = Search(Question(work=work, machine=question.machines["fast"], devices=(4,), batch=32))
+    alone = PlanSearch(
+        PlanRequest(work=work, machine=question.machines["fast"], devices=(4,), batch=32)
+    )
     again = replace(CUT, recompute="blocks", recompute_stages=(1,))
     for plan in (
         data_parallel(32, processes=4),
@@ -71,8 +74,8 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
         pipelined(32, processes=4, stages=2, pipeline=CUT),
         pipelined(32, processes=4, stages=2, pipeline=again),
     ):
-        found = simulate(step_of_mixed_plan(plan, mixed, KINDS)[0])
-        plain = simulate(step_of_plan(plan, alone)[0])
+        found = simulate_training_step(step_of_mixed_plan(plan, mixed, KINDS)[0])
+        plain = simulate_training_step(step_of_plan(plan, alone)[0])
         assert found.seconds == pytest.approx(plain.seconds, rel=1e-12)
         assert found.peak == pytest.approx(plain.peak, rel=1e-12)
         assert found.exposed == pytest.approx(plain.exposed, rel=1e-9)
@@ -87,7 +90,7 @@ def test_no_point_takes_longer_or_holds_more_than_the_search_says(work, cluster)
         point, _ = engine.fastest(combination, question.caps)
         if point is None:
             continue
-        found = simulate(step_of_mixed_point(point, engine))
+        found = simulate_training_step(step_of_mixed_point(point, engine))
         assert found.peak == pytest.approx(point.bytes, rel=1e-9)
         assert found.ranks == point.devices == 4
         alike = len(combination.cells.classes) == 1
@@ -107,8 +110,12 @@ def test_copies_that_are_slow_at_different_stages_wait_less_than_the_price_says(
     crossed = ("fast", "slow", "slow", "fast")
     played, point = step_of_mixed_plan(plan, search, crossed)
     slow, same = step_of_mixed_plan(plan, search, KINDS)
-    assert simulate(played).seconds < point.seconds == pytest.approx(same.seconds, rel=1e-9)
-    assert simulate(slow).seconds == pytest.approx(same.seconds, rel=1e-9)
+    assert (
+        simulate_training_step(played).seconds
+        < point.seconds
+        == pytest.approx(same.seconds, rel=1e-9)
+    )
+    assert simulate_training_step(slow).seconds == pytest.approx(same.seconds, rel=1e-9)
 
 
 def test_each_copy_has_the_times_and_micro_batches_of_its_devices(work, cluster):
@@ -118,20 +125,25 @@ def test_each_copy_has_the_times_and_micro_batches_of_its_devices(work, cluster)
     plan = pipelined(32, processes=4, stages=2, pipeline=CUT, shares=(24, 8))
     played, point = step_of_mixed_plan(plan, MixedSearch(question), KINDS)
     assert played.variant == (0, 1)
-    found = simulate(played)
+    found = simulate_training_step(played)
     assert found.seconds == pytest.approx(point.seconds, rel=1e-9)  # the fast ones are slower
     by_rank = {account.rank: account for account in found.accounts}
     assert len(by_rank) == 4
     for first, kind, share in ((0, "fast", 24), (2, "slow", 8)):
         machine = question.machines[kind]
-        asked = Question(work=work, machine=machine, devices=(2,), batch=share)
+        asked = PlanRequest(work=work, machine=machine, devices=(2,), batch=share)
         alone = pipelined(share, processes=2, stages=2, pipeline=CUT)
-        own = {a.place: a for a in simulate(step_of_plan(alone, Search(asked))[0]).accounts}
+        own = {
+            a.place: a
+            for a in simulate_training_step(step_of_plan(alone, PlanSearch(asked))[0]).accounts
+        }
         for place in range(2):
             account = by_rank[first + place]
             for part in ("forward", "backward"):
                 assert account.busy[part] == pytest.approx(own[place].busy[part], rel=1e-9)
-    slow = simulate(replace(played, faults=faults_of(["rank 3 slow 3x"], 4, read_cluster(cluster))))
+    slow = simulate_training_step(
+        replace(played, faults=parse_step_faults(["rank 3 slow 3x"], 4, read_cluster(cluster)))
+    )
     assert slow.seconds > found.seconds
 
 
@@ -190,7 +202,7 @@ def test_what_is_not_understood_is_refused(run, cluster, words, said):
 
 def test_a_change_of_a_type_changes_it_alone(work, cluster):
     machines = question_of(work, cluster).machines
-    found = changed_types(
+    found = change_device_types(
         machines, read_cluster(cluster), ["device slow peak 2x", "memory 2x", "link node 2x"]
     )
     for kind, factor in (("fast", 1), ("slow", 2)):
@@ -199,13 +211,15 @@ def test_a_change_of_a_type_changes_it_alone(work, cluster):
         assert new.device.memory == 2 * old.device.memory
         assert new.network.levels[0].link.rate == 2 * old.network.levels[0].link.rate
     with pytest.raises(UsageError):
-        changed_types(machines, read_cluster(cluster), ["device fast 2x"])
+        change_device_types(machines, read_cluster(cluster), ["device fast 2x"])
 
 
 def test_a_link_is_between_the_devices_that_stand_on_its_nodes(cluster):
     """A plan whose first ranks stand on the second node."""
     described = read_cluster(cluster)
     kinds = ("slow", "slow", "fast")
-    assert places_of(kinds, described) == (2, 3, 0)
-    (path,) = faults_of(["link new-old 2x slower"], 3, described, places_of(kinds, described)).paths
+    assert device_numbers_of_ranks(kinds, described) == (2, 3, 0)
+    (path,) = parse_step_faults(
+        ["link new-old 2x slower"], 3, described, device_numbers_of_ranks(kinds, described)
+    ).paths
     assert path.ends == ({2}, {0, 1})

@@ -25,12 +25,12 @@ from headway.data import (
     as_source,
     slabs_in,
 )
-from headway.data import slab_readers as readers_module
-from headway.data.slab_owners import Owners, consumer
+from headway.data.slabs import slab_source as readers_module
+from headway.data.slabs.ownership import SlabOwnership, consumer_rank
 from headway.errors import DataError, MissingExtra
-from headway.parallel.spatial import Axis, SpatialContext
+from headway.parallel.spatial import SpatialAxis, SpatialContext
 from headway.plan import BatchSplit
-from headway.run.memory import share_of_memory
+from headway.run.step.memory import share_of_memory
 from support.commands import command
 
 SHAPE = (2, 7, 5, 4)
@@ -98,7 +98,7 @@ def test_the_boxes_of_all_offsets_tile_the_sample(sizes):
 def test_the_boxes_are_what_spatial_parallelism_owns(sizes):
     """Offsets count row by row, as the ranks of a plan's space axis do."""
     for offset, place in enumerate(itertools.product(*map(range, sizes))):
-        axes = {dim - 3: Axis(None, sizes[dim], place[dim]) for dim in range(3)}
+        axes = {dim - 3: SpatialAxis(None, sizes[dim], place[dim]) for dim in range(3)}
         context = SpatialContext(axes=axes)
         cut = SlabCut(sizes, offset)
         assert ((0, 8), *cut.ranges(SHAPE)) == context.ranges((8, *SHAPE))
@@ -404,12 +404,12 @@ def test_readers_that_do_not_belong_together(tmp_path):
 
 def test_the_consumer_is_the_rule_of_the_paper():
     """Rank ((i mod mb) mod partitions) k + offset, here of 3 partitions of 4 ranks, mb = 5."""
-    found = [consumer(i % 5, 3, parts=4, offset=2) for i in range(10)]
+    found = [consumer_rank(i % 5, 3, parts=4, offset=2) for i in range(10)]
     assert found == [2, 6, 10, 2, 6, 2, 6, 10, 2, 6]
 
 
 def test_who_reads_first_owns_and_sends():
-    owners = Owners([9, 9], "recent")
+    owners = SlabOwnership([9, 9], "recent")
     assert [(m.owner, m.consumer, m.kept) for m in owners.plan([5, 3, 8])] == [
         (None, 0, True),
         (None, 1, True),
@@ -424,7 +424,7 @@ def test_who_reads_first_owns_and_sends():
 
 
 def test_the_least_recently_used_gives_way():
-    owners = Owners([2], "recent")
+    owners = SlabOwnership([2], "recent")
     owners.plan([0, 1])
     owners.plan([0])
     move = owners.plan([2])[0]
@@ -432,7 +432,7 @@ def test_the_least_recently_used_gives_way():
 
 
 def test_what_came_first_stays():
-    owners = Owners([2], "first")
+    owners = SlabOwnership([2], "first")
     owners.plan([0, 1])
     move = owners.plan([2])[0]
     assert (move.kept, move.gone, owners.held(0)) == (False, None, [0, 1])
@@ -440,5 +440,5 @@ def test_what_came_first_stays():
 
 @pytest.mark.parametrize("keep", ["recent", "first"])
 def test_nothing_is_kept_where_there_is_no_room(keep):
-    move = Owners([0], keep).plan([7])[0]
+    move = SlabOwnership([0], keep).plan([7])[0]
     assert (move.owner, move.kept, move.gone) == (None, False, None)

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import PlanError, RunError
-from headway.parallel.spatial import Axis, SpatialContext, SplitTensor
-from headway.parallel.spatial.exchange import ALONE, Need
-from headway.parallel.spatial.fetch import fetched
-from headway.parallel.spatial.tensor import Split
+from headway.parallel.spatial import SpatialAxis, SpatialContext, SpatialTensor
+from headway.parallel.spatial.halo_exchange import (
+    SINGLE_RANK_AXIS,
+    RangeExchange,
+    fetch_for_operator,
+)
+from headway.parallel.spatial.spatial_tensor import SpatialSplit
 
-HALF = SpatialContext(axes={-3: Axis(None, 2, 1)})
+HALF = SpatialContext(axes={-3: SpatialAxis(None, 2, 1)})
 """Rank 1 of 2 along the depth; nothing here exchanges messages."""
 
 
@@ -116,27 +119,29 @@ def test_shapes_that_do_not_match_are_named():
         half(2, 3, 8, 4, 4) + torch.zeros(4, 4, 4)
     with pytest.raises(PlanError, match="ranges"):
         HALF.adopt(torch.zeros(2, 3, 8, 4, 4), (2, 3, 8, 4, 4))
-    assert isinstance(HALF.adopt(torch.zeros(1, 4, 4, 4), (1, 8, 4, 4)), SplitTensor)
+    assert isinstance(HALF.adopt(torch.zeros(1, 4, 4, 4), (1, 8, 4, 4)), SpatialTensor)
     with pytest.raises(PlanError, match="counted from the end"):
-        SpatialContext(axes={2: Axis(None, 2, 0)})
+        SpatialContext(axes={2: SpatialAxis(None, 2, 0)})
 
 
 def test_a_mesh_that_cannot_share_out_samples_is_refused():
-    axes = {-3: Axis(None, 2, 1), -2: Axis(None, 2, 0)}
+    axes = {-3: SpatialAxis(None, 2, 1), -2: SpatialAxis(None, 2, 0)}
     assert SpatialContext(axes=axes).everyone is None
     with pytest.raises(PlanError, match="several dimensions are split and `together`"):
         SpatialContext(axes=axes, head="samples")
     with pytest.raises(
         PlanError, match="has 4 ranks, of which this is 1; the mesh has 4, of which"
     ):
-        SpatialContext(axes=axes, together=Axis(None, 4, 1))
-    assert SpatialContext(axes=axes, together=Axis(None, 4, 2)).everyone is not None
+        SpatialContext(axes=axes, together=SpatialAxis(None, 4, 1))
+    assert SpatialContext(axes=axes, together=SpatialAxis(None, 4, 2)).everyone is not None
 
 
 def samples(*shape):
     """Of two samples, the second one."""
     everyone = HALF.everyone
-    return SplitTensor(torch.randn(1, *shape), {0: Split(everyone, ((0, 1), (1, 2)))}, HALF)
+    return SpatialTensor(
+        torch.randn(1, *shape), {0: SpatialSplit(everyone, ((0, 1), (1, 2)))}, HALF
+    )
 
 
 def test_whole_samples_are_not_changed_by_what_has_no_rule():
@@ -189,8 +194,8 @@ def test_a_gradient_that_would_be_lost_is_noticed():
 
 def test_a_saved_activation_changed_in_place_is_noticed():
     x = torch.randn(1, 2, 8, 4, 4, requires_grad=True) * 1
-    need = Need(2, ALONE, ((0, 8),), ((-1, 9),))
-    with fetched(x, [need]) as box:
+    need = RangeExchange(2, SINGLE_RANK_AXIS, ((0, 8),), ((-1, 9),))
+    with fetch_for_operator(x, [need]) as box:
         y = box**2
     x.relu_()
     with pytest.raises(RunError, match="in place"):
@@ -206,5 +211,5 @@ def test_modules_of_torch_find_their_rules():
         nn.Conv3d(4, 2, 1), nn.AvgPool3d((1, 2, 2)),
     ):  # fmt: skip
         y, whole = module(x), module(torch.zeros(2, 4, 8, 4, 4))
-        assert isinstance(y, SplitTensor), module
+        assert isinstance(y, SpatialTensor), module
         assert y.shape == whole.shape, module

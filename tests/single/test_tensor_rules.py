@@ -11,30 +11,35 @@ import torch
 from torch.nn import functional
 
 from headway.errors import PlanError
-from headway.parallel.tensor.context import Context, Settings
-from headway.parallel.tensor.exchange import part
-from headway.parallel.tensor.grid import Grid
-from headway.parallel.tensor.rules.named import table
-from headway.parallel.tensor.split_tensor import WHOLE, Cut, SplitTensor, cuts_of
+from headway.parallel.tensor.grid import ProcessGrid, local_slice
+from headway.parallel.tensor.rules.operator_table import operator_rules
+from headway.parallel.tensor.split_tensor import (
+    WHOLE_DIMENSION,
+    DimensionCut,
+    SplitContext,
+    SplitSettings,
+    SplitTensor,
+    cuts_of,
+)
 from headway.plan.tensor_layout import TensorGrid
 
 PLAN = TensorGrid.cuboid(2, 3, 1)
-BY_I, BY_J = Cut("i"), Cut("j")
-THREE = Cut("j", 3)
+BY_I, BY_J = DimensionCut("i"), DimensionCut("j")
+THREE = DimensionCut("j", 3)
 
 
 def contexts():
     """One for each rank."""
     for i in range(2):
         for j in range(3):
-            grid = Grid(plan=PLAN, mesh=None, place={"j": j, "l": 0, "i": i})
-            yield Context(grid, Settings(), table())
+            grid = ProcessGrid(plan=PLAN, mesh=None, place={"j": j, "l": 0, "i": i})
+            yield SplitContext(grid, SplitSettings(), operator_rules())
 
 
 def cut_up(context, x, cuts):
     for dim, cut in enumerate(cuts):
         if cut.axes:
-            x = part(x, context.grid, cut.axes, dim, cut.blocks)
+            x = local_slice(x, context.grid, cut.axes, dim, cut.blocks)
     return x
 
 
@@ -49,9 +54,9 @@ def numbers(*shape):
 
 
 MASK = numbers(1, 1, 5, 5) > 0
-HEADS = ((4, 6, 5, 2), (BY_I, BY_J, WHOLE, WHOLE))
-ROWS = ((4, 5, 36), (BY_I, WHOLE, BY_J))
-FUSED = ((4, 5, 54), (BY_I, WHOLE, THREE))
+HEADS = ((4, 6, 5, 2), (BY_I, BY_J, WHOLE_DIMENSION, WHOLE_DIMENSION))
+ROWS = ((4, 5, 36), (BY_I, WHOLE_DIMENSION, BY_J))
+FUSED = ((4, 5, 54), (BY_I, WHOLE_DIMENSION, THREE))
 CASES = {
     "heads": (lambda x: x.view(4, 5, 6, 6).transpose(1, 2), ROWS),
     "heads by unflatten": (lambda x: x.unflatten(-1, (3, -1)).permute(0, 2, 1, 3), ROWS),
@@ -137,7 +142,9 @@ def test_what_needs_other_ranks_is_refused(name):
 
 def test_it_says_what_it_is():
     context = next(contexts())
-    x = SplitTensor(torch.zeros(2, 5, 12), torch.Size((4, 5, 36)), (BY_I, WHOLE, THREE), context)
+    x = SplitTensor(
+        torch.zeros(2, 5, 12), torch.Size((4, 5, 36)), (BY_I, WHOLE_DIMENSION, THREE), context
+    )
     assert (x.size(), x.dim(), len(x), x.numel()) == (torch.Size((4, 5, 36)), 3, 4, 720)
     assert x.dtype == torch.float32
     assert "cut {0: over i, 2: over j in 3 blocks}" in repr(x)

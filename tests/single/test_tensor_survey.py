@@ -12,18 +12,18 @@ from torch import nn
 from torch.nn import functional
 
 from headway.errors import PlanError
-from headway.parallel.tensor import Cut, survey
-from headway.parallel.tensor.split_tensor import WHOLE
+from headway.parallel.tensor import DimensionCut, infer_split
+from headway.parallel.tensor.split_tensor import WHOLE_DIMENSION
 from headway.plan.tensor_layout import TensorGrid
 from support import split_models as models
 
 PAIR = TensorGrid.classic(2)
-OUT, IN = (Cut("j"), WHOLE), (WHOLE, Cut("j"))
+OUT, IN = (DimensionCut("j"), WHOLE_DIMENSION), (WHOLE_DIMENSION, DimensionCut("j"))
 
 
 def of(model, plan=PAIR, loss=models.language_loss, batch=None, **settings):
     torch.manual_seed(0)
-    return survey(model, loss, models.words() if batch is None else batch, plan, **settings)
+    return infer_split(model, loss, models.words() if batch is None else batch, plan, **settings)
 
 
 def of_vectors(model, plan=PAIR, **settings):
@@ -35,7 +35,7 @@ def test_attention_with_three_layers_is_split_by_heads():
     found = of(models.Gpt("separate"))
     for name in ("q", "k", "v"):
         assert found.cuts[f"h.0.attention.{name}.weight"] == OUT
-        assert found.cuts[f"h.0.attention.{name}.bias"] == (Cut("j"),)
+        assert found.cuts[f"h.0.attention.{name}.bias"] == (DimensionCut("j"),)
     assert found.cuts["h.1.attention.o.weight"] == IN
     assert found.cuts["h.1.mlp.net.0.weight"] == OUT
     assert found.cuts["h.1.mlp.net.2.weight"] == IN
@@ -53,22 +53,25 @@ def test_attention_with_three_layers_is_split_by_heads():
 
 def test_layers_that_hold_several_are_split_in_blocks():
     fused = of(models.Gpt("fused"))
-    assert fused.cuts["h.0.attention.qkv.weight"] == (Cut("j", 3), WHOLE)
+    assert fused.cuts["h.0.attention.qkv.weight"] == (DimensionCut("j", 3), WHOLE_DIMENSION)
     assert fused.cuts["h.0.attention.proj.weight"] == IN
     grouped = of(models.Gpt("grouped"))
-    assert grouped.cuts["h.0.attention.kv.weight"] == (Cut("j", 2), WHOLE)
-    assert grouped.cuts["h.0.mlp.up.weight"] == (Cut("j", 2), WHOLE)
+    assert grouped.cuts["h.0.attention.kv.weight"] == (DimensionCut("j", 2), WHOLE_DIMENSION)
+    assert grouped.cuts["h.0.mlp.up.weight"] == (DimensionCut("j", 2), WHOLE_DIMENSION)
     torchs = of(models.Encoder())
-    assert torchs.cuts["layers.layers.0.self_attn.in_proj_weight"] == (Cut("j", 3), WHOLE)
+    assert torchs.cuts["layers.layers.0.self_attn.in_proj_weight"] == (
+        DimensionCut("j", 3),
+        WHOLE_DIMENSION,
+    )
     assert torchs.cuts["layers.layers.0.self_attn.out_proj.weight"] == IN
 
 
 def test_on_a_cube_everything_is_cut_three_times():
     found = of(models.Gpt("fused"), TensorGrid.cuboid(2, 2, 2))
-    assert found.cuts["h.0.attention.qkv.weight"] == (Cut("ji", 3), Cut("l"))
-    assert found.cuts["h.0.attention.proj.weight"] == (Cut("li"), Cut("j"))
-    assert found.cuts["wte.weight"] == (Cut("ji"), Cut("l"))
-    assert found.cuts["h.0.norm1.weight"] == (Cut("l"),)
+    assert found.cuts["h.0.attention.qkv.weight"] == (DimensionCut("ji", 3), DimensionCut("l"))
+    assert found.cuts["h.0.attention.proj.weight"] == (DimensionCut("li"), DimensionCut("j"))
+    assert found.cuts["wte.weight"] == (DimensionCut("ji"), DimensionCut("l"))
+    assert found.cuts["h.0.norm1.weight"] == (DimensionCut("l"),)
 
 
 class Single(nn.Module):
@@ -90,7 +93,10 @@ class Single(nn.Module):
 def test_what_no_pair_encloses_is_whole_with_the_reason():
     found = of_vectors(Single())
     assert found.cuts["q.weight"] == OUT
-    assert found.cuts["o"] == (Cut("j"), WHOLE)  # inputs first, as a parameter of x @ o is
+    assert found.cuts["o"] == (
+        DimensionCut("j"),
+        WHOLE_DIMENSION,
+    )  # inputs first, as a parameter of x @ o is
     assert set(found.left) == {"kv.weight", "gate.weight"}
     assert "it meets a whole activation" in found.left["gate.weight"]
     tower = of_vectors(models.Tower())
@@ -120,7 +126,7 @@ def test_modules_on_a_grid_of_their_own():
     square = TensorGrid.summa(2)
     found = of(models.Gpt("fused"), TensorGrid.classic(4), whole=["*"], by=[("h.*.mlp", square)])
     assert found.islands == {"h.0.mlp": square, "h.1.mlp": square}
-    assert found.cuts["h.0.mlp.net.0.weight"] == (Cut("j"), Cut("i"))
+    assert found.cuts["h.0.mlp.net.0.weight"] == (DimensionCut("j"), DimensionCut("i"))
     assert found.cuts["h.0.attention.qkv.weight"] == ()
     only = of(models.Gpt("fused"), only=["h.1.mlp"])
     cut = {name for name, cuts in only.cuts.items() if any(one.axes for one in cuts)}

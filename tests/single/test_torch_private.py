@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from headway.errors import RunError
-from headway.parallel import torch_runtime
+from headway.parallel.pipeline.runtime import torch_runtime
 
 RUNTIME = schedules._PipelineScheduleRuntime
 USED = {
@@ -116,7 +116,7 @@ def test_a_torch_without_the_fake_group_is_named(monkeypatch):
 
 def test_the_kinds_of_operations_that_the_recorder_knows():
     """Every collective of c10d that torch has is known, or seen under its own name."""
-    from headway.verification.recorder import _KINDS
+    from headway.verification.collective_recorder import _KINDS
 
     known = {name for name in _KINDS if hasattr(torch.ops.c10d, name)}
     assert {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send", "recv_"} <= known

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.schedule.named import make_schedule
+from headway.schedule.generators.registry import make_schedule
 from support.exact_play import cells, play, play_schedule
 
 visualizer = pytest.importorskip(

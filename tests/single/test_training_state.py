@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, SequentialLR
 
-from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.format import Manifest
 from headway.checkpoint.store import CheckpointStore
 from headway.errors import CheckpointError, CheckpointMismatch
-from headway.run.training_state import Trained
+from headway.run.strategy.training_state import TrainingState
 from support.tiny_models import Mlp, Points, Tied, WithUnused, cross_entropy
 
 
@@ -45,7 +45,7 @@ def make(optimizer, scheduler, seed):
     model = WithUnused()
     made = OPTIMIZERS[optimizer](model)
     schedule = SCHEDULERS[scheduler]
-    return Trained(model, made, schedule(made) if schedule else None)
+    return TrainingState(model, made, schedule(made) if schedule else None)
 
 
 def advance(trained, steps):
@@ -96,13 +96,13 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer, scheduler):
 
 def test_tied_parameters_are_kept_once():
     model = Tied()
-    names = Trained(model, torch.optim.SGD(model.parameters()), None).tensors()
+    names = TrainingState(model, torch.optim.SGD(model.parameters()), None).tensors()
     assert "model.embed.weight" in names
     assert "model.head.weight" not in names
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path):
-    small, large = (Trained(m, OPTIMIZERS["adamw"](m), None) for m in (Mlp(8), Mlp(9)))
+    small, large = (TrainingState(m, OPTIMIZERS["adamw"](m), None) for m in (Mlp(8), Mlp(9)))
     advance(small, 1)
     with pytest.raises(CheckpointMismatch, match=r"model.first.bias: saved \[8\], here \[9\]"):
         save_and_restore(tmp_path, small, large)
@@ -119,4 +119,4 @@ def test_a_parameter_outside_the_model_is_named():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(CheckpointError, match=r"shape \[3\] that the model does not have"):
-        Trained(model, optimizer, None).names()
+        TrainingState(model, optimizer, None).names()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.errors import RecipeError
-from headway.run.recipe import Recipe
+from headway.run.recipe.recipe import Recipe
 from headway.workloads.transformer import data, model, recipe
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from headway.workloads.transformer.recipe import PROMPT

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.data import SeededSource, SlabCut
 from headway.errors import DataError, MissingExtra, RecipeError
-from headway.run.recipe_check import check_recipe
-from headway.run.recipe_file import load_recipe
-from headway.workloads.cosmoflow import data, generate, model
-from headway.workloads.cosmoflow.generate import Box, Cosmology
+from headway.run.recipe.check import check_recipe
+from headway.run.recipe.factory import load_recipe
+from headway.workloads.cosmoflow import data, matter_field, model
+from headway.workloads.cosmoflow.matter_field import Cosmology, PeriodicBox
 from headway.workloads.cosmoflow.model import CosmoFlow, lbann, mlperf, small
 from headway.workloads.cosmoflow.recipe import errors, recipe
 
@@ -162,14 +162,14 @@ def test_the_linear_spectrum_is_that_of_colossus():
     """colossus 1.4.0, model eisenstein98, relspecies off."""
     k = np.array([0.01, 0.1, 1.0])
     expected = [21685.855164, 5442.075181, 63.441174]
-    assert generate.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-4)
+    assert matter_field.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-4)
     other = Cosmology(omega_m=0.25, sigma_8=0.95, n_s=0.9, h=0.65)
     expected = [65343.764703, 7890.323575, 66.335900]
-    assert generate.power(k, other) == pytest.approx(expected, rel=1e-4)
+    assert matter_field.power(k, other) == pytest.approx(expected, rel=1e-4)
 
 
 def test_growth_is_that_of_colossus():
-    found = [generate.growth(z, UNIVERSE) for z in (0, 0.5, 1.5, 3)]
+    found = [matter_field.growth(z, UNIVERSE) for z in (0, 0.5, 1.5, 3)]
     assert found == pytest.approx([1, 0.77318775, 0.50044805, 0.3188407], rel=2e-5)
 
 
@@ -182,7 +182,7 @@ def test_against_colossus_itself():
     )  # fmt: skip
     k = np.geomspace(1e-3, 10, 50)
     expected = theirs.matterPowerSpectrum(k, model="eisenstein98")
-    assert generate.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-3)
+    assert matter_field.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-3)
 
 
 def test_sigma_8_is_what_was_asked_for():
@@ -190,7 +190,7 @@ def test_sigma_8_is_what_was_asked_for():
         k = np.exp(log_k)
         x = 8 * k
         window = 3 * (np.sin(x) - x * np.cos(x)) / x**3
-        return k**3 * generate.power(np.array([k]), UNIVERSE)[0] * window**2 / (2 * pi**2)
+        return k**3 * matter_field.power(np.array([k]), UNIVERSE)[0] * window**2 / (2 * pi**2)
 
     variance, _ = quad(each, np.log(1e-4), np.log(20), limit=500)
     assert variance**0.5 == pytest.approx(0.8, rel=1e-3)
@@ -199,26 +199,26 @@ def test_sigma_8_is_what_was_asked_for():
 def test_no_mass_is_lost():
     random = np.random.default_rng(0)
     places = random.uniform(-20, 40, (3, 9**3))  # far outside of the box, too
-    mass = generate.deposit(places, 9)
+    mass = matter_field.deposit(places, 9)
     assert mass.sum() == 9**3
     assert mass.min() >= 0
 
 
 def test_a_particle_is_shared_by_the_cells_around_it():
-    mass = generate.deposit(np.array([[3.25], [0.0], [3.5]]), 4)
+    mass = matter_field.deposit(np.array([[3.25], [0.0], [3.5]]), 4)
     found = {tuple(map(int, place)): mass[tuple(place)] for place in np.argwhere(mass)}
     assert found == {(3, 0, 3): 0.375, (3, 0, 0): 0.375, (0, 0, 3): 0.125, (0, 0, 0): 0.125}
 
 
 def test_the_field_has_its_spectrum():
     """Measured over given power in seven bins of 8 universes: chi^2 of complex numbers."""
-    box = Box(32)
+    box = PeriodicBox(32)
     size = np.sqrt(box.square())
     edges = np.linspace(0.1, 1.4, 8)
     ratios, counts = np.zeros(7), np.zeros(7)
     for sample in range(8):
-        delta = box.linear(generate.white_noise(1, sample, 32), UNIVERSE)
-        ratio = np.abs(delta) ** 2 * 64**3 / 32**6 / generate.power(size, UNIVERSE)
+        delta = box.linear(matter_field.white_noise(1, sample, 32), UNIVERSE)
+        ratio = np.abs(delta) ** 2 * 64**3 / 32**6 / matter_field.power(size, UNIVERSE)
         for b in range(7):
             inside = (size >= edges[b]) & (size < edges[b + 1])
             ratios[b] += ratio[inside].sum()
@@ -228,8 +228,8 @@ def test_the_field_has_its_spectrum():
 
 
 def test_minus_the_divergence_of_the_displacement_is_the_density():
-    box = Box(16)
-    noise = generate.white_noise(0, 0, 16)
+    box = PeriodicBox(16)
+    noise = matter_field.white_noise(0, 0, 16)
     delta = box.linear(noise, UNIVERSE)
     for k in box.waves():  # without the highest waves, which have no direction
         delta = np.where(np.abs(k) > 0.99 * pi / box.cell, 0, delta)
@@ -240,7 +240,7 @@ def test_minus_the_divergence_of_the_displacement_is_the_density():
 
 
 def test_a_plane_wave_has_no_second_order():
-    box = Box(16)
+    box = PeriodicBox(16)
     x = np.indices((16, 16, 16))[1]
     source = box.second_order(np.fft.rfftn(np.cos(2 * pi * 3 * x / 16)))
     assert np.abs(source).max() < 1e-9
@@ -248,7 +248,7 @@ def test_a_plane_wave_has_no_second_order():
 
 def test_a_sphere_collapses_faster_in_second_order():
     """There phi,ii is delta / 3 each: the source is delta^2 / 3."""
-    box = Box(32)
+    box = PeriodicBox(32)
     y = (np.indices((32, 32, 32)) - 16) * box.cell
     delta = np.exp(-(y**2).sum(axis=0) / (2 * 8.0**2))
     source = np.fft.irfftn(box.second_order(np.fft.rfftn(delta - delta.mean())))
@@ -258,7 +258,7 @@ def test_a_sphere_collapses_faster_in_second_order():
 
 def test_later_universes_are_lumpier_and_hold_the_same_mass():
     for order in (1, 2):
-        cubes, parameters = generate.matter(0, 3, Box(16), order=order)
+        cubes, parameters = matter_field.matter(0, 3, PeriodicBox(16), order=order)
         assert cubes.shape == (4, 16, 16, 16)
         assert cubes.sum(axis=(1, 2, 3), dtype=np.float64) == pytest.approx([16**3] * 4, rel=1e-6)
         deviations = cubes.std(axis=(1, 2, 3))
@@ -267,21 +267,21 @@ def test_later_universes_are_lumpier_and_hold_the_same_mass():
 
 
 def test_a_universe_follows_from_seed_and_number():
-    one = generate.matter(5, 7, Box(8))
-    again = generate.matter(5, 7, Box(8))
+    one = matter_field.matter(5, 7, PeriodicBox(8))
+    again = matter_field.matter(5, 7, PeriodicBox(8))
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
     for seed, sample in ((5, 8), (6, 7)):
-        other = generate.matter(seed, sample, Box(8))
+        other = matter_field.matter(seed, sample, PeriodicBox(8))
         assert not np.array_equal(one[0], other[0])
         assert not np.array_equal(one[1], other[1])
 
 
 def test_parameters_fill_their_ranges():
-    drawn = np.stack([generate.unit_parameters(generate.draw(0, i)) for i in range(400)])
+    drawn = np.stack([matter_field.unit_parameters(matter_field.draw(0, i)) for i in range(400)])
     assert np.abs(drawn.mean(axis=0)).max() < 0.12
     assert drawn.std(axis=0) == pytest.approx([3**-0.5] * 4, rel=0.1)
     middle = Cosmology(omega_m=0.3, sigma_8=0.865, n_s=0.95, h=0.7)
-    assert generate.unit_parameters(middle) == pytest.approx([0] * 4, abs=1e-6)
+    assert matter_field.unit_parameters(middle) == pytest.approx([0] * 4, abs=1e-6)
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_parameters_fill_their_ranges():
 def test_samples_are_logarithms():
     universes = data.Universes(3, 8)
     cubes, targets = universes.read([2, 0])
-    cube, parameters = generate.matter(0, 2, Box(8))
+    cube, parameters = matter_field.matter(0, 2, PeriodicBox(8))
     assert torch.equal(cubes[0], torch.log1p(torch.from_numpy(cube)))
     assert torch.equal(targets[0], torch.from_numpy(parameters))
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.errors import DataError, RecipeError
-from headway.run.recipe_file import load_recipe
+from headway.run.recipe.factory import load_recipe
 from headway.workloads.resnet import data
 from headway.workloads.resnet.data import Gratings
 from headway.workloads.resnet.model import RESNET18, RESNET50, SMALL, ResNet, ResNetConfig

@@ -11,13 +11,17 @@ from torch import nn
 
 from headway.data import SlabCut
 from headway.errors import DataError, RecipeError
-from headway.run.recipe_file import load_recipe
+from headway.run.recipe.factory import load_recipe
 from headway.workloads.unet3d import data
-from headway.workloads.unet3d.data import Patches, Phantoms, classes_of, source, write
-from headway.workloads.unet3d.dice import cross_entropy_and_dice, dice, dice_of_classes
+from headway.workloads.unet3d.data import Patches, Phantoms, classes_of, read_nifti, source, write
 from headway.workloads.unet3d.model import SMALL_WIDTHS, CicekUNet, MLPerfUNet
-from headway.workloads.unet3d.nifti import read_nifti
-from headway.workloads.unet3d.recipe import recipe, scores
+from headway.workloads.unet3d.recipe import (
+    cross_entropy_and_dice,
+    dice,
+    dice_of_classes,
+    recipe,
+    scores,
+)
 
 
 def without_numbers(build, *arguments, **options):

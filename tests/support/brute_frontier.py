@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from headway.planner.frontier import ChoiceGraph
+from headway.planner.pareto import ChoiceGraph
 
 
 def all_strategies(graph):

@@ -24,7 +24,7 @@ import pytest
 
 from headway.cluster import Cluster
 from headway.errors import UsageError
-from headway.launch.emulation import Emulated, Emulation, check_possible, interface_bytes
+from headway.launch.emulation import EmulatedCluster, Emulation, check_possible, interface_bytes
 from support.ranks import World, _find, _load, run_ranks
 
 
@@ -55,7 +55,7 @@ class NodeWorld(World):
 
     node: str
     local_rank: int
-    emulated: Emulated
+    emulated: EmulatedCluster
 
 
 class NodeResults(list[Any]):
@@ -68,7 +68,7 @@ class NodeResults(list[Any]):
 
 
 def run_nodes(
-    cluster: Cluster | Emulated,
+    cluster: Cluster | EmulatedCluster,
     body: Callable[..., Any],
     *arguments: Any,
     timeout: float = 60,
@@ -87,7 +87,7 @@ def run_nodes(
     """
     __tracebackhide__ = True
     with ExitStack() as stack:
-        if isinstance(cluster, Emulated):
+        if isinstance(cluster, EmulatedCluster):
             emulated = cluster
         else:
             emulated = stack.enter_context(Emulation(cluster))
@@ -108,7 +108,7 @@ def run_nodes(
 
 def _on_node(
     world: World,
-    emulated: Emulated,
+    emulated: EmulatedCluster,
     place: tuple[str, str, str],
     arguments: tuple[Any, ...],
     named: dict[str, Any],

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headway.collective import Nodes
-from headway.comm.method import Fused, Piece, Route, complete
+from headway.collective.nodes import Nodes
+from headway.comm.algorithms.method import FusedBuffer, GradientSlice, Route, complete
 
 SHAPES = {
     "embed": (60, 24),
@@ -37,19 +37,19 @@ def pieces_of(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]] = SHAP
     found, start = [], 0
     for name in names:
         stop = start + torch.Size(shapes[name]).numel()
-        found.append(Piece(name, start, stop, tuple(shapes[name])))
+        found.append(GradientSlice(name, start, stop, tuple(shapes[name])))
         start = stop
     return tuple(found)
 
 
 def fuse(
     gradients: Mapping[str, Tensor], names: Sequence[str], *, flags: Sequence[float] | None = None
-) -> Fused:
+) -> FusedBuffer:
     """One bucket with the gradients of these parameters; flags default to 1."""
     parts = [gradients[name].flatten() for name in names]
     flag = torch.ones(len(names)) if flags is None else torch.tensor(flags)
     pieces = pieces_of(names, {name: tuple(gradients[name].shape) for name in names})
-    return Fused(torch.cat([*parts, flag.to(parts[0].dtype)]), pieces)
+    return FusedBuffer(torch.cat([*parts, flag.to(parts[0].dtype)]), pieces)
 
 
 def draw_gradients(
@@ -71,7 +71,7 @@ class Buckets:
     def __init__(self, make, cut: Sequence[Sequence[str]]) -> None:
         self.cut = cut
         self.methods = [make() for _ in cut]
-        self._fused: list[Fused | None] = [None] * len(cut)
+        self._fused: list[FusedBuffer | None] = [None] * len(cut)
 
     def exchange(self, gradients: Mapping[str, Tensor], route: Route) -> dict[str, Tensor]:
         """The results by name; buckets one after the other, with all flags set."""

@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import HeadwayError
-from headway.launch.emulation import Emulated
-from headway.launch.worker import work_here
-from headway.run.place import Place
-from headway.run.world import World
+from headway.launch.emulation import EmulatedCluster
+from headway.launch.worker import run_rank_here
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
 
 WHEN = 8
 
 
-def exchange(place: Place, folder: str, how: str, victim: int, patience: float) -> dict[str, float]:
+def exchange(
+    place: LaunchEnv, folder: str, how: str, victim: int, patience: float
+) -> dict[str, float]:
     """Exchange 40 times; in the eighth step something happens to the victim."""
     (Path(folder) / f"pid-{place.rank}").write_text(str(os.getpid()))
     with World.join(place, timeout_seconds=60, join_seconds=30, patience_seconds=patience) as world:
@@ -73,7 +75,7 @@ def outlive(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def stalled(place: Place) -> None:
+def stalled(place: LaunchEnv) -> None:
     """Rank 1 reads data for ever, the others wait for it."""
     with World.join(place, timeout_seconds=3, join_seconds=30) as world:
         world.doing("data of step %d", 12)
@@ -88,14 +90,16 @@ def stalled(place: Place) -> None:
 def own_loop(folder: Path, how: str, victim: int, patience: float) -> None:
     """A program of the user's own: it catches the error and goes on to its end."""
     try:
-        exchange(Place.here(), str(folder), how, victim, patience)
+        exchange(LaunchEnv.here(), str(folder), how, victim, patience)
     except HeadwayError as error:
-        (folder / f"caught-{Place.here().rank}").write_text(
+        (folder / f"caught-{LaunchEnv.here().rank}").write_text(
             json.dumps({"kind": type(error).__name__, "text": str(error), "time": time.time()})
         )
 
 
-def cut_in_the_middle(place: Place, folder: str, emulated: Emulated, names: list[str]) -> None:
+def cut_in_the_middle(
+    place: LaunchEnv, folder: str, emulated: EmulatedCluster, names: list[str]
+) -> None:
     """The link is cut while all ranks are inside of a collective that takes long."""
     (Path(folder) / f"pid-{place.rank}").write_text(str(os.getpid()))
 
@@ -132,4 +136,4 @@ def live(folder: str, how: str, victim: int, patience: float, own: bool, rank: i
         sys.stderr.write(f"{error.code} {error}\n")
 
     arguments = (folder, how, victim, patience)
-    work_here(exchange, arguments, place=Place.here(), directory=Path(folder), tell=tell)
+    run_rank_here(exchange, arguments, place=LaunchEnv.here(), directory=Path(folder), tell=tell)

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import DataError, UsageError
-from headway.run.failure import mark_step
-from headway.run.place import Place
-from headway.run.signals import StopRequest
-from headway.run.world import World
+from headway.run.distributed.failure_record import mark_step
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.stop_request import StopRequest
+from headway.run.distributed.world import World
 
 
-def answer(place: Place, number: int) -> dict[str, object]:
+def answer(place: LaunchEnv, number: int) -> dict[str, object]:
     """What a worker sees of itself."""
     with World.join(place, timeout_seconds=20) as world:
         total = torch.tensor([float(world.rank + number)])
@@ -42,12 +42,12 @@ def answer(place: Place, number: int) -> dict[str, object]:
         }
 
 
-def alone(place: Place) -> tuple[int, bool]:
+def alone(place: LaunchEnv) -> tuple[int, bool]:
     with World.join(place) as world:
         return world.ranks, dist.is_initialized()
 
 
-def fail(place: Place, folder: str, how: str) -> None:
+def fail(place: LaunchEnv, folder: str, how: str) -> None:
     """Rank 1 fails in step 17, while the others are in an exchange or far from any."""
     (Path(folder) / f"pid-{place.rank}").write_text(str(os.getpid()))
     with World.join(place, timeout_seconds=60) as world:
@@ -70,11 +70,11 @@ def fail(place: Place, folder: str, how: str) -> None:
             raise
 
 
-def usage(place: Place) -> None:
+def usage(place: LaunchEnv) -> None:
     raise UsageError("asked for something impossible", fix="Ask for less.")
 
 
-def kill_once(place: Place, folder: str, attempts: int, victim: int = 1) -> dict[str, object]:
+def kill_once(place: LaunchEnv, folder: str, attempts: int, victim: int = 1) -> dict[str, object]:
     """Exchange all the time; `victim` is killed in the middle of the first `attempts` attempts."""
     with World.join(place, timeout_seconds=60) as world:
         value = torch.ones(1000)
@@ -91,7 +91,7 @@ def kill_once(place: Place, folder: str, attempts: int, victim: int = 1) -> dict
         return {"attempt": world.place.attempt, "first": first}
 
 
-def until_stopped(place: Place, folder: str) -> str | None:
+def until_stopped(place: LaunchEnv, folder: str) -> str | None:
     """Step until a signal arrives, stop together, and write a file each."""
     with StopRequest() as stop, World.join(place, timeout_seconds=60) as world:
         (Path(folder) / f"ready-{world.rank}").write_text(str(os.getpid()))
@@ -106,7 +106,7 @@ def until_stopped(place: Place, folder: str) -> str | None:
         return stop.requested
 
 
-def deaf(place: Place, folder: str) -> None:
+def deaf(place: LaunchEnv, folder: str) -> None:
     """Notices signals and does not care."""
     with StopRequest():
         (Path(folder) / f"ready-{place.rank}").write_text(str(os.getpid()))
@@ -114,14 +114,14 @@ def deaf(place: Place, folder: str) -> None:
             time.sleep(0.1)
 
 
-def late(place: Place) -> None:
+def late(place: LaunchEnv) -> None:
     """Rank 1 never arrives."""
     if place.rank == 1:
         time.sleep(60)
     World.join(place, timeout_seconds=1)
 
 
-def hang(place: Place) -> None:
+def hang(place: LaunchEnv) -> None:
     """Rank 1 does not come to the second exchange."""
     with World.join(place, timeout_seconds=1, join_seconds=20) as world:
         dist.all_reduce(torch.ones(1))
@@ -131,7 +131,7 @@ def hang(place: Place) -> None:
             dist.all_reduce(torch.ones(1))
 
 
-def twice(place: Place) -> list[float]:
+def twice(place: LaunchEnv) -> list[float]:
     """Two worlds, one after the other, in one process."""
     totals = []
     for _ in range(3):
@@ -144,7 +144,7 @@ def twice(place: Place) -> list[float]:
 
 def main() -> None:
     folder, deadly = Path(sys.argv[1]), "kill" in sys.argv[2:]
-    place = Place.here()
+    place = LaunchEnv.here()
     restarted = bool(list(folder.glob("killed")))
     with World.join(place, timeout_seconds=30) as world:
         total = torch.tensor([float(world.rank + 1)])

@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
+    from headway.launch.forkserver import start_forkserver
     from headway.launch.local import launch_local
-    from headway.launch.warm import warm_up
 
-    warm_up(2, ("support.launch_entries",))
+    start_forkserver(2, ("support.launch_entries",))
     from support import launch_entries
 
     entry = getattr(launch_entries, sys.argv[1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway.cluster import read_cluster
-from headway.cost.presets import machine_of
-from headway.planner.mixed_question import MixedQuestion
+from headway.cost.machine_presets import machine_of
+from headway.planner.search.request import MixedPlanRequest
 
 RECIPE = "support.recipes:stack"
 CLUSTER = """
@@ -52,4 +52,4 @@ def question_of(work, path, **changed):
         "work": work, "machines": machines, "counts": {"fast": 2, "slow": 2}, "batch": 32,
         "runnable": True, "zero": (0,), "tensor": (1,),
     }  # fmt: skip
-    return MixedQuestion(**(usual | changed))
+    return MixedPlanRequest(**(usual | changed))

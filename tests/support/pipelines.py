@@ -12,20 +12,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.parallel import (
-    Calls,
+    ModelStages,
     Pipeline,
-    Stages,
-    StageSums,
-    Team,
+    PipelineCallbacks,
+    PipelineRanks,
+    StageGradientSync,
     cut,
     record_call,
     run_stages,
 )
-from headway.parallel.examples import left_as_it_was
-from headway.parallel.stage_run import Around
-from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
-from headway.run.trees import resize
-from headway.schedule import PipelineSchedule
+from headway.parallel.pipeline.partition.tracing import preserve_model_state
+from headway.parallel.pipeline.runtime.stage_execution import ComputeContext
+from headway.run.step.batch import resize_batch
+from headway.run.step.randomness import (
+    LogicalRandomness,
+    RandomDraws,
+    probe_random_draws,
+    seed_everything,
+)
+from headway.schedule.pipeline_schedule import PipelineSchedule
 from support.tiny_models import CLASSES, FEATURES, LENGTH, WORDS
 
 Data = Sequence[tuple[Tensor, Tensor]]
@@ -79,8 +84,8 @@ def run_serially(
     return {**losses, **numbers_of(model)}
 
 
-def team_of(world: Any) -> Team:
-    return Team(rank=world.rank, ranks=tuple(range(world.size)), group=world.group)
+def team_of(world: Any) -> PipelineRanks:
+    return PipelineRanks(rank=world.rank, ranks=tuple(range(world.size)), group=world.group)
 
 
 def make_pipeline(
@@ -90,16 +95,16 @@ def make_pipeline(
     data: Data,
     schedule: PipelineSchedule,
     *,
-    stages: Stages | None = None,
-    team: Team | None = None,
+    stages: ModelStages | None = None,
+    team: PipelineRanks | None = None,
     **calls: Any,
 ) -> Pipeline:
     """A pipeline whose shares of the loss are those of `run_serially`."""
     stages = stages or cut(model, loss, data[0], stages=schedule.stages)
     team = team or team_of(world)
-    sync = StageSums(stages, schedule, team)
+    sync = StageGradientSync(stages, schedule, team)
     given = {"share": lambda value, _: value / len(data), "sync": sync, **calls}
-    return Pipeline(stages, schedule, team, Calls(loss=loss, **given))
+    return Pipeline(stages, schedule, team, PipelineCallbacks(loss=loss, **given))
 
 
 def run_pipelined(
@@ -118,7 +123,7 @@ def run_pipelined(
     return {**{f"loss {m}": value for m, value in losses.items()}, **found}
 
 
-def own_names(stages: Stages, number: int) -> list[str]:
+def own_names(stages: ModelStages, number: int) -> list[str]:
     stage = stages[number]
     return [f"gradient {n}" for n in stage.parameters] + [f"buffer {n}" for n in stage.buffers]
 
@@ -139,13 +144,13 @@ def assert_equal(
 SEED = 11
 
 
-def sites_of(model: nn.Module, loss: Callable[[Any, Any], Any], data: Any) -> Sites:
-    return probe(model, loss, data, resize)
+def sites_of(model: nn.Module, loss: Callable[[Any, Any], Any], data: Any) -> RandomDraws:
+    return probe_random_draws(model, loss, data, resize_batch)
 
 
 @contextmanager
 def keyed(
-    sites: Sites, microbatch: int, samples: int, first: int = 0
+    sites: RandomDraws, microbatch: int, samples: int, first: int = 0
 ) -> Iterator[LogicalRandomness]:
     """Random numbers that belong to samples; `first` draws come before those inside."""
     seed_everything(SEED)
@@ -157,7 +162,7 @@ def keyed(
         yield mode
 
 
-def keyed_around(sites: Sites, samples: int, first: Sequence[int]) -> Around:
+def keyed_around(sites: RandomDraws, samples: int, first: Sequence[int]) -> ComputeContext:
     """`Calls.around`: a backward that computes blocks again meets the draws of their forward."""
     modes: dict[tuple[int, int], AbstractContextManager[Any]] = {}
 
@@ -175,11 +180,11 @@ def keyed_around(sites: Sites, samples: int, first: Sequence[int]) -> Around:
     return around
 
 
-def draws_before(stages: Stages, loss: Callable[[Any, Any], Any], data: Any) -> list[int]:
+def draws_before(stages: ModelStages, loss: Callable[[Any, Any], Any], data: Any) -> list[int]:
     """For each stage: how many draws of a forward come before it."""
     call = record_call(loss, stages.model, data)
     found: list[int] = []
-    with torch.no_grad(), left_as_it_was(stages.model), _Counting() as counter:
+    with torch.no_grad(), preserve_model_state(stages.model), _Counting() as counter:
         run_stages(stages, call, before=lambda _: found.append(counter.count))
     return found
 

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from headway import Executor
-from headway.parallel.layout import Form
-from headway.parallel.links import Wire
-from headway.run import split_gradients, stage_layers
-from headway.run.gradients import Gradients
-from headway.run.tally import Tally
+from headway.parallel.pipeline.runtime.p2p import StageConnection, TensorFormat
+from headway.run.strategy import pipeline_parallel, sharded_parameters
+from headway.run.strategy.data_parallel import DataParallelStrategy, StepReduction
+from headway.verification.collective_recorder import CollectiveRecorder
 from headway.verification.fake_world import fake_world
-from headway.verification.recorder import Recorder
 
 
 class Unknown(Exception):
@@ -44,14 +42,14 @@ def playing():
         return look()
 
     with (
-        patch.object(Wire, "announce", announce),
-        patch.object(Wire, "hear", hear),
-        patch.object(Form, "empty", empty),
-        patch.object(Tally, "read", lambda self: (1.0, 1.0, 0)),
-        patch.object(Gradients, "_note_norm", lambda self, norm: None),
+        patch.object(StageConnection, "announce", announce),
+        patch.object(StageConnection, "hear", hear),
+        patch.object(TensorFormat, "empty", empty),
+        patch.object(StepReduction, "read", lambda self: (1.0, 1.0, 0)),
+        patch.object(DataParallelStrategy, "_note_norm", lambda self, norm: None),
         patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
-        patch.object(stage_layers, "found_by_first", alone),
-        patch.object(split_gradients, "found_by_first", alone),
+        patch.object(pipeline_parallel, "found_by_first", alone),
+        patch.object(sharded_parameters, "found_by_first", alone),
     ):
         yield
 
@@ -62,7 +60,7 @@ def step_of(plan, rank, model, data, loss, clip=None):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = Executor(model, optimizer, loss=loss, plan=plan, world=world, clip=clip)
         for batch in run.batches(data):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 run.step(batch)
             if run.steps_done == 2:
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from headway.collective.program import CollectiveProgram, Combine, Copy, Recv, Send, Wait
+from headway.collective.program.program import CollectiveProgram, Combine, Copy, Recv, Send, Wait
 
 
 class Stuck(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.schedule import Action, Kind, Pipe, PipelineSchedule
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 
 
 def random_placement(draw, ranks, stages):
@@ -27,7 +27,9 @@ def random_schedule(draw):
     for number in range(draw.choice([1, 1, 2, 3])):
         count = draw.randint(0 if number else 1, 3)
         microbatches = tuple(range(first, first + count))
-        pipes.append(Pipe(f"d{number}", random_placement(draw, ranks, stages), microbatches))
+        pipes.append(
+            SchedulePipe(f"d{number}", random_placement(draw, ranks, stages), microbatches)
+        )
         first += count
     skips = ()
     if stages > 1:
@@ -37,14 +39,14 @@ def random_schedule(draw):
     for pipe in pipes:
         for number in pipe.microbatches:
             split = [draw.random() < 0.4 for _ in range(stages)]
-            forward = [Action(Kind.FORWARD, pipe.name, s, number) for s in range(stages)]
-            gradient = [replace(f, kind=Kind("BI"[split[f.stage]])) for f in forward]
+            forward = [Action(ActionKind.FORWARD, pipe.name, s, number) for s in range(stages)]
+            gradient = [replace(f, kind=ActionKind("BI"[split[f.stage]])) for f in forward]
             for stage in range(stages):
                 needs[forward[stage]] = {forward[a] for a, b in edges if b == stage}
                 needs[gradient[stage]] = {gradient[b] for a, b in edges if a == stage}
                 needs[gradient[stage]].add(forward[stage])
                 if split[stage]:
-                    needs[replace(forward[stage], kind=Kind.WEIGHT_GRAD)] = {gradient[stage]}
+                    needs[replace(forward[stage], kind=ActionKind.WEIGHT_GRAD)] = {gradient[stage]}
     place = {pipe.name: pipe.placement for pipe in pipes}
     done = set()
     while len(done) < len(needs):

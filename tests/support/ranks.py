@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headway.launch import warm
+from headway.launch import forkserver as warm
 from support.leaks import alive_children, alive_threads, process_ids, settled
 
 if TYPE_CHECKING:

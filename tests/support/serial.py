@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from headway.data import Cursor, Loader, as_source
 from headway.plan import BatchSplit
-from headway.run.randomness import LogicalRandomness, probe, seed_everything
-from headway.run.training_state import Trained
-from headway.run.trees import resize, to_device
+from headway.run.step.batch import resize_batch, to_device
+from headway.run.step.randomness import LogicalRandomness, probe_random_draws, seed_everything
+from headway.run.strategy.training_state import TrainingState
 
 Numbers = dict[str, Tensor]
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> Numbers:
     """Loss, gradients, parameters, buffers and optimiser state by logical name."""
-    return flat(Trained(model, optimizer, None).numbers(), loss)
+    return flat(TrainingState(model, optimizer, None).numbers(), loss)
 
 
 def flat(numbers: Mapping[str, Mapping[str, Tensor]], loss: float) -> Numbers:
-    """What `Gradients.numbers` or `Trained.numbers` gives, under one kind of name, copied."""
+    """What `Gradients.numbers` or `TrainingState.numbers` gives, under one kind of name, copied."""
     found: Numbers = {"loss": torch.tensor(loss, dtype=torch.float64)}
     for kind, tensors in numbers.items():
         found.update({f"{kind} {name}": t.detach().clone() for name, t in tensors.items()})
@@ -54,7 +54,7 @@ def train_serially(
         for _, part in zip(range(steps), loader, strict=False):
             (micro,) = part.micros
             inputs = to_device(micro.data, torch.device("cpu"), torch.float64)
-            sites = sites or probe(model, loss, inputs, resize)
+            sites = sites or probe_random_draws(model, loss, inputs, resize_batch)
             optimizer.zero_grad()
             seed_everything(seed, part.start.epoch, part.start.position)
             with LogicalRandomness(sites, micro.positions, part.start.epoch):

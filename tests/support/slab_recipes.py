@@ -12,7 +12,7 @@ from torch import nn
 
 from headway import Recipe
 from headway.data import SlabSource, slabs_in
-from headway.data.slab_readers import write_sample
+from headway.data.slabs.slab_source import write_sample
 
 SAMPLES, SHAPE, CLASSES = 6, (2, 7, 6, 4), 3
 """A depth of 7 does not divide by 2."""

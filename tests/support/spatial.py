@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from headway.parallel.spatial import SpatialContext, SplitTensor, exchange, gather
+from headway.parallel.spatial import SpatialContext, SpatialTensor, gather, halo_exchange
 
 
 def context(shape, ranks=None, **options):
@@ -63,13 +63,13 @@ def split_run(module, inputs, context, group=None):
         part = context.split(x)
         leaf = part.local.clone().requires_grad_(x.is_floating_point())
         leaves.append(leaf)
-        split.append(SplitTensor(leaf, part.splits, context))
+        split.append(SpatialTensor(leaf, part.splits, context))
     y = module(*split)
     ((y * weights_for(y)).sum() / context.copies).backward()
     for parameter in module.parameters():
         dist.all_reduce(parameter.grad, group=group)
     grads = [
-        None if leaf.grad is None else gather(SplitTensor(leaf.grad, s.splits, context))
+        None if leaf.grad is None else gather(SpatialTensor(leaf.grad, s.splits, context))
         for leaf, s in zip(leaves, split, strict=True)
     ]
     return _found(module, gather(y), grads)
@@ -99,8 +99,8 @@ class Sent:
 
     def __init__(self, monkey):
         self.elements = 0
-        self._start = exchange.dist.batch_isend_irecv
-        monkey.setattr(exchange.dist, "batch_isend_irecv", self)
+        self._start = halo_exchange.dist.batch_isend_irecv
+        monkey.setattr(halo_exchange.dist, "batch_isend_irecv", self)
 
     def __call__(self, operations):
         self.elements += sum(o.tensor.numel() for o in operations if o.op is dist.isend)

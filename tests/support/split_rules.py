@@ -1,4 +1,5 @@
-"""Carries out a rule of `headway.graph.rule` with numbers, and compares with the whole operator.
+"""Carries out a rule of `headway.graph.sharding_rules` with numbers, and compares with the whole
+operator.
 
 Inputs are split as the rule says, the operator is run on every part, the results are put together;
 likewise the gradients. In float64, to 1e-12.
@@ -12,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from headway.graph import Operator, TensorSpec, rules
-from headway.graph.index import parse
-from headway.graph.rule import Rule, needed
+from headway.graph.model_graph import Operator, TensorSpec, parse_index
+from headway.graph.sharding_rules import Rule, enumerate_rules, window_input_range
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check(sample, operator: Operator, parts: int) -> list[Rule]:
         AssertionError: A rule is wrong.
     """
     results = tuple_of(whole(sample))
-    found = rules(operator, specs(sample.tensors), specs(results), parts)
+    found = enumerate_rules(operator, specs(sample.tensors), specs(results), parts)
     for rule in found:
         check_rule(sample, operator, rule, parts)
     return list(found)
@@ -143,7 +143,9 @@ def _pieces(sample, operator, rule, number, parts):
     tensor, placement = sample.tensors[number], rule.inputs[number]
     loop = next((axis for axis in operator.axes.loops if axis.name == rule.axis), None)
     if loop is not None and loop.window and placement[0] == "S":
-        dim = next(d for d, n in enumerate(parse(operator.axes.inputs[number])) if loop.name in n)
+        dim = next(
+            d for d, n in enumerate(parse_index(operator.axes.inputs[number])) if loop.name in n
+        )
         return [_window(tensor, dim, loop, part, parts, sample) for part in range(parts)]
     if placement == "P":
         summands = [torch.randn_like(tensor) for _ in range(parts - 1)]
@@ -158,7 +160,7 @@ def _pieces(sample, operator, rule, number, parts):
 def _window(tensor, dim, loop, part, parts, sample):
     """A part with what it needs of its neighbours, and its share of the padding."""
     window, size, count = loop.window, tensor.shape[dim], loop.size // parts
-    low, high = needed(window, part * count, count, size)
+    low, high = window_input_range(window, part * count, count, size)
     first = part * count * window.stride - window.padding
     last = first + (count - 1) * window.stride + window.dilation * (window.kernel - 1) + 1
     piece = tensor.narrow(dim, low, high - low)

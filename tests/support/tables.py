@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.schedule import Action, Kind, Pipe, PipelineSchedule
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 
 
 def table_of(pipes, *rows):
@@ -27,7 +27,7 @@ def random_table(draw, *, ranks=None, skips=True):
     for number in range(draw.randint(1, 3)):
         count = draw.randint(1, 4)
         placement = tuple(draw.randrange(ranks) for _ in range(stages))
-        pipes.append(Pipe(f"p{number}", placement, tuple(range(first, first + count))))
+        pipes.append(SchedulePipe(f"p{number}", placement, tuple(range(first, first + count))))
         first += count
     pairs = [(a, b) for b in range(stages) for a in range(b - 1)]
     chosen = tuple(draw.sample(pairs, min(len(pairs), draw.randint(0, 2)))) if skips else ()
@@ -59,21 +59,23 @@ def _filled(draw, schedule):
 
 
 def _plain(action):
-    kind = Kind.BACKWARD if action.kind == Kind.INPUT_GRAD else action.kind
+    kind = ActionKind.BACKWARD if action.kind == ActionKind.INPUT_GRAD else action.kind
     return (kind, action.pipe, action.stage, action.microbatch)
 
 
 def _add_needs(draw, needs, schedule, pipe, stage, m):
     earlier = [a for a, b in schedule.edges if b == stage]
     later = [b for a, b in schedule.edges if a == stage]
-    needs[Action(Kind.FORWARD, pipe, stage, m)] = {(Kind.FORWARD, pipe, a, m) for a in earlier}
+    needs[Action(ActionKind.FORWARD, pipe, stage, m)] = {
+        (ActionKind.FORWARD, pipe, a, m) for a in earlier
+    }
     split = draw.random() < 0.4
-    gradient = Action(Kind.INPUT_GRAD if split else Kind.BACKWARD, pipe, stage, m)
-    needs[gradient] = {(Kind.BACKWARD, pipe, b, m) for b in later}
-    needs[gradient] |= {(Kind.FORWARD, pipe, stage, m)}
+    gradient = Action(ActionKind.INPUT_GRAD if split else ActionKind.BACKWARD, pipe, stage, m)
+    needs[gradient] = {(ActionKind.BACKWARD, pipe, b, m) for b in later}
+    needs[gradient] |= {(ActionKind.FORWARD, pipe, stage, m)}
     if split:
-        weight = Action(Kind.WEIGHT_GRAD, pipe, stage, m)
-        needs[weight] = {(Kind.BACKWARD, pipe, stage, m)}
+        weight = Action(ActionKind.WEIGHT_GRAD, pipe, stage, m)
+        needs[weight] = {(ActionKind.BACKWARD, pipe, stage, m)}
 
 
 def table_without_flush(*, uneven=False):
@@ -93,7 +95,7 @@ def table_without_flush(*, uneven=False):
                     row.append(f"d0.s{stage}.STEP@{1 if m < 4 else 2}")
             row += _forwards(stages, m + 2) if m < 3 else []
         rows.append(row)
-    table = table_of([Pipe("d0", (0, 1, 0, 1), (0, 1, 2, 3, 4))], *rows)
+    table = table_of([SchedulePipe("d0", (0, 1, 0, 1), (0, 1, 2, 3, 4))], *rows)
     return replace(table, flush=False)
 
 

@@ -15,11 +15,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from headway import Executor
-from headway.capture.fake import Pretence
-from headway.parallel.stage_run import _Cut, _Enter
-from headway.parallel.stages import Stages
+from headway.capture.fake_tensors import FakeContext
+from headway.parallel.pipeline.runtime.stage_execution import _DetachedInputs, _StageEntry
+from headway.parallel.pipeline.stages import ModelStages
 from headway.plan import Plan
-from headway.run.world import World
+from headway.run.distributed.world import World
 from headway.verification.fake_world import fake_world
 from support.memory_models import CASES
 from support.ranks import run_ranks
@@ -68,7 +68,7 @@ def peak_of_steps(
     if real:
         model, mode = make(), nullcontext()
     else:
-        pretence = Pretence()
+        pretence = FakeContext()
         with torch.device("meta"):
             made = make()
         model, mode = pretence.model(made), pretence.mode  # made in the mode, copies are not seen
@@ -91,7 +91,7 @@ def peak_of_steps(
 
 
 def peak_of_stage(
-    stages: Stages,
+    stages: ModelStages,
     number: int,
     example: list[torch.Tensor],
     loss: Callable[[object, object], torch.Tensor],
@@ -116,12 +116,12 @@ def peak_of_stage(
     entering = _entering(stages, number, batches[0])
     rule = optimizer(stage.parameters.values())
     tracker = tracker_of(stage.module, rule, *batches)
-    waiting: dict[int, tuple[object, torch.Size, _Cut]] = {}
+    waiting: dict[int, tuple[object, torch.Size, _DetachedInputs]] = {}
     anchor = torch.empty(0, requires_grad=True)
 
     def forward(microbatch: int) -> None:
-        cut = _Cut(tuple(torch.empty_like(t) for t in entering if t.is_floating_point()))
-        entered = iter(_Enter.apply(anchor, cut) if cut.tensors and number else ())
+        cut = _DetachedInputs(tuple(torch.empty_like(t) for t in entering if t.is_floating_point()))
+        entered = iter(_StageEntry.apply(anchor, cut) if cut.tensors and number else ())
         cut.tensors = ()
         values = [
             batches[microbatch][entry.leaf] if entry.source < 0 else next(entered)
@@ -258,7 +258,7 @@ def _held(run: Executor) -> list[torch.Tensor]:
     return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
-def _entering(stages: Stages, number: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+def _entering(stages: ModelStages, number: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:
     """What enters a stage, from the stages before it."""
     given: list[tuple[torch.Tensor, ...]] = []
     with torch.no_grad():

@@ -17,7 +17,7 @@ import pytest
 from headway.data import SlabCut, SlabSource, ZarrSlabs, slabs_in
 from headway.errors import DataError
 from headway.plan import LayerSplit, data_parallel
-from headway.run.loading import source_of
+from headway.run.step.batch import rank_source
 
 SHAPE, SAMPLES = (2, 7, 5, 4), 4
 
@@ -57,7 +57,7 @@ def a_folder_of_arrays_in_parts(tmp_path):
     zarr.save_array(tmp_path / "full.zarr", cubes())
     source = SlabSource(*slabs_in(tmp_path, "full"))
     plan = data_parallel(2, processes=2, split=LayerSplit(spatial=(1, 2, 1)))
-    batch = source_of(source, plan, 1).read([3, 0])
+    batch = rank_source(source, plan, 1).read([3, 0])
     assert np.array_equal(batch.data.numpy(), cubes()[[3, 0]][:, :, :, 3:])
     assert batch.extents == SHAPE[1:]
 

@@ -1,5 +1,5 @@
 """A user's model as data: `capture` makes the `ModelGraph` of any torch.nn.Module."""
 
-from headway.capture.module import capture
+from headway.capture.model_capture import capture
 
 __all__ = ["capture"]

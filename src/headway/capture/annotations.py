@@ -1,13 +1,13 @@
-"""Words of a user about parts of a model: replicate it, split it, begin a pipeline's stage there.
+"""Annotations in a user's model: replicate a part, split it, or begin a pipeline stage there.
 
     with headway.replicate(8):
         self.backbone = ResNet50()
     with headway.split(8):
         self.head = nn.Linear(2048, 100_000)
 
-What is assigned to a module inside of such a context is marked; training goes on as ever, and a
-planner takes the marks as choices that are forced. Invariant: contexts do not change the model, and
-a part is marked once. Source: the primitives of Whale (Jia et al. 2022) and EPL.
+What is assigned to a module inside such a context is marked; training is unaffected, and the
+planner takes the marks as forced choices (`graph.annotations`). The primitives of Whale (Jia et
+al. 2022) and EPL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from headway.errors import PlanError
-from headway.graph.annotations import Annotations, Forced, Strategy
+from headway.graph.annotations import Annotations, ForcedStrategy, Strategy
 
 _MARK = "_headway_annotation"
 
@@ -31,7 +31,7 @@ class _Words(threading.local):
     """Of one thread: the context that is open, and the default of the models being built."""
 
     open: Annotation | None = None
-    default: Forced | None = None
+    default: ForcedStrategy | None = None
 
 
 _words = _Words()
@@ -47,7 +47,7 @@ class Annotation:
                 problems=[f"{strategy}({devices!r}): a whole number of devices, at least 1"],
                 fix=f"Write headway.{strategy}(8).",
             )
-        self.forced = Forced("", strategy, devices)
+        self.forced = ForcedStrategy("", strategy, devices)
         self._inside: dict[int, nn.Module] = {}
         self._marked: list[tuple[nn.Module, nn.Module]] = []
 

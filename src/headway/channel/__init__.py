@@ -5,14 +5,21 @@ and uses the tensor where it lies. Xue et al. 2019, "Fast Distributed Deep Learn
 (EuroSys).
 """
 
-from headway.channel.channel import Channel, Held
-from headway.channel.region import Region
-from headway.channel.rows import RowExchange
-from headway.channel.stream import Stream, open_stream
-from headway.channel.waiting import wait_any
-from headway.graph.placement import Placed, Placement, place_tensors
+from headway.channel.channel import Channel, ReceivedTensor, wait_any
+from headway.channel.region import MemoryRegion
+from headway.channel.row_exchange import RowExchange
+from headway.channel.stream import TensorStream, open_stream
+from headway.graph.stage_boundaries import BoundaryTensor, BoundaryTensors, boundary_tensors
 
 __all__ = [
-    "Channel", "Held", "Placed", "Placement", "Region", "RowExchange", "Stream", "open_stream",
-    "place_tensors", "wait_any",
+    "BoundaryTensor",
+    "BoundaryTensors",
+    "Channel",
+    "MemoryRegion",
+    "ReceivedTensor",
+    "RowExchange",
+    "TensorStream",
+    "boundary_tensors",
+    "open_stream",
+    "wait_any",
 ]  # fmt: skip

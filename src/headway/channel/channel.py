@@ -1,30 +1,140 @@
 """`Channel`: tensors to and from one other process, through memory that both can reach.
 
-A put writes into a free slot, then the flag; a get polls the flag, shows the tensor where it lies,
-and gives the slot back when its user is done. Static (shape and type are given): the slots are the
-receiver's. Dynamic: a block of metadata comes with the flag, and the tensor has any form.
-Invariant: the numbers of a slot's flag are k, k + S, k + 2S, ...; anything else is an error, never
-a wrong tensor. One thread puts and one thread gets.
+A put writes into a free slot, then the flag; a get polls the flag, returns the tensor where it
+lies, and gives the slot back when its user is done. Static (shape and type are given): the slots
+are the receiver's. Dynamic: metadata comes with the flag, and the tensor has any shape. The numbers
+of a slot's flag are k, k + S, k + 2S, ...; anything else is an error, never a wrong tensor. One
+thread puts and one thread gets.
+
+`open_transport` selects the provider: both ends decide from the same two offers, and where one
+cannot open shared memory, both learn of it in the next round and use sockets, or raise, together.
+`wait_any` waits for whichever of many channels has a tensor; of several, the one not served for
+longest.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from headway.channel.meeting import GroupMeeting, Meeting, StoreMeeting
-from headway.channel.opening import Provider, open_wire
-from headway.channel.region import BLOCK, Form
-from headway.channel.wire import Wire
-from headway.errors import RunError, UsageError
+from headway.channel import shared_memory, sockets
+from headway.channel.region import METADATA_WORDS, RegionLayout, TensorMetadata
+from headway.channel.rendezvous import ChannelRendezvous, GroupRendezvous, StoreRendezvous
+from headway.channel.transport import ChannelTransport, WaitBackoff
+from headway.errors import HeadwayError, RunError, Stalled, UsageError
+
+Provider = Literal["auto", "shared_memory", "socket", "mpi"]
 
 
-class Held:
+def open_transport(
+    meeting: ChannelRendezvous,
+    provider: Provider,
+    form: TensorMetadata | None,
+    slots: int,
+    address: str | None,
+    *,
+    credit: bool,
+) -> ChannelTransport:
+    """One end of a channel; the other end calls the same.
+
+    Args:
+        meeting: The way to the other end.
+        provider: What is wanted; "auto": shared memory where both processes can, else sockets.
+        form: Of all tensors; None: dynamic.
+        slots: Tensors that may be under way.
+        address: Of this end for sockets; None: all addresses of this machine.
+        credit: Whether a put waits until its slot is free.
+
+    Raises:
+        UsageError: The provider cannot be had here.
+        RunError: The two ends want different things.
+        PeerLost: The other end is gone.
+        Stalled: The other end does not come.
+    """
+    layout = RegionLayout(slots, 0 if form is None else form.nbytes)
+    wanted = {
+        "shape": None if form is None else list(form.shape),
+        "dtype": None if form is None else str(form.dtype),
+        "slots": slots,
+        "credit": credit,
+        "provider": provider,
+    }
+    here = "" if shared_memory.why_not() else shared_memory.machine()
+    theirs = meeting.swap({**wanted, "machine": here})
+    _check_same_request(meeting, wanted, theirs)
+    together = bool(here) and theirs["machine"] == here
+    if provider == "shared_memory" and not together:
+        raise _provider_unavailable(
+            meeting, shared_memory.why_not() or "It is in another machine or container."
+        )
+    if provider != "socket" and together:
+        wire, why = _open_shared_memory(meeting, layout, dynamic=form is None, credit=credit)
+        if wire is not None:
+            return wire
+        if provider == "shared_memory":
+            raise _provider_unavailable(meeting, why)
+    return sockets.open_socket_transport(meeting, layout, address)
+
+
+def _open_shared_memory(
+    meeting: ChannelRendezvous, layout: RegionLayout, *, dynamic: bool, credit: bool
+) -> tuple[ChannelTransport | None, str]:
+    """The wire, or why one of the two ends cannot open it."""
+    offer = shared_memory.Offer.make(layout)
+    try:
+        theirs = meeting.swap(offer.says())
+        wire, why = None, ""
+        try:
+            wire = shared_memory.SharedMemoryTransport(
+                f"rank {meeting.peer}",
+                meeting.seconds,
+                offer,
+                theirs,
+                dynamic=dynamic,
+                credit=credit,
+            )
+        except OSError as error:
+            why = str(error) or type(error).__name__
+        answer = meeting.swap({"why": why})  # only now may the descriptors go
+    finally:
+        offer.close()
+    why = why or answer["why"]
+    return (None, why) if why else (wire, "")
+
+
+def _check_same_request(
+    meeting: ChannelRendezvous, wanted: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    for name, value in wanted.items():
+        if theirs.get(name) != value:
+            raise RunError(
+                f"the two ends of a channel differ in {name}",
+                where=f"rank {meeting.rank}",
+                why=f"{value} here, {theirs.get(name)} on rank {meeting.peer}.",
+                fix="Make both ends alike, and the channels of two ranks in the same order.",
+            )
+
+
+def _provider_unavailable(meeting: ChannelRendezvous, why: str) -> UsageError:
+    return UsageError(
+        f"no shared memory with rank {meeting.peer}",
+        where=f"rank {meeting.rank}",
+        why=why,
+        fix='Use provider="socket", or "auto", which takes the best that both ends have.',
+    )
+
+
+# `Channel`: tensors to and from one other process, through memory that both can reach.
+
+
+class ReceivedTensor:
     """A tensor that came, in the region; `with` it, or `release` it, to give its slot back.
 
     Attributes:
@@ -108,15 +218,15 @@ class Channel:
         capacity: int = 1 << 24,
         timeout: float = 300.0,
     ) -> None:
-        form = None if shape is None else Form(tuple(shape), dtype)
+        form = None if shape is None else TensorMetadata(tuple(shape), dtype)
         _check(form, slots, credit, timeout)
         if provider == "mpi":
-            from headway.channel.mpi_window import open_mpi_wire
+            from headway.channel.mpi_window import open_mpi_transport
 
-            self._wire: Wire = open_mpi_wire(peer, form, slots, capacity, timeout)
+            self._wire: ChannelTransport = open_mpi_transport(peer, form, slots, capacity, timeout)
         else:
-            meeting = _meeting(peer, group, store, rank, timeout)
-            self._wire = open_wire(meeting, provider, form, slots, address, credit=credit)
+            meeting = _rendezvous(peer, group, store, rank, timeout)
+            self._wire = open_transport(meeting, provider, form, slots, address, credit=credit)
         self.peer = peer
         self.provider = self._wire.provider
         self._form, self._slots, self._credits = form, slots, credit
@@ -157,9 +267,9 @@ class Channel:
         """
         if self._form is not None:
             raise RunError("an empty tensor of a static channel", fix="Use its buffer.")
-        return self._make(Form(tuple(shape), dtype))
+        return self._make(TensorMetadata(tuple(shape), dtype))
 
-    def _make(self, form: Form) -> Tensor:
+    def _make(self, form: TensorMetadata) -> Tensor:
         slot = self._free_slot(self._sent + 1)
         return form.view(self._wire.room(slot, form.nbytes))
 
@@ -189,12 +299,12 @@ class Channel:
         self._wire.send(slot, number, tensor, form)
         self._sent = number
 
-    def _form_of(self, tensor: Tensor | None) -> Form:
+    def _form_of(self, tensor: Tensor | None) -> TensorMetadata:
         if tensor is None:
             raise RunError("a put of nothing", fix="Put the tensor that empty(...) has made.")
-        return Form(tuple(tensor.shape), tensor.dtype)
+        return TensorMetadata(tuple(tensor.shape), tensor.dtype)
 
-    def _other_form(self, tensor: Tensor, form: Form) -> RunError:
+    def _other_form(self, tensor: Tensor, form: TensorMetadata) -> RunError:
         return RunError(
             f"a tensor {list(tensor.shape)} of {tensor.dtype} in a channel to rank {self.peer}",
             why=f"It was made for {list(form.shape)} of {form.dtype}.",
@@ -226,7 +336,7 @@ class Channel:
         self._wire.check()
         return False
 
-    def get(self) -> Held:
+    def get(self) -> ReceivedTensor:
         """The next tensor, in the region; `with channel.get() as tensor:` gives its slot back.
 
         Raises:
@@ -248,7 +358,7 @@ class Channel:
         else:
             tensor = self._view(slot, flag)
         self._taken = number
-        return Held(self, number, tensor)
+        return ReceivedTensor(self, number, tensor)
 
     def get_into(self, tensor: Tensor) -> Tensor:
         """Copy the next tensor into one of the caller's; returns that.
@@ -280,11 +390,11 @@ class Channel:
     def _view(self, slot: int, flag: int) -> Tensor:
         """The tensor in a slot; made anew only where its form or its place is another."""
         wire, form = self._wire, self._form
-        block = tuple(self._words[flag + 2 : flag + 2 + BLOCK]) if form is None else ()
+        block = tuple(self._words[flag + 2 : flag + 2 + METADATA_WORDS]) if form is None else ()
         known = self._seen[slot]
         if known is None or known[0] != block:
             bytes_ = wire.arrived(slot, block)
-            tensor = (Form.of(block) if form is None else form).view(bytes_)
+            tensor = (TensorMetadata.of(block) if form is None else form).view(bytes_)
             known = self._seen[slot] = block, tensor
         return known[1]
 
@@ -338,21 +448,21 @@ class Channel:
             raise RunError(f"the channel to rank {self.peer} is closed", fix="Make a new one.")
 
 
-def _meeting(
+def _rendezvous(
     peer: int,
     group: dist.ProcessGroup | None,
     store: Store | None,
     rank: int | None,
     seconds: float,
-) -> Meeting:
+) -> ChannelRendezvous:
     if store is None:
-        return GroupMeeting(group, peer, seconds)
+        return GroupRendezvous(group, peer, seconds)
     if rank is None:
         raise UsageError("a channel over a store without rank=", fix="Give this end's number.")
-    return StoreMeeting(store, rank, peer, seconds)
+    return StoreRendezvous(store, rank, peer, seconds)
 
 
-def _check(form: Form | None, slots: int, credit: bool, seconds: float) -> None:
+def _check(form: TensorMetadata | None, slots: int, credit: bool, seconds: float) -> None:
     if form is not None:
         form.block()
     if slots < 1 or not seconds > 0:
@@ -363,3 +473,45 @@ def _check(form: Form | None, slots: int, credit: bool, seconds: float) -> None:
             why="The sender would free a tensor that is still being read.",
             fix="Give shape=, or leave credit=True.",
         )
+
+
+# Waiting for whichever of many channels has a tensor, fairly.
+
+
+def wait_any(channels: Sequence[Channel], timeout: float | None = None) -> Channel:
+    """Wait until some channel has a tensor; of several the one that has waited longest to be asked.
+
+    Args:
+        channels: At least one.
+        timeout: Seconds; None: the shortest of the channels'.
+
+    Raises:
+        PeerLost: One of them can never have any more, and no other has one.
+        Stalled: None has one in time.
+    """
+    if not channels:
+        raise UsageError("a wait for any of no channels", fix="Give at least one.")
+    seconds = min(c._wire.seconds for c in channels) if timeout is None else timeout
+    names = ", ".join(str(channel.peer) for channel in channels)
+    pauses = WaitBackoff(
+        seconds,
+        lambda: None,
+        lambda limit: Stalled(
+            f"no tensor came from any of the ranks {names} within {limit:g} s",
+            where="channels",
+            fix="Look for what they do instead, or allow more time with timeout=.",
+        ),
+    )
+    while True:
+        order = sorted(channels, key=lambda channel: channel._served)
+        lost = None
+        for channel in order:
+            try:
+                if channel.ready():
+                    channel._served = time.monotonic_ns()
+                    return channel
+            except HeadwayError as error:
+                lost = error
+        if lost is not None:
+            raise lost
+        pauses.pause()

@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from headway.channel import shared_memory
-from headway.channel.region import Form, Layout, Region
-from headway.channel.wire import Rooms, Wire
+from headway.channel.region import MemoryRegion, RegionLayout, TensorMetadata
+from headway.channel.transport import ChannelTransport, SendBuffers
 from headway.errors import MissingExtra, RunError, Stalled, UsageError
 
 _TAG = 7411
@@ -29,14 +29,14 @@ _FREE, _HELD = 1, 2
 """What a closed end says: whether somebody still has a tensor of its window."""
 
 
-class MpiWire(Wire):
+class MpiTransport(ChannelTransport):
     """One end of a channel in a window of two ranks.
 
     Args:
         peer: The rank of the other end in `pair`, and `who` it is for messages.
-        who: As `peer` of `Wire`.
-        layout: As of `Wire`.
-        seconds: As of `Wire`.
+        who: As `peer` of `ChannelTransport`.
+        layout: As of `ChannelTransport`.
+        seconds: As of `ChannelTransport`.
         mpi: The module `mpi4py.MPI`.
         pair: A communicator of both ends.
         pid: Of the other end, if it is on this machine; otherwise None.
@@ -48,7 +48,7 @@ class MpiWire(Wire):
         self,
         peer: int,
         who: str,
-        layout: Layout,
+        layout: RegionLayout,
         seconds: float,
         *,
         mpi: Any,
@@ -64,15 +64,15 @@ class MpiWire(Wire):
         pair.Barrier()
         self._window.Lock_all()
         self._memory = weakref.ref(memory)
-        self.region = Region(memory, layout)
+        self.region = MemoryRegion(memory, layout)
         self.words = self.region.words
         self.acquire = self._window.Sync
-        self._rooms = Rooms(layout.slots)
+        self._rooms = SendBuffers(layout.slots)
 
     def room(self, slot: int, nbytes: int) -> Tensor:
         return self._rooms.get(slot, nbytes)
 
-    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+    def send(self, slot: int, number: int, source: Tensor | None, form: TensorMetadata) -> None:
         nbytes, flag = form.nbytes, self.layout.flag(slot)
         if nbytes > self.layout.nbytes:
             raise RunError(
@@ -145,9 +145,9 @@ class MpiWire(Wire):
         return words[self.layout.closed]
 
 
-def open_mpi_wire(
-    peer: int, form: Form | None, slots: int, capacity: int, seconds: float
-) -> MpiWire:
+def open_mpi_transport(
+    peer: int, form: TensorMetadata | None, slots: int, capacity: int, seconds: float
+) -> MpiTransport:
     """One end of a channel; the other end calls the same.
 
     Args:
@@ -186,10 +186,10 @@ def open_mpi_wire(
     both = world.group.Incl(sorted([world.rank, peer]))
     pair = world.Create_group(both, _TAG)
     together = bool(here) and theirs["machine"] == here
-    return MpiWire(
+    return MpiTransport(
         1 - pair.rank,
         f"rank {peer}",
-        Layout(slots, nbytes),
+        RegionLayout(slots, nbytes),
         seconds,
         mpi=mpi,
         pair=pair,

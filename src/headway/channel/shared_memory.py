@@ -25,10 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.channel.bell import Bell, Pipe
-from headway.channel.copying import SMALL, Again, Target, copy
-from headway.channel.region import Form, Layout, Region, pages
-from headway.channel.wire import Wire
+from headway.channel.region import (
+    SMALL_COPY_BYTES,
+    CopyTarget,
+    MemoryRegion,
+    RegionLayout,
+    RepeatedSource,
+    TensorMetadata,
+    copy_tensor,
+    round_up_to_pages,
+)
+from headway.channel.transport import ChannelTransport, Doorbell, DoorbellPipe
 from headway.errors import PeerLost, Stalled
 
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -81,17 +88,17 @@ class Offer:
     """This end's region, before the other end has mapped it."""
 
     number: int
-    region: Region
+    region: MemoryRegion
     token: int
-    pipe: Pipe
+    pipe: DoorbellPipe
 
     @classmethod
-    def make(cls, layout: Layout) -> Offer:
+    def make(cls, layout: RegionLayout) -> Offer:
         number, map_ = memory(layout.size)
-        region = Region(map_, layout)
+        region = MemoryRegion(map_, layout)
         token = int.from_bytes(os.urandom(7))
         region.words[layout.token] = token
-        return cls(number, region, token, Pipe())
+        return cls(number, region, token, DoorbellPipe())
 
     def says(self) -> dict[str, Any]:
         """What the other end must know."""
@@ -129,12 +136,12 @@ class PeerProcess:
         self.close()
 
 
-class SharedMemoryWire(Wire):
+class SharedMemoryTransport(ChannelTransport):
     """One end of a channel of one machine.
 
     Args:
-        peer: As of `Wire`.
-        seconds: As of `Wire`.
+        peer: As of `ChannelTransport`.
+        seconds: As of `ChannelTransport`.
         own: This end's region.
         theirs: What the other end says of its own.
         dynamic: Tensors lie in the sender's memory.
@@ -160,22 +167,22 @@ class SharedMemoryWire(Wire):
         super().__init__(peer, layout, seconds)
         self._process = PeerProcess(int(theirs["pid"]))
         map_ = opened(self._process.pid, int(theirs["memory"]), layout.size)
-        self._far = Region(map_, layout)
+        self._far = MemoryRegion(map_, layout)
         if self._far.words[layout.token] != theirs["token"]:
             raise OSError("another process has its number now")
         self.region = own.region
         self.words, self._out = own.region.words, self._far.words
-        self.bell = self._bell = Bell(
+        self.bell = self._bell = Doorbell(
             own.pipe, self._process.pid, int(theirs["bell"]), self.words, self._out, layout.asleep
         )
         self._asleep = layout.asleep
         self._dynamic, self._credit = dynamic, credit
-        self._rooms: list[_Room | None] = [None] * layout.slots
+        self._rooms: list[_SlotMemory | None] = [None] * layout.slots
         self._mapped: list[tuple[int, Tensor] | None] = [None] * layout.slots
         self._flags = [layout.flag(slot) for slot in range(layout.slots)]
         self._credits = [layout.credit(slot) for slot in range(layout.slots)]
-        self._targets: list[Target | None] = [None] * layout.slots
-        self._again = Again()
+        self._targets: list[CopyTarget | None] = [None] * layout.slots
+        self._again = RepeatedSource()
 
     # -- the sender --------------------------------------------------------------------------
 
@@ -186,13 +193,15 @@ class SharedMemoryWire(Wire):
         if room is None or room.bytes.numel() < nbytes:
             if room is not None:
                 os.close(room.number)
-            number, map_ = memory(pages(nbytes) if room is None else 2 * pages(nbytes))
+            number, map_ = memory(
+                round_up_to_pages(nbytes) if room is None else 2 * round_up_to_pages(nbytes)
+            )
             made = 1 if room is None else room.made + 1
-            room = _Room(number, made, torch.frombuffer(map_, dtype=torch.uint8))
+            room = _SlotMemory(number, made, torch.frombuffer(map_, dtype=torch.uint8))
             self._rooms[slot] = room
         return room.bytes[:nbytes]
 
-    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+    def send(self, slot: int, number: int, source: Tensor | None, form: TensorMetadata) -> None:
         flag, out = self._flags[slot], self._out
         if not self._credit:
             out[flag + 1] = number  # begun
@@ -201,18 +210,18 @@ class SharedMemoryWire(Wire):
         elif source is not None:
             target = self._targets[slot]
             if target is None:
-                target = self._targets[slot] = Target(form.view(self._far.slot(slot)))
-            if target.nbytes > SMALL or not self._again.copy(source, target):
-                copy(source, target.tensor, target.address, target.nbytes)
+                target = self._targets[slot] = CopyTarget(form.view(self._far.slot(slot)))
+            if target.nbytes > SMALL_COPY_BYTES or not self._again.copy(source, target):
+                copy_tensor(source, target.tensor, target.address, target.nbytes)
         out[flag] = number
         if self.words[self._asleep]:
             self._bell.ring()
 
-    def _write(self, slot: int, index: int, source: Tensor | None, form: Form) -> None:
+    def _write(self, slot: int, index: int, source: Tensor | None, form: TensorMetadata) -> None:
         """The tensor into memory of this end, and the block that says where."""
         bytes_ = self.room(slot, form.nbytes)
         if source is not None:
-            copy(source, form.view(bytes_), bytes_.data_ptr(), form.nbytes)
+            copy_tensor(source, form.view(bytes_), bytes_.data_ptr(), form.nbytes)
         room = self._rooms[slot]
         assert room is not None
         for place, word in enumerate(form.block(room.key), index):
@@ -225,7 +234,7 @@ class SharedMemoryWire(Wire):
             return self.region.slot(slot)
         known, key = self._mapped[slot], block[3]
         if known is None or known[0] != key:
-            number, size = _Room.where(key)
+            number, size = _SlotMemory.where(key)
             try:
                 map_ = opened(self._process.pid, number, size)
             except OSError:
@@ -270,7 +279,7 @@ class SharedMemoryWire(Wire):
 
 
 @dataclass(frozen=True)
-class _Room:
+class _SlotMemory:
     """Memory of the sender for the tensors of one slot.
 
     Attributes:

@@ -24,22 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.channel.copying import bytes_at
-from headway.channel.meeting import Meeting
-from headway.channel.network import address_of, prepare
-from headway.channel.region import BLOCK, LINE, Form, Layout, Region, pages
-from headway.channel.wire import Rooms, Wire
+from headway.channel.region import (
+    LINE_WORDS,
+    METADATA_WORDS,
+    MemoryRegion,
+    RegionLayout,
+    TensorMetadata,
+    memory_at,
+    round_up_to_pages,
+)
+from headway.channel.rendezvous import ChannelRendezvous, configure_connection, interface_address
+from headway.channel.transport import ChannelTransport, SendBuffers
 from headway.errors import PeerLost
 
 _PUT, _CREDIT, _BYE = 1, 2, 3
-_HEAD = struct.Struct(f"<{LINE}Q")
+_HEAD = struct.Struct(f"<{LINE_WORDS}Q")
 """Kind, slot, number, block, and an empty word."""
 _SMALL = 65536
 """Bytes up to which head and tensor go in one call, hence in one packet where it can."""
 _CONNECT_SECONDS = 5.0
 _GOODBYE_SECONDS = 5.0
 _TOKEN_BYTES = 32
-_NO_BLOCK = (0,) * BLOCK
+_NO_METADATA = (0,) * METADATA_WORDS
 
 
 class _Inbox:
@@ -52,8 +58,8 @@ class _Inbox:
         ended: How the other end went; "" while it is there.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.region = Region(mmap.mmap(-1, layout.size), layout)
+    def __init__(self, layout: RegionLayout) -> None:
+        self.region = MemoryRegion(mmap.mmap(-1, layout.size), layout)
         self.slots = [self.region.slot(slot) for slot in range(layout.slots)]
         self.changed = threading.Condition()
         self.ended = ""
@@ -65,7 +71,7 @@ class _Inbox:
         head = memoryview(bytearray(_HEAD.size))
         with suppress(OSError):
             while _fill(link, head):
-                kind, slot, number, *block = _HEAD.unpack(head)[: 3 + BLOCK]
+                kind, slot, number, *block = _HEAD.unpack(head)[: 3 + METADATA_WORDS]
                 if kind == _BYE:
                     how = "has closed the channel"
                     link.shutdown(socket.SHUT_WR)  # it waits for this: all it sent is here
@@ -82,8 +88,10 @@ class _Inbox:
         flag, words, nbytes = self._layout.flag(slot), self.region.words, block[2]
         words[flag + 1] = number  # begun
         if self.slots[slot].numel() < nbytes:
-            self.slots[slot] = torch.frombuffer(mmap.mmap(-1, pages(nbytes)), dtype=torch.uint8)
-        if nbytes and not _fill(link, bytes_at(self.slots[slot].data_ptr(), nbytes)):
+            self.slots[slot] = torch.frombuffer(
+                mmap.mmap(-1, round_up_to_pages(nbytes)), dtype=torch.uint8
+            )
+        if nbytes and not _fill(link, memory_at(self.slots[slot].data_ptr(), nbytes)):
             return False
         for place, word in enumerate(block, flag + 2):
             words[place] = word
@@ -96,26 +104,28 @@ class _Inbox:
             self.changed.notify_all()
 
 
-class SocketWire(Wire):
+class SocketTransport(ChannelTransport):
     """One end of a channel over a connection.
 
     Args:
-        peer: As of `Wire`.
-        layout: As of `Wire`.
-        seconds: As of `Wire`; of a put, without any progress.
+        peer: As of `ChannelTransport`.
+        layout: As of `ChannelTransport`.
+        seconds: As of `ChannelTransport`; of a put, without any progress.
         link: The connection.
     """
 
     provider = "socket"
 
-    def __init__(self, peer: str, layout: Layout, seconds: float, link: socket.socket) -> None:
+    def __init__(
+        self, peer: str, layout: RegionLayout, seconds: float, link: socket.socket
+    ) -> None:
         super().__init__(peer, layout, seconds)
         _prepare(link, seconds)
         self._link = link
         self._inbox = _Inbox(layout)
         self.region = self._inbox.region
         self.words = self.region.words
-        self._rooms = Rooms(layout.slots)
+        self._rooms = SendBuffers(layout.slots)
         self._sending = threading.Lock()
         self._thread = threading.Thread(
             target=self._inbox.receive, args=(link,), name=f"channel to {peer}", daemon=True
@@ -126,11 +136,11 @@ class SocketWire(Wire):
     def room(self, slot: int, nbytes: int) -> Tensor:
         return self._rooms.get(slot, nbytes)
 
-    def send(self, slot: int, number: int, source: Tensor | None, form: Form) -> None:
+    def send(self, slot: int, number: int, source: Tensor | None, form: TensorMetadata) -> None:
         nbytes = form.nbytes
         start = self._rooms.start(slot, source, form)
         head = _HEAD.pack(_PUT, slot, number, *form.block(), 0)
-        data = bytes_at(start, nbytes) if nbytes else memoryview(b"")
+        data = memory_at(start, nbytes) if nbytes else memoryview(b"")
         if nbytes <= _SMALL:
             self._send(head + data)
         else:
@@ -162,7 +172,7 @@ class SocketWire(Wire):
 
     def give_back(self, slot: int, number: int) -> None:
         with suppress(PeerLost):  # whoever waits for the next tensor learns of it
-            self._send(_HEAD.pack(_CREDIT, slot, number, *_NO_BLOCK, 0))
+            self._send(_HEAD.pack(_CREDIT, slot, number, *_NO_METADATA, 0))
 
     def check(self) -> None:
         if self._inbox.ended:
@@ -180,7 +190,7 @@ class SocketWire(Wire):
 
     def close(self, *, patient: bool) -> None:
         with suppress(OSError):
-            self._link.sendall(_HEAD.pack(_BYE, 0, 0, *_NO_BLOCK, 0))
+            self._link.sendall(_HEAD.pack(_BYE, 0, 0, *_NO_METADATA, 0))
             self._link.shutdown(socket.SHUT_WR)
         if patient:
             self._thread.join(_GOODBYE_SECONDS)
@@ -208,7 +218,7 @@ def _fill(link: socket.socket, memory: memoryview) -> bool:
 def _prepare(link: socket.socket, seconds: float) -> None:
     """No delay, a limit for sending, and an end where the other machine is gone without a word."""
     link.settimeout(None)
-    prepare(link)
+    configure_connection(link)
     whole = int(seconds)
     limit = struct.pack("ll", whole, int((seconds - whole) * 1e6) + 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -217,7 +227,9 @@ def _prepare(link: socket.socket, seconds: float) -> None:
 # -- finding each other ------------------------------------------------------------------------
 
 
-def open_socket_wire(meeting: Meeting, layout: Layout, address: str | None) -> SocketWire:
+def open_socket_transport(
+    meeting: ChannelRendezvous, layout: RegionLayout, address: str | None
+) -> SocketTransport:
     """A connection with the other end; the lower rank listens.
 
     Args:
@@ -251,7 +263,7 @@ def open_socket_wire(meeting: Meeting, layout: Layout, address: str | None) -> S
             why=why,
             fix="Give each end address=, as the other one reaches it, and open that way.",
         )
-    return SocketWire(f"rank {meeting.peer}", layout, meeting.seconds, link)
+    return SocketTransport(f"rank {meeting.peer}", layout, meeting.seconds, link)
 
 
 def _listen() -> socket.socket:
@@ -269,7 +281,7 @@ def _notice(server: socket.socket, address: str | None, token: bytes) -> dict[st
     }
 
 
-def _accept(server: socket.socket, token: bytes, meeting: Meeting) -> socket.socket:
+def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> socket.socket:
     """The connection that knows the token; others are turned away."""
     deadline = time.monotonic() + meeting.seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -316,7 +328,7 @@ def _network() -> str:
 
 def _addresses() -> list[str]:
     """Of this machine: those of its interfaces, then those of its name; without loopback."""
-    found = [address for _, name in socket.if_nameindex() for address in address_of(name)]
+    found = [address for _, name in socket.if_nameindex() for address in interface_address(name)]
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     return [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1"))]

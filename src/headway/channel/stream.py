@@ -1,40 +1,162 @@
-"""`Stream`: messages of several tensors between two processes of one machine, told apart by tags.
+"""`TensorStream`: tagged messages of several tensors between two processes of one machine.
 
-A put copies the tensors into a room of this process's arena and sends a small block through a
-channel; the receiver uses them where they lie, for as long as it likes: the room comes back when
-the last of them is gone (`arena`). So nothing is copied at the receiver, no size has to be known
-beforehand, and nobody has to say when a tensor has been used. Invariant: a put waits for nothing
-but a free block, of which there are `ahead`.
+A put copies the tensors into a block of this process's arena and sends a small header through a
+channel; the receiver uses them where they lie, for as long as it likes. The block is free again
+when the last tensor of it is gone there, whoever held that one: autograd, a model, a list. So
+nothing is copied at the receiver, no size has to be known beforehand, and nobody has to report that
+a tensor has been used. A put waits only for one of `ahead` headers. A block is lent to one message
+at a time; like all memory of channels the arena has no name, cannot shrink, and lives as long as
+somebody has it mapped.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
-from headway.channel.arena import Arena, Loans
 from headway.channel.channel import Channel
-from headway.channel.copying import copy
-from headway.errors import PeerLost
+from headway.channel.region import copy_tensor, round_up_to_pages
+from headway.channel.shared_memory import memory
+from headway.errors import PeerLost, RunError
+
+MAX_ARENA_BLOCKS = 4096
+"""Each has a word before the first room, which the borrower writes: the loan that ended last."""
+_HEADER = round_up_to_pages(8 * MAX_ARENA_BLOCKS)
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+
+
+@dataclass(slots=True)
+class ArenaBlock:
+    """A piece of an arena.
+
+    Attributes:
+        number: Of the room, from 0.
+        offset: Bytes before it.
+        bytes: All of it.
+        loans: How many there were, with the present one.
+    """
+
+    number: int
+    offset: int
+    bytes: Tensor
+    loans: int = 0
+
+
+class Arena:
+    """The lender's side; grows when nothing large enough is free.
+
+    Attributes:
+        file: Descriptor by which the borrower opens it.
+    """
+
+    def __init__(self) -> None:
+        self.file, header = memory(_HEADER, grows=True)
+        self._ended = memoryview(header).cast("Q")
+        self._size = _HEADER
+        self._rooms: list[ArenaBlock] = []
+
+    def lend(self, nbytes: int) -> ArenaBlock:
+        """A free room of at least some bytes, and not much larger; from now on it is lent.
+
+        Raises:
+            RunError: There are too many rooms, and the borrower uses them all.
+        """
+        wanted = round_up_to_pages(nbytes)
+        fit = [
+            room
+            for room in self._rooms
+            if wanted <= len(room.bytes) <= 2 * wanted and self._ended[room.number] == room.loans
+        ]
+        room = min(fit, key=lambda room: len(room.bytes)) if fit else self._make(wanted)
+        room.loans += 1
+        return room
+
+    def _make(self, nbytes: int) -> ArenaBlock:
+        number, offset = len(self._rooms), self._size
+        if number == MAX_ARENA_BLOCKS:
+            raise RunError(
+                f"{MAX_ARENA_BLOCKS} messages to another process of this machine are in use "
+                "at once",
+                why="Their memory is free when nobody uses their tensors any more.",
+                fix="Clone what is to be kept, instead of keeping all that came.",
+            )
+        os.ftruncate(self.file, offset + nbytes)
+        map_ = mmap.mmap(self.file, nbytes, flags=_FLAGS, offset=offset)
+        self._size += nbytes
+        self._rooms.append(ArenaBlock(number, offset, torch.frombuffer(map_, dtype=torch.uint8)))
+        return self._rooms[-1]
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            os.close(self.file)
+
+
+class ArenaBorrower:
+    """The borrower's side.
+
+    Args:
+        pid: Of the lender.
+        file: As the lender has it.
+
+    Raises:
+        OSError: The lender has ended, or this process may not see it.
+    """
+
+    def __init__(self, pid: int, file: int) -> None:
+        self._file = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        self._ended = memoryview(mmap.mmap(self._file, _HEADER)).cast("Q")
+        self._maps: dict[int, mmap.mmap] = {}
+        self._watched: dict[int, weakref.ref[object]] = {}
+
+    def take(self, number: int, offset: int, nbytes: int, loan: int) -> Tensor:
+        """The bytes of a room; it is given back when nothing uses their storage any more.
+
+        Args:
+            number: Of the room.
+            offset: Of it.
+            nbytes: Of it.
+            loan: Which of the room's loans this is.
+        """
+        if number not in self._maps:
+            self._maps[number] = mmap.mmap(self._file, nbytes, flags=_FLAGS, offset=offset)
+        owner, ended = np.frombuffer(self._maps[number], dtype=np.uint8), self._ended
+
+        def give_back(_: object) -> None:  # in whatever thread lets the last tensor go
+            ended[number] = loan
+
+        self._watched[number] = weakref.ref(owner, give_back)
+        return torch.frombuffer(owner, dtype=torch.uint8)  # its storage holds the owner
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+
+# `TensorStream`: messages of several tensors between two processes of one machine, told apart
+# by tags.
+
 
 _ALIGNED = 64
 """Bytes, as torch aligns its own tensors: kernels round alike."""
 _WORDS = 5
 """Of a block: tag, room, offset and bytes of the room, loan."""
 
-FormOf = tuple[Sequence[int], torch.dtype]
+ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
 
 def open_stream(
     peer: int, *, ahead: int, group: dist.ProcessGroup | None = None, timeout: float = 300.0
-) -> Stream | None:
+) -> TensorStream | None:
     """One end; the other rank does the same. None at both where they have no memory in common.
 
     Args:
@@ -51,12 +173,12 @@ def open_stream(
         peer, shape=(_WORDS,), dtype=torch.int64, slots=ahead, group=group, timeout=timeout
     )
     if channel.provider == "shared_memory":
-        return Stream(channel)
+        return TensorStream(channel)
     channel.close()
     return None
 
 
-class Stream:
+class TensorStream:
     """One end of it; see `open_stream`.
 
     Args:
@@ -77,7 +199,7 @@ class Stream:
         self._block = torch.from_numpy(self._words)
         pid, file, *_ = self._swap()
         try:
-            self._loans = Loans(pid, file)
+            self._loans = ArenaBorrower(pid, file)
         except OSError as error:
             raise PeerLost(
                 f"rank {self.peer} vanished before a stream to it was open",
@@ -107,11 +229,11 @@ class Stream:
         for tensor, start in zip(tensors, starts, strict=True):
             target = room.bytes[start : start + tensor.nbytes]
             view = target.view(tensor.dtype).view(tensor.shape)
-            copy(tensor, view, address + start, tensor.nbytes)
+            copy_tensor(tensor, view, address + start, tensor.nbytes)
         self._words[:] = (tag, room.number, room.offset, len(room.bytes), room.loans)
         self._channel.put(self._block)
 
-    def take(self, tag: int, forms: Sequence[FormOf]) -> list[Tensor]:
+    def take(self, tag: int, forms: Sequence[ShapeAndDtype]) -> list[Tensor]:
         """The tensors of the next message of a tag, where they lie; waits for it.
 
         Args:

@@ -1,4 +1,4 @@
-"""Between a checkpoint and one plain safetensors file, tensor by tensor in constant memory.
+"""Conversion between a checkpoint and one safetensors file, in constant memory.
 
 Out: the tensors of the model, under the names that its own `state_dict` gives them. In: the tensors
 of any safetensors file, as the model of a checkpoint of step 0. No tensor is ever whole in memory,
@@ -25,13 +25,15 @@ from headway.checkpoint.directory import (
     sync_directory,
     write_file,
 )
-from headway.checkpoint.header import Stored, build_header, read_header
-from headway.checkpoint.manifest import (
+from headway.checkpoint.format import (
     DTYPES,
-    Chunk,
     FileEntry,
     Manifest,
+    SafetensorsEntry,
+    StoredChunk,
     TensorEntry,
+    build_header,
+    read_header,
 )
 from headway.errors import CheckpointError
 
@@ -40,7 +42,7 @@ MODEL = "model."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """What a conversion wrote: the path, how many tensors, their bytes."""
 
     path: Path
@@ -48,7 +50,7 @@ class Converted:
     bytes: int
 
 
-def to_safetensors(source: Path, destination: Path) -> Converted:
+def to_safetensors(source: Path, destination: Path) -> ConversionResult:
     """Write the model of a checkpoint as one safetensors file.
 
     Args:
@@ -90,12 +92,12 @@ def to_safetensors(source: Path, destination: Path) -> Converted:
         os.fsync(out.fileno())
     partial.rename(destination)
     sync_directory(destination.parent)
-    return Converted(
+    return ConversionResult(
         path=destination, tensors=len(names), bytes=sum(entry.bytes for entry in entries)
     )
 
 
-def from_safetensors(source: Path, destination: Path) -> Converted:
+def from_safetensors(source: Path, destination: Path) -> ConversionResult:
     """Make a directory of checkpoints whose step 0 is the model in a safetensors file.
 
     Args:
@@ -123,7 +125,9 @@ def from_safetensors(source: Path, destination: Path) -> Converted:
         files={name: FileEntry(bytes=file.bytes, crc32=file.crc32)},
     )
     manifest.check(where=str(source))
-    return Converted(path=commit(destination, manifest), tensors=len(stored), bytes=manifest.bytes)
+    return ConversionResult(
+        path=commit(destination, manifest), tensors=len(stored), bytes=manifest.bytes
+    )
 
 
 def _refuse_existing(path: Path) -> None:
@@ -131,9 +135,9 @@ def _refuse_existing(path: Path) -> None:
         raise CheckpointError("exists already", where=str(path), fix="choose another destination")
 
 
-def _tensor_entry(place: Stored, file: str) -> TensorEntry:
+def _tensor_entry(place: SafetensorsEntry, file: str) -> TensorEntry:
     """A tensor that lies in one piece."""
-    whole = Chunk(
+    whole = StoredChunk(
         offsets=tuple(0 for _ in place.shape),
         shape=place.shape,
         file=file,
@@ -153,12 +157,12 @@ def _blocks(source: Path, start: int, head: bytes) -> Iterator[memoryview]:
             yield block[:count]
 
 
-def _copy_chunk(source: Path, chunk: Chunk, entry: TensorEntry, out: int, start: int) -> None:
+def _copy_chunk(source: Path, chunk: StoredChunk, entry: TensorEntry, out: int, start: int) -> None:
     """Copy a box to its places in the row-major tensor that begins at byte `start` of `out`."""
     block = memoryview(bytearray(min(BLOCK, max(1, chunk.bytes))))
     with source.open("rb", buffering=0) as file:
         file.seek(chunk.start)
-        for offset, length in _runs(chunk, entry):
+        for offset, length in _contiguous_runs(chunk, entry):
             done = 0
             while done < length:
                 part = block[: min(len(block), length - done)]
@@ -173,7 +177,7 @@ def _write_at(out: int, part: memoryview, position: int) -> None:
         written += os.pwrite(out, part[written:], position + written)
 
 
-def _runs(chunk: Chunk, entry: TensorEntry) -> Iterator[tuple[int, int]]:
+def _contiguous_runs(chunk: StoredChunk, entry: TensorEntry) -> Iterator[tuple[int, int]]:
     """The contiguous runs of a box in its row-major tensor: (byte offset, bytes), in order.
 
     Trailing dimensions that the box spans fully belong to one run with the dimension before them.

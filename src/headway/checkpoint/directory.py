@@ -1,8 +1,8 @@
-"""A directory of checkpoints on disk: what counts as committed, and how it comes and goes.
+"""A directory of checkpoints on disk: what counts as committed, atomic commit, retention.
 
-Invariant: whatever process dies at whatever moment, a directory named `step-00000050` is complete.
-It is filled under the name `step-00000050.partial` and renamed when everything in it has reached
-the disk; to be deleted, it is first renamed back to a name that ends in `.partial`.
+Whatever process dies at whatever moment, a directory named `step-00000050` is complete. It is
+filled under the name `step-00000050.partial` and renamed when everything in it has reached the
+disk; to be deleted, it is first renamed back to a name that ends in `.partial`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
-from headway.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from headway.checkpoint.format import MANIFEST_NAME, FileEntry, Manifest
 from headway.errors import CheckpointDamaged, CheckpointError
 
 BLOCK = 4 * 2**20

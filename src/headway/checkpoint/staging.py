@@ -1,8 +1,8 @@
-"""Host memory into which a rank's share is copied while training waits.
+"""Host staging buffer: a rank's part of a checkpoint is copied to it while training waits.
 
-Invariant: after `copy` returns nothing refers to the training tensors any more. The memory is kept
-from save to save: on the machines measured, the first copy into fresh memory took four to eight
-times as long as the next one (page faults), so `reserve` may touch it before it is needed.
+After `copy` returns nothing refers to the training tensors any more. The memory is kept from save
+to save: on the machines measured, the first copy into fresh memory took four to eight times as long
+as the next one (page faults), so `reserve` may touch it before it is needed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headway.checkpoint.manifest import DTYPES
-from headway.checkpoint.shares import Box, Piece, Spec
+from headway.checkpoint.format import DTYPES
+from headway.checkpoint.save_plan import HeldTensorSpec, SavePiece, TensorBox
 from headway.errors import CheckpointError
 
 _PAGE = 4096
 
 
-def spec_of(name: str, tensor: Tensor) -> Spec:
+def spec_of(name: str, tensor: Tensor) -> HeldTensorSpec:
     """Element type and shape of a tensor, and the part that this rank has of it.
 
     Raises:
@@ -28,9 +28,9 @@ def spec_of(name: str, tensor: Tensor) -> Spec:
             part is no box, or an unknown element type.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
-    box = box_of(tensor)
+    box = local_box(tensor)
     known = tensor.layout == torch.strided and dtype in DTYPES
-    if not known or (box is not None and box.shape != tuple(local(tensor).shape)):
+    if not known or (box is not None and box.shape != tuple(local_data(tensor).shape)):
         raise CheckpointError(
             "cannot be stored in a checkpoint",
             where=f"tensor {name}",
@@ -38,37 +38,37 @@ def spec_of(name: str, tensor: Tensor) -> Spec:
             fix="give a dense tensor, the same on all ranks, or a DTensor split into boxes, of one "
             "of: " + ", ".join(DTYPES),
         )
-    return Spec(dtype, tuple(tensor.shape), box)
+    return HeldTensorSpec(dtype, tuple(tensor.shape), box)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_data(tensor: Tensor) -> Tensor:
     """The memory that this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: Tensor) -> Box | None:
+def local_box(tensor: Tensor) -> TensorBox | None:
     """The part of a tensor that this rank has; None: all of it.
 
     A sum that is still to be taken has no part: its box is one of no element.
     """
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
         return None
-    none = Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    none = TensorBox((0,) * tensor.dim(), (0,) * tensor.dim())
     if any(p.is_partial() for p in tensor.placements):
         return none
     # The protocol by which torch.distributed.checkpoint asks a tensor for its parts.
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         return none
-    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+    return TensorBox(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, HeldTensorSpec]:
     """Of all; raises as `spec_of`."""
     return {name: spec_of(name, tensor) for name, tensor in tensors.items()}
 
 
-class Staging:
+class StagingBuffer:
     """One reusable host buffer; its size is the largest share so far."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Staging:
         self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return True
 
-    def copy(self, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, pieces: Sequence[SavePiece], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of this rank's pieces.
 
         Args:
@@ -104,7 +104,7 @@ class Staging:
         staged: dict[str, Tensor] = {}
         start = 0
         for piece in pieces:
-            source = local(tensors[piece.name].detach())
+            source = local_data(tensors[piece.name].detach())
             part = source[piece.rows] if source.dim() else source
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)
             place.copy_(part, non_blocking=True)

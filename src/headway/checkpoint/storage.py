@@ -49,23 +49,22 @@ from headway.checkpoint.directory import (
     sync_directory,
     write_file,
 )
-from headway.checkpoint.header import build_header
-from headway.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from headway.checkpoint.shares import Piece
+from headway.checkpoint.format import FileEntry, Manifest, StoredChunk, TensorEntry, build_header
+from headway.checkpoint.save_plan import SavePiece
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPiece:
     """Where a piece of a tensor went, and the file as a whole; travels to the coordinator."""
 
-    chunk: Chunk
+    chunk: StoredChunk
     file: FileEntry
 
 
 def save(
     directory: Path,
     manifest: Manifest,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SavePiece],
     staged: Mapping[str, Tensor],
     *,
     rank: int,
@@ -135,7 +134,7 @@ def load(
 class PiecePlanner(DefaultSavePlanner):
     """Plans the writing of pieces that have been cut and staged before."""
 
-    def __init__(self, pieces: Sequence[Piece], staged: Mapping[str, Tensor]) -> None:
+    def __init__(self, pieces: Sequence[SavePiece], staged: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
         self._staged = staged
@@ -150,7 +149,7 @@ class PiecePlanner(DefaultSavePlanner):
         return self._staged[index.fqn]
 
 
-def _write_item(piece: Piece) -> WriteItem:
+def _write_item(piece: SavePiece) -> WriteItem:
     offsets = torch.Size(piece.offsets)
     return WriteItem(
         index=MetadataIndex(piece.name, offsets),
@@ -219,8 +218,8 @@ class SafetensorsWriter(StorageWriter):
             WriteResult(
                 index=item.index,
                 size_in_bytes=place.bytes,
-                storage_data=Written(
-                    Chunk(
+                storage_data=WrittenPiece(
+                    StoredChunk(
                         offsets=tuple(item.index.offset or ()),
                         shape=place.shape,
                         file=name,
@@ -235,7 +234,7 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, commit, and delete checkpoints that are no longer kept."""
-        chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+        chunks: dict[str, list[StoredChunk]] = {name: [] for name in metadata.state_dict_metadata}
         files: dict[str, FileEntry] = {}
         for result in (one for rank in results for one in rank):
             chunks[result.index.fqn].append(result.storage_data.chunk)
@@ -300,7 +299,7 @@ class SafetensorsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of the plan, file by file in the order of their bytes."""
-        work: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        work: dict[str, list[tuple[StoredChunk, ReadItem]]] = {}
         for item in plan.items:
             chunk = self._chunk(item.storage_index)
             work.setdefault(chunk.file, []).append((chunk, item))
@@ -314,7 +313,7 @@ class SafetensorsReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _chunk(self, index: MetadataIndex) -> Chunk:
+    def _chunk(self, index: MetadataIndex) -> StoredChunk:
         offsets = tuple(index.offset or ())
         chunks = self._manifest.tensors[index.fqn].chunks
         return next(chunk for chunk in chunks if chunk.offsets == offsets)
@@ -335,7 +334,7 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}[{', '.join(f'{first}:{first + extent}' for first, extent in spans)}]"
 
 
-def _tensor_entry(properties: Any, chunks: list[Chunk]) -> TensorEntry:
+def _tensor_entry(properties: Any, chunks: list[StoredChunk]) -> TensorEntry:
     return TensorEntry(
         dtype=str(properties.properties.dtype).removeprefix("torch."),
         shape=tuple(properties.size),
@@ -354,7 +353,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _read_box(file: FileIO, chunk: Chunk, item: ReadItem, destination: Tensor) -> None:
+def _read_box(file: FileIO, chunk: StoredChunk, item: ReadItem, destination: Tensor) -> None:
     """Read the box of `item` inside `chunk` into `destination` (any device, any strides).
 
     Only the rows that the box touches are read; where they are the box and the destination is

@@ -1,8 +1,8 @@
-"""Saving while training goes on, and restoring the newest checkpoint that is provably whole.
+"""Asynchronous checkpoints: saved while training continues, restored from the newest whole one.
 
-Invariant: `save` holds training up only for the copy of this rank's share into host memory; all
-else (planning, writing, checksums, fsync, the commit) happens on a background thread. A failure
-there is never silent: the next `save`, `check` or `wait` raises it.
+`save` pauses training only for the copy of this rank's part into host memory; planning, writing,
+checksums, fsync and the commit happen on a background thread. A failure there is never silent: the
+next `save`, `check` or `wait` raises it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from headway.checkpoint.directory import (
     read_manifest,
     step_path,
 )
-from headway.checkpoint.facts import decode, encode
-from headway.checkpoint.manifest import Manifest
-from headway.checkpoint.shares import Holdings, Piece, cut
-from headway.checkpoint.staging import Staging, specs_of
+from headway.checkpoint.format import Manifest, decode_facts, encode_facts
+from headway.checkpoint.save_plan import Holdings, SavePiece, partition_writes
+from headway.checkpoint.staging import StagingBuffer, specs_of
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class SaveReceipt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that `restore` did not use, and why."""
 
     step: int
@@ -95,9 +94,9 @@ class CheckpointStore:
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
-        self.skipped: list[Skipped] = []
+        self.skipped: list[SkippedCheckpoint] = []
         self._group = group if ranks > 1 else None
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -112,7 +111,7 @@ class CheckpointStore:
         """
         self.wait()
         everything = self._all(tensors, holdings)
-        size = sum(piece.bytes for piece in cut(everything, self.ranks)[self.rank])
+        size = sum(piece.bytes for piece in partition_writes(everything, self.ranks)[self.rank])
         pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
 
         def prepare() -> None:
@@ -145,10 +144,10 @@ class CheckpointStore:
         """
         began = time.perf_counter()
         self.wait()
-        snapshot = decode(encode(dict(facts)))  # training may change the facts too
+        snapshot = decode_facts(encode_facts(dict(facts)))  # training may change the facts too
         manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
         everything = self._all(tensors, holdings)
-        pieces = cut(everything, self.ranks)[self.rank]
+        pieces = partition_writes(everything, self.ranks)[self.rank]
         staged = self._staging.copy(pieces, tensors)
         self._start(lambda: self._write(manifest, pieces, staged), f"step {step}")
         held = time.perf_counter() - began
@@ -170,7 +169,7 @@ class CheckpointStore:
         self._thread.start()
 
     def _write(
-        self, manifest: Manifest, pieces: tuple[Piece, ...], staged: Mapping[str, Tensor]
+        self, manifest: Manifest, pieces: tuple[SavePiece, ...], staged: Mapping[str, Tensor]
     ) -> None:
         # Imported here because it costs 0.7 to 1.5 s once: training goes on meanwhile.
         from headway.checkpoint import storage
@@ -258,7 +257,7 @@ class CheckpointStore:
             if manifest is not None and not problem:
                 self._load(path, manifest, prepare(manifest))
                 return manifest
-            self._skip(Skipped(step=step, path=path, reason=problem))
+            self._skip(SkippedCheckpoint(step=step, path=path, reason=problem))
         if self.skipped:
             raise CheckpointDamaged(
                 f"none of {len(self.skipped)} checkpoints can be used",
@@ -278,7 +277,7 @@ class CheckpointStore:
             return None, " ".join(str(error).split())
         return manifest, ""
 
-    def _skip(self, skip: Skipped) -> None:
+    def _skip(self, skip: SkippedCheckpoint) -> None:
         self.skipped.append(skip)
         if self.rank == 0:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""`headway checkpoint show | convert`: what lies in checkpoints, and files for other programs."""
+"""`headway checkpoint show | convert`: inspect checkpoints; convert from and to safetensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headway.checkpoint.directory import (
     read_manifest,
     step_path,
 )
-from headway.checkpoint.manifest import Manifest
-from headway.cli.console import say, say_json
+from headway.checkpoint.format import Manifest
+from headway.cli.terminal.console import say, say_json
 from headway.errors import CheckpointDamaged, CheckpointError, UsageError
 from headway.units import format_bytes
 

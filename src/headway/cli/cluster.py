@@ -1,43 +1,145 @@
-"""`headway cluster presets | show | measure`: what a machine is, as planners see it."""
+"""`headway cluster presets | show | measure`: describe a cluster, or measure this machine.
+
+A cluster is shown as the planner sees it: devices, levels of links, the ranks that each level
+    joins, and
+the source of every number. `--plan auto` measures through the same functions.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from headway.cli.cluster_table import describe
-from headway.cli.console import say, show_error, warn
-from headway.cluster import find_cluster, read_cluster, to_toml
-from headway.cluster.fingerprint import DATE, fingerprint
+from headway.cli.terminal.console import say, show_error, warn
+from headway.cluster import Cluster, Level, find_cluster, read_cluster, to_toml
+from headway.cluster.datasheets import DATASHEETS
+from headway.cluster.measurement import DATE, fingerprint
 from headway.cluster.presets import PRESETS, UPLINKS
-from headway.cluster.sheets import SHEETS
+from headway.cost.machine_presets import device_of
 from headway.errors import HeadwayError, UsageError
-from headway.units import format_bytes, format_flops, format_rate
+from headway.units import format_bytes, format_flops, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from headway.cluster.readings import Readings
-    from headway.launch.emulation import Emulated
-    from headway.launch.paced import Paced
-    from headway.run.place import Place
+    from headway.cluster.measurement import RankReadings
+    from headway.launch.emulation import EmulatedCluster, PacedCluster
+    from headway.run.distributed.launch_env import LaunchEnv
 
-MARK = "# Measured by headway cluster measure"
+
+_SHOWN_GROUPS = 4
+"""Domains of a level that are written out."""
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """The page of `headway cluster show`."""
+    count = len(cluster.nodes)
+    kinds = {name: cluster.devices_of_ranks.count(name) for name in cluster.devices}
+    mix = " + ".join(f"{number} x {name}" for name, number in kinds.items() if number)
+    head = f"{count} node{'s' * (count > 1)}, {cluster.ranks} rank{'s' * (cluster.ranks > 1)}"
+    lines = [f"{head}: {mix}" if mix else f"{head}; nothing is said of devices"]
+    lines += ["", *_devices(cluster)] if cluster.devices else []
+    lines += ["", *_levels(cluster), "", *_ranks(cluster)]
+    sources = [*_sources(cluster)]
+    return "\n".join([*lines, *(["", "sources", *sources] if sources else [])]) + "\n"
+
+
+def _devices(cluster: Cluster) -> list[str]:
+    rows = [("device", "reaches", "memory", "streams", "launch", "price")]
+    for name, described in cluster.devices.items():
+        device = device_of(described, name)
+        peaks = [
+            f"{key} {format_flops(rate * device.efficiency)}" for key, rate in device.peak.items()
+        ]
+        plain = (
+            format_bytes(device.memory),
+            f"{device.memory_rate / 1e9:.4g} GB/s",
+            format_seconds(device.dispatch),
+            str(described.price) if described.price else "not given",
+        )
+        rows.append((name, peaks[0], *plain))
+        rows += [("", peak, "", "", "", "") for peak in peaks[1:]]
+    return _aligned(rows)
+
+
+def _levels(cluster: Cluster) -> list[str]:
+    rows = [("level", "joins", "rate of a unit", "step", "message")]
+    for level in cluster.link_levels:
+        message = level.alone
+        rows.append(
+            (
+                level.name,
+                _joins(level),
+                _rate(level.link.rate),
+                format_seconds(level.latency),
+                f"{_rate(message.rate)}, {format_seconds(message.latency)}",
+            )
+        )
+    return _aligned(rows)
+
+
+def _joins(level: Level) -> str:
+    if level.ranks is not None:
+        return f"{level.ranks} ranks of a node"
+    if level.nodes is None:
+        return "all nodes"
+    return "the ranks of a node" if level.nodes == 1 else f"{level.nodes} nodes"
+
+
+def _rate(rate: float) -> str:
+    return "no limit" if math.isinf(rate) else format_rate(rate)
+
+
+def _ranks(cluster: Cluster) -> Iterator[str]:
+    """Which ranks exchange over which level."""
+    width = max(len(level.name) for level in cluster.link_levels)
+    for level in cluster.link_levels:
+        groups = cluster.groups(level)
+        shown = [f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}" for ranks in groups]
+        more = f" ... {shown[-1]}" if len(shown) > _SHOWN_GROUPS else ""
+        yield f"{level.name:<{width}}  ranks {' | '.join(shown[:_SHOWN_GROUPS])}{more}"
+
+
+def _sources(cluster: Cluster) -> Iterator[str]:
+    facts = [(level.name, level.source) for level in cluster.link_levels]
+    facts += [(name, dict(device_of(d, name).source)) for name, d in cluster.devices.items()]
+    for owner, source in facts:
+        said: dict[str, list[str]] = {}
+        for number, text in source.items():
+            said.setdefault(text, []).append(number)
+        for text, numbers in said.items():
+            yield f"  {owner}: {', '.join(numbers)}: {text}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+# `headway cluster presets | show | measure`: what a machine is, as planners see it.
+
+
+MEASURED_HEADER = "# Measured by headway cluster measure"
 TIMEOUT_SECONDS = 120.0
 """Longest wait for another process."""
 
 
 def presets() -> None:
     """Machines and devices whose numbers are known, with the source of each."""
-    width = max(map(len, (*PRESETS, *SHEETS)))
+    width = max(map(len, (*PRESETS, *DATASHEETS)))
     say("machines")
     for name, preset in PRESETS.items():
         uplink = UPLINKS[preset.uplink]
         say(f"  {name:<{width}}  {preset.text}: {preset.devices} x {preset.device}")
         say(f"  {'':<{width}}  between nodes {format_rate(uplink.rate)}: {uplink.source}")
     say("devices")
-    for name, sheet in SHEETS.items():
+    for name, sheet in DATASHEETS.items():
         peaks = ", ".join(f"{key} {format_flops(rate)}" for key, rate in sheet.peak.items())
         memory = f"{format_bytes(sheet.memory)} at {sheet.memory_rate / 1e9:g} GB/s"
         say(f"  {name:<{width}}  {peaks}; {memory}")
@@ -59,7 +161,7 @@ def show(
         toml: Print it as the text of a cluster.toml.
     """
     found = find_cluster(cluster, nodes=nodes)
-    say((to_toml(found) if toml else describe(found)).rstrip("\n"))
+    say((to_toml(found) if toml else describe_cluster(found)).rstrip("\n"))
 
 
 def measure(
@@ -82,26 +184,26 @@ def measure(
         emulate: A cluster.toml: measure emulated nodes and links.
         seconds: For what devices do; more of them see more of a machine that others share.
     """
-    from headway.cli.scene import count_ranks, read_scene
-    from headway.run.place import Place
+    from headway.cli.train.emulation import count_ranks, read_emulation_options
+    from headway.run.distributed.launch_env import LaunchEnv
 
-    place = Place.here()
+    place = LaunchEnv.here()
     if place.rank == 0:
         _check_out(out)
-    scene = read_scene(emulate, (), place, device)
-    usual = place.ranks if place.found_world or scene.cluster else usual_ranks(processes, device)
+    scene = read_emulation_options(emulate, (), place, device)
+    usual = place.ranks if place.found_world or scene.cluster else default_ranks(processes, device)
     ranks = count_ranks(place, processes, usual, scene.cluster)
     if place.found_world:
-        readings = _join(place, scene.device, seconds)
+        readings = _measure_as_rank(place, scene.device, seconds)
     else:
         with scene.nodes() as emulated:
-            readings = launch_measuring(ranks, scene.device, emulated, seconds)
+            readings = measure_in_workers(ranks, scene.device, emulated, seconds)
     if place.rank == 0:
         _write(out, readings)
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() and not out.read_text(encoding="utf-8").startswith(MARK):
+    if out.exists() and not out.read_text(encoding="utf-8").startswith(MEASURED_HEADER):
         raise UsageError(
             "this file was written by somebody",
             where=str(out),
@@ -109,7 +211,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def usual_ranks(processes: int | None, device: str) -> int:
+def default_ranks(processes: int | None, device: str) -> int:
     """Where the command line does not say: one for each GPU, else 2."""
     if processes is not None:
         return processes
@@ -119,57 +221,57 @@ def usual_ranks(processes: int | None, device: str) -> int:
     return gpus or 2
 
 
-def _join(place: Place, device: str, seconds: float) -> list[Readings]:
+def _measure_as_rank(place: LaunchEnv, device: str, seconds: float) -> list[RankReadings]:
     """As one rank of the world that another launcher has made."""
-    from headway.launch.worker import work_here
-    from headway.run.measuring import measure as measure_rank
+    from headway.launch.worker import run_rank_here
+    from headway.run.measure.cluster import measure as measure_rank
 
     def tell(error: HeadwayError) -> None:
         show_error(error, trace=False)
 
-    readings: list[Readings] = work_here(
+    readings: list[RankReadings] = run_rank_here(
         measure_rank, (device, TIMEOUT_SECONDS, seconds), place=place, directory=None, tell=tell
     )
     return readings
 
 
-def launch_measuring(
-    ranks: int, device: str, emulated: Emulated | Paced | None, seconds: float = 30.0
-) -> list[Readings]:
+def measure_in_workers(
+    ranks: int, device: str, emulated: EmulatedCluster | PacedCluster | None, seconds: float = 30.0
+) -> list[RankReadings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local
 
     result = launch_local(
-        "headway.run.measuring:measure",
+        "headway.run.measure.cluster:measure",
         (device, TIMEOUT_SECONDS, seconds),
         processes=ranks,
-        preload=("headway.run.measuring",),
+        preload=("headway.run.measure.cluster",),
         emulated=emulated,
     )
     if result.stopped_by:
         raise KeyboardInterrupt
-    readings: list[Readings] = result.results[0]
+    readings: list[RankReadings] = result.results[0]
     return readings
 
 
-def _write(out: Path, readings: list[Readings]) -> None:
+def _write(out: Path, readings: list[RankReadings]) -> None:
     warning = write_measured(out, readings)
-    say(describe(read_cluster(out)).rstrip("\n"))
+    say(describe_cluster(read_cluster(out)).rstrip("\n"))
     if warning:
         warn(warning)
     say(f"written  {out}")
 
 
-def write_measured(out: Path, readings: list[Readings]) -> str | None:
+def write_measured(out: Path, readings: list[RankReadings]) -> str | None:
     """Write what was measured as a cluster.toml; a sentence if the machine was busy meanwhile."""
-    from headway.cost.measured import busy, cluster_of_readings
+    from headway.cost.cluster_fit import busy_warning, cluster_of_readings
 
-    warning = busy(readings)
+    warning = busy_warning(readings)
     threads = readings[0].threads
     on = fingerprint(device=readings[0].kernels.name, ranks=len(readings), threads=threads)
     stamp = f"{on[DATE]}, torch {on['torch']}"
     head = [
-        f"{MARK.removeprefix('# ')} on {stamp},",
+        f"{MEASURED_HEADER.removeprefix('# ')} on {stamp},",
         f"{len(readings)} processes with {threads} thread{'s' if threads > 1 else ''} each.",
     ]
     head += [f"Attention: {warning}."] if warning else []

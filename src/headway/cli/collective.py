@@ -1,24 +1,184 @@
-"""`headway collective show`: the programs of a collective on a cluster, side by side.
+"""`headway collective show`: compare the programs of a collective on a cluster.
 
-Nothing is run: programs are made for the cluster's links, checked, and played.
+Nothing is run: programs are generated for the cluster's links, checked and simulated. With
+    `--change`
+the same programs are simulated on links that have drifted, with the re-packing that training would
+do (`headway.collective.repacking`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.collective_change import changed
-from headway.cli.console import say, say_json
-from headway.collective.program_order import rounds
-from headway.collective.task import ROOTED, Collective, Op
+from headway.cli.terminal.console import say, say_json
+from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, all_reduce_program
+from headway.collective.all_reduce.repacking import Repacking, find_repacking
+from headway.collective.program.program import ROOTED, CollectiveTask, Op, rounds
+from headway.collective.topology import NetworkTopology
+from headway.documents import nearest
 from headway.errors import PlanError, UsageError
-from headway.planner.programs import Priced, price_programs, wires_of
-from headway.simulator.collective import Host
-from headway.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
+from headway.planner.collective_algorithm import (
+    PricedProgram,
+    choose_all_reduce,
+    parse_wires,
+    price_programs,
+)
+from headway.simulator.collective import HostCosts, simulate_collective
+from headway.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
+
+_LINK = re.compile(r"link (\S+?)-(\S+) (.+)")
+_TIMES = re.compile(r"([0-9]+(?:\.[0-9]+)?)x")
+CHANGE_SYNTAX = '"link a-b 10 Mbit/s" or "link a-b 0.1x", with the names of two ranks'
+
+
+@dataclass(frozen=True)
+class LinkChangeEffect:
+    """Programs on links that have drifted.
+
+    Attributes:
+        sentences: What has changed.
+        seconds: Of each program now, by name.
+        repacking: What training does if it carries its sums by the first of them; None: it keeps
+            that program, or the operation is none of training.
+        seconds_after: Of the program that it goes over to.
+    """
+
+    sentences: tuple[str, ...]
+    seconds: Mapping[str, float]
+    repacking: Repacking | None
+    seconds_after: float | None
+
+    def lines(self, found: Sequence[PricedProgram]) -> Iterator[str]:
+        """The times before and now, and the change of program.
+
+        Args:
+            found: The programs before.
+        """
+        yield f"changed: {'; '.join(self.sentences)}"
+        width = max(len(one.name) for one in found)
+        for one in found:
+            now, before = format_seconds(self.seconds[one.name]), format_seconds(one.seconds)
+            yield f"   {one.name:<{width}}  {now}, was {before}"
+        if self.repacking is None:
+            return
+        if self.seconds_after is None:
+            yield f"train keeps {self.repacking.before}"
+        else:
+            yield f"train re-packs: {self.repacking.after}: {format_seconds(self.seconds_after)}"
+
+    def facts(self) -> dict[str, object]:
+        """For `--json`."""
+        after = self.repacking and self.repacking.after
+        return {
+            "change": self.sentences,
+            "seconds": dict(self.seconds),
+            "program": after and after.kind,
+            "seconds_after": self.seconds_after,
+            "trees": [
+                {"parents": tree.parents, "weight": tree.weight}
+                for tree in (after.carrier.trees if after else ())
+            ],
+        }
+
+
+def programs_after_change(
+    found: Sequence[PricedProgram],
+    wires: NetworkTopology,
+    sentences: Sequence[str],
+    *,
+    element_bytes: int,
+    host: HostCosts,
+) -> LinkChangeEffect:
+    """Play programs on other links.
+
+    Args:
+        found: Made for `wires`, the fastest first.
+        wires: As described.
+        sentences: See `CHANGE_SYNTAX`; several are made together.
+        element_bytes: Of an element.
+        host: What messages and sums cost the ranks.
+
+    Raises:
+        UsageError: A sentence says nothing that can be changed.
+    """
+    now = wires
+    for sentence in sentences:
+        now = _change_link(now, sentence)
+    seconds = {
+        one.name: simulate_collective(one.program, now, element_bytes, host=host).seconds
+        for one in found
+    }
+    repacking = _repacking(found[0], wires, now, element_bytes)
+    after = None
+    if repacking is not None and repacking.changes:
+        task, chosen = found[0].program.collective, repacking.after
+        program = all_reduce_program(
+            chosen.kind, chosen.carrier, wires.ranks, task.elements, element_bytes
+        )
+        after = simulate_collective(program, now, element_bytes, host=host).seconds
+    return LinkChangeEffect(tuple(sentences), seconds, repacking, after)
+
+
+def _repacking(
+    best: PricedProgram, wires: NetworkTopology, now: NetworkTopology, element_bytes: int
+) -> Repacking | None:
+    if best.program.op != "all_reduce" or wires.shared or best.name not in ALL_REDUCE_KINDS:
+        return None
+    size = best.program.elements * element_bytes
+    carrier = choose_all_reduce(best.name, wires, size, element_bytes=element_bytes).carrier
+    assert carrier is not None  # with the rates of links that are not shared
+    return find_repacking(best.name, carrier, wires.graph, now.graph, [size], element_bytes)
+
+
+def _change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
+    """One link, both of its directions, with another rate."""
+    found = _LINK.fullmatch(sentence)
+    if found is None:
+        raise _change_error(sentence, "this changes nothing")
+    ends = [_rank(wires, name, sentence) for name in found.group(1, 2)]
+    times = _TIMES.fullmatch(found[3])
+    try:
+        rate = 0.0 if times else parse_rate(found[3])
+    except ValueError as error:
+        raise _change_error(sentence, str(error)) from None
+    if not (rate or (times and float(times[1]))):
+        raise _change_error(sentence, "a link needs a rate above 0")
+    used = [wire for way in wires.ways.values() for wire in way.wires]
+    rates = list(wires.wires)
+    for pair in (ends, ends[::-1]):
+        own = [w for w in wires.way(pair[0], pair[1]).wires if used.count(w) == 1]
+        if not own:
+            raise _change_error(sentence, "these ranks have no link of their own")
+        for wire in own:
+            factor = float(times[1]) if times else 0.0
+            rates[wire] = replace(rates[wire], rate=rate or rates[wire].rate * factor)
+    return replace(wires, wires=tuple(rates))
+
+
+def _rank(wires: NetworkTopology, name: str, sentence: str) -> int:
+    if name in wires.names:
+        return wires.names.index(name)
+    raise _change_error(sentence, f"no rank {name!r}{nearest(name, list(wires.names))}")
+
+
+def _change_error(sentence: str, why: str) -> UsageError:
+    return UsageError(f"{sentence!r}: {why}", where="--change", fix=f"Write {CHANGE_SYNTAX}.")
+
+
+# `headway collective show`: the programs of a collective on a cluster, side by side.
 
 
 def show(
@@ -57,16 +217,16 @@ def show(
     if element < 1:
         raise UsageError(f"--element {element}: at least 1 byte")
     try:
-        num_bytes, host = parse_bytes(size), Host(overhead=parse_seconds(overhead))
+        num_bytes, host = parse_bytes(size), HostCosts(overhead=parse_seconds(overhead))
     except ValueError as error:
         raise UsageError(f"--bytes {size} --overhead {overhead}: {error}") from None
-    wires = wires_of(cluster, nodes=nodes)
+    wires = parse_wires(cluster, nodes=nodes)
     if root is not None and (op not in ROOTED or not 0 <= root < wires.ranks):
         raise UsageError(
             f"--root {root}: {op} of {wires.ranks} ranks",
             fix="broadcast and reduce have a root, one of the ranks.",
         )
-    collective = Collective.of(op, wires.ranks, num_bytes // element, root=root)
+    collective = CollectiveTask.of(op, wires.ranks, num_bytes // element, root=root)
     names = [name.strip() for name in programs.split(",") if name.strip()]
     found, refused = price_programs(
         collective, wires, names=names, element_bytes=element, host=host
@@ -79,7 +239,11 @@ def show(
         )
     title = f"{op} of {format_bytes(num_bytes)} on {wires.ranks} ranks of {cluster}"
     _pictures(title, found, svg, png)
-    later = changed(found, wires, change, element_bytes=element, host=host) if change else None
+    later = (
+        programs_after_change(found, wires, change, element_bytes=element, host=host)
+        if change
+        else None
+    )
     if json:
         facts: dict[str, object] = {
             "op": op,
@@ -90,10 +254,16 @@ def show(
         facts |= {"programs": [_facts(one) for one in found], "refused": refused}
         say_json(facts | ({"changed": later.facts()} if later else {}))
     else:
-        say("\n".join([describe(title, found, refused), *(later.lines(found) if later else ())]))
+        say(
+            "\n".join(
+                [describe_programs(title, found, refused), *(later.lines(found) if later else ())]
+            )
+        )
 
 
-def describe(title: str, found: Sequence[Priced], refused: Mapping[str, str]) -> str:
+def describe_programs(
+    title: str, found: Sequence[PricedProgram], refused: Mapping[str, str]
+) -> str:
     """A line for each program, the fastest first."""
     least = found[0].least
     rows: list[tuple[str, ...]] = [
@@ -109,7 +279,7 @@ def describe(title: str, found: Sequence[Priced], refused: Mapping[str, str]) ->
     return "\n".join([head, *lines, *(f"   {name}: {why}" for name, why in refused.items())])
 
 
-def _row(one: Priced, *, best: bool) -> tuple[str, ...]:
+def _row(one: PricedProgram, *, best: bool) -> tuple[str, ...]:
     return (
         "*" if best else "",
         one.name,
@@ -121,7 +291,7 @@ def _row(one: Priced, *, best: bool) -> tuple[str, ...]:
     )
 
 
-def _busiest(one: Priced) -> str:
+def _busiest(one: PricedProgram) -> str:
     wire = one.played.busiest()
     if wire is None:
         return "none"
@@ -129,7 +299,7 @@ def _busiest(one: Priced) -> str:
     return f"{found.name}: {format_bytes(load)} at {format_rate(found.rate)}"
 
 
-def _facts(one: Priced) -> dict[str, object]:
+def _facts(one: PricedProgram) -> dict[str, object]:
     wire = one.played.busiest()
     return {
         "program": one.name,
@@ -147,17 +317,23 @@ def _facts(one: Priced) -> dict[str, object]:
     }
 
 
-def _pictures(title: str, found: Sequence[Priced], svg: Path | None, png: Path | None) -> None:
+def _pictures(
+    title: str, found: Sequence[PricedProgram], svg: Path | None, png: Path | None
+) -> None:
     if svg is None and png is None:
         return
-    from headway.report.collective_picture import Drawn, programs_png, programs_svg
+    from headway.report.pictures.collective_programs import (
+        ProgramDrawing,
+        programs_png,
+        programs_svg,
+    )
 
     shown = []
     for one in found:
         total = sum(weight for _, weight in one.trees)
         trees = tuple((parents, weight / total) for parents, weight in one.trees)
         sent = one.program.traffic(one.played.element_bytes).sent
-        shown.append(Drawn(one.name, one.seconds, sent, trees))
+        shown.append(ProgramDrawing(one.name, one.seconds, sent, trees))
     names = found[0].played.wires.names
     if svg is not None:
         svg.write_text(programs_svg(title, shown, found[0].least, names), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`headway demo`: train a small language model on two processes, prove it right, and show it."""
+"""`headway demo`: train a small language model on two processes, verify it, write its report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.console import say
 from headway.cli.report import report
-from headway.cli.train import choose_directory, train
+from headway.cli.terminal.console import say
+from headway.cli.train.command import choose_directory, train
 from headway.cli.verify import verify
-from headway.run.place import Place
+from headway.run.distributed.launch_env import LaunchEnv
 
 RECIPE = "headway.workloads.transformer.recipe:demo"
 
@@ -29,7 +29,7 @@ def demo(
         directory: The run directory; by default the next free runs/demo-001.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
     """
-    path = choose_directory("demo", directory, Place.here(), resume=False)
+    path = choose_directory("demo", directory, LaunchEnv.here(), resume=False)
     say(f"1/3  Train a transformer on the Python standard library, {processes} processes\n")
     stopped = train(RECIPE, processes=processes, directory=path, overrides=overrides)
     if stopped:

@@ -1,6 +1,8 @@
-"""`headway exchange compare`: what each way of exchanging gradients would take on a link.
+"""`headway exchange compare`: predicted step time of each way to exchange gradients.
 
-Nothing is run: layers and link are given as numbers, and every row is the price of an `Exchange`.
+Nothing is run: layers and link are numbers on the command line, and every row is the predicted cost
+    of
+one `Exchange`.
 """
 
 from __future__ import annotations
@@ -15,39 +17,46 @@ from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
 
-from headway.cli.console import say, say_json
-from headway.collective.bound import WORDS, Consistency, bound
-from headway.collective.carrier import CARRIED
-from headway.collective.choice import TYPICAL, Choice, exactness, judge
-from headway.collective.fusion import backward_order, capped_buckets
-from headway.collective.predict import Layer, Scheme, moments, predict
-from headway.collective.service import Network
+from headway.cli.terminal.console import say, say_json
+from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
+from headway.collective.model.bucket_cost import ExchangeNetwork
+from headway.collective.model.exchange_scheme import (
+    TYPICAL_COMPRESSOR_SPEEDS,
+    ExchangeScheme,
+    GradientLayer,
+    SchemeChoice,
+    evaluate_scheme,
+    exactness,
+    gradient_moments,
+    predict_exchange,
+)
+from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
+from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_bound
 from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
-from headway.plan import Exchange
-from headway.plan.scheme import scheme_of
-from headway.planner.carried import carried_fit, find_carrier
-from headway.planner.programs import wires_of
-from headway.simulator.collective import IDEAL
+from headway.plan import ExchangePlan
+from headway.plan.exchange_scheme import scheme_of
+from headway.planner.collective_algorithm import choose_all_reduce, fit_all_reduce, parse_wires
+from headway.simulator.collective import FREE_HOST
 from headway.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 from headway.units import parse_bytes as parse_size
 
 DDP_CAPS = (1, 2, 5, 10, 25)
 """MiB; the bucket sizes among which the best is looked for."""
-FLAT: dict[str, Exchange] = {
-    "buckets of 8 MiB (default)": Exchange(),
-    "fitted buckets": Exchange(bucket="auto"),
-    "fitted buckets, fp16": Exchange(bucket="auto", compress="fp16"),
-    "priority": Exchange(bucket="auto", priority=True),
-    "priority, fp16": Exchange(bucket="auto", priority=True, compress="fp16"),
-    "fitted buckets, int8": Exchange(bucket="auto", compress="int8"),
-    "fitted buckets, powersgd:4": Exchange(bucket="auto", compress="powersgd:4"),
-    "fitted buckets, topk:0.01": Exchange(bucket="auto", compress="topk:0.01"),
+FLAT_EXCHANGES: dict[str, ExchangePlan] = {
+    "buckets of 8 MiB (default)": ExchangePlan(),
+    "fitted buckets": ExchangePlan(bucket="auto"),
+    "fitted buckets, fp16": ExchangePlan(bucket="auto", compress="fp16"),
+    "priority": ExchangePlan(bucket="auto", priority=True),
+    "priority, fp16": ExchangePlan(bucket="auto", priority=True, compress="fp16"),
+    "fitted buckets, int8": ExchangePlan(bucket="auto", compress="int8"),
+    "fitted buckets, powersgd:4": ExchangePlan(bucket="auto", compress="powersgd:4"),
+    "fitted buckets, topk:0.01": ExchangePlan(bucket="auto", compress="topk:0.01"),
 }
-LAYERED: dict[str, Exchange] = {
-    "hierarchical": Exchange(bucket="auto", collective="hierarchical"),
-    "hierarchical, priority": Exchange(bucket="auto", collective="hierarchical", priority=True),
-    "hierarchical, topk:0.01": Exchange(
+HIERARCHICAL_EXCHANGES: dict[str, ExchangePlan] = {
+    "hierarchical": ExchangePlan(bucket="auto", collective="hierarchical"),
+    "hierarchical, priority": ExchangePlan(bucket="auto", collective="hierarchical", priority=True),
+    "hierarchical, topk:0.01": ExchangePlan(
         bucket="auto", collective="hierarchical", compress="topk:0.01"
     ),
 }
@@ -55,19 +64,19 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Row:
+class ExchangeEstimate:
     """One way of exchanging."""
 
     name: str
-    choice: Choice
-    exchange: Exchange | None
+    choice: SchemeChoice
+    exchange: ExchangePlan | None
     node_bytes: float
 
     @property
     def bound(self) -> float:
         found = self.choice.predicted
         how: Consistency = "crossing" if found.crossing else "overlap"
-        return bound(found.forward, found.backward, found.communication, how)
+        return step_bound(found.forward, found.backward, found.communication, how)
 
 
 def compare(
@@ -111,30 +120,30 @@ def compare(
         raise UsageError(f"--nodes {count}: {ranks} ranks cannot be spread evenly over them")
     network, special = _on_cluster(cluster) if cluster else (None, None)
     if network is None:
-        network = Network.of_rates(
+        network = ExchangeNetwork.of_rates(
             count,
             ranks // count,
             rate=_amount("--link", link, parse_rate),
             inside=_amount("--inside", inside, parse_rate),
             latency=_amount("--latency", latency, parse_seconds),
         )
-        special = LAYERED if 1 < count < ranks else {}
+        special = HIERARCHICAL_EXCHANGES if 1 < count < ranks else {}
     chain = equal_layers(
         layers,
         _amount("--size", size, parse_size),
         _amount("--forward", forward, parse_seconds),
         _amount("--backward", backward, parse_seconds),
     )
-    rows = make_rows(chain, network, special or {})
+    rows = estimate_exchanges(chain, network, special or {})
     if svg is not None:
-        from headway.cli.exchange_picture import steps_picture
+        from headway.report.pictures.simulated_steps import exchange_steps_svg
 
         shown = [(row.name, row.choice.predicted) for row in _shown(rows)]
-        svg.write_text(steps_picture(shown, chain), encoding="utf-8")
+        svg.write_text(exchange_steps_svg(shown, chain), encoding="utf-8")
     if json:
         say_json([_facts(row) for row in rows])
     else:
-        say(describe(rows, chain, network))
+        say(describe_estimates(rows, chain, network))
 
 
 def _amount(option: str, text: str, parse: Callable[[str], Value]) -> Value:
@@ -144,13 +153,15 @@ def _amount(option: str, text: str, parse: Callable[[str], Value]) -> Value:
         raise UsageError(f"{option}: {error}") from None
 
 
-def equal_layers(count: int, num_bytes: int, forward: float, backward: float) -> list[Layer]:
+def equal_layers(
+    count: int, num_bytes: int, forward: float, backward: float
+) -> list[GradientLayer]:
     """A chain of equal layers, each one matrix that is as square as its size allows."""
     elements = max(1, num_bytes // 4)
     rows = next(n for n in range(math.isqrt(elements), 0, -1) if elements % n == 0)
     shape = (rows, elements // rows)
     return [
-        Layer(
+        GradientLayer(
             name=f"layer {number}",
             shapes=(shape,),
             forward=forward / count,
@@ -160,53 +171,57 @@ def equal_layers(count: int, num_bytes: int, forward: float, backward: float) ->
     ]
 
 
-def _on_cluster(text: str) -> tuple[Network, Mapping[str, Exchange]]:
+def _on_cluster(text: str) -> tuple[ExchangeNetwork, Mapping[str, ExchangePlan]]:
     """Gloo's ring by number as the link, and exchanges whose sums the best program carries."""
-    wires = wires_of(text)
-    ring = carried_fit("ring", None, wires, host=IDEAL)
-    found = find_carrier("auto", wires, parse_size("8 MiB"))
-    if found.collective not in CARRIED:
-        return Network(ring, wires.nodes), {}
-    fit = carried_fit(found.collective, found.carrier, wires)
-    own = Exchange(bucket="auto", collective=found.collective, carrier=found.carrier)
+    wires = parse_wires(text)
+    ring = fit_all_reduce("ring", None, wires, host=FREE_HOST)
+    found = choose_all_reduce("auto", wires, parse_size("8 MiB"))
+    if found.collective not in ALL_REDUCE_KINDS:
+        return ExchangeNetwork(ring, wires.nodes), {}
+    fit = fit_all_reduce(found.collective, found.carrier, wires)
+    own = ExchangePlan(bucket="auto", collective=found.collective, carrier=found.carrier)
     rows = {
         f"fitted buckets, {found.collective}": own,
         f"priority, {found.collective}": replace(own, priority=True),
     }
-    return Network(ring, wires.nodes, carried=fit), rows
+    return ExchangeNetwork(ring, wires.nodes, carried=fit), rows
 
 
-def make_rows(
-    layers: Sequence[Layer], network: Network, special: Mapping[str, Exchange]
-) -> list[Row]:
+def estimate_exchanges(
+    layers: Sequence[GradientLayer], network: ExchangeNetwork, special: Mapping[str, ExchangePlan]
+) -> list[ExchangeEstimate]:
     """DDP first, to compare with; then exchanges from exact and simple to coarse."""
     rows = _ddp(layers, network)
-    for name, exchange in (FLAT | dict(special)).items():
+    for name, exchange in (FLAT_EXCHANGES | dict(special)).items():
         price = price_exchange(exchange, layers, network)
-        choice = judge(scheme_of(exchange), price.predicted, layers, network)
-        rows.append(Row(name, choice, exchange, price.node_bytes))
+        choice = evaluate_scheme(scheme_of(exchange), price.predicted, layers, network)
+        rows.append(ExchangeEstimate(name, choice, exchange, price.node_bytes))
     return rows
 
 
-def _ddp(layers: Sequence[Layer], network: Network) -> list[Row]:
+def _ddp(layers: Sequence[GradientLayer], network: ExchangeNetwork) -> list[ExchangeEstimate]:
     """DDP with its default, and with the bucket size that is best for it."""
-    ready, _ = moments(layers)
+    ready, _ = gradient_moments(layers)
     sizes = [layer.num_bytes for layer in layers]
     order = backward_order(ready)
 
-    def row(name: str, cap: int) -> Row:
+    def row(name: str, cap: int) -> ExchangeEstimate:
         caps = (min(cap, 1) << 20, cap << 20)
-        buckets = capped_buckets(sizes, order, caps)
-        predicted = predict(Scheme(), layers, network, TYPICAL, buckets=buckets)
-        choice = judge(Scheme(), predicted, layers, network)
-        return Row(name, choice, None, predicted.traffic.busiest_node(network.nodes))
+        buckets = ddp_buckets(sizes, order, caps)
+        predicted = predict_exchange(
+            ExchangeScheme(), layers, network, TYPICAL_COMPRESSOR_SPEEDS, buckets=buckets
+        )
+        choice = evaluate_scheme(ExchangeScheme(), predicted, layers, network)
+        return ExchangeEstimate(name, choice, None, predicted.traffic.busiest_node(network.nodes))
 
     tuned = [row(f"DDP, best buckets ({cap} MiB)", cap) for cap in DDP_CAPS]
     best = min(tuned, key=lambda found: found.choice.step)
     return [row("DDP, default buckets", 25), best]
 
 
-def describe(rows: Sequence[Row], layers: Sequence[Layer], network: Network) -> str:
+def describe_estimates(
+    rows: Sequence[ExchangeEstimate], layers: Sequence[GradientLayer], network: ExchangeNetwork
+) -> str:
     """The table, and which exchange to take."""
     found = rows[0].choice.predicted
     total = sum(layer.num_bytes for layer in layers)
@@ -236,24 +251,24 @@ def describe(rows: Sequence[Row], layers: Sequence[Layer], network: Network) -> 
     return "\n".join(lines)
 
 
-def _inexact(row: Row) -> bool:
+def _inexact(row: ExchangeEstimate) -> bool:
     return exactness(row.choice.scheme) > 0
 
 
-def _line(row: Row, first: Row) -> str:
+def _line(row: ExchangeEstimate, first: ExchangeEstimate) -> str:
     choice = row.choice
     return (
         f"{row.name:<30}{format_seconds(choice.step):>9}"
         f"{first.choice.step / choice.step:>7.2f}x"
         f"{format_seconds(choice.predicted.exposed):>10}{format_bytes(row.node_bytes):>11}"
-        f"{format_seconds(row.bound):>9}  {WORDS[choice.diagnosis.limit]}"
+        f"{format_seconds(row.bound):>9}  {LIMIT_WORDS[choice.diagnosis.limit]}"
     )
 
 
-def _toml(row: Row) -> list[str]:
+def _toml(row: ExchangeEstimate) -> list[str]:
     """The lines of a recipe that ask for it."""
     assert row.exchange is not None
-    default = Exchange()
+    default = ExchangePlan()
     asked = {
         key: getattr(row.exchange, key)
         for key in ("bucket", "collective", "compress", "priority")
@@ -269,7 +284,7 @@ def _toml(row: Row) -> list[str]:
     return lines
 
 
-def _shown(rows: Sequence[Row]) -> list[Row]:
+def _shown(rows: Sequence[ExchangeEstimate]) -> list[ExchangeEstimate]:
     """For the picture: DDP's default, its best, and the best exact ones with and without border."""
     exact = [row for row in rows[2:] if not _inexact(row)]
     inside = min(
@@ -281,7 +296,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     return [rows[0], rows[1], inside, across]
 
 
-def _facts(row: Row) -> dict[str, object]:
+def _facts(row: ExchangeEstimate) -> dict[str, object]:
     predicted = row.choice.predicted
     return {
         "exchange": row.name,

@@ -1,9 +1,11 @@
-"""The `headway` command: names of commands, errors as readable text, exit codes.
+"""The `headway` command: its commands by name, the overview, errors and exit codes.
 
-    0 good, 1 user error, 2 plan impossible, 3 run failed, 4 verification failed, 5 hang,
-    70 a bug in headway, 130 interrupted
+0 success, 1 user error, 2 plan impossible, 3 run failed, 4 verification failed, 5 hang,
+70 a bug in headway, 130 interrupted
 
-Commands are imported when they are called; the overview needs neither them nor the parser.
+Commands are named by import strings and imported when they are called: neither they nor the parser
+    are
+needed for the overview, which therefore is quick.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway import __version__
-from headway.cli.console import note, say, show_bug, show_error, show_warning
+from headway.cli.terminal.console import note, say, show_bug, show_error, show_warning
 from headway.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "headway.cli.train:train", "Train a recipe on one process or many."),
+    Command("train", "headway.cli.train.command:train", "Train a recipe on one process or many."),
     Command(
         "verify",
         "headway.cli.verify:verify",
@@ -56,12 +58,12 @@ COMMANDS = (
     ),
     Command(
         "plan search",
-        "headway.cli.plan_search:search_plans",
+        "headway.cli.plan.search:search_plans",
         "The frontier of plans of a recipe on a cluster; also `headway plan RECIPE`.",
     ),
-    Command("plan show", "headway.cli.plan:show", "A plan in words."),
-    Command("plan check", "headway.cli.plan:check", "Say whether plans can exist."),
-    Command("plan diff", "headway.cli.plan:diff", "What differs between two plans."),
+    Command("plan show", "headway.cli.plan.plan_file:show", "A plan in words."),
+    Command("plan check", "headway.cli.plan.plan_file:check", "Say whether plans can exist."),
+    Command("plan diff", "headway.cli.plan.plan_file:diff", "What differs between two plans."),
     Command("cluster presets", "headway.cli.cluster:presets", "Machines and devices by name."),
     Command("cluster show", "headway.cli.cluster:show", "A cluster: devices, links, ranks."),
     Command(
@@ -79,24 +81,28 @@ COMMANDS = (
         "headway.cli.collective:show",
         "Programs of a collective on a cluster, side by side.",
     ),
-    Command("schedule list", "headway.cli.schedule:list_schedules", "Pipeline schedules by name."),
     Command(
-        "schedule show", "headway.cli.schedule:show", "Draw a pipeline schedule, with figures."
+        "schedule list", "headway.cli.schedule.show:list_schedules", "Pipeline schedules by name."
     ),
     Command(
-        "schedule compare", "headway.cli.schedule:compare", "All pipeline schedules, measured."
+        "schedule show", "headway.cli.schedule.show:show", "Draw a pipeline schedule, with figures."
     ),
     Command(
-        "schedule check", "headway.cli.schedule:check", "Judge a table that was written by hand."
+        "schedule compare", "headway.cli.schedule.show:compare", "All pipeline schedules, measured."
+    ),
+    Command(
+        "schedule check",
+        "headway.cli.schedule.show:check",
+        "Judge a table that was written by hand.",
     ),
     Command(
         "schedule search",
-        "headway.cli.schedule_search:search",
+        "headway.cli.schedule.search:search",
         "Find a shorter table for your own costs and memory.",
     ),
     Command(
         "schedule choose",
-        "headway.cli.schedule_choose:choose",
+        "headway.cli.schedule.choose:choose",
         "How many stages, copies and samples of a micro-batch.",
     ),
     Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),

@@ -1,10 +1,10 @@
-"""`headway report RUN`: what happened in a run, as one page."""
+"""`headway report RUN`: write the HTML report of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from headway.cli.console import say, warn
+from headway.cli.terminal.console import say, warn
 
 
 def report(run: Path) -> None:

@@ -1,4 +1,8 @@
-"""`headway verify RECIPE --processes 1,2,4`: a table and a verdict: is it the serial run?"""
+"""`headway verify RECIPE --processes 1,2,4`: compare the split run with the serial run.
+
+Prints one row per number of processes, with the largest relative errors; the exit code is 4 unless
+all of them hold.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.console import note, say, say_json
+from headway.cli.terminal.console import note, say, say_json
 from headway.errors import NotEqual, UsageError
-from headway.launch.warm import uncollected, warm_up
+from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.plan import Plan
-from headway.run.recipe_check import check_recipe
+from headway.run.recipe.check import check_recipe
 from headway.units import format_seconds
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EquivalenceResult:
     """What one number of processes gave.
 
     Attributes:
@@ -92,14 +96,14 @@ def verify(
         json: Print the facts as JSON.
     """
     check_recipe(recipe, overrides)
-    counts = [Plan.load(plan).ranks] if plan else _counts(processes)
+    counts = [Plan.load(plan).ranks] if plan else _process_counts(processes)
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
-    warm_up(1, ("headway.verification",))  # its imports run beside the one here
-    with uncollected():
+    start_forkserver(1, ("headway.verification",))  # its imports run beside the one here
+    with gc_paused():
         from headway.verification import VerifyJob  # imports torch
     job = VerifyJob(recipe=recipe, overrides=overrides, steps=steps, plan=plan)
-    verdicts = _prove(job, counts, pieces=microbatches, quiet=json)
+    verdicts = _verify_split_runs(job, counts, pieces=microbatches, quiet=json)
     facts = [_facts(verdict) for verdict in verdicts]
     if directory is not None:
         (directory / "verification.json").write_text(json_format.dumps(facts, indent=2) + "\n")
@@ -128,7 +132,7 @@ def verify(
     return 0
 
 
-def _counts(text: str) -> list[int]:
+def _process_counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -140,7 +144,9 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _prove(job: VerifyJob, counts: list[int], *, pieces: bool, quiet: bool) -> list[Verdict]:
+def _verify_split_runs(
+    job: VerifyJob, counts: list[int], *, pieces: bool, quiet: bool
+) -> list[EquivalenceResult]:
     from headway.verification import (
         Recording,
         compare,
@@ -163,10 +169,12 @@ def _prove(job: VerifyJob, counts: list[int], *, pieces: bool, quiet: bool) -> l
             start = perf_counter()
             _start(record_split, job, target, count)
             delayed = cut_file(target).exists()
-            expected = _delayed(job, target, count) if delayed else reference
+            expected = _delayed_reference(job, target, count) if delayed else reference
             comparison = compare(expected, Recording.load(target))
             laws = tuple(load_laws(laws_file(target)))
-            verdicts.append(Verdict(count, comparison, perf_counter() - start, laws, delayed))
+            verdicts.append(
+                EquivalenceResult(count, comparison, perf_counter() - start, laws, delayed)
+            )
             if not quiet:
                 if number == 0:
                     say(_HEADER)
@@ -174,7 +182,7 @@ def _prove(job: VerifyJob, counts: list[int], *, pieces: bool, quiet: bool) -> l
     return verdicts
 
 
-def _delayed(job: VerifyJob, split: Path, processes: int) -> Recording:
+def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording:
     """What one process makes of the table and the cut of a split run."""
     from headway.verification import Recording, cut_file, record_delayed
 
@@ -186,7 +194,7 @@ def _delayed(job: VerifyJob, split: Path, processes: int) -> Recording:
 
 def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: int) -> None:
     from headway.launch.local import launch_local
-    from headway.run.policies import RestartPolicy
+    from headway.launch.restart_policy import RestartPolicy
 
     result = launch_local(
         entry,
@@ -204,7 +212,7 @@ _KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 _HEADER = "processes  " + "".join(f"{kind:>12}" for kind in _KINDS) + "   tensors     time  verdict"
 
 
-def _line(verdict: Verdict) -> str:
+def _line(verdict: EquivalenceResult) -> str:
     """One row: the largest relative error of each kind, or the largest deviation from the law."""
     comparison = verdict.comparison
     if verdict.laws:
@@ -223,7 +231,7 @@ def _line(verdict: Verdict) -> str:
     )
 
 
-def _facts(verdict: Verdict) -> dict[str, object]:
+def _facts(verdict: EquivalenceResult) -> dict[str, object]:
     comparison = verdict.comparison
     return {
         "processes": verdict.processes,
@@ -240,7 +248,7 @@ def _facts(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def _broken(verdict: Verdict) -> NotEqual:
+def _broken(verdict: EquivalenceResult) -> NotEqual:
     broken = [str(law) for law in verdict.laws if not law.holds]
     return NotEqual(
         f"the inexact exchange breaks its own law: {broken[0]}",
@@ -250,7 +258,7 @@ def _broken(verdict: Verdict) -> NotEqual:
     )
 
 
-def _not_equal(wrong: list[Verdict], steps: int) -> NotEqual:
+def _not_equal(wrong: list[EquivalenceResult], steps: int) -> NotEqual:
     first = wrong[0].comparison.first
     assert first is not None
     others = [str(difference) for difference in wrong[0].comparison.wrong]

@@ -1,6 +1,6 @@
 """The machine as data: nodes, devices, the links inside and between nodes, and faults."""
 
-from headway.cluster.cluster import Cluster, Node, Pair, read_cluster
+from headway.cluster.cluster import Cluster, Node, Pair, read_cluster, to_toml
 from headway.cluster.device import Device
 from headway.cluster.faults import (
     CutLink,
@@ -11,10 +11,8 @@ from headway.cluster.faults import (
     check_faults,
     parse_fault,
 )
-from headway.cluster.level import Level
-from headway.cluster.link import Link
+from headway.cluster.link import Level, Link
 from headway.cluster.presets import find_cluster, of_preset
-from headway.cluster.toml import to_toml
 
 __all__ = [
     "Cluster",

@@ -1,7 +1,7 @@
-"""A device as a file describes it: what it computes, holds and moves, and what an hour of it costs.
+"""A device as a file describes it: what it computes, holds and moves, and its price per hour.
 
-Only what was said stands in it: what is left out comes from the preset, or from the assumptions of
-the cost model (`cost.machine.device_of`), which name their source.
+Only what the file states stands in it: what is left out comes from the preset's datasheet, or from
+the assumptions of the cost model (`headway.cost`), which name their source.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from headway.cluster.datasheets import DATASHEETS, has_datasheet
 from headway.cluster.link import Rate, Seconds
-from headway.cluster.sheets import SHEETS, is_sheet
 from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
@@ -48,12 +48,12 @@ Flops = Annotated[float, BeforeValidator(_flops)]
 """FLOP per second; in a file a text with its unit."""
 
 
-NEAR = 5 * 2**20
+CORE_CACHE_BYTES = 5 * 2**20
 """Bytes that a kernel finds in, and leaves to, a cache of its core."""
 
 
 @document
-class Pace:
+class KernelPace:
     """How fast one kind of kernel is: a pass takes the time of a call, and its FLOPs and its bytes
     over their rates, together. What is left out costs nothing, but weights without a rate of their
     own count as other bytes.
@@ -62,7 +62,7 @@ class Pace:
         forward: FLOP/s of the forward pass.
         forward_stream: Bytes/s.
         forward_weights: Bytes/s of parameters, which are packed anew for every call.
-        forward_far: Bytes/s of what is beyond `NEAR` bytes, which takes so much longer.
+        forward_far: Bytes/s of what is beyond `CORE_CACHE_BYTES` bytes, which takes so much longer.
         forward_call: What a call takes beyond its launch.
         backward: FLOP/s of all gradients.
         backward_stream: Bytes/s.
@@ -105,19 +105,19 @@ class Pace:
             backward: Which pass.
         """
         rate = self.backward_far if backward else self.forward_far
-        return max(0.0, moved - NEAR) / rate if rate else 0.0
+        return max(0.0, moved - CORE_CACHE_BYTES) / rate if rate else 0.0
 
     def call(self, *, backward: bool) -> float:
         """Seconds of a call, however small."""
         return (self.backward_call if backward else self.forward_call) or 0.0
 
 
-UPDATED = (2**12, 2**16, 2**20)
+UPDATE_TENSOR_SIZES = (2**12, 2**16, 2**20)
 """Numbers of the tensors with which updates are measured."""
 
 
 @document
-class Update:
+class OptimizerPace:
     """What an optimiser's step takes per parameter: in small tensors the launches count, large ones
     lie in no cache.
 
@@ -133,7 +133,7 @@ class Update:
 
     def seconds(self, numbers: float) -> float:
         """Of one tensor; between the sizes, seconds per parameter follow the size's logarithm."""
-        small, middle, large = UPDATED
+        small, middle, large = UPDATE_TENSOR_SIZES
         size = max(numbers, small)
         if size <= middle:
             start, one, two, share = small, self.small, self.middle, middle / small
@@ -144,7 +144,7 @@ class Update:
 
 
 @document
-class Host:
+class HostOverhead:
     """What a step takes beside kernels, updates and exchanges, where host and device are one.
 
     Attributes:
@@ -203,9 +203,9 @@ class Device:
     update: Seconds | None = None
     gather: Seconds | None = None
     overlap: float | None = None
-    kinds: dict[str, Pace] = dataclasses.field(default_factory=dict)
-    updates: dict[str, Update] = dataclasses.field(default_factory=dict)
-    host: Host | None = None
+    kinds: dict[str, KernelPace] = dataclasses.field(default_factory=dict)
+    updates: dict[str, OptimizerPace] = dataclasses.field(default_factory=dict)
+    host: HostOverhead | None = None
     price: Annotated[Price, BeforeValidator(_price)] | None = None
     source: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -217,8 +217,8 @@ class Device:
 
     def problems(self, key: str) -> Iterator[str]:
         """What is impossible about it, one line each."""
-        if self.preset is not None and not is_sheet(self.preset):
-            yield f"{key}.preset: no device {self.preset!r}{nearest(self.preset, list(SHEETS))}"
+        if self.preset is not None and not has_datasheet(self.preset):
+            yield f"{key}.preset: no device {self.preset!r}{nearest(self.preset, list(DATASHEETS))}"
         for name in self.peak:
             if name not in FORMATS:
                 yield f"{key}.peak.{name}: no number format{nearest(name, FORMATS)}"
@@ -258,7 +258,7 @@ def device_problems(
     for key, said in users.items():
         if said is not None and said not in devices:
             hint = nearest(said, list(devices))
-            if is_sheet(said):
+            if has_datasheet(said):
                 hint = f'; to use the preset, add [devices.{said}] with preset = "{said}"'
             yield f"{key}: no device {said!r}{hint}"
         elif said is None and key != "device" and len(devices) > 1 and users["device"] is None:

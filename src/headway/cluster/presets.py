@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headway.cluster.cluster import Cluster, Node, node_names, read_cluster
+from headway.cluster.datasheets import Datasheet, datasheet_of
 from headway.cluster.device import Device
-from headway.cluster.level import Level
-from headway.cluster.link import Link
-from headway.cluster.sheets import Sheet, sheet
+from headway.cluster.link import Level, Link
 from headway.documents import nearest
 from headway.errors import UsageError
 from headway.units import format_rate
 
-LINKED = 0.67
+LINK_EFFICIENCY = 0.67
 """Of the datasheet's link rate that NCCL's rings reach inside a node; assumed."""
-UPLINKED = 0.9
+UPLINK_EFFICIENCY = 0.9
 """Of a network interface's rate that NCCL reaches; assumed."""
 STEP, FAR_STEP = 40e-6, 20e-6
 """Seconds of one step of a collective inside and between nodes, in the middle of training; assumed
@@ -56,7 +55,7 @@ class Preset(NamedTuple):
 
     Attributes:
         text: What it is.
-        device: Of `SHEETS`.
+        device: Of `DATASHEETS`.
         devices: How many in a node.
         uplink: Of `UPLINKS`.
     """
@@ -99,7 +98,7 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
             fix="`headway cluster presets` lists them; or give the path of a cluster.toml.",
         )
     preset = PRESETS[name]
-    inside, between = levels_of(sheet(preset.device), UPLINKS[preset.uplink])
+    inside, between = preset_levels(datasheet_of(preset.device), UPLINKS[preset.uplink])
     cluster = Cluster(
         nodes=tuple(Node(name=node) for node in node_names(nodes)),
         processes=preset.devices,
@@ -110,9 +109,9 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
     return cluster
 
 
-def levels_of(card: Sheet, uplink: Uplink) -> tuple[Level, Level]:
+def preset_levels(card: Datasheet, uplink: Uplink) -> tuple[Level, Level]:
     """The links inside and between nodes of such devices, with assumed shares and latencies."""
-    rate = LINKED * card.link_rate
+    rate = LINK_EFFICIENCY * card.link_rate
     message = Link(rate=min(COPIED.rate, rate), latency=COPIED.latency)
     said = {"latency": "assumed", "message": "assumed: copies through the host"}
     inside = Level(
@@ -121,14 +120,14 @@ def levels_of(card: Sheet, uplink: Uplink) -> tuple[Level, Level]:
         rate=rate,
         latency=STEP,
         message=message,
-        source={"rate": _share(LINKED, card.link_rate, card.source), **said},
+        source={"rate": _share(LINK_EFFICIENCY, card.link_rate, card.source), **said},
     )
     between = Level(
         name="cluster",
-        rate=UPLINKED * uplink.rate,
+        rate=UPLINK_EFFICIENCY * uplink.rate,
         latency=FAR_STEP,
         message=message,
-        source={"rate": _share(UPLINKED, uplink.rate, uplink.source), **said},
+        source={"rate": _share(UPLINK_EFFICIENCY, uplink.rate, uplink.source), **said},
     )
     return inside, between
 

@@ -1,5 +1,1 @@
 """How tensors are exchanged, as data: nodes, link fits, fusion, order, bytes on the wire."""
-
-from headway.collective.nodes import Nodes
-
-__all__ = ["Nodes"]

@@ -1,12 +1,14 @@
-"""Which ranks share a node: the levels of a hierarchical exchange, as data.
-
-Inside a node links are fast, between nodes they are slow. Hierarchy comes from this description
-and never from arithmetic on rank numbers (Shi et al. 2021, section 3.2; MLSL's node groups).
+"""Which ranks share a node, and the bytes that go from rank to rank and node to node.
+`Nodes` is the only source of hierarchy: inside a node links are fast, between nodes they are
+slow, and no code derives that from arithmetic on rank numbers (Shi et al. 2021, section 3.2).
+`Traffic` is the matrix of bytes by (sender, receiver) that programs and exchange methods
+predict and that the counters of the network interfaces confirm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -50,3 +52,51 @@ class Nodes:
         """The ranks with the same place in their nodes, one per node; nodes must be uniform."""
         place = self.inside(rank).index(rank)
         return tuple(ranks[place] for ranks in self.members)
+
+
+# Bytes from rank to rank: what programs and methods say that they send, and counters confirm.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes by (sender, receiver), global ranks; pairs that exchange nothing are left out."""
+
+    sent: Mapping[tuple[int, int], float]
+
+    def __add__(self, other: Traffic) -> Traffic:
+        total = dict(self.sent)
+        for pair, size in other.sent.items():
+            total[pair] = total.get(pair, 0.0) + size
+        return Traffic(total)
+
+    @property
+    def total(self) -> float:
+        """What all ranks send."""
+        return math.fsum(self.sent.values())
+
+    def by_rank(self, rank: int) -> float:
+        """What one rank sends."""
+        return math.fsum(size for (sender, _), size in self.sent.items() if sender == rank)
+
+    def by_node(self, nodes: Nodes, node: int) -> float:
+        """What leaves a node through its network interface."""
+        home = set(nodes.members[node])
+        return math.fsum(
+            size
+            for (sender, receiver), size in self.sent.items()
+            if sender in home and receiver not in home
+        )
+
+    def busiest_rank(self) -> float:
+        """What the rank that sends most sends."""
+        totals: dict[int, float] = {}
+        for (sender, _), size in self.sent.items():
+            totals[sender] = totals.get(sender, 0.0) + size
+        return max(totals.values(), default=0.0)
+
+    def busiest_node(self, nodes: Nodes) -> float:
+        """What leaves the node that sends most."""
+        return max(self.by_node(nodes, node) for node in range(nodes.count))
+
+
+NOTHING = Traffic({})

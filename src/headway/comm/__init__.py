@@ -1,9 +1,8 @@
-"""How gradients become the same on all ranks."""
+"""Gradient communication: how the gradients of all ranks become one sum.
 
-from headway.comm.adapt import AdaptiveExchange
-from headway.comm.exchange import GradientExchange
-from headway.comm.flight import Flight
-from headway.comm.routes import Routes
-from headway.comm.updates import Updates
-
-__all__ = ["AdaptiveExchange", "Flight", "GradientExchange", "Routes", "Updates"]
+Rooms, each importing only those before it: `backend` (a process group for torch.distributed that
+runs collective programs), `algorithms` (the interface of an exchange method; plain, hierarchical
+and Adasum reductions), `compress` (compressors with error feedback), `lanes` (buckets and the
+threads that send them), `exchange` (hooks on the backward pass), `tuning` (building an exchange
+from a plan, and rebuilding it from measurements).
+"""

@@ -1,28 +1,160 @@
-"""The cost model's numbers from measured steps, with what is still uncertain afterwards.
-
-Two things are fitted together, by damped Gauss-Newton on the logarithm of time with a soft-L1 loss:
-few physical numbers of the machine, each held by a prior (a datasheet, or experience) as firmly as
-that is known; and by which factor each *measured* layer shape differs from the formula, held near
-one and alike for shapes that are alike. A shape that was measured is so predicted as measured, one
-far from all of them by the formula alone. Invariant: the same rows give the same numbers.
+"""Fit the cost model's numbers to measured steps, with the uncertainty that remains.
+Two things are fitted together, by damped Gauss-Newton (Levenberg-Marquardt, Marquardt 1963) on
+the logarithm of time with a soft-L1 loss (Barron 2019, alpha = 1): few physical numbers of the
+machine, each held by a prior (a datasheet, or experience) as firmly as that is known; and by
+which factor each *measured* layer shape differs from the formula, held near one and alike for
+shapes that are alike. A measured shape is thus predicted as measured, one far from all of them
+by the formula alone. The same rows give the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cost.device import Array
-from headway.cost.least_squares import minimise
-from headway.cost.steps import Steps
-from headway.cost.transformer import Machine, Step, price_transformer
+from headway.cost.transformer import (
+    Machine,
+    Transformer,
+    TransformerSplit,
+    TransformerStepTime,
+    price_transformer,
+)
 from headway.errors import PlanError
 
-STEP = 1e-4
+LEAST_SQUARES_ROUNDS = 200
+CONVERGENCE_TOLERANCE = 1e-12
+"""Relative gain of a round below which it ends."""
+
+
+def minimise_least_squares(
+    residuals: Callable[[Array], Array],
+    slopes: Callable[[Array], Array],
+    start: Array,
+    *,
+    robust: int,
+) -> Array:
+    """The unknowns that minimise the sum of squared residuals, of the first `robust` ones the sum
+    of 2 (sqrt(1 + z^2) - 1).
+
+    Args:
+        residuals: Of the unknowns.
+        slopes: Their derivatives, (residuals, unknowns).
+        start: Unknowns to begin with; all should be about 1 in size.
+        robust: How many residuals, from the first, may be wild.
+    """
+    x, damping = start, 1e-2
+    z = residuals(x)
+    here = _soft(z, robust)
+    for _ in range(LEAST_SQUARES_ROUNDS):
+        jacobian = slopes(x) * _bend(z, here, robust)[:, None]
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ here
+        gained = 0.0
+        while damping < 1e8:
+            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope)
+            moved = residuals(x + move)
+            there = _soft(moved, robust)
+            gained = float(here @ here - there @ there)
+            if np.isfinite(gained) and gained > 0:
+                x, z, here, damping = x + move, moved, there, damping / 5.0
+                break
+            damping *= 4.0
+        if gained <= CONVERGENCE_TOLERANCE * float(here @ here):
+            break
+    return x
+
+
+def _soft(residuals: Array, robust: int) -> Array:
+    """Residuals whose squares are the loss."""
+    bent = residuals.copy()
+    z = residuals[:robust]
+    bent[:robust] = np.sign(z) * np.sqrt(2.0 * (np.sqrt(1.0 + z * z) - 1.0))
+    return bent
+
+
+def _bend(residuals: Array, bent: Array, robust: int) -> Array:
+    """Derivative of `_soft`."""
+    slope = np.ones_like(residuals)
+    z, f = residuals[:robust], bent[:robust]
+    known = np.abs(z) > 1e-6
+    slope[:robust][known] = z[known] / np.sqrt(1.0 + z[known] ** 2) / f[known]
+    return slope
+
+
+# Training steps as a table: what was measured, or what is to be predicted.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTable:
+    """Steps of plans; fields are arrays of one length, or numbers that all share.
+
+    Attributes:
+        model: What is trained.
+        split: How.
+    """
+
+    model: Transformer
+    split: TransformerSplit
+
+    def __len__(self) -> int:
+        """How many; all numbers: 1."""
+        return max(int(np.size(value)) for value in self._values().values())
+
+    def take(self, rows: Sequence[int] | NDArray[np.intp]) -> StepTable:
+        """Some of them, by number."""
+
+        def part(item: Transformer | TransformerSplit) -> dict[str, Any]:
+            values = {field.name: getattr(item, field.name) for field in fields(item)}
+            return {k: np.asarray(v)[rows] if np.ndim(v) else v for k, v in values.items()}
+
+        return StepTable(
+            model=Transformer(**part(self.model)), split=TransformerSplit(**part(self.split))
+        )
+
+    def shapes(self) -> Array:
+        """What the time of a layer depends on (h, a, s, ffn, b, t), as logarithms to base 2."""
+        return self._logarithms(
+            "hidden", "heads", "sequence", "ffn", "microbatch", "tensor", "sequence_parallel"
+        )
+
+    def spread(self, count: int) -> list[int]:
+        """The numbers of `count` steps that differ most, which are worth to be measured.
+
+        Each next one is farthest from those before, in doublings; of equals the first. The first
+        one is that in the middle.
+        """
+        places = np.concatenate(
+            [self.shapes(), self._logarithms("layers", "microbatches", "data", "pipeline")], axis=1
+        )
+        middle = np.abs(places - np.median(places, axis=0)).sum(axis=1)
+        chosen = [int(np.argmin(middle))]
+        apart = np.full(len(self), np.inf)
+        while len(chosen) < min(count, len(self)):
+            apart = np.minimum(apart, np.abs(places - places[chosen[-1]]).sum(axis=1))
+            chosen.append(int(np.argmax(apart)))
+        return chosen
+
+    def _values(self) -> dict[str, Any]:
+        items = (self.model, self.split)
+        return {f.name: getattr(item, f.name) for item in items for f in fields(item)}
+
+    def _logarithms(self, *names: str) -> Array:
+        values = self._values()
+        columns = [np.broadcast_to(np.asarray(values[name]), (len(self),)) for name in names]
+        return np.stack(
+            [column * 1.0 if column.dtype == bool else np.log2(column) for column in columns],
+            axis=1,
+        )
+
+
+# The cost model's numbers from measured steps, with what is still uncertain afterwards.
+
+
+DERIVATIVE_STEP = 1e-4
 """Of the finite differences, in logarithms or standard deviations."""
 
 
@@ -91,7 +223,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {"efficiency": (0.01, 1.0), "sharpne
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CalibrationOptions:
     """How firmly the fit believes what.
 
     Attributes:
@@ -114,7 +246,7 @@ class Calibration:
 
     Attributes:
         machine: With the fitted numbers.
-        shapes: Measured shapes, as `Steps.shapes`; one row each.
+        shapes: Measured shapes, as `StepTable.shapes`; one row each.
         layer: Logarithm of the factor of a layer, by shape.
         head: The same of logits, loss and embedding.
         options: Of the fit.
@@ -127,12 +259,12 @@ class Calibration:
     shapes: Array
     layer: Array
     head: Array
-    options: Options
+    options: CalibrationOptions
     rows: int
     devices: float
     error: float
 
-    def price(self, steps: Steps) -> Step:
+    def price(self, steps: StepTable) -> TransformerStepTime:
         """Every part of the steps."""
         weights = _kriging(steps.shapes(), self.shapes, self.options.reach)
         return price_transformer(
@@ -143,18 +275,18 @@ class Calibration:
             head_factor=np.exp(weights @ self.head),
         )
 
-    def predict(self, steps: Steps) -> Array:
+    def predict(self, steps: StepTable) -> Array:
         """Seconds of the steps."""
         return np.asarray(self.price(steps).seconds)
 
-    def known(self, steps: Steps) -> Array:
+    def known(self, steps: StepTable) -> Array:
         """How much of each shape was measured: 1, this very one; 0, nothing like it."""
         mine = steps.shapes()
         weights = _kriging(mine, self.shapes, self.options.reach)
         cross = _correlation(mine, self.shapes, self.options.reach)
         return np.asarray(np.clip(np.sum(weights * cross, axis=1), 0.0, 1.0))
 
-    def labels(self, steps: Steps) -> list[str]:
+    def labels(self, steps: StepTable) -> list[str]:
         """Of each: "measured shape" or "formula", and ", extrapolated x16" where it takes more
         devices than the largest measured step."""
         known = self.known(steps)
@@ -167,11 +299,11 @@ class Calibration:
 
 
 def calibrate(
-    steps: Steps,
+    steps: StepTable,
     seconds: Array,
     start: Machine,
     priors: Sequence[Prior],
-    options: Options | None = None,
+    options: CalibrationOptions | None = None,
 ) -> Calibration:
     """Fit a machine to measured steps.
 
@@ -185,10 +317,10 @@ def calibrate(
     Raises:
         PlanError: No rows, a time that is not positive, or a number that cannot be fitted.
     """
-    options = options or Options()
+    options = options or CalibrationOptions()
     _check(steps, seconds, priors)
-    problem = Problem.of(steps, np.asarray(seconds, dtype=float), start, priors, options)
-    best = minimise(
+    problem = CalibrationProblem.of(steps, np.asarray(seconds, dtype=float), start, priors, options)
+    best = minimise_least_squares(
         problem.residuals, problem.slopes, np.zeros(problem.size), robust=len(problem.measured)
     )
     machine, layer, head = problem.unpack(best)
@@ -205,14 +337,14 @@ def calibrate(
     )
 
 
-def intervals(
-    steps: Steps,
+def prediction_intervals(
+    steps: StepTable,
     seconds: Array,
     start: Machine,
     priors: Sequence[Prior],
-    wanted: Steps,
+    wanted: StepTable,
     *,
-    options: Options | None = None,
+    options: CalibrationOptions | None = None,
     draws: int = 20,
     level: float = 0.9,
     seed: int = 0,
@@ -222,7 +354,7 @@ def intervals(
     The rows are drawn again with replacement, and each draw is fitted; what the formula misses on
     shapes that were not measured is added as noise of its own.
     """
-    options = options or Options()
+    options = options or CalibrationOptions()
     random = np.random.default_rng(seed)
     found = []
     for _ in range(draws):
@@ -236,7 +368,7 @@ def intervals(
     return np.exp(low), np.exp(high)
 
 
-def _check(steps: Steps, seconds: Array, priors: Sequence[Prior]) -> None:
+def _check(steps: StepTable, seconds: Array, priors: Sequence[Prior]) -> None:
     times = np.asarray(seconds, dtype=float)
     problems = [f"no number {p.name!r} to fit" for p in priors if p.name not in NUMBERS]
     problems += [f"{p.name}: a spread of {p.spread:g}" for p in priors if not p.spread > 0]
@@ -260,26 +392,30 @@ def _kriging(wanted: Array, known: Array, reach: float) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class CalibrationProblem:
     """Unknowns, all about N(0, 1) before: the machine's numbers, then whitened misses of layers
     and of heads by shape."""
 
-    steps: Steps
+    steps: StepTable
     measured: Array
     start: Machine
     priors: tuple[Prior, ...]
-    options: Options
+    options: CalibrationOptions
     shapes: Array
     place: NDArray[np.intp]
     root: Array
 
     @staticmethod
     def of(
-        steps: Steps, seconds: Array, start: Machine, priors: Sequence[Prior], options: Options
-    ) -> Problem:
+        steps: StepTable,
+        seconds: Array,
+        start: Machine,
+        priors: Sequence[Prior],
+        options: CalibrationOptions,
+    ) -> CalibrationProblem:
         shapes, place = np.unique(steps.shapes(), axis=0, return_inverse=True)
         own = _correlation(shapes, shapes, options.reach) + 1e-9 * np.eye(len(shapes))
-        return Problem(
+        return CalibrationProblem(
             steps=steps,
             measured=np.log(seconds),
             start=start,
@@ -328,12 +464,12 @@ class Problem:
         columns = []
         for place in range(len(self.priors)):
             moved = unknowns.copy()
-            moved[place] += STEP
+            moved[place] += DERIVATIVE_STEP
             columns.append(self.misses(self.unpack(moved)[0], layer, head) - here)
         reach = self.root[self.place]
-        of_layer = (self.misses(machine, layer + STEP, head) - here)[:, None]
-        of_head = (self.misses(machine, layer, head + STEP) - here)[:, None]
+        of_layer = (self.misses(machine, layer + DERIVATIVE_STEP, head) - here)[:, None]
+        of_head = (self.misses(machine, layer, head + DERIVATIVE_STEP) - here)[:, None]
         table = [np.stack(columns, axis=1)] if columns else []
         table += [of_layer * self.options.layer * reach, of_head * self.options.head * reach]
-        rows = np.concatenate(table, axis=1) / STEP / self.options.noise
+        rows = np.concatenate(table, axis=1) / DERIVATIVE_STEP / self.options.noise
         return np.concatenate([rows, np.eye(self.size)])

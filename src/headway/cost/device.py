@@ -1,21 +1,21 @@
 """One device as numbers: what a matrix product, a streaming kernel and a row of launches cost.
-
-Kernels take time on the device; the host takes time to issue them. Whoever is slower decides, and
-where both take about as long they hinder each other. Every function takes numbers or arrays.
-Invariant: every number has a source, and every time grows with the work. Sources: roofline
-(Williams et al. 2009); floors of eager execution as in the measurements of vTrain (Bang et al.
-2024), where they matter more than the peak.
+Kernels take time on the device; the host takes time to issue them. Whichever is slower decides,
+and where both take about as long they hinder each other. Every function takes numbers or
+arrays. Sources: roofline (Williams et al. 2009); floors of eager execution as in the
+measurements of vTrain (Bang et al. 2024), where they matter more than the peak. `scale_device`
+gives the device with other rates; what was measured of kinds of kernels changes with the
+datasheet's numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.device import Host, Pace
+from headway.cluster.device import HostOverhead, KernelPace
 from headway.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -63,8 +63,8 @@ class DeviceModel:
     update: float = 20e-12
     gather: float = 0.0
     overlap: float = 1.0
-    kinds: Mapping[str, Pace] = field(default_factory=dict)
-    host: Host = field(default_factory=Host)
+    kinds: Mapping[str, KernelPace] = field(default_factory=dict)
+    host: HostOverhead = field(default_factory=HostOverhead)
     source: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,3 +133,39 @@ class DeviceModel:
         else:
             longer = np.maximum(np.maximum(host, device), 1e-30)
         return longer * ((host / longer) ** q + (device / longer) ** q) ** (1.0 / q)
+
+
+# A device that is faster at something, in every number that says how fast it is at that.
+
+
+def scale_device(
+    device: DeviceModel, *, compute: float = 1.0, stream: float = 1.0, launches: float = 1.0
+) -> DeviceModel:
+    """The device with other rates.
+
+    Args:
+        device: As it is.
+        compute: Times the FLOP/s of every number format and kind of kernel.
+        stream: Times the bytes/s of its memory, of every kind of kernel.
+        launches: So many times less does issuing a kernel take, on the host, on the device, and in
+            the libraries that set it up.
+    """
+    return replace(
+        device,
+        peak={name: compute * rate for name, rate in device.peak.items()},
+        memory_rate=stream * device.memory_rate,
+        dispatch=device.dispatch / launches,
+        kernel=device.kernel / launches,
+        kinds={name: _pace(pace, compute, stream, launches) for name, pace in device.kinds.items()},
+    )
+
+
+def _pace(pace: KernelPace, compute: float, stream: float, launches: float) -> KernelPace:
+    factors = {"": compute, "_stream": stream, "_weights": stream, "_call": 1.0 / launches}
+    numbers = {
+        name: getattr(pace, name) * factor
+        for term, factor in factors.items()
+        for name in (f"forward{term}", f"backward{term}")
+        if getattr(pace, name) is not None
+    }
+    return replace(pace, **numbers)

@@ -1,7 +1,7 @@
-"""The price of a plan's exchange: seconds of a step, exposed seconds, bytes on the wire, the limit.
-
-A thin layer: it turns the plan's `Exchange` into a `Scheme` and asks `collective.predict`.
-Invariant: the price equals what `simulator` plays, to rounding.
+"""The price of a plan's exchange: step seconds, exposed seconds, bytes on the wire, the limit.
+A thin layer: it turns the plan's exchange into an `ExchangeScheme` and asks
+`headway.collective.model.exchange_scheme`. The price equals what `headway.simulator.exchange`
+simulates, to rounding.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headway.collective.bound import Consistency, Diagnosis, bound
-from headway.collective.choice import TYPICAL, choose, judge
-from headway.collective.predict import Layer, Predicted, predict
-from headway.collective.service import Network, Speed
+from headway.collective.model.bucket_cost import CompressorSpeed, ExchangeNetwork
+from headway.collective.model.exchange_scheme import (
+    TYPICAL_COMPRESSOR_SPEEDS,
+    ExchangePrediction,
+    GradientLayer,
+    evaluate_scheme,
+    predict_exchange,
+    rank_schemes,
+)
+from headway.collective.model.overlap import Consistency, Diagnosis, step_bound
 from headway.errors import PlanError
-from headway.plan import Exchange, parse_compression
-from headway.plan.scheme import scheme_of
+from headway.plan import ExchangePlan, parse_compression
+from headway.plan.exchange_scheme import scheme_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +37,8 @@ class ExchangePrice:
         diagnosis: What limits the step.
     """
 
-    exchange: Exchange
-    predicted: Predicted
+    exchange: ExchangePlan
+    predicted: ExchangePrediction
     bound: float
     rank_bytes: float
     node_bytes: float
@@ -60,10 +66,10 @@ class ExchangePrice:
 
 
 def price_exchange(
-    exchange: Exchange,
-    layers: Sequence[Layer],
-    network: Network,
-    speeds: Mapping[str, Speed] = TYPICAL,
+    exchange: ExchangePlan,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
 ) -> ExchangePrice:
     """Price the exchange of a plan.
 
@@ -85,23 +91,25 @@ def price_exchange(
     own = with_exceptions(layers, exchange)
     scheme = scheme_of(exchange)
     if exchange.compress == "auto":
-        scheme = choose(own, network, base=scheme, speeds=speeds)[0].scheme
+        scheme = rank_schemes(own, network, base=scheme, speeds=speeds)[0].scheme
         exchange = replace(exchange, compress=scheme.compress)
     try:
-        predicted = predict(scheme, own, network, speeds)
+        predicted = predict_exchange(scheme, own, network, speeds)
     except ValueError as error:
         raise PlanError("this exchange cannot be priced", problems=[str(error)]) from None
     return ExchangePrice(
         exchange=exchange,
         predicted=predicted,
-        bound=bound(predicted.forward, predicted.backward, predicted.communication, _how(exchange)),
+        bound=step_bound(
+            predicted.forward, predicted.backward, predicted.communication, _how(exchange)
+        ),
         rank_bytes=predicted.traffic.busiest_rank(),
         node_bytes=predicted.traffic.busiest_node(network.nodes),
-        diagnosis=judge(scheme, predicted, own, network).diagnosis,
+        diagnosis=evaluate_scheme(scheme, predicted, own, network).diagnosis,
     )
 
 
-def with_exceptions(layers: Sequence[Layer], exchange: Exchange) -> list[Layer]:
+def with_exceptions(layers: Sequence[GradientLayer], exchange: ExchangePlan) -> list[GradientLayer]:
     """The layers with what the plan's `parts` say of them; of groups the largest is priced."""
     found = []
     for layer in layers:
@@ -117,7 +125,7 @@ def with_exceptions(layers: Sequence[Layer], exchange: Exchange) -> list[Layer]:
     return found
 
 
-def _how(exchange: Exchange) -> Consistency:
+def _how(exchange: ExchangePlan) -> Consistency:
     if not exchange.overlap:
         return "none"
     return "crossing" if exchange.priority else "overlap"

@@ -1,11 +1,10 @@
-"""What collectives cost on levels of links, for many groups at once.
-
-Ranks are numbered so that those of a node follow each other. A group is a size and a stride: the
-tensor axis has stride 1, the data axis the tensor degree, and so on. A level is what joins units
-of the level below (ranks in a node, nodes in a cluster); groups that leave a unit side by side
-share its link. Invariant: a collective costs the cheapest of its algorithms, never less than its
-bytes over the slowest link. Sources: Thakur, Rabenseifner and Gropp 2005 (ring, tree); Hockney's
-latency and rate per link, as in `cluster.Link` and `collective.link`, whose ring factor this is.
+"""The time of collectives on a hierarchy of links, for many groups at once.
+Ranks of a node are numbered consecutively. A group is a size and a stride: the tensor axis has
+stride 1, the data axis the tensor degree, and so on. A level joins units of the level below
+(ranks in a node, nodes in a cluster); groups that leave a unit side by side share its link. A
+collective costs the cheapest of its algorithms, never less than its bytes over the slowest
+link. Sources: Thakur, Rabenseifner and Gropp 2005 (ring, tree); Hockney's latency and rate per
+link.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.cluster.cluster import Cluster
-from headway.cluster.level import Level
-from headway.cluster.link import Link
+from headway.cluster.link import Level, Link
 from headway.cost.device import Array, Number
 from headway.errors import PlanError
 
@@ -54,7 +52,7 @@ class _Crossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Network:
+class HierarchicalNetwork:
     """Levels from the innermost to the outermost."""
 
     levels: tuple[LinkLevel, ...]
@@ -152,7 +150,7 @@ class Network:
             inside, inner = members, level.width
 
 
-def network_of(cluster: Cluster) -> Network:
+def network_of(cluster: Cluster) -> HierarchicalNetwork:
     """The levels of a described cluster; of unequal nodes the least and the slowest count.
 
     A link of which nothing is said costs nothing. On a switch a node has one interface for all that
@@ -162,7 +160,7 @@ def network_of(cluster: Cluster) -> Network:
     usual = cluster.processes
     least = min(usual if n.processes is None else n.processes for n in cluster.nodes)
     levels = [link_level(level, least) for level in cluster.link_levels]
-    return Network(tuple({level.width: level for level in levels}.values()))
+    return HierarchicalNetwork(tuple({level.width: level for level in levels}.values()))
 
 
 def link_level(level: Level, processes: int) -> LinkLevel:

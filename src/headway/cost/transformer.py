@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cost.device import Array, DeviceModel, Number
-from headway.cost.network import Network
+from headway.cost.network import HierarchicalNetwork
 
-HALF = 2.0
+HALF_PRECISION_BYTES = 2.0
 """Bytes of a number in fp16 or bf16: weights, activations and gradients."""
 FORWARD_KERNELS, BACKWARD_KERNELS = 20.0, 36.0
 """Of a layer with fused bias, dropout and softmax, as Megatron issues it."""
@@ -75,7 +75,7 @@ class Transformer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class TransformerSplit:
     """How a step is split; each field is a number or an array.
 
     Attributes:
@@ -122,13 +122,13 @@ class Machine:
     """
 
     device: DeviceModel
-    network: Network
+    network: HierarchicalNetwork
     whole_head: float = 1.0
     dtype: str = "fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TransformerStepTime:
     """Seconds of a step and of its parts.
 
     Attributes:
@@ -158,12 +158,12 @@ class Step:
 
 def price_transformer(
     model: Transformer,
-    split: Split,
+    split: TransformerSplit,
     machine: Machine,
     *,
     layer_factor: Number = 1.0,
     head_factor: Number = 1.0,
-) -> Step:
+) -> TransformerStepTime:
     """Price a step.
 
     Args:
@@ -180,7 +180,7 @@ def price_transformer(
     first = np.where(np.asarray(split.pipeline) > 1, embedding, 0.0)
     slowest = stage + np.maximum(head + embedding - first, first)
     whole = model.layers * (forward + backward) + head + embedding
-    state = HALF * split.microbatch * model.sequence * model.hidden
+    state = HALF_PRECISION_BYTES * split.microbatch * model.sequence * model.hidden
     compute, messages = pipeline_seconds(
         slowest,
         whole,
@@ -191,7 +191,7 @@ def price_transformer(
     )
     exchange, update = _exchange(model, split, machine)
     seconds = compute + messages + exchange + update
-    return Step(
+    return TransformerStepTime(
         seconds=np.asarray(seconds),
         forward=np.asarray(forward),
         backward=np.asarray(backward),
@@ -238,7 +238,7 @@ def pipeline_seconds(
 
 
 def layer_seconds(
-    model: Transformer, split: Split, machine: Machine
+    model: Transformer, split: TransformerSplit, machine: Machine
 ) -> tuple[Number, Number, Number]:
     """(forward, backward with recomputation, collectives in both) of one layer and micro-batch."""
     device, t = machine.device, split.tensor
@@ -267,7 +267,9 @@ def layer_seconds(
     return device.join(host_one, one + summed), backward, (2.0 + again) * summed
 
 
-def _products(model: Transformer, split: Split, machine: Machine) -> tuple[Number, Number]:
+def _products(
+    model: Transformer, split: TransformerSplit, machine: Machine
+) -> tuple[Number, Number]:
     """Matrix products of a layer, forward and backward: four weights, each with two gradients."""
     tokens, h, t = split.microbatch * model.sequence, model.hidden, split.tensor
     shapes = (
@@ -285,7 +287,9 @@ def _products(model: Transformer, split: Split, machine: Machine) -> tuple[Numbe
     return forward, backward
 
 
-def _attention(model: Transformer, split: Split, machine: Machine) -> tuple[Number, Number]:
+def _attention(
+    model: Transformer, split: TransformerSplit, machine: Machine
+) -> tuple[Number, Number]:
     """Scores, softmax with its dropout, and the weighted sum; forward and backward.
 
     The scores (b a/t s^2 numbers of 2 bytes) go through memory: products write and read them (4
@@ -303,13 +307,13 @@ def _attention(model: Transformer, split: Split, machine: Machine) -> tuple[Numb
     return forward + (9.0 + more) * streamed, backward + (11.0 + more) * streamed
 
 
-def _over_tensor(model: Transformer, split: Split, machine: Machine) -> Number:
+def _over_tensor(model: Transformer, split: TransformerSplit, machine: Machine) -> Number:
     """One sum of a micro-batch's activations over the tensor axis."""
-    size = HALF * split.microbatch * model.sequence * model.hidden
+    size = HALF_PRECISION_BYTES * split.microbatch * model.sequence * model.hidden
     return machine.network.all_reduce(size, split.tensor)
 
 
-def _ends(model: Transformer, split: Split, machine: Machine) -> tuple[Number, Number]:
+def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tuple[Number, Number]:
     """Logits with their loss, and embedding, of one micro-batch, forward and backward.
 
     Three products; the logits in 16 and 32 bits pass through memory about eight times (30 bytes);
@@ -333,7 +337,9 @@ def _ends(model: Transformer, split: Split, machine: Machine) -> tuple[Number, N
     )
 
 
-def _exchange(model: Transformer, split: Split, machine: Machine) -> tuple[Number, Number]:
+def _exchange(
+    model: Transformer, split: TransformerSplit, machine: Machine
+) -> tuple[Number, Number]:
     """Over the data axis, and the optimiser's update, both on the fullest stage.
 
     ZeRO 0 sums all gradients once; 1 and 2 scatter them and gather the new weights (2 scatters in
@@ -345,9 +351,9 @@ def _exchange(model: Transformer, split: Split, machine: Machine) -> tuple[Numbe
     network, m, zero = machine.network, split.microbatches, np.asarray(split.zero)
     head = model.vocabulary * model.hidden / t
     held = np.ceil(model.layers / p) * model.layer_parameters / t + head
-    summed = network.all_reduce(HALF * held, d, t)
-    gathered = network.all_gather(HALF * held, d, t)
-    scattered = network.reduce_scatter(HALF * held, d, t)
+    summed = network.all_reduce(HALF_PRECISION_BYTES * held, d, t)
+    gathered = network.all_gather(HALF_PRECISION_BYTES * held, d, t)
+    scattered = network.reduce_scatter(HALF_PRECISION_BYTES * held, d, t)
     exchange = np.select(
         [zero == 0, zero == 1, zero == 2],
         [summed, scattered + gathered, m * scattered + gathered],
@@ -355,6 +361,8 @@ def _exchange(model: Transformer, split: Split, machine: Machine) -> tuple[Numbe
     )
     sharded = (zero > 0) & (np.asarray(d) > 1)
     copied = machine.device.seconds_of_elementwise(np.where(sharded, COPIED * held, 0.0))
-    tied = network.all_reduce(HALF * head, np.where(np.asarray(p) > 1, 2.0, 1.0), t * d * p / 2.0)
+    tied = network.all_reduce(
+        HALF_PRECISION_BYTES * head, np.where(np.asarray(p) > 1, 2.0, 1.0), t * d * p / 2.0
+    )
     update = machine.device.update * held / np.where(zero > 0, d, 1.0)
     return exchange + copied + tied, update

@@ -1,7 +1,7 @@
 """Samples, their order and the batches made of them.
 
-`Order` and `Cursor` are arithmetic: using them does not import torch; the other names are loaded
-when they are first used.
+`SampleOrder` and `Cursor` are arithmetic: using them does not import torch; the other names are
+loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -9,33 +9,60 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from headway.data.cache.cached_source import CachedSource, CacheWarning, cached
+    from headway.data.cache.statistics import CacheStatistics
+    from headway.data.loader import Loader, MicroBatch, RankBatch
+    from headway.data.order import Cursor, SampleOrder, take
+    from headway.data.slabs.slab_source import (
+        Hdf5Slabs,
+        NpySlabs,
+        SampleParts,
+        SlabCut,
+        SlabReader,
+        SlabSource,
+        ZarrSlabs,
+        slabs_in,
+    )
+    from headway.data.slabs.slab_store import SlabStore
+    from headway.data.source import (
+        ArraySource,
+        DatasetSource,
+        MemmapSource,
+        SeededSource,
+        Source,
+        TensorSource,
+        as_source,
+    )
+
+
 _HOMES = {
     "ArraySource": "headway.data.source",
-    "CacheStatistics": "headway.data.cache_counters",
-    "CacheWarning": "headway.data.cache",
-    "CachedSource": "headway.data.cache",
-    "Cursor": "headway.data.cursor",
+    "CacheStatistics": "headway.data.cache.statistics",
+    "CacheWarning": "headway.data.cache.cached_source",
+    "CachedSource": "headway.data.cache.cached_source",
+    "Cursor": "headway.data.order",
     "DatasetSource": "headway.data.source",
-    "Hdf5Slabs": "headway.data.slab_readers",
+    "Hdf5Slabs": "headway.data.slabs.slab_source",
     "Loader": "headway.data.loader",
     "MemmapSource": "headway.data.source",
     "MicroBatch": "headway.data.loader",
-    "NpySlabs": "headway.data.slab_readers",
-    "Order": "headway.data.order",
-    "Parts": "headway.data.slabs",
+    "NpySlabs": "headway.data.slabs.slab_source",
+    "SampleOrder": "headway.data.order",
+    "SampleParts": "headway.data.slabs.slab_source",
     "RankBatch": "headway.data.loader",
     "SeededSource": "headway.data.source",
-    "SlabCut": "headway.data.slabs",
-    "SlabReader": "headway.data.slab_readers",
-    "SlabSource": "headway.data.slabs",
-    "SlabStore": "headway.data.slab_store",
+    "SlabCut": "headway.data.slabs.slab_source",
+    "SlabReader": "headway.data.slabs.slab_source",
+    "SlabSource": "headway.data.slabs.slab_source",
+    "SlabStore": "headway.data.slabs.slab_store",
     "Source": "headway.data.source",
     "TensorSource": "headway.data.source",
-    "ZarrSlabs": "headway.data.slab_readers",
+    "ZarrSlabs": "headway.data.slabs.slab_source",
     "as_source": "headway.data.source",
-    "cached": "headway.data.cache",
-    "slabs_in": "headway.data.slab_readers",
-    "take": "headway.data.cursor",
+    "cached": "headway.data.cache.cached_source",
+    "slabs_in": "headway.data.slabs.slab_source",
+    "take": "headway.data.order",
 }
 
 __all__ = [
@@ -50,9 +77,9 @@ __all__ = [
     "MemmapSource",
     "MicroBatch",
     "NpySlabs",
-    "Order",
-    "Parts",
     "RankBatch",
+    "SampleOrder",
+    "SampleParts",
     "SeededSource",
     "SlabCut",
     "SlabReader",
@@ -66,31 +93,6 @@ __all__ = [
     "slabs_in",
     "take",
 ]
-
-if TYPE_CHECKING:
-    from headway.data.cache import CachedSource, CacheWarning, cached
-    from headway.data.cache_counters import CacheStatistics
-    from headway.data.cursor import Cursor, take
-    from headway.data.loader import Loader, MicroBatch, RankBatch
-    from headway.data.order import Order
-    from headway.data.slab_readers import (
-        Hdf5Slabs,
-        NpySlabs,
-        SlabReader,
-        ZarrSlabs,
-        slabs_in,
-    )
-    from headway.data.slab_store import SlabStore
-    from headway.data.slabs import Parts, SlabCut, SlabSource
-    from headway.data.source import (
-        ArraySource,
-        DatasetSource,
-        MemmapSource,
-        SeededSource,
-        Source,
-        TensorSource,
-        as_source,
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -1,20 +1,27 @@
-"""The order in which an epoch visits its samples.
+"""The order in which an epoch visits its samples, and where a run stands in it.
 
-A permutation of 0..length-1 that depends on (seed, epoch) alone, never on ranks, workers or batch
-sizes. It is computed, not stored: a Feistel network on a grid just larger than the length, with
-cycle walking for the few places that fall outside (Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002, section 4). Any part of an epoch can be asked for in constant memory, so a
-run that resumes in the middle of an epoch skips nothing and replays nothing.
+The order is a permutation of 0..length-1 that depends on (seed, epoch) alone, never on ranks,
+workers or batch sizes. It is computed, not stored: a Feistel network on a grid just larger than the
+length, with cycle walking for the few places outside (Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains", section 4). Any part of an epoch can be asked for in constant memory, so
+a run that resumes in the middle of an epoch skips nothing and replays nothing.
+
+A batch is a range of places of one epoch. No batch crosses the end of an epoch: the last one is
+ragged, or left out with `drop_last`. Arithmetic without torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.errors import DataError
 
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -27,7 +34,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order of the samples of every epoch.
 
     Attributes:
@@ -108,3 +115,76 @@ def _mix(words: Words) -> Words:
     words = (words ^ (words >> _S27)) * _SECOND
     mixed: Words = words ^ (words >> _S31)
     return mixed
+
+
+# Where a run stands in its data: independent of ranks, workers and micro-batches.
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The place of the next sample that no optimiser step has used.
+
+    Attributes:
+        seed: Decides the order of every epoch.
+        epoch: Counted from 0.
+        position: Samples of the epoch already used.
+    """
+
+    seed: int
+    epoch: int = 0
+    position: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain data, for a checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(facts: Mapping[str, Any]) -> Cursor:
+        """The cursor that `to_dict` described.
+
+        Raises:
+            DataError: A key is missing or unknown, or a value is not a count.
+        """
+        names = ("seed", "epoch", "position")
+        if (
+            set(facts) != set(names)
+            or not all(type(facts[name]) is int for name in names)
+            or min(facts["epoch"], facts["position"]) < 0
+        ):
+            raise DataError(
+                "not a cursor",
+                why=f"It needs the whole numbers {', '.join(names)} and is {dict(facts)}.",
+            )
+        return Cursor(**{name: facts[name] for name in names})
+
+
+def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tuple[int, Cursor]:
+    """The batch that begins at a cursor.
+
+    Args:
+        cursor: Where it begins.
+        length: Samples of an epoch.
+        batch: Samples of a full global batch.
+        drop_last: Whether the ragged last batch of an epoch is left out.
+
+    Returns:
+        How many samples it has, so that it is places [position, position + count) of the epoch, and
+        the cursor after it. The count is 0 only for a rest that is left out (when a run resumes
+        with a larger batch than before); the cursor after it begins the next epoch.
+
+    Raises:
+        DataError: The cursor lies outside an epoch, so it belongs to other data.
+    """
+    rest = length - cursor.position
+    if rest <= 0:
+        raise DataError(
+            "the run stands outside its data",
+            where=f"epoch {cursor.epoch}, position {cursor.position}",
+            why=f"An epoch of this data has {length} samples.",
+            fix="Give the data that the run was started with, or start a new run.",
+        )
+    count = batch if rest >= batch else 0 if drop_last else rest
+    left = rest - count
+    if count == 0 or left == 0 or (drop_last and left < batch):
+        return count, Cursor(cursor.seed, cursor.epoch + 1, 0)
+    return count, Cursor(cursor.seed, cursor.epoch, cursor.position + count)

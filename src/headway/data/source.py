@@ -1,20 +1,428 @@
-"""Where samples come from.
+"""Sources of samples: torch data sets, tensors, memory-mapped token files and .npy arrays.
 
 A source gives random access to samples and knows nothing about ranks, order or batches. `read` is a
-function of its indices alone; what draws random numbers takes its seeds from the loader
-(`SeededSource`), so that no number of ranks or workers changes a sample.
+function of its indices alone. What draws random numbers (augmentation) takes a seed per sample from
+the loader (`SeededSource`), so that no number of ranks or workers changes a sample; this covers
+the global generators of torch (CPU), numpy and random, not those that a data set makes for itself
+or those of an accelerator.
+
+A file that shrinks while it is mapped kills the process with SIGBUS at the next touch. So its size
+is asked for before every read (about 2 us) and a `DataError` names the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import IterableDataset, TensorDataset
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from headway.data.examples import DatasetSource, TensorSource
-from headway.data.mapped import ArraySource, MemmapSource
-from headway.errors import DataError
+from headway.errors import DataError, HeadwayError
+
+
+class GlobalGenerators:
+    """The state of the three generators at one moment: were they used since, and put it back.
+
+    Taking and comparing it costs about 0.2 ms each, most of it numpy's.
+    """
+
+    def __init__(self) -> None:
+        self._state = _now()
+        self._moved = True
+
+    def used(self) -> bool:
+        """Whether any of the generators has moved."""
+        self._moved = not _same(self._state, _now())
+        return self._moved
+
+    def seed(self, seed: int) -> None:
+        """Start the generators from 64 bits.
+
+        Not with `torch.manual_seed`: that also seeds every accelerator, or queues doing so, on each
+        call.
+        """
+        self._moved = True
+        torch.default_generator.manual_seed(seed)
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        random.seed(seed)
+
+    def restore(self) -> None:
+        """Put the generators back, unless `used` has just said that they did not move."""
+        if self._moved:
+            torch.set_rng_state(self._state["torch"])
+            np.random.set_state(self._state["numpy"])
+            random.setstate(self._state["python"])
+
+
+def _now() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality of nested states; tuples compare whole, which is fast for Python's 625 words."""
+    if isinstance(one, dict):
+        return all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)
+
+
+# Samples from torch data sets.
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+class DatasetSource:
+    """Any map-style torch data set.
+
+    Seeding around every sample would cost a quick data set more than its samples do, and a data
+    set's `__getitems__` reads a whole micro-batch at once. So a micro-batch is first read as torch
+    reads it, with `__getitems__` if there is one. If that used a random generator, the result is
+    thrown away and the samples are read one by one with `__getitem__`, each with its own seeds;
+    from then on this source does so at once.
+
+    Args:
+        dataset: Has `__len__` and `__getitem__`.
+        collate: Makes one batch of a list of samples; torch's `default_collate` if not given. It
+            must treat every sample alike: what it draws at random depends on the micro-batch.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Collate | None = None) -> None:
+        self.dataset: Any = dataset
+        self.collate = collate or default_collate
+        self._draws = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """The samples as one batch; what they draw comes from the global generators as they are.
+
+        Raises:
+            DataError: A sample cannot be read, or the samples do not fit into one batch.
+        """
+        try:
+            samples = self._fetch(indices)
+        except Exception as error:
+            for index in indices:
+                self._sample(index)
+            raise self._failure(
+                f"samples {_format_indices(indices)} cannot be read", error
+            ) from error
+        return self._joined(indices, samples)
+
+    def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
+        """As `read`, with one 64-bit seed per sample; the global generators stay as they were.
+
+        Raises:
+            DataError: A sample cannot be read, or the samples do not fit into one batch.
+        """
+        generators = GlobalGenerators()
+        failure: Exception | None = None
+        try:
+            if not self._draws:
+                try:
+                    batch = self.collate(self._fetch(indices))
+                except Exception as error:
+                    failure = error
+                self._draws = generators.used()
+                if not self._draws and failure is None:
+                    return batch
+            batch = self._one_by_one(indices, seeds, generators)
+        finally:
+            generators.restore()
+        if failure is not None and not self._draws:
+            what = f"samples {_format_indices(indices)} cannot be read together"
+            raise self._failure(what, failure) from failure
+        return batch
+
+    def _fetch(self, indices: Sequence[int]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is None:
+            return [self.dataset[index] for index in indices]
+        samples: list[Any] = together(list(indices))
+        if len(samples) != len(indices):
+            raise ValueError(f"__getitems__ gave {len(samples)} of {len(indices)} samples")
+        return samples
+
+    def _one_by_one(
+        self, indices: Sequence[int], seeds: Sequence[int], generators: GlobalGenerators
+    ) -> Any:
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            generators.seed(seed)
+            samples.append(self._sample(index))
+        generators.seed(seeds[0])
+        return self._joined(indices, samples)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise self._failure(f"sample {index} cannot be read", error) from error
+
+    def _joined(self, indices: Sequence[int], samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            what = f"samples {_format_indices(indices)} do not fit into one batch"
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> HeadwayError:
+        """The cause in the words of the data set; an error of headway's own passes as it is."""
+        if isinstance(error, HeadwayError):
+            return error
+        kind = type(self.dataset).__name__
+        return DataError(what, where=kind, why=f"{type(error).__name__}: {error}")
+
+
+class TensorSource:
+    """The rows of tensors of equal length; reads a batch at once.
+
+    Gives a list with one tensor each, as torch's loader does for a `TensorDataset`.
+
+    Raises:
+        DataError: There is no tensor, or their lengths differ.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) != 1:
+            raise DataError(
+                "tensors of unequal length" if lengths else "no tensors",
+                why=f"Their lengths are {sorted(lengths)}." if lengths else "",
+                fix="Give tensors whose dimension 0 counts the same samples.",
+            )
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def read(self, indices: Sequence[int]) -> list[Tensor]:
+        """One tensor [len(indices), ...] for each of `tensors`."""
+        rows = torch.tensor(indices)
+        # Not `tensor[rows]`: that wakes torch's threads for 32 rows, 5 ms on busy cores.
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
+
+
+def _format_indices(indices: Sequence[int]) -> str:
+    """At most five of them: "3, 1, 4, 1, 5, ... (32)"."""
+    shown = ", ".join(str(index) for index in indices[:5])
+    return shown if len(indices) <= 5 else f"{shown}, ... ({len(indices)})"
+
+
+# Samples from memory-mapped files: windows of a token file, rows of .npy files.
+
+
+Array = NDArray[Any]
+
+
+class MemmapSource:
+    """Windows of a flat file of tokens: sample i is the window + 1 tokens from i * window on.
+
+    Args:
+        path: A raw file of numbers, without a header.
+        window: Tokens of a sample; the target is the input moved on by one token.
+        dtype: Type of the numbers in the file, a whole-number type, for example "uint16".
+        offset: Bytes before the first token.
+
+    Raises:
+        DataError: The file is missing, holds part of a number, or less than one sample.
+    """
+
+    def __init__(
+        self, path: str | Path, *, window: int, dtype: DTypeLike = "uint8", offset: int = 0
+    ) -> None:
+        self.path, self.window, self.offset = Path(path), window, offset
+        self.dtype = np.dtype(dtype)
+        if self.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens of type {self.dtype}",
+                where=str(path),
+                why="Tokens are whole numbers.",
+                fix='Give the type that the file was written with, for example dtype="uint16".',
+            )
+        if window < 1:
+            raise DataError(f"a window of {window} tokens", where=str(path), fix="Give 1 or more.")
+        self._tokens = self._count()
+        self._windows: Array | None = None
+
+    def __len__(self) -> int:
+        return (self._tokens - 1) // self.window
+
+    def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Input and target, each int64 [len(indices), window].
+
+        Raises:
+            DataError: The file has vanished or was cut short.
+        """
+        _size(self.path, self.offset + self._tokens * self.dtype.itemsize)
+        rows = self._mapped()[np.asarray(indices, dtype=np.int64)]
+        return (
+            torch.from_numpy(rows[:, :-1].astype(np.int64)),
+            torch.from_numpy(rows[:, 1:].astype(np.int64)),
+        )
+
+    def _count(self) -> int:
+        """Tokens of the file."""
+        held = max(_size(self.path) - self.offset, 0)
+        tokens, rest = divmod(held, self.dtype.itemsize)
+        if rest:
+            raise DataError(
+                f"not a whole number of {self.dtype} tokens",
+                where=str(self.path),
+                why=f"{held} bytes are {tokens} tokens of {self.dtype.itemsize} bytes and {rest}.",
+                fix="Give the dtype that the file was written with; or the file was cut short.",
+            )
+        if tokens <= self.window:
+            raise DataError(
+                "less than one sample",
+                where=str(self.path),
+                why=f"It holds {tokens} tokens; a sample needs {self.window + 1}.",
+                fix="Give a shorter window, or a longer file.",
+            )
+        return tokens
+
+    def _mapped(self) -> Array:
+        """The overlapping windows of the file [len(self), window + 1], mapped at the first read."""
+        if self._windows is None:
+            try:
+                tokens = np.memmap(
+                    self.path, self.dtype, mode="r", offset=self.offset, shape=(self._tokens,)
+                )
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            windows = sliding_window_view(tokens.view(np.ndarray), self.window + 1)
+            self._windows = windows[:: self.window]
+        return self._windows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the map: numpy would put the contents of the file into the pickle."""
+        return self.__dict__ | {"_windows": None}
+
+
+class ArraySource:
+    """The rows of .npy files; several files are aligned: row i of each belongs to sample i.
+
+    Args:
+        paths: Files written by `numpy.save`. One file gives a tensor, several a tuple of tensors,
+            of the types in the files.
+
+    Raises:
+        DataError: A file is missing, is no .npy file of numbers, or the lengths differ.
+    """
+
+    def __init__(self, *paths: str | Path) -> None:
+        self.paths = tuple(Path(path) for path in paths)
+        self._arrays: tuple[Array, ...] | None = tuple(open_npy(path) for path in self.paths)
+        self._sizes = tuple(_size(path) for path in self.paths)
+        lengths = [len(array) for array in self._arrays]
+        if len(set(lengths)) != 1:
+            each = ", ".join(f"{p}: {n}" for p, n in zip(self.paths, lengths, strict=True))
+            raise DataError(
+                "files of unequal length" if lengths else "no files",
+                why=f"Rows of {each}." if lengths else "",
+                fix="Give files whose rows belong together.",
+            )
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Sequence[int]) -> Tensor | tuple[Tensor, ...]:
+        """One tensor [len(indices), ...] for each file.
+
+        Raises:
+            DataError: A file has vanished or was cut short.
+        """
+        for path, size in zip(self.paths, self._sizes, strict=True):
+            _size(path, size)
+        if self._arrays is None:
+            self._arrays = tuple(open_npy(path) for path in self.paths)
+        rows = np.asarray(indices, dtype=np.int64)
+        tensors = tuple(torch.from_numpy(native_byte_order(array[rows])) for array in self._arrays)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps: numpy would put the contents of the files into the pickle."""
+        return self.__dict__ | {"_arrays": None}
+
+
+def open_npy(path: Path) -> Array:
+    """The mapped array of a .npy file.
+
+    Raises:
+        DataError: It is missing, or holds no array of numbers.
+    """
+    _size(path)
+    try:
+        array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, EOFError) as error:
+        raise DataError(
+            "not a sound .npy file",
+            where=str(path),
+            why=str(error),
+            fix="Write it with numpy.save; or it was cut short.",
+        ) from error
+    if array.ndim == 0 or array.dtype.kind not in "biufc":
+        raise DataError(
+            f"rows of type {array.dtype}" if array.ndim else "a single number, not rows",
+            where=str(path),
+            fix="Give an array of numbers whose dimension 0 counts the samples.",
+        )
+    return array
+
+
+def native_byte_order(array: Array) -> Array:
+    """In the byte order of this machine: torch knows no other."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _size(path: Path, needed: int = 0) -> int:
+    """Bytes of a file that must exist and have at least `needed` of them."""
+    try:
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if size < needed:
+        raise DataError(
+            "data file was cut short",
+            where=str(path),
+            why=f"It had {needed} bytes when the run began and has {size} now.",
+            fix="Restore the file and start again from the last checkpoint.",
+        )
+    return size
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error of a file that the system does not open."""
+    return DataError(
+        "data file cannot be read",
+        where=str(path),
+        why=f"{error.strerror or error}.",
+        fix="Put it back, or correct the path.",
+    )
+
+
+# Where samples come from.
+
 
 __all__ = [
     "ArraySource",

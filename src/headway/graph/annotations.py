@@ -1,8 +1,9 @@
-"""What users say about parts of their model: replicate it, split it, make a stage of it.
+"""Strategy annotations as data: replicate, split or stage a module of the model.
 
-Annotations are data: each forces a choice on all modules below one path. Invariant: every module
-has exactly one strategy; annotations inside of others are refused. Source: Jia et al. 2022 (Whale),
-its primitives `replicate` and `split`; `stage` and `set_default_strategy` as in EPL.
+Each annotation forces a choice of the search for all modules below one path. Every module has at
+most one strategy; nested annotations are refused. Jia et al. 2022 (Whale): `replicate` and `split`;
+`stage` and the default strategy as in EPL. The context managers that users write in their model
+are in `headway.capture.annotations`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Strategy = Literal["replicate", "split", "stage"]
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class ForcedStrategy:
     """A choice that the search must take.
 
     Attributes:
@@ -40,27 +41,27 @@ class Forced:
         return self.module in ("", module) or module.startswith(f"{self.module}.")
 
 
-def replicate(module: str, devices: int) -> Forced:
+def replicate_module(module: str, devices: int) -> ForcedStrategy:
     """Each of so many devices holds the module and computes a share of the samples."""
-    return Forced(module, "replicate", devices)
+    return ForcedStrategy(module, "replicate", devices)
 
 
-def split(module: str, devices: int) -> Forced:
+def split_module(module: str, devices: int) -> ForcedStrategy:
     """So many devices each hold a share of the module."""
-    return Forced(module, "split", devices)
+    return ForcedStrategy(module, "split", devices)
 
 
-def stage(module: str, devices: int = 1) -> Forced:
+def stage_module(module: str, devices: int = 1) -> ForcedStrategy:
     """The module begins a stage of a pipeline."""
-    return Forced(module, "stage", devices)
+    return ForcedStrategy(module, "stage", devices)
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class ForcedChoices:
     """Annotations as the search takes them.
 
     Attributes:
-        force: (module, what), as in `Question.force`.
+        force: (module, what), as in `PlanRequest.force`.
         tensor: Degrees of the tensor axis; None: any.
     """
 
@@ -77,10 +78,10 @@ class Annotations:
         default: Of all modules without an annotation; None: the search decides.
     """
 
-    forced: tuple[Forced, ...] = ()
-    default: Forced | None = None
+    forced: tuple[ForcedStrategy, ...] = ()
+    default: ForcedStrategy | None = None
 
-    def choices(self, modules: Iterable[str]) -> Mapping[str, Forced]:
+    def choices(self, modules: Iterable[str]) -> Mapping[str, ForcedStrategy]:
         """The forced choice of each module that has one.
 
         Args:
@@ -99,14 +100,14 @@ class Annotations:
                 problems=problems,
                 fix="annotate each part of the model once, by the path of a module",
             )
-        found: dict[str, Forced] = {}
+        found: dict[str, ForcedStrategy] = {}
         for path in paths:
             one = next((f for f in self.forced if f.covers(path)), self.default)
             if one is not None:
                 found[path] = one
         return found
 
-    def forced_choices(self) -> Choices:
+    def forced_choices(self) -> ForcedChoices:
         """What the search must take: what is split, and what is replicated beside it, share the
         devices of the tensor axis; what is only replicated is data parallelism.
 
@@ -126,9 +127,9 @@ class Annotations:
             )
         force = tuple((one.module or "*", one.strategy) for one in said)
         if not force:
-            return Choices()
+            return ForcedChoices()
         alone = any(one.strategy != "stage" for one in said)
-        return Choices(force, tuple(degrees) or ((1,) if alone else None))
+        return ForcedChoices(force, tuple(degrees) or ((1,) if alone else None))
 
     def exchanged(self, num_bytes: Mapping[str, float], *, replicas: int = 1) -> float:
         """Bytes of gradients that one device adds up with others.
@@ -148,12 +149,12 @@ class Annotations:
         return tuple(one.devices for one in self.forced)
 
 
-def set_default_strategy(annotations: Annotations, default: Forced) -> Annotations:
+def with_default_strategy(annotations: Annotations, default: ForcedStrategy) -> Annotations:
     """Annotations with a strategy for everything that has none."""
     return replace(annotations, default=replace(default, module=""))
 
 
-def _nested(forced: Sequence[Forced]) -> list[str]:
+def _nested(forced: Sequence[ForcedStrategy]) -> list[str]:
     return [
         f"{inner} stands inside of {outer}"
         for place, outer in enumerate(forced)
@@ -164,7 +165,7 @@ def _nested(forced: Sequence[Forced]) -> list[str]:
     ]
 
 
-def _unknown(forced: Sequence[Forced], paths: Sequence[str]) -> list[str]:
+def _unknown(forced: Sequence[ForcedStrategy], paths: Sequence[str]) -> list[str]:
     return [
         f"{one}: no module {one.module!r}{nearest(one.module, list(paths))}"
         for one in forced

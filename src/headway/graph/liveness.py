@@ -1,24 +1,132 @@
 """Which memory a training step holds at every moment, storage by storage, and its peak.
 
-Forward in order, backward in reverse as autograd's engine goes, the optimiser behind it. Invariant:
-a storage is there from the operator that makes it to the last one that needs it, for the same
-reasons as in torch: a result until its last reader, what is saved until its operator's backward, a
-gradient until it is used or has become a parameter's. Gradients that meet are added out of place.
+Forward in order, backward in the reverse order of autograd's engine, the optimizer at the end. A
+storage lives for the same reasons as in torch: a result until its last reader, a saved tensor
+until its operator's backward, a gradient until it is used or has become a parameter's. Gradients
+that meet are accumulated out of place. `MemoryLedger` counts the live bytes by category.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
-from headway.graph.ledger import Ledger, Peak
-from headway.graph.model import ModelGraph
-from headway.graph.operator import Operator
+from headway.graph.model_graph import ModelGraph, Operator
+
+Category = Literal[
+    "parameters", "buffers", "batch", "gradients", "optimiser", "activations", "temporaries"
+]
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryMoment:
+    """Attributes:
+    at: What runs: "backward of linear_3".
+    bytes: By category.
+    place: The number of the operator; -1: none.
+    """
+
+    at: str
+    bytes: Mapping[Category, int]
+    place: int = -1
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Attributes:
+    moment: The fullest one.
+    curve: All of them, in order.
+    """
+
+    moment: MemoryMoment
+    curve: tuple[MemoryMoment, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.moment.total
+
+
+@dataclass
+class MemoryLedger:
+    """The storages.
+
+    Attributes:
+        place: The operator that runs, for the moments that are noted.
+    """
+
+    place: int = -1
+    _sizes: dict[str, tuple[int, Category]] = field(default_factory=dict)
+    _holders: dict[str, int] = field(default_factory=dict)
+    _now: dict[Category, int] = field(default_factory=dict)
+    _curve: list[MemoryMoment] = field(default_factory=list)
+
+    def add(self, key: str, size: int, category: Category) -> None:
+        """A storage with one holder."""
+        self._sizes[key] = size, category
+        self._holders[key] = 1
+        self._now[category] = self._now.get(category, 0) + size
+
+    def hold(self, key: str) -> None:
+        """One holder more, of a storage that is counted."""
+        if key in self._holders:
+            self._holders[key] += 1
+
+    def drop(self, key: str) -> None:
+        """One holder less."""
+        if key not in self._holders:
+            return
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            size, category = self._sizes.pop(key)
+            del self._holders[key]
+            self._now[category] -= size
+
+    def waits(self, key: str) -> None:
+        """A gradient of a parameter for which another one will come."""
+        size, category = self._sizes[key]
+        self._sizes[key] = size, "gradients"
+        self._now[category] -= size
+        self._now["gradients"] = self._now.get("gradients", 0) + size
+
+    def becomes_gradient(self, key: str, parameter: str, size: int) -> None:
+        """A gradient arrives at its parameter: it is taken over, copied or added."""
+        target = f"gradient of {parameter}"
+        if target in self._holders:
+            self.note(f"gradient of {parameter} is added")
+        elif self._holders[key] == 1 and self._sizes[key][0] == size:
+            self.drop(key)
+            self.add(target, size, "gradients")
+            return
+        else:
+            self.add(target, size, "gradients")
+            self.note(f"gradient of {parameter} is copied")
+        self.drop(key)
+
+    def note(self, at: str, more: int = 0) -> None:
+        """A moment at which `more` temporary bytes are there, too."""
+        bytes_ = {category: size for category, size in self._now.items() if size}
+        if more:
+            bytes_["temporaries"] = bytes_.get("temporaries", 0) + more
+        self._curve.append(MemoryMoment(at, bytes_, self.place))
+
+    def peak(self) -> MemoryPeak:
+        empty = MemoryMoment("", {})
+        return MemoryPeak(
+            max(self._curve, key=lambda m: m.total, default=empty), tuple(self._curve)
+        )
+
+
+# Which memory a training step holds at every moment, storage by storage, and its peak.
+
+
+@dataclass(frozen=True)
+class GraphSlice:
     """Some neighbouring operators of a graph, and what storages they work with.
 
     Attributes:
@@ -137,7 +245,7 @@ class Part:
 
 
 @dataclass
-class Pass:
+class MicrobatchPass:
     """One micro-batch on its way through a part.
 
     Args:
@@ -148,8 +256,8 @@ class Pass:
         results: The caller keeps what leaves until the end of backward.
     """
 
-    part: Part
-    ledger: Ledger
+    part: GraphSlice
+    ledger: MemoryLedger
     name: str
     regions: Sequence[tuple[int, int]] = ()
     results: bool = True
@@ -186,7 +294,9 @@ class Pass:
             self._results_go()
 
     def _enters(self, region: tuple[int, int]) -> tuple[str, ...]:
-        inside = Part(self.part.graph, self.part.start + region[0], self.part.start + region[1])
+        inside = GraphSlice(
+            self.part.graph, self.part.start + region[0], self.part.start + region[1]
+        )
         return inside.entries
 
     def _operator(self, place: int, *, keeps: bool) -> None:
@@ -309,14 +419,14 @@ class Pass:
             ledger.becomes_gradient(key, tensor, self.part.graph.tensors[tensor].bytes)
 
 
-def play(
+def simulate_liveness(
     graph: ModelGraph,
     *,
     units: tuple[int, int] | None = None,
     actions: Sequence[tuple[str, int]] = (("F", 0), ("B", 0)),
     regions: Sequence[tuple[int, int]] = (),
     gradients: bool = False,
-) -> Peak:
+) -> MemoryPeak:
     """Forward and backward of some micro-batches through some operators.
 
     Args:
@@ -331,18 +441,18 @@ def play(
         Bytes beside parameters, buffers, the batch and the optimiser's state.
     """
     start, stop = units or (0, len(graph.operators))
-    part = Part(graph, start, stop)
+    part = GraphSlice(graph, start, stop)
     inside = [(max(a, start) - start, min(b, stop) - start) for a, b in regions]
     inside = [(a, b) for a, b in inside if a < b]
-    ledger = Ledger()
+    ledger = MemoryLedger()
     if gradients:
         for tensor in part.parameter_uses:
             ledger.add(f"gradient of {tensor}", graph.tensors[tensor].bytes, "gradients")
-    under_way: dict[int, Pass] = {}
+    under_way: dict[int, MicrobatchPass] = {}
     for kind, number in actions:
         if kind == "F":
             name = f"micro-batch {number}"
-            under_way[number] = Pass(part, ledger, name, inside, results=units is None)
+            under_way[number] = MicrobatchPass(part, ledger, name, inside, results=units is None)
             under_way[number].forward()
         else:
             under_way.pop(number).backward()

@@ -1,8 +1,9 @@
-"""Ranges along one dimension: who owns what, what a window wants, what crosses between ranks.
+"""Index ranges along one dimension: ownership, sliding windows, halos, redistribution.
 
-A range is half-open, in elements of the whole tensor. What a window wants may reach beyond the
-tensor: that part is padding. Hybrid parallelism of 3-D CNNs (Oyama et al., 2020), generalised to
-any kernel, stride, padding and dilation, and to ranges wider than a neighbour's share.
+A range is half-open, in elements of the whole tensor. The range that a window needs may reach
+beyond the tensor; that part is padding. Oyama et al. 2020, "The Case for Strong Scaling in Deep
+Learning", generalised to any kernel, stride, padding and dilation, and to halos wider than a
+neighbour's share.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ Range: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[Range, ...]
 """A range for each dimension."""
 
-Way: TypeAlias = tuple[int, int, Box]
+BoxTransfer: TypeAlias = tuple[int, int, Box]
 """Who sends, who receives, and what."""
 
 
-def balanced(extent: int, parts: int) -> tuple[Range, ...]:
+def balanced_ranges(extent: int, parts: int) -> tuple[Range, ...]:
     """Equal shares in order; with n = b p + e the first e of them own b + 1."""
     base, extra = divmod(extent, parts)
     starts = [part * base + min(part, extra) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
 
 
-def overlap(one: Range, other: Range) -> Range:
+def range_intersection(one: Range, other: Range) -> Range:
     """What both hold; an empty range where they have nothing in common."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))
 
 
-def length(held: Range) -> int:
+def range_length(held: Range) -> int:
     """The number of elements."""
     return held[1] - held[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SlidingWindow:
     """A sliding window along one dimension: of a convolution or of a pooling.
 
     Attributes:
@@ -71,7 +72,7 @@ class Window:
 
     def wanted(self, outputs: Range) -> Range:
         """The inputs of a range of outputs, padding included; of no outputs none."""
-        if length(outputs) <= 0:
+        if range_length(outputs) <= 0:
             return 0, 0
         first = outputs[0] * self.stride - self.before
         return first, (outputs[1] - 1) * self.stride - self.before + self.span
@@ -80,14 +81,14 @@ class Window:
         """Those of the outputs that want nothing of the tensor beyond `have`."""
         inner = [
             o for o in range(*outputs)
-            if overlap(self.wanted((o, o + 1)), (0, extent)) ==
-            overlap(self.wanted((o, o + 1)), have)
+            if range_intersection(self.wanted((o, o + 1)), (0, extent)) ==
+            range_intersection(self.wanted((o, o + 1)), have)
         ]  # fmt: skip
         return (inner[0], inner[-1] + 1) if inner else (outputs[0], outputs[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TransposedWindow:
     """The window of a transposed convolution: input i adds to outputs i stride - padding + ...
 
     Attributes:
@@ -115,19 +116,19 @@ class Spread:
 
     def wanted(self, outputs: Range, extent: int) -> Range:
         """The inputs that reach a range of outputs."""
-        if length(outputs) <= 0:
+        if range_length(outputs) <= 0:
             return 0, 0
         first = -(-(outputs[0] + self.padding - self.span + 1) // self.stride)
         last = (outputs[1] - 1 + self.padding) // self.stride
-        return overlap((first, last + 1), (0, extent))
+        return range_intersection((first, last + 1), (0, extent))
 
     def reached(self, inputs: Range) -> Range:
         """The outputs from the first to the last that a range of inputs adds to."""
         first = inputs[0] * self.stride - self.padding
-        return first, first + (length(inputs) - 1) * self.stride + self.span
+        return first, first + (range_length(inputs) - 1) * self.stride + self.span
 
 
-def crossing(
+def range_exchange(
     rank: int, have: Sequence[Range], want: Sequence[Range]
 ) -> tuple[list[tuple[int, Range]], list[tuple[int, Range]]]:
     """What a rank sends and receives when everybody fetches what he wants.
@@ -141,18 +142,18 @@ def crossing(
         (peer, range) of what it sends, and of what it receives; in order of the peers.
     """
     peers = [peer for peer in range(len(have)) if peer != rank]
-    sends = [(peer, overlap(have[rank], want[peer])) for peer in peers]
-    receives = [(peer, overlap(have[peer], want[rank])) for peer in peers]
-    return [s for s in sends if length(s[1])], [r for r in receives if length(r[1])]
+    sends = [(peer, range_intersection(have[rank], want[peer])) for peer in peers]
+    receives = [(peer, range_intersection(have[peer], want[rank])) for peer in peers]
+    return [s for s in sends if range_length(s[1])], [r for r in receives if range_length(r[1])]
 
 
-def halo(rank: int, have: Sequence[Range], want: Sequence[Range]) -> int:
+def halo_size(rank: int, have: Sequence[Range], want: Sequence[Range]) -> int:
     """Elements per line along the dimension that a rank receives; (k - 1)/2 a side for "same"."""
-    return sum(length(received) for _, received in crossing(rank, have, want)[1])
+    return sum(range_length(received) for _, received in range_exchange(rank, have, want)[1])
 
 
 @lru_cache(maxsize=1024)
-def ways(have: tuple[Box, ...], want: tuple[Box, ...]) -> tuple[Way, ...]:
+def box_transfers(have: tuple[Box, ...], want: tuple[Box, ...]) -> tuple[BoxTransfer, ...]:
     """What goes where when all dimensions change at once; by the rank that receives.
 
     Args:
@@ -168,8 +169,8 @@ def ways(have: tuple[Box, ...], want: tuple[Box, ...]) -> tuple[Way, ...]:
     found = []
     for receiver, wish in enumerate(want):
         for box, ranks in holders.items():
-            common = tuple(overlap(a, b) for a, b in zip(box, wish, strict=True))
-            if all(map(length, common)):
+            common = tuple(range_intersection(a, b) for a, b in zip(box, wish, strict=True))
+            if all(map(range_length, common)):
                 sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
                 found.append((sender, receiver, common))
     return tuple(found)

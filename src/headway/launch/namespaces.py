@@ -1,9 +1,14 @@
-"""Network namespaces: making them, entering one, and removing all of them whatever happens.
+"""Network namespaces: create, enter, and remove them; also inside a user namespace.
 
-A name carries the process id and start time of its maker, so that what a dead one left is told from
-what a living one uses, even where the id is used again. Invariant: a namespace or link exists only
-while its guard does, a small process that removes them as soon as the maker has gone; should both
-be killed, the next start removes them.
+A name carries the process id and start time of its maker, so that what a dead process left is told
+from what a living one uses, even where the id is used again. `NamespaceGuard` is a small process
+that removes the namespaces and links of a maker as soon as that has gone; should both be killed,
+the next start removes them.
+
+`enter_user_namespace` is for users who are not root, where Linux allows it: the process becomes
+root of a user, a network and a mount namespace of its own; to everybody else, and to files, it
+stays the user that it was. It cannot go back, and it has left the machine's network. The kernel
+removes everything made inside when the process and its children end.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Any
 
 from headway.errors import UsageError
 
-RUN = Path("/run/netns")
+NETNS_FOLDER = Path("/run/netns")
 _NAME = re.compile(r"headway-([0-9]+)-([0-9]+)-([0-9]+)-.+")
 _HOSTS = Path("/etc/hosts")
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
@@ -57,10 +62,10 @@ class Tag:
 
     @property
     def alive(self) -> bool:
-        return start_of(self.pid) == self.start
+        return process_start(self.pid) == self.start
 
 
-def start_of(pid: int) -> int | None:
+def process_start(pid: int) -> int | None:
     """When a process began; None: there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -84,7 +89,7 @@ def check_tools() -> None:
         )
 
 
-def batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
+def run_batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
     """Run many commands of `ip` or `tc` in one process.
 
     Args:
@@ -120,12 +125,12 @@ def _failed(tool: str, commands: list[str], said: str) -> str:
     return f"{tool} {commands[line]}" if line < len(commands) else tool
 
 
-def query(tool: str, *words: str, namespace: str = "") -> Any:
+def command_json(tool: str, *words: str, namespace: str = "") -> Any:
     """What `ip -json` or `tc -json` says, as plain data."""
-    return json.loads(said(tool, "-json", *words, namespace=namespace) or "[]")
+    return json.loads(command_output(tool, "-json", *words, namespace=namespace) or "[]")
 
 
-def said(tool: str, *words: str, namespace: str = "") -> str:
+def command_output(tool: str, *words: str, namespace: str = "") -> str:
     """What `ip` or `tc` says; classes have no JSON form.
 
     Raises:
@@ -151,7 +156,7 @@ def enter_namespace(name: str) -> None:
         UsageError: There is no such namespace, or this user may not enter it.
     """
     try:
-        descriptor = os.open(RUN / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(NETNS_FOLDER / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _setns(descriptor)
         finally:
@@ -225,7 +230,7 @@ def exclusive() -> Iterator[None]:
 
     The lock is on the folder above: `ip netns add` itself locks the one with the names.
     """
-    descriptor = os.open(RUN.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(NETNS_FOLDER.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -235,7 +240,7 @@ def exclusive() -> Iterator[None]:
 
 def tags_in_use() -> set[Tag]:
     """The makers of all namespaces that are there, dead or alive."""
-    names = [path.name for path in RUN.iterdir()] if RUN.is_dir() else []
+    names = [path.name for path in NETNS_FOLDER.iterdir()] if NETNS_FOLDER.is_dir() else []
     found = (_NAME.fullmatch(name) for name in names)
     return {
         Tag(pid=int(m.group(1)), start=int(m.group(2)), serial=int(m.group(3))) for m in found if m
@@ -248,7 +253,7 @@ def remove(tag: Tag) -> None:
     The host's link goes first and the names last, so that an interrupted removal is found again.
     """
     subprocess.run(
-        ["sh", "-c", removal(tag)],
+        ["sh", "-c", removal_commands(tag)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=False,
@@ -262,16 +267,16 @@ def remove_stale() -> None:
             remove(tag)
 
 
-def removal(tag: Tag) -> str:
+def removal_commands(tag: Tag) -> str:
     """A shell's commands that remove everything of a tag."""
-    names = RUN / tag.namespace("*")
+    names = NETNS_FOLDER / tag.namespace("*")
     return (
         f"ip link del {tag.link}; for f in {names}; do "
         f'[ -e "$f" ] && ip netns del "$(basename "$f")"; done; true'
     )
 
 
-class Guard:
+class NamespaceGuard:
     """A small process that waits for the end of this one, and then removes what carries its tag.
 
     It ignores the signals of a terminal, holds no file of this process, and its only input is a
@@ -280,7 +285,7 @@ class Guard:
     """
 
     def __init__(self, tag: Tag) -> None:
-        self._tag, clean = tag, removal(tag)
+        self._tag, clean = tag, removal_commands(tag)
         self._process = subprocess.Popen(
             ["sh", "-c", f"trap '' HUP INT TERM QUIT; read _ || {{ {clean}; sleep 1; }}; {clean}"],
             stdin=subprocess.PIPE,
@@ -303,3 +308,61 @@ class Guard:
             self._process.wait()
         if self._tag in tags_in_use():
             remove(self._tag)
+
+
+# Root inside of a user namespace: emulated nodes for users who are not root, where Linux
+# allows.
+
+
+_CLONE_NEWUSER = 0x10000000
+
+
+def enter_user_namespace() -> bool:
+    """Move this process into namespaces in which it may emulate nodes.
+
+    Returns:
+        Whether it worked; if not, the process is as it was before. It does not where the process
+        has several threads, where the system forbids user namespaces, or gives them no rights.
+    """
+    if not _alone() or not _tried():
+        return False
+    _move()
+    return True
+
+
+def _alone() -> bool:
+    """The kernel moves single-threaded processes only."""
+    tasks = Path("/proc/self/task")
+    return tasks.is_dir() and len(list(tasks.iterdir())) == 1
+
+
+def _tried() -> bool:
+    """Whether a child can do it: some systems grant the namespace and then refuse its use."""
+    child = os.fork()
+    if child == 0:
+        good = False
+        with contextlib.suppress(OSError):
+            _move()
+            _run("ip netns add try && ip -n try link set lo up")
+            good = True
+        os._exit(0 if good else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _move() -> None:
+    user, group = os.geteuid(), os.getegid()
+    library_call("unshare", ctypes.c_int(_CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS))
+    own = Path("/proc/self")
+    (own / "setgroups").write_text("deny")
+    (own / "uid_map").write_text(f"0 {user} 1")
+    (own / "gid_map").write_text(f"0 {group} 1")
+    mount("none", "/", MS_REC | MS_SLAVE)
+    # `ip netns` keeps names there; the machine's folder belongs to the real root.
+    mount("tmpfs", str(NETNS_FOLDER if NETNS_FOLDER.is_dir() else NETNS_FOLDER.parent), 0, "tmpfs")
+    _run("ip link set lo up")
+
+
+def _run(commands: str) -> None:
+    done = subprocess.run(["sh", "-c", commands], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(done.stderr)

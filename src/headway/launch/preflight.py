@@ -1,11 +1,11 @@
-"""Checks before any process is started, and how many threads each one gets."""
+"""Checks before any process is started, and the number of threads per process."""
 
 from __future__ import annotations
 
 import os
 
 from headway.errors import UsageError
-from headway.run.place import user_threads
+from headway.run.distributed.launch_env import user_threads
 
 
 def check_processes(processes: int) -> tuple[str, ...]:

@@ -1,36 +1,155 @@
-"""What a worker does around its work: find its place, run the entry, report, end promptly.
+"""A worker process: find its rank, run the entry, report, end; and watch the other workers.
 
-Invariant: a worker never outlives its launcher or its siblings by more than seconds, whatever it is
-doing, and whatever it has to say (result or failure) lies on disk before it ends.
+A worker outlives its launcher or its siblings by seconds at most, and writes its result or failure
+to disk before it ends. A thread of each worker waits for the end of the launcher (then the worker
+ends at once) and of its siblings. When a sibling has ended without a result, this attempt is over:
+the worker gets a short grace period to notice and to report by itself, then it is ended, even in
+the middle of slow user code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing import connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from headway.errors import HeadwayError, WorkerFailed
-from headway.launch.emulation import Emulated
-from headway.launch.paced import Paced
-from headway.launch.watch import ABANDONED, end_process, note, watch_others
-from headway.run.failure import (
+from headway.launch.emulation import EmulatedCluster, PacedCluster
+from headway.run.distributed.failure_record import (
+    FAILURES_FOLDER,
     FailureRecord,
     describe_failure,
-    is_to_be_told,
     record_failure,
+    should_report,
 )
-from headway.run.place import ATTEMPT, NODE, Place
+from headway.run.distributed.launch_env import ATTEMPT, NODE, LaunchEnv
+
+GRACE_SECONDS = {"failed": 2.0, "gone": 1.0}
+ORPHANED = 137
+ABANDONED = 3
+_POLL_SECONDS = 0.1
+
+
+def watch_others(outbox: Path, place: LaunchEnv) -> None:
+    """Start the watching thread of this worker.
+
+    Args:
+        outbox: Directory of this attempt that all workers share.
+        place: Of this worker.
+    """
+    write_note(outbox / f"pid-{place.rank:05d}", str(os.getpid()).encode())
+    watcher = _Watcher(outbox, place)
+    threading.Thread(target=watcher.run, name="headway-watch", daemon=True).start()
+
+
+def write_note(path: Path, content: bytes) -> None:
+    """Write a small file that is whole or absent."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    aside.write_bytes(content)
+    aside.replace(path)
+
+
+def end_process(status: int, *, flush: bool = True) -> None:
+    """End this process and its data-loading children now; nothing is cleaned up or waited for.
+
+    Args:
+        status: The exit status.
+        flush: Write out what was printed; not from the watching thread, which could wait for ever.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr) if flush else ():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
+def noted_deaths(outbox: Path) -> list[int]:
+    """Ranks that were seen to end without a word, first to die first."""
+    notes = [(float(p.read_text()), int(p.name.partition("-")[2])) for p in outbox.glob("gone-*")]
+    return [rank for _, rank in sorted(notes)]
+
+
+def noted_stop(outbox: Path) -> str | None:
+    """Name of the signal by which a rank was stopped in order, or None."""
+    return next((path.read_text() for path in sorted(outbox.glob("stopped-*"))), None)
+
+
+def has_reported(outbox: Path, rank: int) -> bool:
+    """Whether a rank left a result or a failure."""
+    if (outbox / f"result-{rank:05d}").exists():
+        return True
+    return any((outbox / FAILURES_FOLDER).glob(f"attempt-*-rank-{rank:05d}.json"))
+
+
+class _Watcher:
+    """The state of the watching thread: file descriptors that become ready when a process ends."""
+
+    def __init__(self, outbox: Path, place: LaunchEnv) -> None:
+        self._outbox = outbox
+        # File descriptors of processes exist on Linux only; elsewhere the launcher is watched.
+        others = set(range(place.ranks)) - {place.rank} if hasattr(os, "pidfd_open") else set()
+        self._unknown = others
+        self._siblings: dict[int, int] = {}
+        self._launcher = multiprocessing.parent_process()
+
+    def run(self) -> None:
+        launcher = [] if self._launcher is None else [self._launcher.sentinel]
+        while True:
+            self._meet_siblings()
+            waiting: list[int] = [*launcher, *self._siblings]
+            pause = _POLL_SECONDS if self._unknown else None
+            ready = connection.wait(waiting, timeout=pause)
+            if any(item in launcher for item in ready):
+                # Nobody else is left to remove the launcher's temporary directory.
+                shutil.rmtree(self._outbox.parent, ignore_errors=True)
+                end_process(ORPHANED, flush=False)
+            for descriptor in ready:
+                assert isinstance(descriptor, int)
+                os.close(descriptor)
+                self._ended(self._siblings.pop(descriptor))
+
+    def _meet_siblings(self) -> None:
+        for rank in sorted(self._unknown):
+            try:
+                pid = int((self._outbox / f"pid-{rank:05d}").read_text())
+            except FileNotFoundError:
+                continue
+            self._unknown.discard(rank)
+            try:
+                self._siblings[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                self._ended(rank)
+
+    def _ended(self, rank: int) -> None:
+        """A sibling has ended: in order, with an error, or without a word."""
+        if (self._outbox / f"result-{rank:05d}").exists():
+            return
+        how = "failed" if has_reported(self._outbox, rank) else "gone"
+        path = self._outbox / f"gone-{rank:05d}"
+        if how == "gone" and not path.exists():
+            with contextlib.suppress(OSError):
+                write_note(path, repr(time.time()).encode())
+        end = functools.partial(end_process, ABANDONED, flush=False)
+        threading.Timer(GRACE_SECONDS[how], end).start()
+
+
+# What a worker does around its work: find its place, run the entry, report, end promptly.
+
 
 INTERRUPTED = 130
 STOPPED = 143
@@ -63,10 +182,10 @@ class Job:
     attempt: int
     threads: int
     environment: Mapping[str, str]
-    emulated: Emulated | Paced | None = None
+    emulated: EmulatedCluster | PacedCluster | None = None
 
 
-def work(job: Job) -> None:
+def run_worker(job: Job) -> None:
     """Body of a worker process; the agent calls it. Ends the process itself unless all is well."""
     # Like torchrun's workers: a terminal's Ctrl-C goes to the agent, which passes it on once; data
     # loading processes never see it, so that the last step and the checkpoint can be finished.
@@ -76,8 +195,8 @@ def work(job: Job) -> None:
     # A forkserver's children would start their own data-loading processes by it: without the
     # user's modules and state. The platform's default is the first of the list.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    here = _enter_node(job) if job.emulated else Place.here()
-    ending = Ending(lambda error: _report(job, here, error))
+    here = _enter_node(job) if job.emulated else LaunchEnv.here()
+    ending = WorkerExit(lambda error: _report(job, here, error))
     place = replace(here, emergency=ending.from_thread)
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
@@ -87,8 +206,8 @@ def work(job: Job) -> None:
             result = pickle.dumps(entry(place, *job.arguments))
             stopped_by = signals()
             if stopped_by:
-                note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
-            note(job.outbox / f"result-{place.rank:05d}", result)
+                write_note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
+            write_note(job.outbox / f"result-{place.rank:05d}", result)
         except KeyboardInterrupt:
             end_process(INTERRUPTED)
         except BaseException as error:
@@ -98,11 +217,11 @@ def work(job: Job) -> None:
             end_process(STOPPED)
 
 
-def work_here(
+def run_rank_here(
     entry: Callable[..., Any],
     arguments: tuple[Any, ...],
     *,
-    place: Place,
+    place: LaunchEnv,
     directory: Path | None,
     tell: Callable[[HeadwayError], None],
 ) -> Any:
@@ -124,11 +243,11 @@ def work_here(
         if directory is not None:
             with contextlib.suppress(OSError):
                 record_failure(directory, place, None, error)
-        if is_to_be_told(record, error):
+        if should_report(record, error):
             tell(record.error())
         return record
 
-    ending = Ending(report)
+    ending = WorkerExit(report)
     try:
         return entry(replace(place, emergency=ending.from_thread), *arguments)
     except KeyboardInterrupt:
@@ -137,7 +256,7 @@ def work_here(
         ending(_unless_exit(error))
 
 
-class Ending:
+class WorkerExit:
     """Reports one error and ends the process, whichever thread comes first with one.
 
     Args:
@@ -187,7 +306,7 @@ def _undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _report(job: Job, place: Place, error: BaseException) -> FailureRecord:
+def _report(job: Job, place: LaunchEnv, error: BaseException) -> FailureRecord:
     """Write the failure down, for the launcher and in the run directory (its disk may be full)."""
     for directory in (job.outbox, job.directory):
         if directory is not None:
@@ -217,7 +336,7 @@ def _set_environment(job: Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _enter_node(job: Job) -> Place:
+def _enter_node(job: Job) -> LaunchEnv:
     """Move to the node of this rank, before any socket is made, and see the world from there."""
     assert job.emulated is not None
     cluster, rank = job.emulated.cluster, int(os.environ["RANK"])
@@ -230,7 +349,7 @@ def _enter_node(job: Job) -> Place:
     os.environ["GROUP_WORLD_SIZE"] = str(len(cluster.nodes))
     os.environ["GLOO_SOCKET_IFNAME"] = job.emulated.interface
     os.environ[NODE] = name
-    return replace(Place.here(), pace=job.emulated.pace(name, job.outbox.parent))
+    return replace(LaunchEnv.here(), pace=job.emulated.pace(name, job.outbox.parent))
 
 
 def _set_threads(threads: int) -> None:

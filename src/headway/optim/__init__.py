@@ -8,20 +8,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from headway.optim.lamb import LAMB
+    from headway.optim.lars import LARS
+    from headway.optim.layerwise import fit_exchange, parallel_norms
+    from headway.optim.lr_scaling import (
+        Scaling,
+        adasum_rate,
+        check_scaling,
+        linear,
+        scale_rates,
+        square_root,
+    )
+    from headway.optim.parallel_operator import ParallelOperator
+    from headway.optim.warmup import WarmUp, correct_momentum
+
+
 _HOMES = {
     "LAMB": "headway.optim.lamb",
     "LARS": "headway.optim.lars",
-    "ParallelOperator": "headway.optim.pto",
-    "Scaling": "headway.optim.scaling",
+    "ParallelOperator": "headway.optim.parallel_operator",
+    "Scaling": "headway.optim.lr_scaling",
     "WarmUp": "headway.optim.warmup",
-    "adasum_rate": "headway.optim.scaling",
-    "check_scaling": "headway.optim.scaling",
+    "adasum_rate": "headway.optim.lr_scaling",
+    "check_scaling": "headway.optim.lr_scaling",
     "correct_momentum": "headway.optim.warmup",
-    "fit_exchange": "headway.optim.attach",
-    "linear": "headway.optim.scaling",
+    "fit_exchange": "headway.optim.layerwise",
+    "linear": "headway.optim.lr_scaling",
     "parallel_norms": "headway.optim.layerwise",
-    "scale_rates": "headway.optim.scaling",
-    "square_root": "headway.optim.scaling",
+    "scale_rates": "headway.optim.lr_scaling",
+    "square_root": "headway.optim.lr_scaling",
 }
 
 __all__ = [
@@ -39,22 +55,6 @@ __all__ = [
     "scale_rates",
     "square_root",
 ]
-
-if TYPE_CHECKING:
-    from headway.optim.attach import fit_exchange
-    from headway.optim.lamb import LAMB
-    from headway.optim.lars import LARS
-    from headway.optim.layerwise import parallel_norms
-    from headway.optim.pto import ParallelOperator
-    from headway.optim.scaling import (
-        Scaling,
-        adasum_rate,
-        check_scaling,
-        linear,
-        scale_rates,
-        square_root,
-    )
-    from headway.optim.warmup import WarmUp, correct_momentum
 
 
 def __getattr__(name: str) -> Any:

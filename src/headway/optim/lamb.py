@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from headway.optim.layerwise import Chunk, Layer, Layerwise, check_range
-from headway.optim.multitensor import (
+from headway.optim.layerwise import (
+    LayerChunk,
+    LayerStep,
+    Layerwise,
     add_,
     add_product_,
     add_quotient_,
+    check_range,
     lerp_,
     scale_,
     scaled,
@@ -100,7 +103,7 @@ class LAMB(Layerwise):
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def _direct(self, chunk: Chunk) -> Sequence[Tensor]:
+    def _direct(self, chunk: LayerChunk) -> Sequence[Tensor]:
         """r + lambda x, with one root and one quotient per element.
 
         r = c m / (sqrt(v) + eps s), where s = sqrt(1 - b2^t) and c = s / (1 - b1^t).
@@ -119,21 +122,21 @@ class LAMB(Layerwise):
         add_quotient_(directions, means, below, factors)
         return directions
 
-    def _ratios(self, chunk: Chunk, weights: Tensor, directions: Tensor) -> Tensor:
+    def _ratios(self, chunk: LayerChunk, weights: Tensor, directions: Tensor) -> Tensor:
         if chunk.group["clamp"] is not None:
             weights = weights.clamp(*chunk.group["clamp"])
         defined = (weights > 0) & (directions > 0)
         return (weights / directions.where(defined, 1.0)).where(defined, 1.0)
 
     def _update(
-        self, chunk: Chunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
+        self, chunk: LayerChunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
     ) -> None:
         if ratios is not None:
             scale_(directions, ratios)
         add_(chunk.weights, directions, -float(chunk.group["lr"]))
 
 
-def _advance(layer: Layer) -> tuple[float, float]:
+def _advance(layer: LayerStep) -> tuple[float, float]:
     """Count the step t of a layer; 1 - b1^t and sqrt(1 - b2^t), or 1 and 1 if not wanted."""
     layer.state["step"] += 1
     if not layer.group["bias_correction"]:

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from headway.optim.layerwise import Chunk, Layerwise, check_range
-from headway.optim.multitensor import add_, products, scale_, sum_of
+from headway.optim.layerwise import (
+    LayerChunk,
+    Layerwise,
+    add_,
+    check_range,
+    products,
+    scale_,
+    sum_of,
+)
 
 
 class LARS(Layerwise):
@@ -86,10 +93,10 @@ class LARS(Layerwise):
                 parameter, memory_format=torch.preserve_format
             )
 
-    def _direct(self, chunk: Chunk) -> Sequence[Tensor]:
+    def _direct(self, chunk: LayerChunk) -> Sequence[Tensor]:
         return chunk.gradients
 
-    def _ratios(self, chunk: Chunk, weights: Tensor, directions: Tensor) -> Tensor:
+    def _ratios(self, chunk: LayerChunk, weights: Tensor, directions: Tensor) -> Tensor:
         """lambda; here directions are gradients."""
         below = directions + chunk.decay * weights
         defined = (weights > 0) & (below > 0)
@@ -97,7 +104,7 @@ class LARS(Layerwise):
         return (trust * weights / below.where(defined, 1.0)).where(defined, 1.0)
 
     def _update(
-        self, chunk: Chunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
+        self, chunk: LayerChunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
     ) -> None:
         group = chunk.group
         rate = float(group["lr"])
@@ -113,7 +120,7 @@ class LARS(Layerwise):
 
 
 def _steps(
-    chunk: Chunk, gradients: Sequence[Tensor], ratios: Sequence[Tensor] | None
+    chunk: LayerChunk, gradients: Sequence[Tensor], ratios: Sequence[Tensor] | None
 ) -> Sequence[Tensor]:
     """lambda (g + beta w), in as few passes over memory as there can be."""
     if not chunk.decay:

@@ -3,18 +3,19 @@
 Goyal et al. 2017, section 2.2: the rate grows by the same amount in every step until it is that of
 the schedule. Section 3: a velocity that absorbs the rate, v = m v + lr g and w = w - v (equation
 10), must be multiplied by new / old when the rate changes, or it goes on with steps of the old
-length. Invariant: the inner scheduler sees its own rates only, so any scheduler can be inside.
+length. The inner scheduler sees its own rates only, so any scheduler can be inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from headway.errors import RecipeError
 from headway.optim.lars import LARS
@@ -176,3 +177,13 @@ def _set(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+# The learning rate of short runs: no step is lost to a rate that is too large or too small.
+
+
+def warmup_tenth_then_cosine(optimizer: Optimizer, *, steps: int) -> LRScheduler:
+    """A tenth of the steps upwards, then a cosine down to almost nothing."""
+    rise = steps // 10
+    fall = partial(CosineAnnealingLR, T_max=max(1, steps - rise))
+    return WarmUp(optimizer, rise, then=fall, delay=True)

@@ -1,36 +1,52 @@
-"""Pipelines at work: the user's model cut into stages, and the executor of every schedule."""
+"""Model parallelism that runs the user's own model: pipelines, split layers, split samples.
+This package exports the pipeline for users without a recipe: cut a model into stages, then let
+`Pipeline` run any schedule table. `tensor` splits layers, `spatial` splits samples, and `fsdp`
+shards parameters, gradients and optimiser state.
+"""
 
-from headway.parallel.agreement import run_stages
-from headway.parallel.by_hand import cut_by_hand
-from headway.parallel.cut import cut, list_units
-from headway.parallel.measure import StageCost, measure, weigh_units
-from headway.parallel.pipeline import Pipeline
-from headway.parallel.row import Calls, Sync, Team
-from headway.parallel.stage_sums import StageSums
-from headway.parallel.stages import Entry, Exit, Stage, Stages
-from headway.parallel.standin import ModelCall, record_call
-from headway.parallel.streams import with_streams
-from headway.parallel.units import even_parts
+from headway.parallel.pipeline.grad_sync.gradient_reduction import StageGradientSync
+from headway.parallel.pipeline.partition.cut import cut, cut_module_chain, list_units, run_stages
+from headway.parallel.pipeline.partition.stage_modules import balanced_partition
+from headway.parallel.pipeline.runtime.executor import (
+    GradientSync,
+    Pipeline,
+    PipelineCallbacks,
+    PipelineRanks,
+    open_shared_memory_streams,
+)
+from headway.parallel.pipeline.runtime.stage_profile import (
+    StageCost,
+    measure_stage_costs,
+    measure_unit_seconds,
+)
+from headway.parallel.pipeline.stages import (
+    ModelCall,
+    ModelStages,
+    Stage,
+    StageInput,
+    StageOutput,
+    record_call,
+)
 
 __all__ = [
-    "Calls",
-    "Entry",
-    "Exit",
+    "GradientSync",
     "ModelCall",
+    "ModelStages",
     "Pipeline",
+    "PipelineCallbacks",
+    "PipelineRanks",
     "Stage",
     "StageCost",
-    "StageSums",
-    "Stages",
-    "Sync",
-    "Team",
+    "StageGradientSync",
+    "StageInput",
+    "StageOutput",
+    "balanced_partition",
     "cut",
-    "cut_by_hand",
-    "even_parts",
+    "cut_module_chain",
     "list_units",
-    "measure",
+    "measure_stage_costs",
+    "measure_unit_seconds",
+    "open_shared_memory_streams",
     "record_call",
     "run_stages",
-    "weigh_units",
-    "with_streams",
 ]

@@ -1,39 +1,33 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
 from headway.plan.batch import BatchSplit
-from headway.plan.build import carried_by, check_copies, data_parallel, pipelined
-from headway.plan.compression import Compression, parse_compression
-from headway.plan.exchange import Exchange, ExchangePart
-from headway.plan.explain import difference, explain
+from headway.plan.build import data_parallel, data_parallel_groups, pipelined, with_collective
+from headway.plan.exchange import Compression, ExchangePart, ExchangePlan, parse_compression
+from headway.plan.explain import explain, plan_difference
 from headway.plan.layer_split import LayerSplit, ModuleSplit
 from headway.plan.mesh import Axis, Mesh
-from headway.plan.pipeline import Pipeline
-from headway.plan.plan import (
-    Layout,
-    MemoryPolicy,
-    Plan,
-    Synchrony,
-)
+from headway.plan.pipeline import PipelinePlan
+from headway.plan.plan import Layout, MemoryPolicy, Plan, Synchrony
 
 __all__ = [
     "Axis",
     "BatchSplit",
     "Compression",
-    "Exchange",
     "ExchangePart",
+    "ExchangePlan",
     "LayerSplit",
     "Layout",
     "MemoryPolicy",
     "Mesh",
     "ModuleSplit",
-    "Pipeline",
+    "PipelinePlan",
     "Plan",
     "Synchrony",
-    "carried_by",
-    "check_copies",
     "data_parallel",
-    "difference",
+    "data_parallel_groups",
     "explain",
     "parse_compression",
     "pipelined",
+    "plan_difference",
+    "with_collective",
 ]

@@ -130,7 +130,7 @@ class BatchSplit:
         return f"{left} = {' + '.join(terms)}"
 
 
-def apportion(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
+def largest_remainder_shares(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Whole samples in proportion to weights, by the largest remainders; of equals the first.
 
     Args:
@@ -162,7 +162,7 @@ def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int,
     problems = [f"share {n} is {share:g}; above 0" for n, share in enumerate(shares) if share <= 0]
     if len(shares) != copies:
         problems.append(f"{len(shares)} shares; the data axis has {copies} ranks")
-    found = () if problems else apportion(batch, shares)
+    found = () if problems else largest_remainder_shares(batch, shares)
     problems += [f"share {n} of {batch} samples is less than one" for n in _without_work(found)]
     if problems:
         raise PlanError(

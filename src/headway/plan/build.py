@@ -1,4 +1,4 @@
-"""Plans from what a user says: how many processes, stages, parts; the grid of ranks follows."""
+"""Plans from a user's few numbers (processes, stages, parts); the mesh follows from them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from headway.collective.carrier import Carrier
+from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.errors import PlanError
 from headway.plan.batch import BatchSplit, whole_shares
-from headway.plan.exchange import Collective, Exchange
+from headway.plan.exchange import AllReduceName, ExchangePlan
 from headway.plan.layer_split import LayerSplit
 from headway.plan.mesh import Axis, Mesh
-from headway.plan.pipeline import AXIS, Pipeline
-from headway.plan.plan import MemoryPolicy, Plan
-from headway.plan.sharding import SHARD, Zero
+from headway.plan.pipeline import PIPE_AXIS, PipelinePlan
+from headway.plan.plan import SHARD_AXIS, MemoryPolicy, Plan, Zero
 
 
 def data_parallel(
@@ -23,7 +22,7 @@ def data_parallel(
     processes: int,
     microbatch: int | None = None,
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
-    exchange: Exchange | None = None,
+    exchange: ExchangePlan | None = None,
     shares: Sequence[float] = (),
     zero: Zero = 0,
     shards: int | None = None,
@@ -48,14 +47,14 @@ def data_parallel(
         PlanError: Such a plan cannot exist.
     """
     layers = split or LayerSplit()
-    copies = check_copies(processes, layers.ranks, "ranks that split layers")
+    copies = data_parallel_groups(processes, layers.ranks, "ranks that split layers")
     plan = Plan(
         mesh=Mesh(axes=(*data_axes(copies, shards), *layers.axes)),
         batch=BatchSplit(
             samples=batch, microbatch=microbatch, shares=whole_shares(batch, shares, copies)
         ),
         split=layers,
-        exchange=exchange or Exchange(),
+        exchange=exchange or ExchangePlan(),
         memory=MemoryPolicy(precision=precision, zero=zero),
     )
     plan.check()
@@ -76,7 +75,7 @@ def data_axes(ranks: int, shards: int | None) -> tuple[Axis, ...]:
             problems=[f"{ranks} ranks are no whole number of groups of {shards}"],
             fix=f"Let shards be one of {', '.join(map(str, _divisors(ranks)))}.",
         )
-    return (Axis(name="data", size=ranks // shards), Axis(name=SHARD, size=shards))
+    return (Axis(name="data", size=ranks // shards), Axis(name=SHARD_AXIS, size=shards))
 
 
 def _divisors(number: int) -> list[int]:
@@ -88,10 +87,10 @@ def pipelined(
     *,
     processes: int,
     stages: int,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelinePlan | None = None,
     microbatch: int | None = None,
     precision: Literal["float32", "float64", "bfloat16"] = "float32",
-    exchange: Exchange | None = None,
+    exchange: ExchangePlan | None = None,
     shares: Sequence[float] = (),
     zero: Zero = 0,
     shards: int | None = None,
@@ -130,14 +129,16 @@ def pipelined(
             split=split,
         )
     layers = split or LayerSplit()
-    copies = check_copies(processes, stages * layers.ranks)
-    pipe = pipeline or Pipeline()
+    copies = data_parallel_groups(processes, stages * layers.ranks)
+    pipe = pipeline or PipelinePlan()
     whole = whole_shares(batch, shares, copies)
     share = max(whole, default=-(-batch // copies))
     if pipe.microbatches is None and microbatch and not pipe.table:
         pipe = replace(pipe, microbatches=-(-share // microbatch))
     plan = Plan(
-        mesh=Mesh(axes=(*data_axes(copies, shards), Axis(name=AXIS, size=stages), *layers.axes)),
+        mesh=Mesh(
+            axes=(*data_axes(copies, shards), Axis(name=PIPE_AXIS, size=stages), *layers.axes)
+        ),
         split=layers,
         batch=BatchSplit(
             samples=batch,
@@ -145,14 +146,14 @@ def pipelined(
             shares=whole,
         ),
         pipeline=pipe,
-        exchange=exchange or Exchange(),
+        exchange=exchange or ExchangePlan(),
         memory=MemoryPolicy(precision=precision, zero=zero),
     )
     plan.check()
     return plan
 
 
-def check_copies(processes: int, ranks: int, what: str = "ranks of a pipeline") -> int:
+def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pipeline") -> int:
     """The number of groups; refuse processes that make no whole number of them.
 
     Raises:
@@ -167,7 +168,9 @@ def check_copies(processes: int, ranks: int, what: str = "ranks of a pipeline") 
     return processes // ranks
 
 
-def carried_by(plan: Plan, collective: Collective, carrier: Carrier | None) -> Plan:
+def with_collective(
+    plan: Plan, collective: AllReduceName, carrier: AllReduceOptions | None
+) -> Plan:
     """The same plan with another path of its exchange.
 
     Args:

@@ -1,24 +1,116 @@
-"""How gradients become the same on all ranks, as data: one decision in five parts.
+"""How gradients are exchanged, as data: one decision in five parts.
 
-What is sent (`compress`), when (`bucket`, `overlap`, `priority`, `chunk`, `credit`), along which
-path (`collective`, `carrier`), how it is combined (`reduce`, `values`), and for which parameters
-something else holds (`parts`). Spec: MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum
+What is sent (`compress`), when (`bucket`, `overlap`, `priority`, `chunk`, `credit`), by which
+collective (`collective`, `carrier`), how it is combined (`reduce`, `values`), and for which
+parameters something else holds (`parts`). MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum
 (Maleki et al. 2020). Which parts can be combined is decided here and nowhere else.
+
+A compressor is written as a text, "name" or "name:amount" ("mstopk:0.01", "powersgd:2").
+`COMPRESSORS` says what each may be combined with and how many bytes it sends; `comm.compress` holds
+the implementations, whose payloads must have exactly these sizes.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from headway.collective.carrier import CARRIED, SUMMED, Carrier, carrier_problems
-from headway.documents import document
-from headway.plan.compression import Compression, parse_compression
+from headway.collective.all_reduce.algorithm import (
+    ALL_REDUCE_KINDS,
+    SUMMABLE_COMPRESSORS,
+    AllReduceOptions,
+    all_reduce_problems,
+)
+from headway.documents import document, nearest
 from headway.units import parse_bytes
 
+Amount = Literal["none", "density", "rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorFacts:
+    """What is known of a compressor without running it.
+
+    Attributes:
+        amount: What the number behind the colon means.
+        summable: The network may add encoded payloads, so that any all-reduce carries them; the
+            others are gathered from all ranks and decoded one by one.
+        feedback: What was not sent is kept and added to the next gradient (error feedback).
+        exact: The sum is that of the uncompressed exchange.
+    """
+
+    amount: Amount = "none"
+    summable: bool
+    feedback: bool
+    exact: bool = False
+
+
+COMPRESSORS: dict[str, CompressorFacts] = {
+    "none": CompressorFacts(summable=True, feedback=False, exact=True),
+    "fp16": CompressorFacts(summable=True, feedback=False),
+    "bf16": CompressorFacts(summable=True, feedback=False),
+    "int8": CompressorFacts(summable=False, feedback=False),
+    "sign": CompressorFacts(summable=False, feedback=True),
+    "topk": CompressorFacts(amount="density", summable=False, feedback=True),
+    "mstopk": CompressorFacts(amount="density", summable=False, feedback=True),
+    "adaptive": CompressorFacts(amount="density", summable=False, feedback=True),
+    "randomk": CompressorFacts(amount="density", summable=True, feedback=True),
+    "powersgd": CompressorFacts(amount="rank", summable=True, feedback=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """A compressor with its amount: density in (0, 1], or rank from 1."""
+
+    name: str
+    amount: float = 0.0
+
+    @property
+    def facts(self) -> CompressorFacts:
+        return COMPRESSORS[self.name]
+
+    @property
+    def rank(self) -> int:
+        """Of "powersgd:2": 2."""
+        return int(self.amount)
+
+    def __str__(self) -> str:
+        return self.name if self.facts.amount == "none" else f"{self.name}:{self.amount:g}"
+
+
+def parse_compression(text: str) -> Compression:
+    """Read "fp16", "mstopk:0.01" or "powersgd:4".
+
+    Raises:
+        ValueError: No such compressor, or an amount that it cannot have; says what is legal.
+    """
+    name, colon, number = text.strip().partition(":")
+    if name not in COMPRESSORS:
+        raise ValueError(f"{name!r} is no compressor{nearest(name, list(COMPRESSORS))}")
+    kind = COMPRESSORS[name].amount
+    if kind == "none":
+        if colon:
+            raise ValueError(f"{name} takes no amount; write {name}")
+        return Compression(name=name)
+    example = f"{name}:0.01" if kind == "density" else f"{name}:2"
+    try:
+        amount = float(number)
+    except ValueError:
+        raise ValueError(f"{name} needs a {kind}; for example {example}") from None
+    if kind == "density" and not 0 < amount <= 1:
+        raise ValueError(f"{text}: a density lies between 0 and 1; for example {example}")
+    if kind == "rank" and (amount < 1 or amount != int(amount)):
+        raise ValueError(f"{text}: a rank is a whole number from 1; for example {example}")
+    return Compression(name=name, amount=amount)
+
+
+# How gradients become the same on all ranks, as data: one decision in five parts.
+
+
 Reduce = Literal["mean", "sum", "adasum"]
-Collective = Literal[
+AllReduceName = Literal[
     "all_reduce", "hierarchical", "ring", "direct", "halving-doubling", "servers", "trees"
 ]
 
@@ -40,7 +132,7 @@ class ExchangePart:
 
 
 @document
-class Exchange:
+class ExchangePlan:
     """The decision; the default is exact.
 
     Attributes:
@@ -55,7 +147,7 @@ class Exchange:
         carrier: What the program needs besides: chunks, the order of a ring, packed trees.
         repack: Where `carrier.rates` says for which links a program was found, they are measured
             now and then, and another program takes its place when they have drifted.
-        compress: A compressor of `headway.plan.compression`; "auto": chosen from the measured link.
+        compress: A compressor of `headway.plan.exchange`; "auto": chosen from the measured link.
         bucket: Gradients are fused into buckets of about this size ("8 MiB"), or "auto": fitted to
             the measured latency and bandwidth (MG-WFBP).
         overlap: Buckets leave while the backward pass still runs.
@@ -71,8 +163,8 @@ class Exchange:
     axis: str = "data"
     reduce: Reduce = "mean"
     values: Literal["gradients", "updates"] = "gradients"
-    collective: Collective = "all_reduce"
-    carrier: Carrier | None = None
+    collective: AllReduceName = "all_reduce"
+    carrier: AllReduceOptions | None = None
     repack: bool = True
     compress: str = "none"
     bucket: str = "8 MiB"
@@ -84,7 +176,7 @@ class Exchange:
 
     def __str__(self) -> str:
         """What differs from the default: "compress=fp16, priority=True"."""
-        default = Exchange()
+        default = ExchangePlan()
         return ", ".join(
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)
@@ -109,7 +201,7 @@ class Exchange:
     @property
     def carried(self) -> bool:
         """Whether a program carries the sums, on the backend headway."""
-        return self.collective in CARRIED
+        return self.collective in ALL_REDUCE_KINDS
 
     @property
     def exact(self) -> bool:
@@ -144,7 +236,7 @@ class Exchange:
         return found
 
 
-def _sizes(exchange: Exchange) -> list[str]:
+def _sizes(exchange: ExchangePlan) -> list[str]:
     found = []
     for key, text in (("bucket", exchange.bucket), ("chunk", exchange.chunk)):
         if text == "auto":
@@ -159,7 +251,7 @@ def _sizes(exchange: Exchange) -> list[str]:
     return found
 
 
-def _compressors(exchange: Exchange) -> list[str]:
+def _compressors(exchange: ExchangePlan) -> list[str]:
     texts = [("exchange.compress", exchange.compress)]
     texts += [(f"exchange.parts {p.parameters}", p.compress or "none") for p in exchange.parts]
     found = []
@@ -177,7 +269,7 @@ HIERARCHICAL = ("none", "fp16", "bf16", "topk", "mstopk")
 """Compressors of the step between nodes of a hierarchical exchange."""
 
 
-def _hierarchical(exchange: Exchange) -> list[str]:
+def _hierarchical(exchange: ExchangePlan) -> list[str]:
     if exchange.collective != "hierarchical":
         return []
     texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
@@ -189,16 +281,17 @@ def _hierarchical(exchange: Exchange) -> list[str]:
     ]
 
 
-def _carried(exchange: Exchange, ranks: int) -> list[str]:
-    found = [*carrier_problems(exchange.collective, exchange.carrier, ranks)]
+def _carried(exchange: ExchangePlan, ranks: int) -> list[str]:
+    found = [*all_reduce_problems(exchange.collective, exchange.carrier, ranks)]
     if not exchange.carried:
         return found
     with_it = f"with collective {exchange.collective}"
     texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
     found += [
-        f"exchange.compress {text} {with_it}: a program carries sums; one of {', '.join(SUMMED)}"
+        f"exchange.compress {text} {with_it}: a program carries sums; one of "
+        f"{', '.join(SUMMABLE_COMPRESSORS)}"
         for text in texts
-        if text.partition(":")[0] not in SUMMED
+        if text.partition(":")[0] not in SUMMABLE_COMPRESSORS
     ]
     if exchange.reduce == "adasum":
         found.append(f"exchange.reduce adasum {with_it}: it has a program of its own")
@@ -210,7 +303,7 @@ def _carried(exchange: Exchange, ranks: int) -> list[str]:
     return found
 
 
-def _adasum(exchange: Exchange) -> list[str]:
+def _adasum(exchange: ExchangePlan) -> list[str]:
     found = []
     if exchange.reduce == "adasum":
         if exchange.compress != "none" or any(p.compress for p in exchange.parts):

@@ -1,12 +1,11 @@
-"""A plan in words, and the difference of two plans in words."""
+"""A plan in words, and the difference of two plans."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headway.plan.layer_split import SPACE, LayerSplit
-from headway.plan.plan import Plan
-from headway.plan.sharding import SHARD
+from headway.plan.plan import SHARD_AXIS, Plan
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:
@@ -57,7 +56,7 @@ def explain_sharding(plan: Plan) -> str:
     """One sentence."""
     what = ["the optimiser's state", "gradients", "parameters"][: plan.memory.zero]
     ranks = plan.data_degree * plan.mesh.degree(SPACE)
-    parts = plan.mesh.degree(SHARD) if SHARD in plan.mesh.names else ranks
+    parts = plan.mesh.degree(SHARD_AXIS) if SHARD_AXIS in plan.mesh.names else ranks
     listed = what[0] if len(what) == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     copies = ranks // parts
     more = f", in {copies} copies" if copies > 1 else ""
@@ -115,7 +114,7 @@ _HOW = {
 }
 
 
-def difference(old: Plan, new: Plan) -> list[str]:
+def plan_difference(old: Plan, new: Plan) -> list[str]:
     """One line per value that differs: "mesh.axes.0.size: 2 -> 4"; empty for equal plans."""
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     keys = list(dict.fromkeys([*before, *after]))

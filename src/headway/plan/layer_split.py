@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from headway.documents import document
-from headway.plan.exchange import Exchange
+from headway.plan.exchange import ExchangePlan
 from headway.plan.mesh import Axis, Mesh
 from headway.plan.tensor_layout import TensorGrid
 
@@ -110,7 +110,7 @@ class LayerSplit:
         """Patterns of modules with a grid of their own, and those grids."""
         return tuple((one.modules, one.grid) for one in self.by)
 
-    def problems(self, mesh: Mesh, exchange: Exchange) -> Iterator[str]:
+    def problems(self, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
         """Why the split cannot be, one line each.
 
         Args:
@@ -179,7 +179,7 @@ def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
     raise ValueError(f"{list(sizes)} are no sizes of a grid of form {form}")
 
 
-def _exchange_problems(exchange: Exchange) -> Iterator[str]:
+def _exchange_problems(exchange: ExchangePlan) -> Iterator[str]:
     """What gradients of parts of layers cannot be exchanged by."""
     if exchange.compress == "int8":
         yield (

@@ -14,13 +14,13 @@ from pydantic import AfterValidator
 
 from headway.documents import document, nearest
 from headway.errors import DocumentError, PlanError
-from headway.schedule import PipelineSchedule
-from headway.schedule.check import check_schedule
-from headway.schedule.groups import common_groups
-from headway.schedule.named import SCHEDULES, make_schedule
-from headway.schedule.table import from_csv
+from headway.schedule.csv_format import from_csv
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.pipeline_schedule import PipelineSchedule
+from headway.schedule.rules.check import check_schedule
+from headway.schedule.update_groups import common_update_groups
 
-AXIS = "pipe"
+PIPE_AXIS = "pipe"
 
 
 def _name(value: str) -> str:
@@ -36,7 +36,7 @@ def _whole(value: int) -> int:
 
 
 @document
-class Pipeline:
+class PipelinePlan:
     """Cut and schedule; without an axis "pipe" of more than one rank it has no effect.
 
     Attributes:
@@ -57,7 +57,7 @@ class Pipeline:
             forward and backward take, which rank 0 measures when the model is cut.
         by_hand: "module:function", for a model whose forward cannot be followed: from the model it
             makes the chain of stages, for each a list of modules that are called one after the
-            other (`headway.parallel.cut_by_hand`).
+            other (`headway.parallel.cut_module_chain`).
         table: The CSV text of a schedule, in place of its name.
         shared_memory: Ranks of one machine hand values and gradients over in memory that both
             share; else, and between machines and on GPUs, over the process group.
@@ -154,7 +154,7 @@ class Pipeline:
             schedule = self.make(ranks, parts)
         except (PlanError, DocumentError) as error:
             return [*found, *(f"pipeline: {problem}" for problem in error.problems)]
-        if not schedule.flush and common_groups(schedule) is None:
+        if not schedule.flush and common_update_groups(schedule) is None:
             found.append(
                 f"pipeline.schedule {schedule.name}: its stages make their STEPs after different "
                 "micro-batches, so the loss of an update is not defined; STEP after the same ones"

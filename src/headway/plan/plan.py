@@ -1,8 +1,12 @@
-"""The whole decision how a training step is split, as immutable data.
+"""The plan: the whole decision how a training step is distributed, as immutable data.
 
-A plan is made above this line (by a planner or by hand) and obeyed below it. It is priced by
-`cost`, played by `simulator`, obeyed by `run`, checked by `verification` and drawn by `report`.
-Its file form is JSON; its hash names the decision and nothing else.
+Everything above makes plans (the planner, or a person), everything below carries them out: a plan
+is priced by `cost`, simulated by `simulator`, executed by `run`, checked by `verification` and
+drawn by `report`. Its file form is JSON; its hash names the decision and nothing else.
+
+`Plan.check` says why a plan cannot exist, sharded state included (ZeRO: Rajbhandari et al. 2020,
+section 5; hybrid sharding: Zhao et al. 2023, PyTorch FSDP, section 3.2.2). `check_executable`
+refuses legal plans that can be priced and simulated but that the executor does not support yet.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +23,53 @@ from typing import Literal
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
 from headway.plan.batch import BatchSplit
-from headway.plan.exchange import Exchange
+from headway.plan.exchange import ExchangePlan
 from headway.plan.layer_split import SPACE, TENSOR, LayerSplit
 from headway.plan.mesh import Mesh
-from headway.plan.pipeline import AXIS, Pipeline
+from headway.plan.pipeline import PIPE_AXIS, PipelinePlan
 from headway.plan.prediction import Prediction
-from headway.plan.sharding import SHARD, Zero, sharding_problems
 
-FORMAT = 1
+Zero = Literal[0, 1, 2, 3]
+"""See `plan.MemoryPolicy`."""
+SHARD_AXIS = "shard"
+"""The axis of the mesh whose ranks keep the state together; they take shares of the batch, too."""
+
+
+def sharding_problems(zero: int, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
+    """Why a plan's sharding cannot be, one line each.
+
+    Args:
+        zero: As `MemoryPolicy.zero`.
+        mesh: Of the plan.
+        exchange: Of the plan.
+    """
+    if not zero:
+        if mesh.degree(SHARD_AXIS) > 1:
+            yield (
+                f"mesh axis {SHARD_AXIS} keeps state together; memory.zero is 0: "
+                "let it be 1, 2 or 3"
+            )
+        return
+    for name, value, only in (
+        ("compress", exchange.compress, "none"),
+        ("reduce", exchange.reduce, "mean"),
+        ("values", exchange.values, "gradients"),
+        ("collective", exchange.collective, "all_reduce"),
+        ("priority", exchange.priority, False),
+    ):
+        if value != only:
+            yield (
+                f"exchange.{name} is {value!r}: with memory.zero {zero} gradients are summed "
+                f"exactly where they are kept; leave it at {only!r}"
+            )
+    if exchange.parts:
+        yield f"exchange.parts: with memory.zero {zero} all gradients are summed alike"
+
+
+# The whole decision how a training step is split, as immutable data.
+
+
+PLAN_FORMAT = 1
 
 
 @document
@@ -71,11 +115,11 @@ class Plan:
     batch: BatchSplit
     layouts: tuple[Layout, ...] = ()
     split: LayerSplit = LayerSplit()
-    pipeline: Pipeline = Pipeline()
-    exchange: Exchange = Exchange()
+    pipeline: PipelinePlan = PipelinePlan()
+    exchange: ExchangePlan = ExchangePlan()
     synchrony: Synchrony = Synchrony()
     memory: MemoryPolicy = MemoryPolicy()
-    format: int = FORMAT
+    format: int = PLAN_FORMAT
     prediction: Prediction | None = None
 
     def check(self) -> None:
@@ -97,7 +141,7 @@ class Plan:
     @property
     def data_degree(self) -> int:
         """The number of shares into which the global batch is cut."""
-        return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD)
+        return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD_AXIS)
 
     @property
     def group_degree(self) -> int:
@@ -107,7 +151,7 @@ class Plan:
     @property
     def pipe_degree(self) -> int:
         """Ranks of a pipeline; 1: there is none."""
-        return self.mesh.degree(AXIS)
+        return self.mesh.degree(PIPE_AXIS)
 
     @property
     def exchange_degree(self) -> int:
@@ -141,8 +185,8 @@ class Plan:
     def data_rank(self, rank: int) -> int:
         """Which share of the global batch a rank works on."""
         place = self.mesh.coordinate(rank)
-        outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD, 0)
-        return outer * self.mesh.degree(SHARD) + inner
+        outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD_AXIS, 0)
+        return outer * self.mesh.degree(SHARD_AXIS) + inner
 
     def micro_sizes(self, rank: int) -> tuple[int, ...]:
         """Samples of each micro-batch that a rank computes of a full batch, in order.
@@ -224,9 +268,9 @@ def _wrong_types(plan: Plan) -> list[str]:
 def _illegal_values(plan: Plan) -> list[str]:
     found: list[str] = []
     names = plan.mesh.names
-    known = (plan.exchange.axis, SHARD, SPACE, TENSOR, AXIS)
-    if plan.format != FORMAT:
-        found.append(f"format {plan.format} is not known; this headway reads format {FORMAT}")
+    known = (plan.exchange.axis, SHARD_AXIS, SPACE, TENSOR, PIPE_AXIS)
+    if plan.format != PLAN_FORMAT:
+        found.append(f"format {plan.format} is not known; this headway reads format {PLAN_FORMAT}")
     if not names:
         found.append("mesh has no axis; it needs at least one, for example data")
     found.extend(
@@ -290,3 +334,36 @@ def _layout_problems(plan: Plan) -> list[str]:
             if word != "copy":
                 found.append(f"{place}: {word!r} on {axis}: no mechanism yet; only copy")
     return found
+
+
+# Which legal plans today's executor has no mechanism for; they can be priced and played.
+
+
+def unsupported_by_executor(plan: Plan) -> Iterator[str]:
+    """What the executor lacks, one line each; nothing: it can carry the plan out."""
+    split, zero = plan.group_degree > 1, plan.memory.zero
+    if plan.split.tensor and plan.split.spatial:
+        yield "split.tensor and split.spatial at once"
+    if plan.split.by and plan.pipe_degree > 1 and zero:
+        yield f"split.by with a pipeline and memory.zero {zero}: its parts lie on one grid"
+    if not plan.flushes and split:
+        yield f"split with a pipeline of {plan.pipeline.schedule}, without a flush"
+    if zero and not plan.flushes:
+        yield (
+            f"memory.zero {zero} with a pipeline of {plan.pipeline.schedule}, without a flush: "
+            "several versions of the weights are whole"
+        )
+
+
+def check_executable(plan: Plan) -> None:
+    """Refuse a plan that can only be priced and played.
+
+    Raises:
+        PlanError: With everything that the executor lacks.
+    """
+    if problems := list(unsupported_by_executor(plan)):
+        raise PlanError(
+            "today's executor cannot carry out this plan",
+            problems=[f"no mechanism yet: {problem}" for problem in problems],
+            fix="Leave one of them out; `headway plan RECIPE --runnable` searches what can be run.",
+        )

@@ -1,7 +1,7 @@
-"""What the planner expects of a plan on a cluster; it travels in the plan's file.
+"""What the planner predicts for a plan on a cluster; it travels in the plan's file.
 
-It is no part of the decision: the plan's hash does not name it, and nothing that obeys a plan reads
-it. `report` and the progress lines show it beside what is measured.
+It is no part of the decision: the plan's hash leaves it out, and nothing that executes a plan reads
+it. Reports and the progress lines show it beside the measured times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WAITS = ("bubble", "messages", "exchange")
 
 
 @document
-class Asked:
+class PlanProvenance:
     """What `headway plan` was asked, so that `explain` and `simulate` can ask it again.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prediction:
     cluster: str = ""
     device: str = ""
     version: str = ""
-    asked: Asked | None = None
+    asked: PlanProvenance | None = None
 
     @property
     def waiting(self) -> float:

@@ -7,8 +7,8 @@ Y[M x N] = X[M x K] W[K x N], with M rows (samples x positions), on three kinds 
     summa    d x q x q ranks; blocks of X and W, W once per depth (Optimus, Tesseract)
 
 An axis of the grid is a letter. A part of a dimension is named by its axes, the major one first:
-rows "ij" are cut over i, and each of those pieces over j. Invariant: `Parts` of a result is what
-the next layer takes, so that a chain of layers never moves an activation in between.
+rows "ij" are cut over i, and each of those pieces over j. Invariant: `MatrixParts` of a result is
+what the next layer takes, so that a chain of layers never moves an activation in between.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 
 from headway.errors import PlanError
 
-Form = Literal["classic", "cuboid", "summa"]
+GridForm = Literal["classic", "cuboid", "summa"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TensorGrid:
         sizes: Axis -> ranks along it; the last one's neighbours are neighbouring ranks.
     """
 
-    form: Form
+    form: GridForm
     sizes: tuple[tuple[str, int], ...]
 
     @staticmethod
@@ -73,24 +73,24 @@ class TensorGrid:
         return dict(self.sizes)
 
     @property
-    def resident(self) -> Parts:
+    def resident(self) -> MatrixParts:
         """How activations lie between layers."""
         match self.form:
             case "classic":
-                return Parts("", "")
+                return MatrixParts("", "")
             case "cuboid":
-                return Parts("ij", "l")
+                return MatrixParts("ij", "l")
             case "summa":
-                return Parts("di", "j")
+                return MatrixParts("di", "j")
 
-    def after(self, x: Parts) -> Parts:
+    def after(self, x: MatrixParts) -> MatrixParts:
         """How a linear layer's result lies.
 
         Raises:
             ValueError: No layer takes such an activation.
         """
         if x == self.resident:
-            rest = {"classic": Parts("", "j"), "cuboid": Parts("il", "j"), "summa": x}
+            rest = {"classic": MatrixParts("", "j"), "cuboid": MatrixParts("il", "j"), "summa": x}
             return rest[self.form]
         if self.form != "summa" and x == self.after(self.resident):
             return self.resident
@@ -98,7 +98,7 @@ class TensorGrid:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MatrixParts:
     """Axes by which the rows and the columns of a matrix are cut; "" where they are whole."""
 
     rows: str
@@ -118,26 +118,26 @@ class LinearLayout:
     """
 
     grid: TensorGrid
-    x: Parts
+    x: MatrixParts
     m: int
     k: int
     n: int
 
     @property
-    def y(self) -> Parts:
+    def y(self) -> MatrixParts:
         """Parts of Y, M x N."""
         return self.grid.after(self.x)
 
     @property
-    def weight(self) -> Parts:
+    def weight(self) -> MatrixParts:
         """Parts of the weight as torch keeps it: rows are outputs N, columns inputs K."""
         match self.grid.form:
             case "classic":
-                return Parts(self.y.columns, self.x.columns)
+                return MatrixParts(self.y.columns, self.x.columns)
             case "cuboid":
-                return Parts(f"{self.y.columns}i", self.x.columns)
+                return MatrixParts(f"{self.y.columns}i", self.x.columns)
             case "summa":
-                return Parts("j", "i")
+                return MatrixParts("j", "i")
 
     @property
     def bias(self) -> str:
@@ -153,7 +153,7 @@ class LinearLayout:
             "y": self.m * self.n // self._pieces(self.y),
         }
 
-    def _pieces(self, parts: Parts) -> int:
+    def _pieces(self, parts: MatrixParts) -> int:
         return self.grid.size(parts.rows + parts.columns)
 
     @property
@@ -227,17 +227,17 @@ def _all_reduce(ranks: int, elements: int) -> int:
     return 2 * (ranks - 1) * elements // ranks
 
 
-def groups_of_least_exchange(ranks: int, rows: int, outputs: int) -> int:
+def optimal_data_groups(ranks: int, rows: int, outputs: int) -> int:
     """G data groups of P/G ranks that exchange least for a linear layer of N outputs.
 
     cost(G) = 2 K (m/G) (1 - G/P) + 2 K N (G - 1) / P: gather and reduce-scatter of activations in a
     group, all-reduce of the group's weights over the groups; K is left out. Its minimum over the
     reals is G* = sqrt(P m / N) (Das et al. 2016). Equal costs: the smaller G.
     """
-    return min(divisors(ranks), key=lambda g: (exchanged(g, ranks, rows, outputs), g))
+    return min(divisors(ranks), key=lambda g: (elements_exchanged(g, ranks, rows, outputs), g))
 
 
-def exchanged(groups: int, ranks: int, rows: int, outputs: int) -> float:
+def elements_exchanged(groups: int, ranks: int, rows: int, outputs: int) -> float:
     """cost(G) / K, in elements per rank and step."""
     inside = 2 * rows / groups * (1 - groups / ranks)
     return inside + 2 * outputs * (groups - 1) / ranks
@@ -248,7 +248,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Need:
+class AxisDivisor:
     """A number that axes must divide.
 
     Attributes:
@@ -262,7 +262,7 @@ class Need:
     what: str
 
 
-def check_needs(grid: TensorGrid, needs: Sequence[Need]) -> None:
+def check_divisibility(grid: TensorGrid, needs: Sequence[AxisDivisor]) -> None:
     """Refuse a grid that does not divide what it has to.
 
     Raises:
@@ -281,11 +281,13 @@ def check_needs(grid: TensorGrid, needs: Sequence[Need]) -> None:
         problems=list(dict.fromkeys(problems)),
         where=f"tensor grid {grid.form} " + " x ".join(f"{a}={n}" for a, n in grid.sizes),
         fix=f"Degrees that suit all of it: {_common(grid, needs)}."
-        + left_whole([name for name, named, _ in (n.what.partition(": ") for n in bad) if named]),
+        + whole_layers_hint(
+            [name for name, named, _ in (n.what.partition(": ") for n in bad) if named]
+        ),
     )
 
 
-def left_whole(names: Sequence[str]) -> str:
+def whole_layers_hint(names: Sequence[str]) -> str:
     """What a user may type to leave layers whole; "" of none.
 
     Args:
@@ -299,7 +301,7 @@ def left_whole(names: Sequence[str]) -> str:
     return f" Or leave these layers whole: --set 'split.whole={said}', in Python whole={said}."
 
 
-def _common(grid: TensorGrid, needs: Sequence[Need]) -> str:
+def _common(grid: TensorGrid, needs: Sequence[AxisDivisor]) -> str:
     """For a single axis all degrees; else, for each axis, those with the others as they are."""
     found = []
     for axis, _ in grid.sizes:

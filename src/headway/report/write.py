@@ -1,20 +1,123 @@
-"""Writes all files of a report into the run directory.
+"""Render the report page and write all files of a report into the run directory.
 
-Safe at any moment and any number of times: each file is replaced as a whole, and a run that is
-still writing is only read.
+Safe at any moment, any number of times: each file is replaced atomically, and the run's own files
+    are
+only read. The page is one HTML file without network access or scripts; every text passes through
+the template's escaping, and only our own pictures are inserted as they are.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+from markupsafe import Markup
+
+from headway import __version__
 from headway.errors import MissingExtra, UsageError
-from headway.report.chrome import chrome_json
-from headway.report.history import read_history
-from headway.report.html import render_page
-from headway.report.records import RunHistory
-from headway.report.tensorboard import write_tensorboard
+from headway.report.history.reader import read_history
+from headway.report.history.records import LoggedWarning, RunHistory
+from headway.report.page import facts
+from headway.report.page.sections import exchange_section, pipeline_section, prediction_section
+from headway.report.pictures import step_timeline, training_curves
+from headway.report.pictures.canvas import style_sheet
+from headway.report.trace_export import chrome_trace_json, write_tensorboard
+from headway.units import format_bytes, format_seconds
+
+
+def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
+    """The HTML text of the report.
+
+    Args:
+        history: What the run wrote down.
+        notes: Lines about the report itself, added to those of the history.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("headway.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "moment": facts.moment,
+        "number": facts.number,
+        "verdict": facts.verdict,
+    }
+    step = step_timeline.representative_step(history)
+    trace = history.traces[step] if step is not None else None
+    found = step_timeline.shares(history)
+    return environment.get_template("report.html").render(
+        version=__version__,
+        light=Markup(style_sheet(0)),
+        dark=Markup(style_sheet(1)),
+        history=history,
+        headline=facts.headline(history),
+        batch=facts.batch_equation(history),
+        curves=_curves(history),
+        trace_step=step,
+        trace_ranks=len(trace.ranks) if trace is not None else 0,
+        most_ranks=step_timeline.MOST_RANKS,
+        timeline=_picture(step_timeline.timeline_picture(trace)) if trace is not None else None,
+        shares=found,
+        parts=step_timeline.PARTS,
+        shares_picture=_picture(step_timeline.shares_picture(found)),
+        exchange=exchange_section(history, step),
+        pipeline=pipeline_section(history, step),
+        predicted=prediction_section(history, step),
+        picture=Markup,
+        exposed=_picture(training_curves.exposed_picture(history)),
+        peaks=_peaks(history),
+        attempts=[(attempt, facts.ending(history, attempt)) for attempt in history.attempts],
+        warnings=_with_counts(history.warnings),
+        recipe=facts.rows(history.recipe),
+        plan=facts.rows(history.plan),
+        plan_words=facts.plan_words(history),
+        plan_json=json.dumps(history.plan, indent=2) if history.plan else "",
+        environment=facts.rows(history.environment),
+        notes=(*history.notes, *notes),
+    )
+
+
+def _curves(history: RunHistory) -> list[tuple[str, Markup]]:
+    """The pictures over the steps that have something to show, with their headings."""
+    drawn = (
+        ("Loss", training_curves.loss_picture(history)),
+        ("Throughput", training_curves.throughput_picture(history)),
+        ("Memory per rank", training_curves.memory_picture(history)),
+        ("Learning rate", training_curves.rate_picture(history)),
+        ("Gradient norm", training_curves.norm_picture(history)),
+    )
+    return [(heading, Markup(svg)) for heading, svg in drawn if svg is not None]
+
+
+def _picture(svg: str | None) -> Markup | None:
+    return None if svg is None else Markup(svg)
+
+
+def _peaks(history: RunHistory) -> dict[int, float]:
+    """Rank -> largest memory of any step (bytes), for ranks that measured it."""
+    peaks = {
+        rank: max((s.memory_bytes for s in steps if s.memory_bytes >= 0), default=-1.0)
+        for rank, steps in history.rank_steps.items()
+    }
+    return {rank: peak for rank, peak in peaks.items() if peak >= 0}
+
+
+def _with_counts(warnings: tuple[LoggedWarning, ...]) -> list[tuple[LoggedWarning, int]]:
+    """Each text once, with how often it came, in the order of its first appearance."""
+    counts: dict[str, int] = {}
+    for warning in warnings:
+        counts[warning.text] = counts.get(warning.text, 0) + 1
+    first = {warning.text: warning for warning in reversed(warnings)}
+    return [(first[text], count) for text, count in counts.items()]
+
+
+# Writes all files of a report into the run directory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +149,7 @@ def write_report(directory: Path) -> ReportFiles:
     history = read_history(directory)
     notes: tuple[str, ...] = ()
     try:
-        timeline = _replace(directory / "timeline.json", chrome_json(history.timeline))
+        timeline = _replace(directory / "timeline.json", chrome_trace_json(history.timeline))
         tensorboard, notes = _tensorboard(history, directory / "tensorboard")
         html = _replace(directory / "report.html", render_page(history, notes))
     except OSError as error:

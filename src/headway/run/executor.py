@@ -1,8 +1,12 @@
-"""Obeys a plan: carries out the step program, one handler for each kind of instruction.
+"""The executor: carries out a plan's step program, one handler per kind of instruction.
 
-The executor does not know how the plan was found and holds no branch per feature. What it promises
-is the house rule: loss, gradients and updated parameters of a step equal those of the serial run,
-because the loss is the sum over the global batch divided by the global count, whatever the split.
+`compile_step` turns a plan and the number of micro-batches into a list of instructions;
+`strategy_for` chooses the class that exchanges gradients and makes the update; `Executor` runs the
+instructions one after the other. A feature adds instructions and handlers, not branches here.
+
+Loss, gradients and updated parameters of a step equal those of the serial run for every plan with
+an exact exchange and a flush, because the loss is the sum over the global batch divided by the
+global count, however the batch is split. `headway verify` proves it for a recipe and a plan.
 """
 
 from __future__ import annotations
@@ -10,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +27,168 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.data import Cursor, MicroBatch, RankBatch
 from headway.plan import Plan
-from headway.run import alike, parts
-from headway.run.group_means import check_last_batch
-from headway.run.hands import hands_for
-from headway.run.loading import RankLoader, loader_of, source_of
-from headway.run.pipeline import Means, PipelineSteps
-from headway.run.program import Instruction, StepProgram, compile_step
-from headway.run.randomness import LogicalRandomness, Sites, probe, seed_everything
-from headway.run.recipe import Loss
-from headway.run.record import StepRecord
-from headway.run.spare import Spare
-from headway.run.spatial import spread
-from headway.run.split_gradients import SplitGradients
-from headway.run.stage_gradients import StageGradients
-from headway.run.start import find_world, plan_for
-from headway.run.trees import resize, to_device
-from headway.run.world import World
+from headway.plan.plan import check_executable
+from headway.run.distributed import replica_sync
+from headway.run.distributed.world import World
+from headway.run.pipeline.step import PipelineContext, PipelineRunner, check_last_batch
+from headway.run.recipe.recipe import Loss
+from headway.run.step import components
+from headway.run.step.batch import (
+    PaddingBatch,
+    RankLoader,
+    rank_loader,
+    rank_source,
+    resize_batch,
+    spatial_loss,
+    to_device,
+)
+from headway.run.step.defaults import find_world, resolve_plan
+from headway.run.step.randomness import (
+    LogicalRandomness,
+    RandomDraws,
+    probe_random_draws,
+    seed_everything,
+)
+from headway.run.step.record import StepRecord
+from headway.run.strategy.data_parallel import DataParallelStrategy
+from headway.run.strategy.pipeline_parallel import (
+    AsyncPipelineStrategy,
+    PipelineStrategy,
+    check_clip,
+)
+from headway.run.strategy.sharded_parameters import FsdpStrategy, TensorParallelStrategy
+
+Kind = Literal[
+    "clear",
+    "pipeline",
+    "forward",
+    "idle",
+    "tally",
+    "arm",
+    "backward",
+    "settle",
+    "propose",
+    "send",
+    "receive",
+    "adopt",
+    "scale",
+    "clip",
+    "update",
+    "release",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One thing to do.
+
+    Kinds, with what they mean for synchronous data parallelism:
+        clear: forget the last step's gradients.
+        pipeline: forward and backward of all micro-batches through the stages of a pipeline, and
+            the sums of the gradients of each stage's copies.
+        forward: the loss of micro-batch `microbatch`.
+        idle: a forward pass that counts nothing, in place of a micro-batch that this rank lacks
+            and another one has: where state is sharded, all ranks gather it together.
+        tally: start to sum loss, count and votes over all ranks.
+        arm: gradients may leave as soon as the next backward pass has made them.
+        backward: the gradients of micro-batch `microbatch`, added to those before.
+        send: start the exchange of all gradients that have not left.
+        receive: wait for the summed gradients.
+        scale: divide by a global count that is only known now.
+        clip: limit the global norm of the gradients.
+        update: the optimiser's and the scheduler's step.
+        release: let the exchange make the update, while the next step begins (priority).
+        settle: the pipeline's table has made the updates; read the tally, step the scheduler.
+        propose: make this rank's own update and exchange it in place of the gradients.
+        adopt: make the combined update.
+    """
+
+    kind: Kind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.microbatch is None else f"{self.kind} {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """The instructions of one rank for one optimiser step."""
+
+    instructions: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.instructions))
+
+
+def compile_step(
+    plan: Plan, num_microbatches: int, *, clip: bool, passes: int | None = None
+) -> StepProgram:
+    """The program of a rank.
+
+    Args:
+        plan: A legal plan.
+        num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
+        clip: Whether the recipe limits the norm of the gradients.
+        passes: The most micro-batches that any rank has in this step; None: as this one.
+    """
+    if plan.pipe_degree > 1:
+        limit: list[Kind] = ["clip"] if clip else []
+        ending: list[Kind] = ["scale", *limit, "update"] if plan.flushes else ["settle"]
+        kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
+        return StepProgram(tuple(map(Instruction, kinds)))
+    most = max(passes or 0, num_microbatches) if plan.memory.zero else num_microbatches
+    own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
+    exchange = plan.exchange
+    together = plan.ranks > 1
+    updates = exchange.values == "updates"
+    if own:
+        arm = [Instruction("arm")] if together and not updates else []
+        own[-1][1:1] = [Instruction("tally"), *arm]
+    else:
+        own.append([Instruction("tally")])
+    return StepProgram(
+        (
+            Instruction("clear"),
+            *(instruction for one in own for instruction in one),
+            *map(Instruction, _ending(together, updates, exchange.priority, clip)),
+        )
+    )
+
+
+def _ending(together: bool, updates: bool, priority: bool, clip: bool) -> list[Kind]:
+    """What follows the last backward pass."""
+    if updates:
+        return ["propose", "send", "receive", "adopt"] if together else ["propose", "adopt"]
+    if together and priority and not clip:  # a clipped norm needs all gradients together
+        return ["send", "release"]
+    arrive: list[Kind] = ["send", "receive"] if together else []
+    limit: list[Kind] = ["clip"] if clip else []
+    return [*arrive, "scale", *limit, "update"]
+
+
+def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
+    return [Instruction("idle" if idle else "forward", number), Instruction("backward", number)]
+
+
+# Which hands a plan needs for its gradients.
+
+
+def strategy_for(plan: Plan, clip: float | None) -> type[DataParallelStrategy]:
+    """By where gradients are summed: by stages, by parts of layers or of the state, by buckets.
+
+    Raises:
+        PlanError: There is no mechanism for the plan, or none to limit the norm with it.
+    """
+    check_executable(plan)
+    check_clip(plan, clip)
+    if plan.pipe_degree > 1:
+        return PipelineStrategy if plan.flushes else AsyncPipelineStrategy
+    if plan.split.tensor:
+        return TensorParallelStrategy
+    return FsdpStrategy if plan.memory.zero and plan.ranks > 1 else DataParallelStrategy
+
+
+# Obeys a plan: carries out the step program, one handler for each kind of instruction.
 
 
 class Executor:
@@ -50,7 +201,8 @@ class Executor:
     Args:
         model: Any module; it is used as it is and keeps its names.
         optimizer: Any torch optimiser over the model's parameters.
-        loss: See `headway.run.recipe.Loss`; `headway.criterion` makes one of a torch criterion.
+        loss: See `headway.run.recipe.recipe.Loss`; `headway.criterion` makes one of a torch
+            criterion.
         plan: A plan, or the path of a plan file.
         batch: In its place samples of the global batch, for data parallelism over all processes.
         scheduler: Stepped after every optimiser step.
@@ -60,7 +212,8 @@ class Executor:
 
     Raises:
         PlanError: The plan cannot exist, or is for another number of processes.
-        RecipeError: The optimiser or the scheduler cannot be used; see `headway.run.parts`.
+        RecipeError: The optimiser or the scheduler cannot be used; see
+            `headway.run.step.components`.
         UsageError: Not exactly one of `plan` and `batch` is given.
     """
 
@@ -78,8 +231,8 @@ class Executor:
         world: World | None = None,
     ) -> None:
         self.world = world or find_world()
-        self.plan = plan_for(plan, batch, self.world.ranks)
-        parts.check_parts(model, optimizer, scheduler, self.world.ranks)
+        self.plan = resolve_plan(plan, batch, self.world.ranks)
+        components.check_components(model, optimizer, scheduler, self.world.ranks)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -87,10 +240,12 @@ class Executor:
         self.steps_done = 0
         self.record = StepRecord()
         self.wants_stop = False
-        self._loss = loss if self.plan.pipe_degree > 1 else spread(loss, self.plan, self.world)
+        self._loss = (
+            loss if self.plan.pipe_degree > 1 else spatial_loss(loss, self.plan, self.world)
+        )
         self._clip = clip
         self._next_epoch = 0
-        self._sites: Sites | None = None
+        self._sites: RandomDraws | None = None
         self._mode: LogicalRandomness | None = None
         self._mode_of: MicroBatch | None = None
         self._batch: RankBatch | None = None
@@ -99,13 +254,13 @@ class Executor:
         self._counts: list[Tensor | float] = []
         self._dtype = torch.float64 if self.plan.memory.precision == "float64" else None
         if self._dtype is not None:
-            parts.to_float64(self.model)
-        parts.follow_model(optimizer)
+            components.to_float64(self.model)
+        components.move_optimizer_state(optimizer)
         if self.world.ranks > 1:
-            alike.start_alike(self.model, self.world)
-        self._pipeline: PipelineSteps | None = None
-        self._spare = Spare(self.plan)
-        self.gradients = hands_for(self.plan, clip)(
+            replica_sync.sync_initial_state(self.model, self.world)
+        self._pipeline: PipelineRunner | None = None
+        self._spare = PaddingBatch(self.plan)
+        self.gradients = strategy_for(self.plan, clip)(
             self.model,
             optimizer,
             scheduler,
@@ -115,8 +270,8 @@ class Executor:
             seed=seed,
         )
         self.gradients.follow()
-        if isinstance(self.gradients, StageGradients):
-            self._pipeline = PipelineSteps(self._means(self.gradients))
+        if isinstance(self.gradients, PipelineStrategy):
+            self._pipeline = PipelineRunner(self._means(self.gradients))
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
             "idle": self._idle, "tally": self._tally, "backward": self._backward,
@@ -154,15 +309,15 @@ class Executor:
             yield from loader
 
     def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> RankLoader:
-        """The loader behind `batches`; see `headway.run.loading.loader_of` for `options`."""
-        source = source_of(examples, self.plan, self.world.rank)
+        """The loader behind `batches`; see `headway.run.step.batch.rank_loader` for `options`."""
+        source = rank_source(examples, self.plan, self.world.rank)
         if not options.get("drop_last"):
             check_last_batch(self.plan, len(source))
         options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)
-        return loader_of(source, self.plan, self.world, **options)
+        return rank_loader(source, self.plan, self.world, **options)
 
     @property
-    def pipeline(self) -> PipelineSteps | None:
+    def pipeline(self) -> PipelineRunner | None:
         """None where the model is not cut."""
         return self._pipeline
 
@@ -203,7 +358,7 @@ class Executor:
         for batch in batches:
             self._spare.note(batch)
             self.cut(batch)
-            with parts.evaluating(self.model), torch.no_grad():
+            with components.evaluating(self.model), torch.no_grad():
                 totals += sums(batch) * self.plan.counts(self.world.rank)
         self.world.sum(totals, f"validation of step {self.steps_done + 1}")
         return float(totals[0] / totals[1]), int(totals[2])
@@ -219,7 +374,7 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
-        if isinstance(self.gradients, SplitGradients):
+        if isinstance(self.gradients, TensorParallelStrategy):
             self._sites = self.gradients.divide(batch, self._loss, self._prepare, self._probe)
         if self._pipeline is None or self._pipeline.homes is not None:
             return
@@ -313,8 +468,8 @@ class Executor:
         self._pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
         self._shares, self._counts = self._pipeline.losses, self._pipeline.counts
 
-    def _means(self, gradients: StageGradients) -> Means:
-        return Means(
+    def _means(self, gradients: PipelineStrategy) -> PipelineContext:
+        return PipelineContext(
             model=self.model,
             loss=self._loss,
             plan=self.plan,
@@ -347,7 +502,7 @@ class Executor:
         data = self._prepare(micro.data)
         with self._arithmetic(), self.gradients.calling():
             value = self._loss(self.model, data)
-        return parts.sum_and_count(value, len(micro.positions))
+        return components.sum_and_count(value, len(micro.positions))
 
     def _prepare(self, data: Any) -> Any:
         return to_device(data, self.world.device, self._dtype)
@@ -374,10 +529,10 @@ class Executor:
         with self._mode if self._sites.forward else contextlib.nullcontext():
             yield
 
-    def _probe(self, data: Any, loss: Loss | None = None) -> Sites:
+    def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
         """Look once how random draws depend on the batch; without doubt, or with a warning."""
         with self._arithmetic(), self.gradients.calling():
-            sites = probe(self.model, loss or self._loss, data, resize)
+            sites = probe_random_draws(self.model, loss or self._loss, data, resize_batch)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
         return sites

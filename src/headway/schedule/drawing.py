@@ -1,20 +1,21 @@
-"""Schedules as text: one line per rank, one column per slot or per unit of time.
-
-Small tables are drawn as the papers draw them: a digit is the forward of that micro-batch, a letter
-its backward. Others get cells of fixed width that say kind and number. Invariant: equal columns on
-all lines are the same moment. Source of the small form: figures 3 and 8 of Chimera (Li and Hoefler,
-SC 2021).
+"""Schedules as pictures: text with one line per rank, and timelines for the report.
+Small tables are drawn as the papers draw them (figures 3 and 8 of Chimera, Li and Hoefler, SC
+2021): a digit is the forward of that micro-batch, a letter its backward. Others get cells of
+fixed width with kind and number. Equal columns on all lines are the same moment. A timeline has
+exactly the spans of `headway.schedule.timing`: a bubble is a gap, a wait that the table names
+(RECV, WAIT) is a span of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from headway.schedule.action import COMPUTE, Action, Kind
-from headway.schedule.pipeline import PipelineSchedule
-from headway.schedule.timing import Timing
+from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.timing import ScheduleTiming, time_schedule
+from headway.timeline import Span, Timeline
 
 _IDLE = "."
 _GOES_ON = "-"
@@ -48,7 +49,9 @@ def draw_aligned(schedule: PipelineSchedule) -> str:
     return _lines(rows)
 
 
-def draw_timed(schedule: PipelineSchedule, timing: Timing, *, unit: float | None = None) -> str:
+def draw_timed(
+    schedule: PipelineSchedule, timing: ScheduleTiming, *, unit: float | None = None
+) -> str:
     """The table by time.
 
     Args:
@@ -66,7 +69,7 @@ def draw_timed(schedule: PipelineSchedule, timing: Timing, *, unit: float | None
     for actions, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True):
         cells: dict[int, str] = {}
         for action, start, end in zip(actions, starts, ends, strict=True):
-            if action.kind in COMPUTE:
+            if action.kind in COMPUTE_KINDS:
                 first, last = _rounded(start / column), _rounded(end / column)
                 text = write(action)
                 rest = text if len(text) == 1 else _GOES_ON
@@ -78,30 +81,30 @@ def draw_timed(schedule: PipelineSchedule, timing: Timing, *, unit: float | None
 def legend(schedule: PipelineSchedule) -> str:
     """How to read the drawings of a schedule, in one line."""
     kinds = {action.kind for _, action in schedule.actions()}
-    split = Kind.WEIGHT_GRAD in kinds
+    split = ActionKind.WEIGHT_GRAD in kinds
     if _is_small(schedule):
         letters = "letter: its backward (a is 0)"
         if split:
             letters = "letter: its backward or input gradient (a is 0), capital: weight gradient"
         return f"digit: forward of that micro-batch, {letters}, dot: idle"
     names = {
-        Kind.FORWARD: "forward",
-        Kind.BACKWARD: "backward",
-        Kind.INPUT_GRAD: "input gradient",
-        Kind.WEIGHT_GRAD: "weight gradient",
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.INPUT_GRAD: "input gradient",
+        ActionKind.WEIGHT_GRAD: "weight gradient",
     }
     said = ", ".join(f"{kind}: {name}" for kind, name in names.items() if kind in kinds)
     stage = "stage, " if _has_several_stages(schedule) else ""
     return f"{stage}kind and number of the micro-batch ({said}), dot: idle"
 
 
-def _shortest(timing: Timing) -> float:
+def _shortest(timing: ScheduleTiming) -> float:
     """Of all actions that take time; 1 if none does."""
     times = [
         end - start
         for row, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True)
         for action, start, end in zip(row, starts, ends, strict=True)
-        if action.kind in COMPUTE and end > start
+        if action.kind in COMPUTE_KINDS and end > start
     ]
     return min(times, default=1.0)
 
@@ -132,10 +135,10 @@ def _writer(schedule: PipelineSchedule) -> Callable[[Action], str]:
 
 
 def _glyph(action: Action) -> str:
-    if action.kind == Kind.FORWARD:
+    if action.kind == ActionKind.FORWARD:
         return str(action.microbatch)
     letter = _LETTERS[action.microbatch]
-    return letter.upper() if action.kind == Kind.WEIGHT_GRAD else letter
+    return letter.upper() if action.kind == ActionKind.WEIGHT_GRAD else letter
 
 
 def _lines(rows: Sequence[Mapping[int, str]]) -> str:
@@ -151,3 +154,71 @@ def _lines(rows: Sequence[Mapping[int, str]]) -> str:
         padded = [(t * width if t == _GOES_ON else t).ljust(width) for t in texts]
         lines.append(f"{name.ljust(margin)} {gap.join(padded)}".rstrip())
     return "\n".join(lines)
+
+
+# A pipeline schedule, played: the timeline of a step that was never run.
+
+
+TIMELINE_KINDS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "backward",
+    ActionKind.WEIGHT_GRAD: "backward",
+    ActionKind.STEP: "update",
+    ActionKind.SYNC: "exchange",
+    ActionKind.SEND: "exchange",
+    ActionKind.POST: "exchange",
+    ActionKind.RECV: "wait",
+    ActionKind.WAIT: "wait",
+}
+"""What a timeline calls each action; all of them occupy the compute lane."""
+
+
+def schedule_timeline(schedule: PipelineSchedule, costs: StageCosts) -> Timeline:
+    """The timeline of one step; labels are the texts of the actions.
+
+    All-reduces are on the lane "exchange", everything else on "compute". What takes no time (SEND
+    without overhead, STEP) has no span.
+
+    Args:
+        schedule: With or without messages.
+        costs: Of one micro-batch of the table; seconds.
+
+    Raises:
+        PlanError: The table cannot be carried out; names where each rank stands.
+    """
+    return timing_timeline(time_schedule(schedule, costs))
+
+
+def timing_timeline(timing: ScheduleTiming) -> Timeline:
+    """The timeline of a timed table."""
+    spans = [span for rank in range(len(timing.order)) for span in _compute(timing, rank)]
+    spans += [
+        Span(
+            rank=sync.rank,
+            lane="exchange",
+            kind="exchange",
+            label=str(sync.action),
+            start=sync.start,
+            end=sync.end,
+        )
+        for sync in timing.sync_spans
+        if sync.end > sync.start
+    ]
+    return Timeline.of(spans)
+
+
+def _compute(timing: ScheduleTiming, rank: int) -> Iterator[Span]:
+    """One rank's compute lane."""
+    before = 0.0
+    rows = zip(timing.order[rank], timing.starts[rank], timing.ends[rank], strict=True)
+    for action, start, end in rows:
+        begin = before if TIMELINE_KINDS[action.kind] == "wait" else start
+        if end > begin:
+            yield _span(action, rank, begin, end)
+        before = end
+
+
+def _span(action: Action, rank: int, start: float, end: float) -> Span:
+    kind = TIMELINE_KINDS[action.kind]
+    return Span(rank=rank, lane="compute", kind=kind, label=str(action), start=start, end=end)

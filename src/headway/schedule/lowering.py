@@ -1,24 +1,284 @@
-"""From a table of compute to one that a runtime obeys: messages, and all-reduces of gradients.
+"""From a table of compute to one that a runtime can execute: messages and gradient all-reduces.
+SEND stands right after what produces the message, RECV right before its consumer, POST some
+actions earlier. Compute keeps its order, so that without latency and overhead the lowered table
+takes as long as the table. For transports without tags the SENDs and POSTs between two ranks
+have one common order on both of them, which proves that they match and that no two of them wait
+for each other. Placement of all-reduces: Chimera (SC'21), section 3.2 (eager-sync-opt).
 
-SEND stands right after what makes the message, RECV right before what takes it, POST some actions
-earlier. Invariant: compute keeps its order, so that without latency and overhead the lowered table
-takes as long as the table. Placement of all-reduces: Chimera (SC'21), section 3.2 (eager-sync-opt).
+`completed_sends` tells when the memory of a sent message can be freed. torch's point-to-point
+operations cannot be polled, only waited for; but once this rank has received something that its
+peer sent after receiving our message, that message has arrived and waiting for it costs
+nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from headway.schedule.action import COMPUTE, MESSAGES, OF_STAGE, Action, Kind
-from headway.schedule.costs import StageCosts
-from headway.schedule.messages import add_messages
-from headway.schedule.pipeline import PipelineSchedule
-from headway.schedule.timing import Timing, time_schedule
+from headway.schedule.pipeline_schedule import (
+    COMPUTE_KINDS,
+    MESSAGE_KINDS,
+    STAGE_KINDS,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+)
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.timing import ScheduleTiming, time_schedule
+
+Where = tuple[int, int]
+"""(rank, position in its row)"""
+Key = tuple[str, int, int]
+"""(pipe, stage, micro-batch)"""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One result that goes from one rank to another.
+
+    Attributes:
+        pipe: Whose.
+        source: Stage that makes it.
+        target: Stage that takes it; later: activations, earlier: their gradients.
+        microbatch: Which.
+        giver: Where its producer stands.
+        taker: Where its consumer stands.
+    """
+
+    pipe: str
+    source: int
+    target: int
+    microbatch: int
+    giver: Where
+    taker: Where
+
+    @property
+    def send(self) -> Action:
+        return Action(ActionKind.SEND, self.pipe, self.source, self.microbatch, self.target)
+
+    @property
+    def post(self) -> Action:
+        return Action(ActionKind.POST, self.pipe, self.target, self.microbatch, self.source)
+
+    @property
+    def receive(self) -> Action:
+        return Action(ActionKind.RECV, self.pipe, self.target, self.microbatch, self.source)
+
+
+def messages(schedule: PipelineSchedule) -> Iterator[Message]:
+    """All messages of a table: every edge, both directions, between different ranks alone."""
+    forward, gradient = _places(schedule)
+    for earlier, later in schedule.edges:
+        for pipe in schedule.pipes:
+            if pipe.placement[earlier] == pipe.placement[later]:
+                continue
+            for number in pipe.microbatches:
+                for source, target, places in (
+                    (earlier, later, forward),
+                    (later, earlier, gradient),
+                ):
+                    giver = places.get((pipe.name, source, number))
+                    taker = places.get((pipe.name, target, number))
+                    if giver is not None and taker is not None:
+                        yield Message(pipe.name, source, target, number, giver, taker)
+
+
+def _places(schedule: PipelineSchedule) -> tuple[dict[Key, Where], dict[Key, Where]]:
+    """Where each forward stands, and where each gradient of a stage's input is made."""
+    forward: dict[Key, Where] = {}
+    gradient: dict[Key, Where] = {}
+    of_kind = {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD: gradient,
+        ActionKind.INPUT_GRAD: gradient,
+    }
+    for rank, actions in enumerate(schedule.order):
+        for position, a in enumerate(actions):
+            if a.kind in of_kind:
+                of_kind[a.kind][a.pipe, a.stage, a.microbatch] = (rank, position)
+    return forward, gradient
+
+
+def add_messages(
+    schedule: PipelineSchedule, *, lookahead: int, tags: bool = True
+) -> PipelineSchedule:
+    """Insert SEND, POST and RECV.
+
+    Without tags, all messages between two ranks, in both directions, are put in one order: by the
+    moment at which they are made at the habitual costs, and of two made at the same moment in
+    opposite directions first the one that leaves the even rank (the *parity rule*; the lower rank,
+    if both are even or both are odd). Each of the two ranks issues its SENDs and POSTs for the
+    other in this order, if need be earlier than `lookahead` allows. So the k-th operation on one
+    side is the counterpart of the k-th on the other. Nothing waits in a circle, and no compute
+    starts later, even if an operation blocks the next one of its pair until it is done: a message
+    that stands before m in the order was made no later than m, and was posted before m's consumer
+    starts (same direction) or before m's producer starts (opposite direction).
+
+    Args:
+        schedule: Without messages.
+        lookahead: Most computes between a POST and its consumer.
+        tags: The transport tells messages of one pair apart.
+    """
+    found = sorted(messages(schedule), key=_distance)
+    posts = _posts(schedule, found, lookahead)
+    if tags:
+        sends, arrivals = found, sorted(found, key=_taker)
+    else:
+        sends = arrivals = sorted(found, key=_moments(schedule, found).__getitem__)
+        posts = _in_common_order(sends, posts)
+    gaps = _Gaps(schedule)
+    for message in sends:
+        rank, position = message.giver
+        gaps.sends[rank][position + 1].append(message.send)
+    for message in arrivals:
+        rank, position = message.taker
+        gaps.posts[rank][posts[message]].append(message.post)
+        gaps.receives[rank][position].append(message.receive)
+    return replace(schedule, order=tuple(map(gaps.row, range(schedule.ranks))))
+
+
+def _distance(message: Message) -> int:
+    """The nearest stage needs its message first."""
+    return abs(message.target - message.source)
+
+
+def _taker(message: Message) -> Where:
+    return message.taker
+
+
+class _Gaps:
+    """What is inserted before each position of each row: SENDs, then POSTs, then RECVs."""
+
+    def __init__(self, schedule: PipelineSchedule) -> None:
+        self.order = schedule.order
+        self.sends = self._empty()
+        self.posts = self._empty()
+        self.receives = self._empty()
+
+    def _empty(self) -> list[list[list[Action]]]:
+        return [[[] for _ in range(len(actions) + 1)] for actions in self.order]
+
+    def row(self, rank: int) -> tuple[Action, ...]:
+        row: list[Action] = []
+        for position in range(len(self.order[rank]) + 1):
+            row += self.sends[rank][position]
+            row += self.posts[rank][position]
+            row += self.receives[rank][position]
+            row += self.order[rank][position : position + 1]
+        return tuple(row)
+
+
+def _posts(
+    schedule: PipelineSchedule, found: Sequence[Message], lookahead: int
+) -> dict[Message, int]:
+    """Where each message is posted: before which position of its taker's row."""
+    room = _Room(schedule)
+    posts = {}
+    for message in sorted(found, key=_taker):
+        rank, position = message.taker
+        first = room.earliest(rank, position, lookahead)
+        if message.target > message.source:
+            first = room.take(rank, first, position)
+        posts[message] = first
+    return posts
+
+
+class _Room:
+    """Room for activations that are posted but not yet there, by rank and position."""
+
+    def __init__(self, schedule: PipelineSchedule) -> None:
+        bound = schedule.most_activations
+        self.bound = math.inf if bound is None else bound
+        self.unit = schedule.ranks / schedule.stages
+        self.held = [self._held(actions) for actions in schedule.order]
+        self.computes = [
+            [i for i, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
+            for actions in schedule.order
+        ]
+
+    def _held(self, actions: tuple[Action, ...]) -> list[float]:
+        """Activations while each action of a row goes on."""
+        held, now = [], 0.0
+        for action in actions:
+            now += self.unit * (action.kind == ActionKind.FORWARD)
+            held.append(now)
+            now -= self.unit * (action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD))
+        return held
+
+    def earliest(self, rank: int, position: int, lookahead: int) -> int:
+        computes = self.computes[rank]
+        return computes[max(0, bisect_left(computes, position) - lookahead)]
+
+    def take(self, rank: int, first: int, position: int) -> int:
+        """Reserve room before `position`, from `first` or from where there is room."""
+        held = self.held[rank]
+        start = position
+        while start > first and held[start - 1] + self.unit <= self.bound + _ROUNDING:
+            start -= 1
+            held[start] += self.unit
+        return start
+
+
+def _moments(
+    schedule: PipelineSchedule, found: Sequence[Message]
+) -> dict[Message, tuple[float, int, int, int, int]]:
+    """By what messages are put in one order; never equal for two of one pair of ranks."""
+    timing = time_schedule(schedule, StageCosts.of(schedule.stages, ranks=schedule.ranks))
+    moments = {}
+    for message in found:
+        rank, position = message.giver
+        end = timing.ends[rank][position]
+        moments[message] = (end, rank % 2, rank, position, message.target)
+    return moments
+
+
+def _in_common_order(
+    in_order: Sequence[Message], posts: Mapping[Message, int]
+) -> dict[Message, int]:
+    """Move POSTs so that both ranks of a pair issue SENDs and POSTs in the given order."""
+    of_pair: dict[tuple[int, int], list[Message]] = {}
+    for message in in_order:
+        ends = sorted((message.giver[0], message.taker[0]))
+        of_pair.setdefault((ends[0], ends[1]), []).append(message)
+    moved: dict[Message, int] = {}
+    for pair, shared in of_pair.items():
+        for rank in pair:
+            _order_side(rank, shared, posts, moved)
+    return moved
+
+
+def _order_side(
+    rank: int,
+    shared: Sequence[Message],
+    posts: Mapping[Message, int],
+    moved: dict[Message, int],
+) -> None:
+    """One rank's POSTs: behind the SENDs before them, before the SENDs and POSTs after them."""
+    after, wished = 0, {}
+    for message in shared:
+        if message.giver[0] == rank:
+            after = message.giver[1] + 1
+        else:
+            wished[message] = max(posts[message], after)
+    before: float = math.inf
+    for message in reversed(shared):
+        if message.giver[0] == rank:
+            before = min(before, message.giver[1])
+        else:
+            before = moved[message] = int(min(before, wished[message]))
+
+
+# From a table of compute to one that a runtime obeys: messages, and all-reduces of gradients.
+
 
 SyncPlacement = Literal["none", "post", "eager", "eager-opt"]
 """Where the all-reduce of a stage's gradients starts."""
-_GRADIENTS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+_GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
 _IDLE = 1e-9
 """Idle time below this share of the makespan is rounding."""
 
@@ -56,13 +316,13 @@ def lower(
     """
     if sync not in get_args(SyncPlacement) or lookahead < 0:
         raise ValueError(f"sync={sync!r}, lookahead={lookahead}")
-    plain = _without(schedule, MESSAGES)
+    plain = _without(schedule, MESSAGE_KINDS)
     if sync != "none":
         plain = _with_syncs(plain, sync, costs)
     return add_messages(plain, lookahead=lookahead, tags=tags)
 
 
-def _without(schedule: PipelineSchedule, kinds: frozenset[Kind]) -> PipelineSchedule:
+def _without(schedule: PipelineSchedule, kinds: frozenset[ActionKind]) -> PipelineSchedule:
     rows = (tuple(a for a in actions if a.kind not in kinds) for actions in schedule.order)
     return replace(schedule, order=tuple(rows))
 
@@ -71,9 +331,9 @@ def _with_syncs(
     schedule: PipelineSchedule, sync: SyncPlacement, costs: StageCosts | None
 ) -> PipelineSchedule:
     if not schedule.flush:
-        bare = _without(schedule, frozenset({Kind.SYNC, Kind.WAIT}))
+        bare = _without(schedule, frozenset({ActionKind.SYNC, ActionKind.WAIT}))
         return replace(schedule, order=tuple(map(_before_steps, bare.order)))
-    bare = _without(schedule, OF_STAGE)
+    bare = _without(schedule, STAGE_KINDS)
     eager = eager_stages(bare, sync, costs)
     rows = (
         _around(actions, _hosted(bare, rank), eager[rank])
@@ -85,8 +345,8 @@ def _with_syncs(
 def _before_steps(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     row: list[Action] = []
     for action in actions:
-        if action.kind == Kind.STEP:
-            row += [replace(action, kind=Kind.SYNC), replace(action, kind=Kind.WAIT)]
+        if action.kind == ActionKind.STEP:
+            row += [replace(action, kind=ActionKind.SYNC), replace(action, kind=ActionKind.WAIT)]
         row.append(action)
     return tuple(row)
 
@@ -108,9 +368,11 @@ def _around(
     for position, action in enumerate(actions):
         row.append(action)
         if action.stage in eager and last[action.stage] == position:
-            row.append(Action(Kind.SYNC, hosted[action.stage], action.stage))
-    row += [Action(Kind.SYNC, pipe, stage) for stage, pipe in hosted.items() if stage not in eager]
-    for kind in (Kind.WAIT, Kind.STEP):
+            row.append(Action(ActionKind.SYNC, hosted[action.stage], action.stage))
+    row += [
+        Action(ActionKind.SYNC, pipe, stage) for stage, pipe in hosted.items() if stage not in eager
+    ]
+    for kind in (ActionKind.WAIT, ActionKind.STEP):
         row += [Action(kind, pipe, stage) for stage, pipe in hosted.items()]
     return tuple(row)
 
@@ -143,7 +405,7 @@ def eager_stages(
     )
 
 
-def idle_after_gradients(timing: Timing, rank: int, stage: int) -> float:
+def idle_after_gradients(timing: ScheduleTiming, rank: int, stage: int) -> float:
     """Idle time of a rank between a stage's gradients being complete and its last compute's end.
 
     The all-reduce of the stage can hide in it (Chimera, SC'21, figure 4: free regions).
@@ -157,7 +419,60 @@ def idle_after_gradients(timing: Timing, rank: int, stage: int) -> float:
     after = _last_gradients(timing.order[rank])[stage]
     idle, before = 0.0, ends[after]
     for position in range(after + 1, len(ends)):
-        if timing.order[rank][position].kind in COMPUTE:
+        if timing.order[rank][position].kind in COMPUTE_KINDS:
             idle += timing.starts[rank][position] - before
             before = ends[position]
     return idle if idle > _IDLE * timing.makespan else 0.0
+
+
+# When a message that was sent is known to have arrived, so that its memory can be let go.
+
+
+Place = dict[Action, int]
+
+
+def completed_sends(schedule: PipelineSchedule, rank: int) -> dict[int, list[int]]:
+    """For each RECV of a rank, by position, the SENDs before it that it proves to have arrived.
+
+    Args:
+        schedule: A lowered table.
+        rank: Whose row.
+    """
+    row = schedule.order[rank]
+    places = [{action: n for n, action in enumerate(other)} for other in schedule.order]
+    answers = {peer: _answers(schedule, rank, peer, places) for peer in range(schedule.ranks)}
+    found: dict[int, list[int]] = {}
+    for position, action in enumerate(row):
+        if action.kind != ActionKind.SEND:
+            continue
+        peer = schedule.pipe_of[action.pipe].placement[action.other]
+        taken = places[peer].get(matching_action(action))
+        if taken is None:
+            continue
+        sent, received = answers[peer]
+        # The first thing received here of all that the other one sends after it.
+        later = received[bisect_right(sent, taken) :]
+        proof = min((p for p in later if p > position), default=None)
+        if proof is not None:
+            found.setdefault(proof, []).append(position)
+    return found
+
+
+def _answers(
+    schedule: PipelineSchedule, rank: int, peer: int, places: list[Place]
+) -> tuple[list[int], list[int]]:
+    """Positions of a peer's SENDs to a rank, and of the RECVs there."""
+    pairs = [
+        (position, places[rank][matching_action(action)])
+        for position, action in enumerate(schedule.order[peer])
+        if action.kind == ActionKind.SEND
+        and schedule.pipe_of[action.pipe].placement[action.other] == rank
+        and matching_action(action) in places[rank]
+    ]
+    return [sent for sent, _ in pairs], [received for _, received in pairs]
+
+
+def matching_action(action: Action) -> Action:
+    """The RECV of a SEND, and the other way round."""
+    kind = ActionKind.RECV if action.kind == ActionKind.SEND else ActionKind.SEND
+    return replace(action, kind=kind, stage=action.other, other=action.stage)

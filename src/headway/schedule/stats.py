@@ -1,24 +1,117 @@
-"""What a table costs: time, idle time, memory, messages, critical path.
+"""What a table costs: time, bubble, memory, messages, and its critical path.
+Memory follows from the order of each rank alone: the activations of a micro-batch are held from
+the start of its forward to the end of its backward (of W, where the backward is split), so the
+peak does not depend on durations. A stage that recomputes holds `costs.kept` of a micro-batch
+until its backward begins. Definitions: Chimera (SC'21), Table 2.
 
-Invariant: memory follows from the order of each rank alone, because a rank does one thing at a
-time: the activations of a micro-batch are held from the start of its forward to the end of its
-backward (of W, where the backward is split), so the peak does not depend on durations. A stage that
-recomputes holds `costs.kept` of a micro-batch until its backward begins.
-Definitions: Chimera (SC'21), Table 2.
+The critical path is the chain of actions that decides the makespan. Of paths of equal length
+the one with most messages is taken, because it grows first when messages take time: this gives
+the counts C_f and C_b of Chimera's performance model (section 3.4).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headway.schedule.action import NONE, Action, Kind
-from headway.schedule.costs import StageCosts
-from headway.schedule.critical import critical_path
-from headway.schedule.pipeline import PipelineSchedule
-from headway.schedule.timing import Timer
+from headway.schedule.pipeline_schedule import NO_NUMBER, Action, ActionKind, PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.timing import ScheduleTimer, StageAllReduce, TimerRun, Wiring
 
-_HOLDS = {Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+_SAME_MOMENT = 1e-9
+
+
+@dataclass(slots=True)
+class _LongestPaths:
+    """For each event: the most messages on a longest path to it, and the event before it.
+
+    A message that queued for its link was held up by the message before it on that link.
+    """
+
+    wiring: Wiring
+    run: TimerRun
+    best: dict[int, tuple[int, int]] = field(default_factory=dict)
+    last_of_rank: dict[int, int] = field(default_factory=dict)
+    last_of_link: dict[int, int] = field(default_factory=dict)
+    last_of_lane: dict[int, int] = field(default_factory=dict)
+    syncs: dict[int, StageAllReduce] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.syncs = {sync.event: sync for sync in self.wiring.syncs}
+
+    def add_cell(self, cell: int) -> None:
+        start, rank = self.run.starts[cell], self.wiring.ranks[cell]
+        before = [*self.wiring.needs[cell]]
+        if rank in self.last_of_rank:
+            before.append(self.last_of_rank[rank])
+        self.best[cell] = self._best_of(before, start, rank)
+        self.last_of_rank[rank] = cell
+        for message in self.wiring.sends[cell]:
+            left = self.run.at[message.event] - message.latency
+            messages, origin = self.best[cell][0], cell
+            queued = self.last_of_link.get(message.link)
+            if queued is not None and left - message.wire > self._late(self.run.at[cell]):
+                messages, origin = self.best[queued][0], queued
+            self.best[message.event] = (messages, origin)
+            self.last_of_link[message.link] = message.event
+
+    def add_sync(self, event: int) -> None:
+        sync = self.syncs[event]
+        lanes = [self.last_of_lane[rank] for rank in sync.ranks if rank in self.last_of_lane]
+        start = self.run.sync_starts[event]
+        self.best[event] = self._best_of([*sync.cells, *lanes], start, -1)
+        for rank in sync.ranks:
+            self.last_of_lane[rank] = event
+
+    def _best_of(self, before: list[int], start: float, rank: int) -> tuple[int, int]:
+        """Of the events that end when something starts on a rank."""
+        found = (0, -1)
+        for event in before:
+            if self._late(self.run.at[event]) >= start:
+                crossed = rank >= 0 and self._rank(event) != rank
+                found = max(found, (self.best[event][0] + crossed, event))
+        return found
+
+    def _late(self, time: float) -> float:
+        return time + _SAME_MOMENT * max(1.0, time)
+
+    def _rank(self, event: int) -> int:
+        """Of a cell; -1 for what arrives from elsewhere."""
+        return self.wiring.ranks[event] if event < len(self.wiring.ranks) else -1
+
+
+def critical_path(timer: ScheduleTimer, run: TimerRun) -> tuple[tuple[int, Action], ...]:
+    """The actions, with their ranks, that decide the makespan, from first to last.
+
+    Args:
+        timer: Of the table.
+        run: One of its runs, which was not stuck.
+    """
+    chains = _LongestPaths(timer.wiring, run)
+    cells = len(timer.wiring.actions)
+    for event in run.done:
+        if event < cells:
+            chains.add_cell(event)
+        else:
+            chains.add_sync(event)
+    if not chains.best:
+        return ()
+    end = max(run.at)
+    last = [
+        (*chains.best[event], event) for event in run.done if chains._late(run.at[event]) >= end
+    ]
+    path, event = [], max(last)[2]
+    while event >= 0:
+        if event < cells:
+            path.append((timer.wiring.ranks[event], timer.wiring.actions[event]))
+        event = chains.best[event][1]
+    return tuple(reversed(path))
+
+
+# What a table costs: time, idle time, memory, messages, critical path.
+
+
+_HOLDS = {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}
 _ROUNDING = 9
 
 
@@ -49,23 +142,23 @@ class ScheduleStats:
     @property
     def critical_forwards(self) -> int:
         """C_f of Chimera's performance model."""
-        return self._critical(Kind.FORWARD)
+        return self._critical(ActionKind.FORWARD)
 
     @property
     def critical_backwards(self) -> int:
         """C_b of Chimera's performance model; a split backward counts by its input gradient."""
-        return self._critical(Kind.BACKWARD) + self._critical(Kind.INPUT_GRAD)
+        return self._critical(ActionKind.BACKWARD) + self._critical(ActionKind.INPUT_GRAD)
 
     @property
     def critical_weight_grads(self) -> int:
         """Split weight gradients on the critical path."""
-        return self._critical(Kind.WEIGHT_GRAD)
+        return self._critical(ActionKind.WEIGHT_GRAD)
 
-    def _critical(self, kind: Kind) -> int:
+    def _critical(self, kind: ActionKind) -> int:
         return sum(action.kind == kind for _, action in self.critical_path)
 
 
-def measure(
+def measure_schedule(
     schedule: PipelineSchedule, costs: StageCosts, *, freed_by_input_grad: float = 0.0
 ) -> ScheduleStats:
     """Time a table and count what it holds.
@@ -80,7 +173,7 @@ def measure(
     Raises:
         PlanError: The table cannot be carried out.
     """
-    timer = Timer(schedule, costs)
+    timer = ScheduleTimer(schedule, costs)
     timing = timer.timing()
     busy = [timing.busy(rank) for rank in range(schedule.ranks)]
     span = timing.makespan or 1.0
@@ -106,7 +199,7 @@ def measure(
 def peak_activations(
     schedule: PipelineSchedule, costs: StageCosts, *, freed_by_input_grad: float = 0.0
 ) -> tuple[float, ...]:
-    """Most activations that each rank holds at a time; arguments as in `measure`."""
+    """Most activations that each rank holds at a time; arguments as in `measure_schedule`."""
     return tuple(
         round(_peak(actions, costs, _kept(schedule, costs), freed_by_input_grad), _ROUNDING)
         for actions in schedule.order
@@ -125,13 +218,17 @@ def _kept(schedule: PipelineSchedule, costs: StageCosts) -> tuple[float, ...]:
 def _peak(
     actions: tuple[Action, ...], costs: StageCosts, kept: tuple[float, ...], freed: float
 ) -> float:
-    frees = {Kind.BACKWARD: 1.0, Kind.INPUT_GRAD: freed, Kind.WEIGHT_GRAD: 1.0 - freed}
+    frees = {
+        ActionKind.BACKWARD: 1.0,
+        ActionKind.INPUT_GRAD: freed,
+        ActionKind.WEIGHT_GRAD: 1.0 - freed,
+    }
     held = peak = 0.0
     for action in actions:
         whole, least = costs.activation[action.stage], kept[action.stage]
-        if action.kind == Kind.FORWARD:
+        if action.kind == ActionKind.FORWARD:
             held += least
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
             held += whole - least
         peak = max(peak, held)
         held -= frees.get(action.kind, 0.0) * whole
@@ -151,7 +248,7 @@ def _versions(actions: tuple[Action, ...]) -> dict[int, int]:
     """
     uses: dict[int, Counter[int]] = {}
     for action in actions:
-        if action.kind in _HOLDS and action.version != NONE:
+        if action.kind in _HOLDS and action.version != NO_NUMBER:
             uses.setdefault(action.stage, Counter())[action.version] += 1
     newest = dict.fromkeys(uses, 0)
     most = dict.fromkeys(uses, 1)
@@ -159,11 +256,11 @@ def _versions(actions: tuple[Action, ...]) -> dict[int, int]:
         stage = action.stage
         if stage not in uses:
             continue
-        if action.kind == Kind.STEP:
+        if action.kind == ActionKind.STEP:
             newest[stage] += 1
         older = sum(version < newest[stage] for version in +uses[stage])
         most[stage] = max(most[stage], 1 + older)
-        if action.kind in _HOLDS and action.version != NONE:
+        if action.kind in _HOLDS and action.version != NO_NUMBER:
             uses[stage][action.version] -= 1
     return most
 

@@ -1,10 +1,14 @@
 """When every action of a table starts and ends: list execution of each rank's fixed order.
+An action starts when its rank has finished what stands before it and its inputs have arrived;
+nothing is reordered. Messages of one ordered pair of ranks follow each other on their link,
+all-reduces of one rank follow each other on its communication lane, in the order in which they
+became ready. So the drawings of the papers with unequal forward and backward come about
+(Chimera, Li and Hoefler, SC'21, section 3).
 
-An action starts when its rank has done what stands before it and what it needs is there; nothing
-is reordered. Messages of one ordered pair of ranks follow each other on their link, all-reduces of
-one rank follow each other on its communication lane, in the order in which they became ready.
-Invariant: the result depends on the table and the costs alone. This is how the drawings of the
-papers with unequal forward and backward come about (Chimera, Li and Hoefler, SC'21, section 3).
+`Wiring` is the dependence graph as plain numbers. A *cell* is one action of one rank; an
+*event* is the end of a cell (event number = cell number), the arrival of a message, or the end
+of an all-reduce. It depends on which cells a table has and what they cost, not on their order,
+so that a search times many orders with one wiring.
 """
 
 from __future__ import annotations
@@ -14,12 +18,265 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from headway.errors import PlanError
-from headway.schedule.action import COMPUTE, Action
-from headway.schedule.costs import StageCosts
-from headway.schedule.pipeline import PipelineSchedule
-from headway.schedule.wiring import Wiring, wire
+from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
+
+Key = tuple[str, int, int]
+"""(pipe, stage, micro-batch)"""
+
+
+class TimedMessage(NamedTuple):
+    """A message that a cell sets off: it occupies `link` for `make_wiring` seconds."""
+
+    event: int
+    link: int
+    wire: float
+    latency: float
+
+
+class StageAllReduce(NamedTuple):
+    """An all-reduce: of the ranks that hold a stage, in which all must have arrived."""
+
+    event: int
+    stage: int
+    ranks: tuple[int, ...]
+    cells: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Wiring:
+    """Lists by cell number, unless said otherwise.
+
+    Attributes:
+        order: Of each rank: its cells, in the order of the table that was wired.
+        actions: What.
+        ranks: Who.
+        seconds: Time on the compute lane.
+        needs: Events that must have happened before the cell starts.
+        sends: Messages that leave when the cell ends.
+        joins: Of SYNC cells: index in `syncs`.
+        syncs: All-reduces.
+        events: How many there are.
+        links: How many links (ordered rank pairs, or single messages if links are not shared).
+        names: Of events that are no cells: what to call them.
+    """
+
+    order: tuple[tuple[int, ...], ...] = ()
+    actions: list[Action] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    needs: list[tuple[int, ...]] = field(default_factory=list)
+    sends: list[tuple[TimedMessage, ...]] = field(default_factory=list)
+    joins: dict[int, int] = field(default_factory=dict)
+    syncs: list[StageAllReduce] = field(default_factory=list)
+    events: int = 0
+    links: int = 0
+    names: dict[int, str] = field(default_factory=dict)
+
+    def name(self, event: int) -> str:
+        """Of what happens, for people."""
+        if event < len(self.actions):
+            return f"{self.actions[event]} of rank {self.ranks[event]}"
+        return self.names[event]
+
+    def by_rank(self, values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        """Values of cells, in the order of the table that was wired."""
+        return tuple(tuple(values[cell] for cell in cells) for cells in self.order)
+
+
+def make_wiring(schedule: PipelineSchedule, costs: StageCosts, *, shared_links: bool) -> Wiring:
+    """The wiring of a table.
+
+    Args:
+        schedule: With or without messages.
+        costs: One entry per stage of a pipe.
+        shared_links: Messages of one ordered pair of ranks follow each other on one link.
+
+    Raises:
+        ValueError: Costs of another number of stages.
+    """
+    if costs.stages != schedule.stages:
+        raise ValueError(f"costs of {costs.stages} stages for pipes of {schedule.stages}")
+    return _WiringBuilder(schedule, costs, shared_links).wire()
+
+
+class _WiringBuilder:
+    """Fills a `Wiring`."""
+
+    def __init__(self, schedule: PipelineSchedule, costs: StageCosts, shared_links: bool) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.shared_links = shared_links
+        self.made = Wiring()
+        self.cells: dict[ActionKind, dict[Key, int]] = {kind: {} for kind in COMPUTE_KINDS}
+        self.messages: dict[ActionKind, dict[tuple[str, int, int, int], int]] = {
+            kind: {} for kind in (ActionKind.SEND, ActionKind.POST, ActionKind.RECV)
+        }
+        self.stage_syncs: dict[int, dict[int, list[int]]] = {}
+        self.waits: list[tuple[int, int, int]] = []
+        self.needs: list[list[int]] = []
+        self.sends: list[list[tuple[int, TimedMessage]]] = []
+        self.link_of: dict[tuple[int, int], int] = {}
+        self.earlier: dict[int, list[int]] = {}
+        self.later: dict[int, list[int]] = {}
+        for a, b in schedule.edges:
+            self.earlier.setdefault(b, []).append(a)
+            self.later.setdefault(a, []).append(b)
+
+    def wire(self) -> Wiring:
+        made = self.made
+        made.order = tuple(
+            tuple(self._number(rank, action) for action in actions)
+            for rank, actions in enumerate(self.schedule.order)
+        )
+        made.events = len(made.actions)
+        self.needs = [[] for _ in made.actions]
+        self.sends = [[] for _ in made.actions]
+        self._wire_compute()
+        self._wire_syncs()
+        made.needs = [tuple(events) for events in self.needs]
+        made.sends = [tuple(message for _, message in sorted(found)) for found in self.sends]
+        return made
+
+    def _number(self, rank: int, action: Action) -> int:
+        """Note a cell; returns its number."""
+        made, cell = self.made, len(self.made.actions)
+        kind, stage = action.kind, action.stage
+        seconds = 0.0
+        if kind in self.cells:
+            self.cells[kind][action.pipe, stage, action.microbatch] = cell
+            again = stage in self.schedule.recompute
+            seconds = self.costs.seconds(action, rank, recompute=again)
+        else:
+            seconds = self.costs.overhead
+            if kind in self.messages:
+                key = (action.pipe, stage, action.other, action.microbatch)
+                self.messages[kind][key] = cell
+            elif kind == ActionKind.SYNC:
+                self.stage_syncs.setdefault(stage, {}).setdefault(rank, []).append(cell)
+            elif kind == ActionKind.WAIT:
+                before = self.stage_syncs.get(stage, {}).get(rank, [])
+                self.waits.append((cell, stage, max(len(before) - 1, 0)))
+        made.actions.append(action)
+        made.ranks.append(rank)
+        made.seconds.append(seconds)
+        return cell
+
+    def _wire_compute(self) -> None:
+        forward, backward = self.cells[ActionKind.FORWARD], self.cells[ActionKind.BACKWARD]
+        input_grad, weight_grad = (
+            self.cells[ActionKind.INPUT_GRAD],
+            self.cells[ActionKind.WEIGHT_GRAD],
+        )
+        gradient = backward | input_grad
+        for key, cell in forward.items():
+            for stage in self.earlier.get(key[1], ()):
+                self._pass(forward, key, stage, cell, self._message_time(stage))
+        for key, cell in gradient.items():
+            self._need(cell, forward, key, ActionKind.FORWARD)
+            for stage in self.later.get(key[1], ()):
+                self._pass(gradient, key, stage, cell, self._message_time(key[1]))
+        for key, cell in weight_grad.items():
+            self._need(cell, input_grad, key, ActionKind.INPUT_GRAD)
+
+    def _message_time(self, stage: int) -> float:
+        return self.costs.message[stage] if self.costs.message else 0.0
+
+    def _need(self, cell: int, cells: dict[Key, int], key: Key, kind: ActionKind) -> None:
+        found = cells.get(key)
+        self.needs[cell].append(self._never(_cell_text(key, kind)) if found is None else found)
+
+    def _never(self, text: str) -> int:
+        """An event that does not happen."""
+        return self._event(f"{text}, which is not in the table")
+
+    def _event(self, name: str) -> int:
+        event = self.made.events
+        self.made.events += 1
+        self.made.names[event] = name
+        return event
+
+    def _pass(
+        self, cells: dict[Key, int], key: Key, stage: int, consumer: int, wire: float
+    ) -> None:
+        """Wire what `stage` hands to the stage of `key`, over the network if they are apart."""
+        pipe, own, microbatch = key
+        producer = cells.get((pipe, stage, microbatch))
+        if producer is None:
+            kind = ActionKind.FORWARD if stage < own else ActionKind.BACKWARD
+            self.needs[consumer].append(self._never(_cell_text((pipe, stage, microbatch), kind)))
+            return
+        source, target = self.made.ranks[producer], self.made.ranks[consumer]
+        if source == target:
+            self.needs[consumer].append(producer)
+            return
+        send = self.messages[ActionKind.SEND].get((pipe, stage, own, microbatch))
+        receive = self.messages[ActionKind.RECV].get((pipe, own, stage, microbatch))
+        if send is not None:
+            self.needs[send].append(producer)
+        if receive is not None:
+            self.needs[consumer].append(receive)
+            post = self.messages[ActionKind.POST].get((pipe, own, stage, microbatch))
+            self.needs[receive].extend([] if post is None else [post])
+        if (send is None) != (receive is None):
+            kind = ActionKind.SEND if send is None else ActionKind.RECV
+            ends = (stage, own) if send is None else (own, stage)
+            missing = Action(kind, pipe, ends[0], microbatch, ends[1])
+            self.needs[consumer if receive is None else receive].append(self._never(str(missing)))
+            return
+        giver = producer if send is None else send
+        taker = consumer if receive is None else receive
+        distance = abs(stage - own)
+        self.needs[taker].append(self._message(giver, (source, target), wire, distance))
+
+    def _message(self, giver: int, ends: tuple[int, int], wire: float, distance: int) -> int:
+        """The event of a message's arrival; the giver's own end if no message takes any time.
+
+        Of several messages of one giver the one to the nearest stage leaves first.
+        """
+        if not self.costs.latency and not any(self.costs.message):
+            return giver
+        pair = ends if self.shared_links else (-1, self.made.events)
+        link = self.link_of.setdefault(pair, len(self.link_of))
+        self.made.links = len(self.link_of)
+        event = self._event(f"the message after {self.made.name(giver)}")
+        self.sends[giver].append((distance, TimedMessage(event, link, wire, self.costs.latency)))
+        return event
+
+    def _wire_syncs(self) -> None:
+        """The k-th SYNC of a stage on each of its holders belong together."""
+        made, ended = self.made, {}
+        for stage, of_rank in self.stage_syncs.items():
+            ranks = self.schedule.holders(stage)
+            seconds = self.costs.sync[stage] if self.costs.sync else 0.0
+            for k in range(max(map(len, of_rank.values()))):
+                arriving = {r: cells[k] for r, cells in of_rank.items() if len(cells) > k}
+                holders = ", ".join(map(str, ranks))
+                event = self._event(f"the all-reduce of stage {stage} (ranks {holders})")
+                if missing := [str(r) for r in ranks if r not in arriving]:
+                    made.names[event] += f"; rank {', '.join(missing)} has no SYNC for it"
+                for cell in arriving.values():
+                    made.joins[cell] = len(made.syncs)
+                cells = tuple(arriving.values())
+                made.syncs.append(StageAllReduce(event, stage, ranks, cells, seconds))
+                ended[stage, k] = event
+        for cell, stage, k in self.waits:
+            pipe, after = made.actions[cell].pipe, ended.get((stage, k))
+            self.needs[cell].append(
+                self._never(f"{pipe}.s{stage}.SYNC") if after is None else after
+            )
+
+
+def _cell_text(key: Key, kind: ActionKind) -> str:
+    return str(Action(kind, *key))
+
+
+# When every action of a table starts and ends: list execution of each rank's fixed order.
+
 
 Place = tuple[int, Action]
 """(rank, action)"""
@@ -29,7 +286,7 @@ _NOT_YET = -1.0
 
 
 @dataclass(frozen=True, slots=True)
-class SyncSpan:
+class AllReduceSpan:
     """An all-reduce on the communication lane of one rank; same unit as the costs."""
 
     rank: int
@@ -39,7 +296,7 @@ class SyncSpan:
 
 
 @dataclass(frozen=True)
-class Timing:
+class ScheduleTiming:
     """When what happens; times are in the unit of the costs, from 0.
 
     Attributes:
@@ -54,7 +311,7 @@ class Timing:
     order: tuple[tuple[Action, ...], ...]
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
-    sync_spans: tuple[SyncSpan, ...]
+    sync_spans: tuple[AllReduceSpan, ...]
     makespan: float
 
     @cached_property
@@ -77,17 +334,17 @@ class Timing:
     def compute_end(self, rank: int) -> float:
         """End of the last F, B, I or W of a rank; 0 if it has none."""
         pairs = zip(self.order[rank], self.ends[rank], strict=True)
-        return max((end for action, end in pairs if action.kind in COMPUTE), default=0.0)
+        return max((end for action, end in pairs if action.kind in COMPUTE_KINDS), default=0.0)
 
     def busy(self, rank: int) -> float:
         """Time that a rank spends in F, B, I and W, with their overhead."""
         rows = zip(self.order[rank], self.starts[rank], self.ends[rank], strict=True)
-        return sum(end - start for action, start, end in rows if action.kind in COMPUTE)
+        return sum(end - start for action, start, end in rows if action.kind in COMPUTE_KINDS)
 
 
 def time_schedule(
     schedule: PipelineSchedule, costs: StageCosts, *, shared_links: bool = True
-) -> Timing:
+) -> ScheduleTiming:
     """Time a table.
 
     In a table without messages, a result is on its way to another rank from the end of its
@@ -106,11 +363,11 @@ def time_schedule(
         PlanError: A rank cannot go on; names the cell where each rank stands and what is missing.
         ValueError: Costs of another number of stages.
     """
-    return Timer(schedule, costs, shared_links=shared_links).timing()
+    return ScheduleTimer(schedule, costs, shared_links=shared_links).timing()
 
 
 @dataclass(slots=True)
-class Run:
+class TimerRun:
     """The raw outcome of one execution.
 
     Attributes:
@@ -128,7 +385,7 @@ class Run:
     sync_starts: dict[int, float] = field(default_factory=dict)
 
 
-class Timer:
+class ScheduleTimer:
     """Times many orders of the same cells: the wiring is made once.
 
     Cells are numbered rank by rank in the order of the given table: `wiring.order`,
@@ -140,7 +397,7 @@ class Timer:
     ) -> None:
         self.schedule = schedule
         self.costs = costs
-        self.wiring: Wiring = wire(schedule, costs, shared_links=shared_links)
+        self.wiring: Wiring = make_wiring(schedule, costs, shared_links=shared_links)
 
     def makespan(self, order: Order | None = None) -> float:
         """Of the given order (default: the table's own); infinite if it cannot go on."""
@@ -149,7 +406,7 @@ class Timer:
             return math.inf
         return max(run.at, default=0.0)
 
-    def timing(self) -> Timing:
+    def timing(self) -> ScheduleTiming:
         """Of the table's own order.
 
         Raises:
@@ -158,7 +415,7 @@ class Timer:
         run = self.run()
         if run.stuck:
             raise _deadlock(self.schedule.name, self.wiring, run)
-        return Timing(
+        return ScheduleTiming(
             order=self.schedule.order,
             starts=self.wiring.by_rank(run.starts),
             ends=self.wiring.by_rank(run.at),
@@ -166,7 +423,7 @@ class Timer:
             makespan=max(run.at, default=0.0),
         )
 
-    def run(self, order: Order | None = None) -> Run:
+    def run(self, order: Order | None = None) -> TimerRun:
         """Execute; a table that cannot go on is executed as far as it goes."""
         return _Execution(self.wiring, self.wiring.order if order is None else order).run()
 
@@ -177,7 +434,7 @@ class _Execution:
     def __init__(self, wiring: Wiring, order: Order) -> None:
         self.wiring = wiring
         self.order = order
-        self.made = Run([_NOT_YET] * wiring.events, [_NOT_YET] * len(wiring.actions))
+        self.made = TimerRun([_NOT_YET] * wiring.events, [_NOT_YET] * len(wiring.actions))
         self.position = [0] * len(order)
         self.clock = [0.0] * len(order)
         self.link_free = [0.0] * wiring.links
@@ -187,7 +444,7 @@ class _Execution:
         self.lane_free = [0.0] * len(order)
         self.ready_syncs: list[tuple[float, int, int]] = []
 
-    def run(self) -> Run:
+    def run(self) -> TimerRun:
         while True:
             while self.able:
                 self._advance(self.able.pop())
@@ -262,9 +519,9 @@ class _Execution:
         self._happens(sync.event, end)
 
 
-def _sync_spans(wiring: Wiring, run: Run) -> tuple[SyncSpan, ...]:
+def _sync_spans(wiring: Wiring, run: TimerRun) -> tuple[AllReduceSpan, ...]:
     spans = [
-        SyncSpan(
+        AllReduceSpan(
             wiring.ranks[cell],
             wiring.actions[cell],
             run.sync_starts[sync.event],
@@ -277,7 +534,7 @@ def _sync_spans(wiring: Wiring, run: Run) -> tuple[SyncSpan, ...]:
     return tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.action.stage)))
 
 
-def _deadlock(name: str, wiring: Wiring, run: Run) -> PlanError:
+def _deadlock(name: str, wiring: Wiring, run: TimerRun) -> PlanError:
     problems = []
     for rank, (position, event) in sorted(run.stuck.items()):
         action = wiring.actions[wiring.order[rank][position]]

@@ -1,9 +1,8 @@
-"""Weight gradients in the bubbles of any table: every backward becomes I and W, and W waits.
-
+"""Fill the bubbles of any schedule with weight gradients: every backward becomes I and W.
 Nobody waits for a weight gradient (W) before the end of the step, so it can run where its rank
-would idle; until then it holds its micro-batch's activations. Invariant: F and I of a rank keep
-their order, memory stays within a bound, and the step never becomes longer. The split is that of
-Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.
+would idle; until then it holds the activations of its micro-batch. F and I of a rank keep their
+order, memory stays within a bound, and the step never becomes longer. The split is that of Qi
+et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from headway.errors import PlanError
-from headway.schedule.action import COMPUTE, Action, Kind
-from headway.schedule.costs import StageCosts
-from headway.schedule.pipeline import PipelineSchedule
+from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import peak_activations
-from headway.schedule.timing import Order, Timer
+from headway.schedule.timing import Order, ScheduleTimer
 
 _FITS = (1.0, 0.5, 1e-6)
 """Shares of a W that must fit into an idle time before W may start there; the best one is kept."""
@@ -51,14 +49,14 @@ def fill_with_weight_gradients(
     given = max(peak_activations(schedule, costs))
     most = given if most_activations is None else most_activations
     tight = replace(schedule, order=tuple(tuple(_split(row)) for row in schedule.order), slots=None)
-    timer = Timer(tight, costs)
+    timer = ScheduleTimer(tight, costs)
     orders: list[Order] = [timer.wiring.order]
-    orders += [order for fit in _FITS if (order := _Filling(timer, most, fit).order())]
+    orders += [order for fit in _FITS if (order := _BubbleFilling(timer, most, fit).order())]
     best = min(orders, key=timer.makespan)
-    if timer.makespan(best) > Timer(schedule, costs).timing().makespan + _ROUNDING:
+    if timer.makespan(best) > ScheduleTimer(schedule, costs).timing().makespan + _ROUNDING:
         return schedule
     rows = tuple(tuple(timer.wiring.actions[cell] for cell in row) for row in best)
-    had_split = any(action.kind == Kind.WEIGHT_GRAD for _, action in schedule.actions())
+    had_split = any(action.kind == ActionKind.WEIGHT_GRAD for _, action in schedule.actions())
     name = f"{schedule.name}-{'refilled' if had_split else 'split'}"
     return declare_activations(replace(tight, name=name, order=rows))
 
@@ -73,7 +71,7 @@ def _check(schedule: PipelineSchedule, costs: StageCosts, most: float | None) ->
     problems = []
     if not schedule.flush:
         problems.append("it has no flush: the optimiser's steps wait for weight gradients")
-    elif any(action.kind not in COMPUTE for _, action in schedule.actions()):
+    elif any(action.kind not in COMPUTE_KINDS for _, action in schedule.actions()):
         problems.append("it has messages or all-reduces already; fill it before `lower`")
     rows = tuple(tuple(_split(row)) for row in schedule.order)
     needed = max(peak_activations(replace(schedule, order=rows), costs))
@@ -90,24 +88,25 @@ def _check(schedule: PipelineSchedule, costs: StageCosts, most: float | None) ->
 def _split(row: Iterable[Action]) -> Iterable[Action]:
     """Every backward as I with W right behind it."""
     for action in row:
-        if action.kind == Kind.FORWARD:
+        if action.kind == ActionKind.FORWARD:
             yield action
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
-            yield replace(action, kind=Kind.INPUT_GRAD)
-            yield replace(action, kind=Kind.WEIGHT_GRAD)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+            yield replace(action, kind=ActionKind.INPUT_GRAD)
+            yield replace(action, kind=ActionKind.WEIGHT_GRAD)
 
 
-class _Filling:
+class _BubbleFilling:
     """One execution of a split table, in which every rank puts its W where it would wait."""
 
-    def __init__(self, timer: Timer, most: float, fit: float) -> None:
+    def __init__(self, timer: ScheduleTimer, most: float, fit: float) -> None:
         self.wiring = timer.wiring
         self.most = most
         self.fit = fit
         self.activation = timer.costs.activation
         kinds = [action.kind for action in self.wiring.actions]
         self.fixed = [
-            [cell for cell in row if kinds[cell] != Kind.WEIGHT_GRAD] for row in self.wiring.order
+            [cell for cell in row if kinds[cell] != ActionKind.WEIGHT_GRAD]
+            for row in self.wiring.order
         ]
         ranks = range(len(self.fixed))
         self.rows: list[list[int]] = [[] for _ in ranks]
@@ -140,7 +139,7 @@ class _Filling:
         if any(self.at[event] < 0 for event in self.wiring.needs[cell]):
             return False
         action = self.wiring.actions[cell]
-        needed = self.activation[action.stage] if action.kind == Kind.FORWARD else 0.0
+        needed = self.activation[action.stage] if action.kind == ActionKind.FORWARD else 0.0
         late = self.waiting[rank]
         while late:
             idle = ready - self.clock[rank]
@@ -152,7 +151,7 @@ class _Filling:
             self.held[rank] -= self.activation[self.wiring.actions[weight_grad].stage]
         self.held[rank] += needed
         self._run(rank, cell, max(ready, self.clock[rank]))
-        if action.kind == Kind.INPUT_GRAD:
+        if action.kind == ActionKind.INPUT_GRAD:
             late.append(cell + 1)  # `_split` put W right behind I
         return True
 

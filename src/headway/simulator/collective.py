@@ -1,8 +1,7 @@
-"""A collective program played on the wires of a cluster: its time, and what every wire carries.
-
-Each rank does its steps in order. A message begins when both its ends have begun, messages of one
-pair of ranks follow each other on their connection, and connections share wires max-min fairly
-(`fair`). Invariant: the time is never below what the busiest wire carries over its rate.
+"""A collective program simulated on a network: its time, and the load of every link.
+Each rank performs its steps in order. A message begins when both its ends have begun, messages
+of one pair of ranks follow each other on their connection, and connections share links max-min
+fairly. The time is never below what the busiest link carries over its rate.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.collective.program import (
+from headway.collective.program.program import (
     CollectiveProgram,
     Combine,
     Copy,
@@ -21,15 +20,15 @@ from headway.collective.program import (
     Step,
     Wait,
 )
-from headway.collective.wires import Pair, Wires
-from headway.simulator.engine import Played, Program, play
+from headway.collective.topology import NetworkTopology, Pair
+from headway.simulator.engine import TaskProgram, TaskTimes, run_tasks
 
 HOST_RATE = 5e9
 """Bytes per second with which a processor core adds or copies; of the result. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostCosts:
     """What a rank itself needs.
 
     Attributes:
@@ -43,12 +42,12 @@ class Host:
     overhead: float = 0.0
 
 
-IDEAL = Host()
+FREE_HOST = HostCosts()
 """Nothing but the wires counts."""
 
 
 @dataclass(frozen=True)
-class PlayedCollective:
+class SimulatedCollective:
     """A program that was played.
 
     Attributes:
@@ -61,10 +60,10 @@ class PlayedCollective:
     """
 
     program: CollectiveProgram
-    wires: Wires
+    wires: NetworkTopology
     element_bytes: int
     seconds: float
-    played: Played
+    played: TaskTimes
     messages: Mapping[Place, int]
 
     def loads(self) -> tuple[float, ...]:
@@ -82,9 +81,13 @@ class PlayedCollective:
         return best if best is not None and loads[best] else None
 
 
-def play_collective(
-    program: CollectiveProgram, wires: Wires, element_bytes: int = 4, *, host: Host = IDEAL
-) -> PlayedCollective:
+def simulate_collective(
+    program: CollectiveProgram,
+    wires: NetworkTopology,
+    element_bytes: int = 4,
+    *,
+    host: HostCosts = FREE_HOST,
+) -> SimulatedCollective:
     """Play a program.
 
     Args:
@@ -96,17 +99,21 @@ def play_collective(
     Raises:
         PlanError: It sends between ranks that nothing joins, or waits for itself.
     """
-    return _Playing(program, wires, element_bytes, host).result()
+    return _CollectiveTasks(program, wires, element_bytes, host).result()
 
 
-class _Playing:
+class _CollectiveTasks:
     """Turns steps into tasks of the engine."""
 
     def __init__(
-        self, program: CollectiveProgram, wires: Wires, element_bytes: int, host: Host
+        self,
+        program: CollectiveProgram,
+        wires: NetworkTopology,
+        element_bytes: int,
+        host: HostCosts,
     ) -> None:
         self.source, self.wires, self.bytes, self.host = program, wires, element_bytes, host
-        self.tasks = Program()
+        self.tasks = TaskProgram()
         for wire in wires.wires:
             self.tasks.stream(0, "wire", wire.name, rate=wire.rate)
         self.threads = [self.tasks.stream(r, "rank", str(r)) for r in range(program.ranks)]
@@ -115,7 +122,7 @@ class _Playing:
         self.through: dict[Place, int] = {}
         self.messages: dict[Place, int] = {}
 
-    def result(self) -> PlayedCollective:
+    def result(self) -> SimulatedCollective:
         partners = self.source.partners()
         waits = [
             (rank, step, task)
@@ -128,8 +135,8 @@ class _Playing:
                     self._message(rank, place, step, partners[rank, place])
         for rank, step, task in waits:
             self.tasks.need(task, *(self.through[rank, place] for place in step.steps))
-        played = play(self.tasks)
-        return PlayedCollective(
+        played = run_tasks(self.tasks)
+        return SimulatedCollective(
             self.source, self.wires, self.bytes, played.makespan, played, self.messages
         )
 

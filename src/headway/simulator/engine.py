@@ -1,31 +1,165 @@
-"""Discrete events: tasks on streams, played in the order in which they become ready.
+"""Discrete-event engine: tasks on streams, and flows that share wires max-min fairly.
+A task starts when what it waits for is done and its streams are free; a stream does one thing
+at a time, first ready first served, ties in the order of addition. A task of several streams (a
+collective) takes all of them at once. On a shared stream flows run side by side and divide its
+rate evenly (fair sharing by virtual time, Parekh and Gallager 1993, generalised processor
+sharing). The result depends on the tasks and their order alone, and costs O(E log E) for E
+tasks and edges.
 
-A task starts when what it waits for is done and its streams are free; a stream does one thing at a
-time, first ready first served, of equals the one that was added first. A task of several streams
-(a collective) takes all of them at once. On a shared stream flows run side by side and divide its
-rate evenly; flows that cross several wires share them max-min fairly (`simulator.fair`).
-Invariant: the result depends on the tasks and their order alone, and costs O(E log E) for E tasks
-and edges; wires add the flows that a change reaches. Sources: list scheduling in time order; fair
-sharing by virtual time (Parekh and Gallager 1993, generalised processor sharing).
+Flows that cross several wires share them max-min fairly, which TCP connections come near to: no
+flow can get more without taking from one that has no more (Bertsekas and Gallager 1992, section
+6.5.2, progressive filling). A queue per wire would let a message that waits for one wire block
+all others on its way, which no network does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from headway.errors import PlanError
-from headway.simulator.fair import Sharing
 
-NONE = -1
+
+@dataclass(slots=True)
+class _WireFlow:
+    lane: int
+    wires: tuple[int, ...]
+    left: float
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+
+
+class MaxMinSharing:
+    """All flows at some moment.
+
+    Attributes:
+        rates: Of each wire, per second.
+        now: Of the last change.
+        changed: Whether rates must be found anew before time goes on.
+    """
+
+    def __init__(self, rates: Mapping[int, float]) -> None:
+        self.rates = rates
+        self.now = 0.0
+        self._flows: dict[int, _WireFlow] = {}
+        self._on: dict[int, dict[int, None]] = {wire: {} for wire in rates}
+        self._lanes: dict[int, deque[tuple[int, _WireFlow]]] = {}
+        self._touched: dict[int, None] = {}
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._touched)
+
+    def join(self, time: float, number: int, on: Sequence[int], amount: float) -> bool:
+        """A flow becomes ready; whether it runs at once.
+
+        Args:
+            time: When.
+            number: Its name.
+            on: Its lane, then its wires.
+            amount: What it carries.
+        """
+        self.now = time
+        flow = _WireFlow(on[0], tuple(on[1:]), amount)
+        waiting = self._lanes.setdefault(flow.lane, deque())
+        waiting.append((number, flow))
+        if len(waiting) == 1:
+            self._start(number, flow)
+        return len(waiting) == 1
+
+    def ends(self, time: float, number: int, version: int) -> bool:
+        """Whether this end of a flow, noted earlier, is still true."""
+        flow = self._flows.get(number)
+        if flow is None or flow.version != version:
+            return False
+        self.now = time
+        return True
+
+    def leave(self, number: int) -> int | None:
+        """A flow ends; the next one of its lane, which begins."""
+        flow = self._flows.pop(number)
+        for wire in flow.wires:
+            del self._on[wire][number]
+            self._touched[wire] = None
+        waiting = self._lanes[flow.lane]
+        waiting.popleft()
+        if not waiting:
+            return None
+        following, next_flow = waiting[0]
+        self._start(following, next_flow)
+        return following
+
+    def solve(self) -> list[tuple[float, int, int]]:
+        """Find the rates of all flows that a change reaches: (end, flow, version) of each."""
+        flows = self._reached()
+        self._touched.clear()
+        found = []
+        shares = self._filled(flows)
+        for number in flows:
+            flow = self._flows[number]
+            flow.left = max(0.0, flow.left - flow.rate * (self.now - flow.since))
+            flow.since, flow.rate = self.now, shares[number]
+            flow.version += 1
+            found.append((self.now + flow.left / flow.rate, number, flow.version))
+        return found
+
+    def _start(self, number: int, flow: _WireFlow) -> None:
+        flow.since = self.now
+        self._flows[number] = flow
+        for wire in flow.wires:
+            self._on[wire][number] = None
+            self._touched[wire] = None
+
+    def _reached(self) -> list[int]:
+        """Flows on wires that changed, on wires of those, and so on."""
+        wires, seen = list(self._touched), dict.fromkeys(self._touched)
+        flows: dict[int, None] = {}
+        while wires:
+            for number in self._on[wires.pop()]:
+                if number in flows:
+                    continue
+                flows[number] = None
+                for wire in self._flows[number].wires:
+                    if wire not in seen:
+                        seen[wire] = None
+                        wires.append(wire)
+        return sorted(flows)
+
+    def _filled(self, flows: Sequence[int]) -> dict[int, float]:
+        """Progressive filling: the wire with the least for each of its flows fixes them."""
+        shares: dict[int, float] = {}
+        room = {wire: self.rates[wire] for number in flows for wire in self._flows[number].wires}
+        count = {wire: len(self._on[wire]) for wire in room}
+        while len(shares) < len(flows):
+            tightest = min(count, key=lambda wire: room[wire] / count[wire])
+            share = max(room[tightest] / count[tightest], 1e-12 * self.rates[tightest])
+            for number in self._on[tightest]:
+                if number in shares:
+                    continue
+                shares[number] = share
+                for wire in self._flows[number].wires:
+                    room[wire] -= share
+                    count[wire] -= 1
+                    if not count[wire]:
+                        del count[wire]
+            count.pop(tightest, None)
+        return shares
+
+
+# Discrete events: tasks on streams, played in the order in which they become ready.
+
+
+NO_TASK = -1
 _SHOWN = 5
 _LAST = 1 << 60
 """Behind every number of a task, so that flows end before others begin at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class TaskStream:
     """What does one thing at a time, or divides itself.
 
     Attributes:
@@ -44,7 +178,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Program:
+class TaskProgram:
     """Tasks and streams; columns by number of the task.
 
     Attributes:
@@ -58,7 +192,7 @@ class Program:
         label: For people.
     """
 
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[TaskStream] = field(default_factory=list)
     on: list[tuple[int, ...]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     delay: list[float] = field(default_factory=list)
@@ -70,7 +204,7 @@ class Program:
         self, device: int, lane: str, name: str = "", *, shared: bool = False, rate: float = 0.0
     ) -> int:
         """Add a stream; returns its number."""
-        self.streams.append(Stream(device, lane, name, shared, rate))
+        self.streams.append(TaskStream(device, lane, name, shared, rate))
         return len(self.streams) - 1
 
     def add(
@@ -134,7 +268,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class TaskTimes:
     """When what happened; columns by number of the task, seconds from 0.
 
     Attributes:
@@ -149,7 +283,7 @@ class Played:
         order: Tasks in the order in which they became ready.
     """
 
-    program: Program
+    program: TaskProgram
     ready: tuple[float, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
@@ -170,19 +304,19 @@ class Played:
             return ()
         task = max(range(len(self.done)), key=lambda n: (self.done[n], n))
         found = []
-        while task != NONE:
+        while task != NO_TASK:
             found.append(task)
             task = self.cause[task]
         return tuple(reversed(found))
 
 
-def play(program: Program) -> Played:
+def run_tasks(program: TaskProgram) -> TaskTimes:
     """Play all tasks.
 
     Raises:
         PlanError: Tasks wait for each other; names some of them.
     """
-    return _Play(program).run()
+    return _EngineRun(program).run()
 
 
 @dataclass(slots=True)
@@ -205,33 +339,33 @@ class _Share:
         return self.now + max(0.0, self.flows[0][0] - self.virtual) * len(self.flows)
 
 
-class _Play:
+class _EngineRun:
     """One run."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TaskProgram) -> None:
         number = len(program.seconds)
         self.program = program
         self.ready = [0.0] * number
         self.starts = [0.0] * number
         self.ends = [0.0] * number
         self.done = [-1.0] * number
-        self.awaited = [NONE] * number
-        self.cause = [NONE] * number
+        self.awaited = [NO_TASK] * number
+        self.cause = [NO_TASK] * number
         self.order: list[int] = []
         self.free = [0.0] * len(program.streams)
-        self.last = [NONE] * len(program.streams)
+        self.last = [NO_TASK] * len(program.streams)
         self.shares = {n: _Share() for n, s in enumerate(program.streams) if s.shared}
         rates = {n: stream.rate for n, stream in enumerate(program.streams) if stream.rate > 0}
-        self.fair = Sharing(rates)
+        self.fair = MaxMinSharing(rates)
         self.missing = [len(before) for before in program.before]
         self.after: list[list[int]] = [[] for _ in range(number)]
         for task, before in enumerate(program.before):
             for one in before:
                 self.after[one].append(task)
-        self.events = [(0.0, task, NONE) for task in range(number) if not self.missing[task]]
+        self.events = [(0.0, task, NO_TASK) for task in range(number) if not self.missing[task]]
         heapify(self.events)
 
-    def run(self) -> Played:
+    def run(self) -> TaskTimes:
         events, fair = self.events, self.fair
         while events or fair.changed:
             if fair.changed and (not events or events[0][0] > fair.now):
@@ -239,10 +373,10 @@ class _Play:
                     heappush(events, (end, flow - _LAST, -2 - version))
                 continue
             time, task, stream = heappop(events)
-            if stream < NONE:
+            if stream < NO_TASK:
                 self._wires(time, task + _LAST, -2 - stream)
                 continue
-            if stream != NONE:
+            if stream != NO_TASK:
                 self._flows(time, stream, task)
                 continue
             self.order.append(task)
@@ -257,7 +391,7 @@ class _Play:
                 self._occupy(time, task, on)
         if len(self.order) < len(self.starts):
             raise self._stuck()
-        return Played(
+        return TaskTimes(
             self.program,
             tuple(self.ready),
             tuple(self.starts),
@@ -288,11 +422,11 @@ class _Play:
         self.done[task] = done
         for later in self.after[task]:
             self.missing[later] -= 1
-            if done > self.ready[later] or self.awaited[later] == NONE:
+            if done > self.ready[later] or self.awaited[later] == NO_TASK:
                 self.ready[later] = done
                 self.awaited[later] = task
             if not self.missing[later]:
-                heappush(self.events, (self.ready[later], later, NONE))
+                heappush(self.events, (self.ready[later], later, NO_TASK))
 
     # -- shared streams ------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""Steps of a priced exchange, played event by event into a timeline.
-
-Unlike the price, which argues that one step tells all, this plays several steps one after the
-other with a training thread, a progress thread and a link that know nothing of each other but the
-events; so each confirms the other. Invariant: no lane does two things at a time.
+"""Several steps of a priced gradient exchange, simulated event by event into a timeline.
+The price argues that one step in the steady state tells everything; this simulates several
+steps in a row with a training thread, a progress thread and a link that interact through events
+only, so that each confirms the other.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headway.collective.predict import Layer, Predicted
-from headway.simulator.engine import Played, Program, play
+from headway.collective.model.exchange_scheme import ExchangePrediction, GradientLayer
+from headway.simulator.engine import TaskProgram, TaskTimes, run_tasks
 from headway.timeline import Span, Timeline
 from headway.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedExchange:
     """Some steps.
 
     Attributes:
@@ -39,8 +38,12 @@ class Simulated:
 
 
 def simulate_exchange(
-    predicted: Predicted, layers: Sequence[Layer], *, steps: int = 3, overlap: bool = True
-) -> Simulated:
+    predicted: ExchangePrediction,
+    layers: Sequence[GradientLayer],
+    *,
+    steps: int = 3,
+    overlap: bool = True,
+) -> SimulatedExchange:
     """Play steps.
 
     With crossing, a step ends when its backward pass does, and the next one begins at once; without
@@ -55,23 +58,25 @@ def simulate_exchange(
     tasks = _Steps(predicted, layers, overlap)
     for step in range(steps):
         tasks.step(step, wait=not predicted.crossing or step == steps - 1)
-    played = play(tasks.program)
+    played = run_tasks(tasks.program)
     starts = (0.0, *(played.done[task] for task in tasks.borders))
     sent = sum(load.num_bytes for load in predicted.loads) * steps
-    return Simulated(Timeline.of(tasks.spans(played)), starts, sent)
+    return SimulatedExchange(Timeline.of(tasks.spans(played)), starts, sent)
 
 
 class _Steps:
     """Steps as tasks on three streams: training, progress thread, link."""
 
-    def __init__(self, predicted: Predicted, layers: Sequence[Layer], overlap: bool) -> None:
+    def __init__(
+        self, predicted: ExchangePrediction, layers: Sequence[GradientLayer], overlap: bool
+    ) -> None:
         self.predicted = predicted
         self.layers = layers
         self.overlap = overlap
         self.bucket_of = {
             i: number for number, bucket in enumerate(predicted.buckets) for i in bucket
         }
-        self.program = Program()
+        self.program = TaskProgram()
         self.training = self.program.stream(0, "compute")
         self.thread = self.program.stream(0, "exchange")
         self.wire = self.program.stream(0, "exchange")
@@ -135,7 +140,7 @@ class _Steps:
         self.shown[sent] = "", step
         self.landed[number] = self.program.add("decode", (), load.decode, (sent,))
 
-    def spans(self, played: Played) -> Iterator[Span]:
+    def spans(self, played: TaskTimes) -> Iterator[Span]:
         """Of the training thread and the link; a bar of the link is the time a load takes of it."""
         kinds, labels, now = self.program.kind, self.program.label, 0.0
         for task, (what, step) in self.shown.items():

@@ -1,10 +1,9 @@
-"""Which ranks there are, what joins them, and which of them behave alike.
-
-Ranks are numbered by axes with strides, node by node. A message is priced on the innermost level
-that joins its two ends, a collective by `cost.Network` for its whole group. Invariant: copies of a
-pipeline, and positions on the tensor axis, are one class exactly if all their ranks have the same
-devices, are equally fast and all their messages and collectives cost the same; so playing one of
-each class is playing all.
+"""The ranks of a simulated step: grid, network, faults, and which of them behave alike.
+Ranks are numbered by axes with strides, node by node. A message is priced on the innermost
+level that joins its two ends, a collective by the hierarchical network for its whole group.
+Copies of a pipeline, and positions on the tensor axis, are one class exactly if all their ranks
+have the same devices and speed and all their messages and collectives cost the same; simulating
+one of each class is then the same as simulating all.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from headway.cost.network import LinkLevel, Network
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class RankGrid:
     """The ranks of a step.
 
     Attributes:
@@ -74,7 +73,7 @@ class SlowPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faults:
+class StepFaults:
     """What is wrong with the machine.
 
     Attributes:
@@ -86,7 +85,7 @@ class Faults:
     paths: tuple[SlowPath, ...] = ()
 
 
-NO_FAULTS = Faults()
+NO_FAULTS = StepFaults()
 Edge = tuple[int, int]
 """Places in a pipeline between which messages go."""
 Price = tuple[float, float, str]
@@ -94,12 +93,12 @@ Price = tuple[float, float, str]
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedRanks:
     """The ranks on their network."""
 
-    grid: Grid
-    network: Network
-    faults: Faults = NO_FAULTS
+    grid: RankGrid
+    network: HierarchicalNetwork
+    faults: StepFaults = NO_FAULTS
 
     def slowness(self, copy: int, place: int) -> float:
         """Of a tensor group: it goes at the pace of its slowest rank."""
@@ -126,7 +125,7 @@ class World:
                 per_byte *= path.factor
         return per_byte, link.latency, found.name
 
-    def group(self, part: int, places: Sequence[int]) -> Network:
+    def group(self, part: int, places: Sequence[int]) -> HierarchicalNetwork:
         """The network as the ranks see it that sum the gradients of a stage.
 
         Args:
@@ -166,7 +165,7 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Class:
+class EquivalentRanks:
     """Some that behave alike.
 
     Attributes:
@@ -179,7 +178,7 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Cast:
+class RepresentativeRanks:
     """Who is played: of each class one, or everybody.
 
     Attributes:
@@ -190,14 +189,14 @@ class Cast:
         variant: Of each copy: those with the same number have the same devices; empty: all have.
     """
 
-    world: World
+    world: SimulatedRanks
     edges: tuple[Edge, ...]
     holders: tuple[tuple[int, ...], ...]
     everybody: bool = False
     variant: tuple[int, ...] = ()
 
     @cached_property
-    def parts(self) -> tuple[Class, ...]:
+    def parts(self) -> tuple[EquivalentRanks, ...]:
         """On the tensor axis."""
         copies = range(self.world.grid.data)
 
@@ -208,7 +207,7 @@ class Cast:
         return self._classes(self.world.grid.tensor, look)
 
     @cached_property
-    def copies(self) -> tuple[Class, ...]:
+    def copies(self) -> tuple[EquivalentRanks, ...]:
         """Of the pipeline."""
         world, places = self.world, range(self.world.grid.pipeline)
 
@@ -226,15 +225,15 @@ class Cast:
             self.world.message(rank(part, copy, a), rank(part, copy, b)) for a, b in self.edges
         )
 
-    def _classes(self, number: int, look: Callable[[int], object]) -> tuple[Class, ...]:
+    def _classes(self, number: int, look: Callable[[int], object]) -> tuple[EquivalentRanks, ...]:
         if self.everybody:
-            return tuple(Class(first=one, count=1) for one in range(number))
+            return tuple(EquivalentRanks(first=one, count=1) for one in range(number))
         found: dict[object, list[int]] = {}
         for one in range(number):
             found.setdefault(look(one), []).append(one)
-        return tuple(Class(first=alike[0], count=len(alike)) for alike in found.values())
+        return tuple(EquivalentRanks(first=alike[0], count=len(alike)) for alike in found.values())
 
-    def __iter__(self) -> Iterator[tuple[Class, Class, int]]:
+    def __iter__(self) -> Iterator[tuple[EquivalentRanks, EquivalentRanks, int]]:
         """(copy, part, place) of every rank that is played."""
         for copy in self.copies:
             for place in range(self.world.grid.pipeline):
@@ -242,12 +241,12 @@ class Cast:
                     yield copy, part, place
 
 
-def _rates(network: Network) -> tuple[float, ...]:
+def _rates(network: HierarchicalNetwork) -> tuple[float, ...]:
     """What faults can change about a network."""
     return tuple(level.link.rate for level in network.levels)
 
 
-def _slower(network: Network, path: SlowPath) -> Network:
+def _slower(network: HierarchicalNetwork, path: SlowPath) -> HierarchicalNetwork:
     """With the level slowed that joins both ends."""
     first, second = (min(end) for end in path.ends)
     levels = list(network.levels)
@@ -258,4 +257,4 @@ def _slower(network: Network, path: SlowPath) -> Network:
     level = levels[number]
     link = replace(level.link, rate=level.link.rate / path.factor)
     levels[number] = replace(level, link=link)
-    return Network(tuple(levels))
+    return HierarchicalNetwork(tuple(levels))

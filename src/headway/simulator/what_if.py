@@ -1,7 +1,6 @@
-"""Other hardware and faults in words: "link node-node 100 Gbit/s", "rank 3 slow 2x".
-
-Invariant: a sentence changes exactly the numbers that it names; what is not understood is refused
-with the names that there are.
+"""What-if sentences for hardware and faults: "link node-node 100 Gbit/s", "rank 3 slow 2x".
+A sentence changes exactly the numbers that it names; what is not understood is refused with the
+legal names.
 """
 
 from __future__ import annotations
@@ -12,20 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headway.cluster import Cluster
-from headway.cluster.faults import (
-    CutLink,
-    Fault,
-    KillRank,
-    SlowLink,
-    check_faults,
-    parse_fault,
-)
-from headway.cost.faster import faster
-from headway.cost.network import LinkLevel, Network
+from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, check_faults, parse_fault
+from headway.cost.device import scale_device
+from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.cost.transformer import Machine
 from headway.documents import nearest
 from headway.errors import UsageError
-from headway.simulator.ranks import Faults, SlowPath
+from headway.simulator.ranks import SlowPath, StepFaults
 from headway.units import parse_bytes, parse_rate, parse_seconds
 
 _TIMES = re.compile(r"([0-9]+(?:\.[0-9]+)?)x")
@@ -35,14 +27,14 @@ LEGAL_CHANGES = (
 )
 LEGAL_FAULTS = '"rank 3 slow 2x" or "link a-b 10x slower"'
 RATES = {"peak": "compute", "memory-rate": "stream", "launches": "launches"}
-"""Of a device, as a sentence calls them, and their names in `faster`; 2x is faster."""
+"""Of a device, as a sentence calls them, and their names in `scale_device`; 2x is faster."""
 BETWEEN = "node-node"
 """The innermost level that joins nodes, whatever its own name is."""
 TIMES = ("dispatch", "kernel", "update")
 """Seconds, of which 2x is slower."""
 
 
-def changed(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Machine:
+def change_machine(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Machine:
     """A machine with other numbers.
 
     Args:
@@ -54,21 +46,21 @@ def changed(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Mac
         UsageError: A sentence says nothing that can be changed.
     """
     name = machine.device.name
-    return changed_types({name: machine}, cluster, sentences)[name]
+    return change_device_types({name: machine}, cluster, sentences)[name]
 
 
-def changed_types(
+def change_device_types(
     machines: Mapping[str, Machine], cluster: Cluster, sentences: Sequence[str]
 ) -> dict[str, Machine]:
     """The same of several types of devices, on one network.
 
     Args:
         machines: By type.
-        cluster: As for `changed`.
-        sentences: As for `changed`; one that names a type changes that alone.
+        cluster: As for `change_machine`.
+        sentences: As for `change_machine`; one that names a type changes that alone.
 
     Raises:
-        UsageError: As `changed` does.
+        UsageError: As `change_machine` does.
     """
     found = dict(machines)
     levels = levels_of(next(iter(machines.values())).network, cluster)
@@ -95,7 +87,7 @@ def _addressed(sentence: str, kinds: Sequence[str]) -> tuple[Sequence[str], list
     return [name], [words[0], *words[2:]]
 
 
-def levels_of(network: Network, cluster: Cluster) -> dict[str, int]:
+def levels_of(network: HierarchicalNetwork, cluster: Cluster) -> dict[str, int]:
     """The numbers of a network's levels by name; "rank-rank" and "node-node" are the innermost
     ones that join ranks, and nodes."""
     names = {level.name: number for number, level in enumerate(network.levels)}
@@ -117,7 +109,7 @@ def _changed(
         other = kind(level, _value(" ".join(rest[1:]), _PARSE[what], sentence))
         every = list(machine.network.levels)
         every[number] = other
-        return replace(machine, network=Network(tuple(every)))
+        return replace(machine, network=HierarchicalNetwork(tuple(every)))
     if what == "memory" and rest:
         factor, size = _value(" ".join(rest), parse_bytes, sentence)
         memory = machine.device.memory * factor if factor else float(size)
@@ -188,13 +180,13 @@ def _device(machine: Machine, name: str, text: str, sentence: str) -> Machine:
         )
     device, factor = machine.device, float(found[1])
     if name in RATES:
-        return replace(machine, device=faster(device, **{RATES[name]: factor}))
+        return replace(machine, device=scale_device(device, **{RATES[name]: factor}))
     return replace(machine, device=replace(device, **{name: getattr(device, name) * factor}))
 
 
-def faults_of(
+def parse_step_faults(
     sentences: Sequence[str], ranks: int, cluster: Cluster, places: Sequence[int] = ()
-) -> Faults:
+) -> StepFaults:
     """What is wrong in a step.
 
     Args:
@@ -226,7 +218,7 @@ def faults_of(
             paths.append(SlowPath(ends=(one, other), factor=fault.factor))
         else:
             slow[fault.rank] = slow.get(fault.rank, 1.0) * fault.factor
-    return Faults(slow=slow, paths=tuple(paths))
+    return StepFaults(slow=slow, paths=tuple(paths))
 
 
 def _parsed(sentence: str) -> Fault:

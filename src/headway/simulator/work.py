@@ -1,23 +1,22 @@
-"""What a step has to do, as the simulator takes it: stages, their table, and how sums travel.
-
-Invariant: nothing here is priced in time that depends on who runs it, but for the stages' own
-seconds on a sound device; links are priced when the step is built.
+"""The input of the step simulator: stages, their schedule, and how gradients are summed.
+Seconds of stages are those of a healthy device; links and faults are priced when the step is
+built.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headway.cost.network import Network
+from headway.cost.network import HierarchicalNetwork
 from headway.errors import PlanError
-from headway.schedule import PipelineSchedule, StageCosts
-from headway.schedule.action import MESSAGES
 from headway.schedule.lowering import SyncPlacement, lower
-from headway.simulator.ranks import NO_FAULTS, Faults, Grid
+from headway.schedule.pipeline_schedule import MESSAGE_KINDS, PipelineSchedule
+from headway.schedule.stage_costs import StageCosts
+from headway.simulator.ranks import NO_FAULTS, RankGrid, StepFaults
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StageSegment:
     """A stretch of a stage, in the order of the forward pass.
 
     Attributes:
@@ -63,7 +62,7 @@ class StageWork:
     forward: float
     input_grad: float
     weight_grad: float
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[StageSegment, ...] = ()
     leaving: tuple[tuple[int, float], ...] = ()
     collectives: tuple[float, float] = (0.0, 0.0)
     message: float = 0.0
@@ -115,14 +114,14 @@ class StepWork:
 
     table: PipelineSchedule
     stages: tuple[StageWork, ...]
-    grid: Grid
-    network: Network
+    grid: RankGrid
+    network: HierarchicalNetwork
     sync: SyncPlacement = "eager-opt"
     bucket: float | None = None
     zero: int = 0
     overlap: float = 1.0
     shared: bool = False
-    faults: Faults = NO_FAULTS
+    faults: StepFaults = NO_FAULTS
     others: tuple[tuple[StageWork, ...], ...] = ()
     variant: tuple[int, ...] = ()
 
@@ -167,5 +166,5 @@ class StepWork:
         without a price of their own the actions that send and take them need not stand in it."""
         eager = self.bucket is not None and self.sync != "post"
         table = lower(self.table, sync="eager" if eager else self.sync)
-        rows = (tuple(a for a in row if a.kind not in MESSAGES) for row in table.order)
+        rows = (tuple(a for a in row if a.kind not in MESSAGE_KINDS) for row in table.order)
         return replace(table, order=tuple(rows))

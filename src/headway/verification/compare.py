@@ -1,4 +1,4 @@
-"""Two recordings side by side: how far apart, and which tensor differs first.
+"""Compares two recordings: how far apart they are, and which tensor differs first.
 
 The error of a tensor is max |a - b| divided by its scale. The scale is the tensor's own largest
 magnitude, but at least 2^-10 of the largest magnitude of its kind in the same step: a gradient
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.verification.record import KINDS, Recording
+from headway.verification.recording import KINDS, Recording
 
 TOLERANCE = 1e-12
 FLOOR = 2.0**-10

@@ -1,9 +1,8 @@
-"""A world of any size in one process: groups whose operations do nothing, at once.
+"""A world of any size in one process: process groups whose operations do nothing.
 
 The one file that touches torch's fake process group (`torch.testing._internal`), and the way from a
-group's name to the group. What a rank computes with numbers of others is then wrong; which
-operations it starts, on which groups, with how many bytes, is right. Invariant: a world is gone
-when its context is left.
+group's name to the group. What a rank computes from the data of others is wrong then; which
+operations it starts, on which groups, with how many bytes, is right.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import RunError, UsageError
-from headway.run.place import Place
-from headway.run.world import World
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
 
 _HAVE = "torch 2.11 to 2.14 have it"
 
@@ -50,7 +49,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[World]:
         ) from error
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        place = replace(Place.alone(), rank=rank, ranks=ranks, launcher="program")
+        place = replace(LaunchEnv.alone(), rank=rank, ranks=ranks, launcher="program")
         yield World(place=place, device=torch.device("cpu"), backend="fake")
     finally:
         dist.destroy_process_group()

@@ -4,12 +4,10 @@ Each refuses with a PlanError what it makes no sense for; what each makes passes
 """
 
 from headway.collective.generators.direct import direct
-from headway.collective.generators.halving import halving_doubling
 from headway.collective.generators.hierarchical import hierarchical
+from headway.collective.generators.recursive_halving import halving_doubling
 from headway.collective.generators.rings import ring
-from headway.collective.generators.servers import servers
-from headway.collective.generators.shapes import binomial, chain, star, two_level
-from headway.collective.generators.trees import trees
+from headway.collective.generators.trees import binomial, chain, servers, star, trees, two_level
 
 __all__ = [
     "binomial",

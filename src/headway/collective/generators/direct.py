@@ -6,33 +6,37 @@ in a ring, (n - 1) / n of the whole per round. Sizes of a part may be anything, 
 
 from __future__ import annotations
 
-from headway.collective.generators.phases import FLIGHT, gather_direct, scatter_direct
-from headway.collective.generators.writing import OUT, Area, Writer, parts_of
-from headway.collective.program import CollectiveProgram, Span
-from headway.collective.task import Collective, even
+from headway.collective.generators.phases import MESSAGES_IN_FLIGHT, gather_direct, scatter_direct
+from headway.collective.generators.program_builder import OUT, BufferArea, ProgramBuilder, parts_of
+from headway.collective.program.program import (
+    BufferSpan,
+    CollectiveProgram,
+    CollectiveTask,
+    even_sizes,
+)
 
 
-def direct(collective: Collective, *, flight: int = FLIGHT) -> CollectiveProgram:
+def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> CollectiveProgram:
     """A program for any operation.
 
     Args:
         collective: What it is for.
         flight: Messages that an all_to_all sends at the same time; the receives all begin at once.
     """
-    writer = Writer(collective)
+    writer = ProgramBuilder(collective)
     if collective.op == "all_to_all":
         _all_to_all(writer, flight)
         return writer.program("direct")
     everyone = range(collective.ranks)
     parts = parts_of(collective.shares)
     if collective.op == "reduce_scatter":
-        results = [Area("out", start) for start, _ in parts]
-        scatter_direct(writer, everyone, parts, source=Area("in"), result=results)
+        results = [BufferArea("out", start) for start, _ in parts]
+        scatter_direct(writer, everyone, parts, source=BufferArea("in"), result=results)
     elif collective.op == "all_gather":
-        sources = [Area("in", start) for start, _ in parts]
+        sources = [BufferArea("in", start) for start, _ in parts]
         gather_direct(writer, everyone, parts, source=sources)
     elif collective.op == "all_reduce":
-        parts = parts_of(even(collective.elements, collective.ranks))
+        parts = parts_of(even_sizes(collective.elements, collective.ranks))
         scatter_direct(writer, everyone, parts)
         gather_direct(writer, everyone, parts)
     elif collective.op == "broadcast":
@@ -42,7 +46,7 @@ def direct(collective: Collective, *, flight: int = FLIGHT) -> CollectiveProgram
     return writer.program("direct")
 
 
-def _all_to_all(writer: Writer, flight: int) -> None:
+def _all_to_all(writer: ProgramBuilder, flight: int) -> None:
     """Pairwise, partners rotated, so that no rank is everybody's target at once."""
     collective, tag = writer.collective, writer.tag()
     n = collective.ranks
@@ -50,25 +54,29 @@ def _all_to_all(writer: Writer, flight: int) -> None:
         arriving: list[int] = []
         for step in range(1, n):
             source = (rank - step) % n
-            arriving += script.recv(source, tag, Span("out", *collective.got_from(rank, source)))
-        own = Span("out", *collective.got_from(rank, rank))
+            arriving += script.recv(
+                source, tag, BufferSpan("out", *collective.got_from(rank, source))
+            )
+        own = BufferSpan("out", *collective.got_from(rank, rank))
         leaving: list[list[int]] = []
         for step in range(1, n):
             if len(leaving) >= flight:
                 script.wait(leaving.pop(0))
             target = (rank + step) % n
-            leaving.append(script.send(target, tag, Span("in", *collective.sent_to(rank, target))))
-        script.copy(own, Span("in", *collective.sent_to(rank, rank)))
+            leaving.append(
+                script.send(target, tag, BufferSpan("in", *collective.sent_to(rank, target)))
+            )
+        script.copy(own, BufferSpan("in", *collective.sent_to(rank, rank)))
         script.wait([*arriving, *(handle for handles in leaving for handle in handles)])
 
 
-def _broadcast(writer: Writer, root: int) -> None:
+def _broadcast(writer: ProgramBuilder, root: int) -> None:
     """The root deals parts out, and the others hand them to each other (van de Geijn's way): the
     root sends the whole once, and nobody more."""
     others = [rank for rank in range(writer.collective.ranks) if rank != root]
     if not others:
         return
-    parts = parts_of(even(writer.collective.elements, len(others)))
+    parts = parts_of(even_sizes(writer.collective.elements, len(others)))
     tag = writer.tag()
     for rank, part in zip(others, parts, strict=True):
         script = writer.ranks[rank]
@@ -83,11 +91,11 @@ def _broadcast(writer: Writer, root: int) -> None:
     gather_direct(writer, others, parts)
 
 
-def _reduce(writer: Writer, root: int) -> None:
+def _reduce(writer: ProgramBuilder, root: int) -> None:
     """Every other rank sums a part and hands it to the root: the root receives the whole once."""
     n, elements = writer.collective.ranks, writer.collective.elements
     others = [rank for rank in range(n) if rank != root]
-    parts = parts_of(even(elements, max(1, len(others))))
+    parts = parts_of(even_sizes(elements, max(1, len(others))))
     tag, home = writer.tag(), writer.tag()
     for own, rank in enumerate(others):
         script, part = writer.ranks[rank], parts[own]
@@ -109,10 +117,10 @@ def _reduce(writer: Writer, root: int) -> None:
     _collect(writer, root, others, home)
 
 
-def _collect(writer: Writer, root: int, others: list[int], tag: int) -> None:
+def _collect(writer: ProgramBuilder, root: int, others: list[int], tag: int) -> None:
     """At the root: the sum of the others, part by part, added to its own."""
     script = writer.ranks[root]
-    parts = parts_of(even(writer.collective.elements, max(1, len(others))))
+    parts = parts_of(even_sizes(writer.collective.elements, max(1, len(others))))
     arriving = []
     for rank, part in zip(others, parts, strict=False):
         slot = script.room(part[1] - part[0])

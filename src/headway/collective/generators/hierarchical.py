@@ -1,19 +1,27 @@
-"""Programs in levels: little crosses between nodes, the rest stays inside them.
-
-What is sent between nodes is summed inside a node first, and what comes in is handed on inside, so
-that each byte crosses a node's interface once per node and not once per rank (Shi et al. 2021,
-section 3.2). Nodes come from the cluster's description; they may have different numbers of ranks.
+"""Hierarchical programs: sums inside a node first, so that little crosses between nodes.
+Each byte crosses a node's interface once per node and not once per rank (Shi et al. 2021,
+section 3.2). Nodes come from the cluster's description and may have different numbers of ranks.
 """
 
 from __future__ import annotations
 
 from headway.collective.generators.phases import gather_direct, ring, scatter_direct
-from headway.collective.generators.shapes import two_level
-from headway.collective.generators.trees import trees
-from headway.collective.generators.writing import OUT, Area, Script, Writer, parts_of, refuse
+from headway.collective.generators.program_builder import (
+    OUT,
+    BufferArea,
+    ProgramBuilder,
+    RankScript,
+    check_operation,
+    parts_of,
+)
+from headway.collective.generators.trees import trees, two_level
 from headway.collective.nodes import Nodes
-from headway.collective.program import CollectiveProgram, Span
-from headway.collective.task import Collective, even
+from headway.collective.program.program import (
+    BufferSpan,
+    CollectiveProgram,
+    CollectiveTask,
+    even_sizes,
+)
 from headway.errors import PlanError
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
@@ -22,7 +30,7 @@ NEAR = 8
 
 
 def hierarchical(
-    collective: Collective, nodes: Nodes, *, chunk: int | None = None
+    collective: CollectiveTask, nodes: Nodes, *, chunk: int | None = None
 ) -> CollectiveProgram:
     """A program for these nodes.
 
@@ -34,7 +42,7 @@ def hierarchical(
     Raises:
         PlanError: No such program for this operation, or nodes of other ranks.
     """
-    refuse(collective, "hierarchical", OPS)
+    check_operation(collective, "hierarchical", OPS)
     if sorted(rank for members in nodes.members for rank in members) != [*range(collective.ranks)]:
         raise PlanError(
             f"nodes with the ranks {nodes.members} for {collective.ranks} ranks",
@@ -43,7 +51,7 @@ def hierarchical(
     if collective.root is not None:
         tree = two_level(nodes, collective.root)
         return trees(collective, [(tree, 1.0)], chunk=chunk, name="hierarchical")
-    writer = Writer(collective)
+    writer = ProgramBuilder(collective)
     if collective.op == "all_reduce":
         _all_reduce(writer, nodes, chunk)
     elif collective.op == "reduce_scatter":
@@ -53,19 +61,19 @@ def hierarchical(
     return writer.program("hierarchical")
 
 
-def _all_reduce(writer: Writer, nodes: Nodes, chunk: int | None) -> None:
+def _all_reduce(writer: ProgramBuilder, nodes: Nodes, chunk: int | None) -> None:
     """Reduce-scatter inside, all-reduce of each shard across, all-gather inside.
 
     As many shards as the smallest node has ranks; others only add to them.
     """
     width = min(map(len, nodes.members))
-    shards = parts_of(even(writer.collective.elements, width))
+    shards = parts_of(even_sizes(writer.collective.elements, width))
     inside = {len(m): [*shards, *[(0, 0)] * (len(m) - width)] for m in nodes.members}
     for members in nodes.members:
         scatter_direct(writer, members, inside[len(members)])
     for place, shard in enumerate(shards):
         column = [members[place] for members in nodes.members]
-        parts = parts_of(even(shard[1] - shard[0], len(column)), shard[0])
+        parts = parts_of(even_sizes(shard[1] - shard[0], len(column)), shard[0])
         if len(column) <= NEAR:
             scatter_direct(writer, column, parts)
             gather_direct(writer, column, parts)
@@ -75,7 +83,7 @@ def _all_reduce(writer: Writer, nodes: Nodes, chunk: int | None) -> None:
         gather_direct(writer, members, inside[len(members)])
 
 
-class _Doors:
+class _Gateways:
     """Through which rank of a node what concerns another node's rank goes."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -103,12 +111,12 @@ class _Doors:
         return self.door(self._home[rank], other)
 
 
-def _reduce_scatter(writer: Writer, nodes: Nodes) -> None:
+def _reduce_scatter(writer: ProgramBuilder, nodes: Nodes) -> None:
     """Each node sums its parts of every share at a door, doors send the sums to the shares' owners.
 
     One tag for each share.
     """
-    doors, parts = _Doors(nodes), parts_of(writer.collective.shares)
+    doors, parts = _Gateways(nodes), parts_of(writer.collective.shares)
     tags = [writer.tag() for _ in parts]
     for rank, script in enumerate(writer.ranks):
         sums = _sum_inside(script, rank, doors, parts, tags)
@@ -125,15 +133,15 @@ def _reduce_scatter(writer: Writer, nodes: Nodes) -> None:
 
 
 def _sum_inside(
-    script: Script, rank: int, doors: _Doors, parts: list[tuple[int, int]], tags: list[int]
-) -> dict[int, Span]:
+    script: RankScript, rank: int, doors: _Gateways, parts: list[tuple[int, int]], tags: list[int]
+) -> dict[int, BufferSpan]:
     """Where this rank has its node's sums of the shares that it is the door of."""
-    source, mates = Area("in"), doors.mates(rank)
-    sums: dict[int, Span] = {}
+    source, mates = BufferArea("in"), doors.mates(rank)
+    sums: dict[int, BufferSpan] = {}
     arriving = []
     for other in doors.kept(rank):
         start, stop = parts[other]
-        sums[other] = Area("out", start).span((start, stop))
+        sums[other] = BufferArea("out", start).span((start, stop))
         if other != rank:
             sums[other] = script.room(stop - start)
         for mate in mates:
@@ -154,12 +162,12 @@ def _sum_inside(
     return sums
 
 
-def _all_gather(writer: Writer, nodes: Nodes) -> None:
+def _all_gather(writer: ProgramBuilder, nodes: Nodes) -> None:
     """Each rank tells its node and one door of each other node, doors tell their node."""
-    doors, parts = _Doors(nodes), parts_of(writer.collective.shares)
+    doors, parts = _Gateways(nodes), parts_of(writer.collective.shares)
     tags = [writer.tag() for _ in parts]
     for rank, script in enumerate(writer.ranks):
-        own = Area("in", parts[rank][0]).span(parts[rank])
+        own = BufferArea("in", parts[rank][0]).span(parts[rank])
         mates = doors.mates(rank)
         kept = [other for other in doors.kept(rank) if other != rank]
         handles = [

@@ -1,28 +1,36 @@
-"""Reduce-scatter and all-gather among some of the ranks: what most programs are made of.
-
-A phase works in place on one area of its ranks. Before a scatter each holds its own numbers, after
-it member k holds the sums of part k; a gather goes the other way. Invariant: a phase ends with
-everything waited for, so that phases follow each other in any order.
+"""Reduce-scatter and all-gather phases among a subset of ranks, the parts of most programs.
+A phase works in place on one area of the buffers of its ranks. Before a reduce-scatter each
+rank holds its own numbers, after it member k holds the sums of part k; an all-gather is the way
+back. A phase ends with every message waited for, so that phases can follow each other in any
+order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.collective.generators.writing import OUT, Area, Part, Script, Writer, cut, pieces
-from headway.collective.program import Span
+from headway.collective.generators.program_builder import (
+    OUT,
+    BufferArea,
+    Part,
+    ProgramBuilder,
+    RankScript,
+    piece_count,
+    split_evenly,
+)
+from headway.collective.program.program import BufferSpan
 
-FLIGHT = 4
+MESSAGES_IN_FLIGHT = 4
 """Messages in flight of a rank that sends something else to each other one."""
 
 
 def scatter_direct(
-    writer: Writer,
+    writer: ProgramBuilder,
     group: Sequence[int],
     parts: Sequence[Part],
     *,
-    source: Area = OUT,
-    result: Sequence[Area] | None = None,
+    source: BufferArea = OUT,
+    result: Sequence[BufferArea] | None = None,
 ) -> None:
     """Each member receives its part from all others at once and sums in order of distance.
 
@@ -58,12 +66,12 @@ def scatter_direct(
 
 
 def gather_direct(
-    writer: Writer,
+    writer: ProgramBuilder,
     group: Sequence[int],
     parts: Sequence[Part],
     *,
-    area: Area = OUT,
-    source: Sequence[Area] | None = None,
+    area: BufferArea = OUT,
+    source: Sequence[BufferArea] | None = None,
 ) -> None:
     """Each member sends its part to all others at once.
 
@@ -92,14 +100,14 @@ def gather_direct(
 
 
 def ring(
-    writer: Writer,
+    writer: ProgramBuilder,
     group: Sequence[int],
     parts: Sequence[Part],
     *,
     scatter: bool = True,
     gather: bool = True,
     chunk: int | None = None,
-    source: Area | None = None,
+    source: BufferArea | None = None,
 ) -> None:
     """Parts go round a ring of the members; in pieces, so that sums and messages overlap.
 
@@ -132,24 +140,24 @@ class _Ring:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: ProgramBuilder,
         group: Sequence[int],
         parts: Sequence[Part],
         own: int,
         tag: int,
         chunk: int | None,
-        source: Area | None,
+        source: BufferArea | None,
     ) -> None:
-        self.script: Script = writer.ranks[group[own]]
+        self.script: RankScript = writer.ranks[group[own]]
         self.size = len(group)
         self.left, self.right = group[own - 1], group[(own + 1) % self.size]
         self.parts, self.own, self.tag = parts, own, tag
         sizes = [stop - start for start, stop in parts if stop > start]
         # as many pieces of each part, so that none has a receive without a wait before it
-        self.count = min(pieces(max(sizes), chunk), *sizes) if sizes else 1
+        self.count = min(piece_count(max(sizes), chunk), *sizes) if sizes else 1
         self.source = source
-        self.area = OUT if source is None else Area("out", parts[own][0])
-        self.slots: list[Span] = []
+        self.area = OUT if source is None else BufferArea("out", parts[own][0])
+        self.slots: list[BufferSpan] = []
 
     def go(self, first: int, last: int) -> None:
         """Steps `first` to `last`, the last one excluded."""
@@ -181,12 +189,12 @@ class _Ring:
         return self.parts[(self.own - 1 - step) % self.size]
 
     def _pieces(self, step: int) -> list[Part]:
-        return cut(self._part(step), self.count)
+        return split_evenly(self._part(step), self.count)
 
-    def _slot(self, step: int, piece: Part) -> Span:
+    def _slot(self, step: int, piece: Part) -> BufferSpan:
         """Where what is received in a step is summed, if not in its final place."""
         slot = self.slots[step % len(self.slots)]
-        return Area("tmp", self._part(step + 1)[0] - slot.start).span(piece)
+        return BufferArea("tmp", self._part(step + 1)[0] - slot.start).span(piece)
 
     def _recv(self, step: int, piece: Part) -> list[int]:
         final = self.size - (1 if self.source is None else 2)

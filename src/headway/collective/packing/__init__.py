@@ -1,30 +1,33 @@
 """Tree packing: from a graph of links to weighted trees that use all of it (Blink)."""
 
-from headway.collective.packing.channels import Channel, shares
-from headway.collective.packing.drift import drifted, repacked
-from headway.collective.packing.graph import Direction, LinkGraph, islands
-from headway.collective.packing.machines import dgx1p, dgx1v
-from headway.collective.packing.pack import highest_rate, pack
-from headway.collective.packing.servers import one_hop, over_servers, servers_rate
-from headway.collective.packing.tree import Packing, Tree
-from headway.collective.packing.tuner import ChunkTuner
+from headway.collective.packing.chunk_tuner import ChunkTuner
+from headway.collective.packing.closed_form import (
+    TransferChannel,
+    channel_shares,
+    one_hop_trees,
+    servers_rate,
+    trees_over_servers,
+)
+from headway.collective.packing.pack import drifted_links, highest_rate, pack, repack_trees
+from headway.collective.packing.tree import Packing, WeightedTree
+from headway.collective.topology import Direction, LinkGraph, dgx1p, dgx1v, islands
 
 __all__ = [
-    "Channel",
     "ChunkTuner",
     "Direction",
     "LinkGraph",
     "Packing",
-    "Tree",
+    "TransferChannel",
+    "WeightedTree",
+    "channel_shares",
     "dgx1p",
     "dgx1v",
-    "drifted",
+    "drifted_links",
     "highest_rate",
     "islands",
-    "one_hop",
-    "over_servers",
+    "one_hop_trees",
     "pack",
-    "repacked",
+    "repack_trees",
     "servers_rate",
-    "shares",
+    "trees_over_servers",
 ]

@@ -1,29 +1,211 @@
-"""What limits a packing: cuts from a root, partitions of the ranks; all of them, or those found.
-
+"""The cut and partition constraints that bound a tree packing, and how violated ones are found.
 A packing of rate r exists exactly if every set of ranks without the root is entered by r
 (broadcast; Edmonds 1973), or every partition into p parts is crossed by r (p - 1) (all-reduce;
-Tutte 1961, Nash-Williams 1961). Both read: the edges of each constraint carry r * demand or more.
-For few ranks all constraints are listed; for more they are found by minimum cuts when they are
-violated: for each rank one cut, and for partitions the greedy algorithm for the least sum over the
-parts P of x(border of P) / 2 - r (Cunningham 1985, Barahona 1992: also one cut for each rank).
+Tutte 1961, Nash-Williams 1961). Both read: the edges of each constraint carry r * demand or
+more. For few ranks all constraints are listed; for more they are separated by minimum cuts: for
+each rank one cut, and for partitions the greedy algorithm for the least sum over the parts P of
+x(border of P) / 2 - r (Cunningham 1985, Barahona 1992: one cut for each rank).
+
+The algorithms on graphs that this needs stand here too, on dense matrices for some dozen ranks:
+minimum cuts by Dinic's maximum flow (1970), the shortest arborescence (Chu and Liu 1965,
+Edmonds 1967) and the shortest spanning tree (Prim 1957).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.collective.packing.flow import min_cut
-from headway.collective.packing.graph import LinkGraph
-from headway.collective.packing.shortest import arborescence, spanning_tree
-from headway.collective.packing.tree import Parents, Tree, rooted
+from headway.collective.packing.tree import Parents, WeightedTree, root_tree
+from headway.collective.topology import LinkGraph
+
+_CRUMB = 1e-12
+"""Of the largest capacity: less than this is no capacity."""
+
+
+def min_cut(capacity: Sequence[Sequence[float]], source: int, sink: int) -> tuple[float, set[int]]:
+    """The least capacity whose removal parts a sink from a source.
+
+    Args:
+        capacity: Row i, column j: from i to j; 0: no arc.
+        source: On the side that is returned.
+        sink: Not on it.
+
+    Returns:
+        The capacity of the cut, and the smallest such side.
+    """
+    n = len(capacity)
+    rest = [list(row) for row in capacity]
+    near = [[j for j in range(n) if rest[i][j] > 0 or rest[j][i] > 0] for i in range(n)]
+    crumb = _CRUMB * max(map(max, rest))
+    while True:
+        level = _levels(rest, near, source, crumb)
+        if level[sink] < 0:
+            break
+        _block(rest, near, level, source, sink, crumb)
+    side = {i for i in range(n) if level[i] >= 0}
+    return sum(capacity[i][j] for i in side for j in near[i] if j not in side), side
+
+
+def _levels(rest: list[list[float]], near: list[list[int]], source: int, crumb: float) -> list[int]:
+    """Arcs from the source over what is left; -1: not reached."""
+    level = [-1] * len(rest)
+    level[source] = 0
+    for i in (todo := [source]):
+        row = rest[i]
+        for j in near[i]:
+            if level[j] < 0 and row[j] > crumb:
+                level[j] = level[i] + 1
+                todo.append(j)
+    return level
+
+
+def _block(
+    rest: list[list[float]],
+    near: list[list[int]],
+    level: list[int],
+    source: int,
+    sink: int,
+    crumb: float,
+) -> None:
+    """Fill shortest paths until each has a full arc."""
+    tried = [0] * len(rest)
+    path = [source]
+    while path:
+        i = path[-1]
+        if i == sink:
+            _fill(rest, path)
+            path = [source]
+            continue
+        while tried[i] < len(near[i]):
+            j = near[i][tried[i]]
+            if level[j] == level[i] + 1 and rest[i][j] > crumb:
+                path.append(j)
+                break
+            tried[i] += 1
+        else:
+            path.pop()
+            if path:
+                tried[path[-1]] += 1
+
+
+def _fill(rest: list[list[float]], path: list[int]) -> None:
+    arcs = list(pairwise(path))
+    least = min(rest[i][j] for i, j in arcs)
+    for i, j in arcs:
+        rest[i][j] -= least
+        rest[j][i] += least
+
+
+# The shortest spanning tree for given lengths: with directions from a root, and without.
+
+
+Matrix = Sequence[Sequence[float]]
+
+
+def arborescence(length: Matrix, root: int) -> list[int]:
+    """The parent of each rank in the shortest tree away from a root.
+
+    Args:
+        length: Row i, column j: of the arc from i to j; infinite: there is none. Not negative.
+        root: Its own parent in the result.
+
+    Raises:
+        ValueError: No tree reaches all ranks.
+    """
+    n = len(length)
+    columns = [[length[i][j] if i != j else math.inf for i in range(n)] for j in range(n)]
+    return _shortest(columns, root)
+
+
+def _shortest(into: list[list[float]], root: int) -> list[int]:
+    """`into[j][i]`: length of the arc from i to j."""
+    n = len(into)
+    parent = [min(range(n), key=column.__getitem__) for column in into]
+    parent[root] = root
+    for j in range(n):
+        if j != root and math.isinf(into[j][parent[j]]):
+            raise ValueError(f"no arc into {j}")
+    cycle = _cycle(parent, root)
+    return parent if not cycle else _opened(into, root, parent, cycle)
+
+
+def _cycle(parent: Sequence[int], root: int) -> list[int]:
+    """The ranks of one cycle; empty: there is none."""
+    state = [0] * len(parent)
+    state[root] = -1
+    for start in range(1, len(parent) + 1):
+        rank = start - 1
+        while state[rank] == 0:
+            state[rank] = start
+            rank = parent[rank]
+        if state[rank] == start:
+            found = [rank]
+            while (rank := parent[rank]) != found[0]:
+                found.append(rank)
+            return found
+    return []
+
+
+def _opened(into: list[list[float]], root: int, parent: list[int], cycle: list[int]) -> list[int]:
+    """Contract a cycle to one rank, solve, and open it where the solution enters it."""
+    n, inside = len(into), set(cycle)
+    kept = [rank for rank in range(n) if rank not in inside]
+    entry, leave = [0] * n, [0] * n
+    entering = []  # into the cycle, from each kept rank, less the arc that it replaces
+    for i in kept:
+        entry[i] = min(cycle, key=lambda j: into[j][i] - into[j][parent[j]])
+        entering.append(into[entry[i]][i] - into[entry[i]][parent[entry[i]]])
+    smaller = []
+    for j in kept:
+        leave[j] = min(cycle, key=into[j].__getitem__)
+        smaller.append([into[j][i] for i in kept] + [into[j][leave[j]]])
+    smaller.append([*entering, math.inf])
+    below = _shortest(smaller, kept.index(root))
+    whole = list(parent)
+    for place, j in enumerate(kept):
+        whole[j] = leave[j] if below[place] == len(kept) else kept[below[place]]
+    whole[root] = root
+    source = kept[below[-1]]
+    whole[entry[source]] = source
+    return whole
+
+
+def spanning_tree(length: Matrix) -> list[int]:
+    """The parent of each rank in the shortest tree without directions, hung up at rank 0.
+
+    Args:
+        length: Symmetric; infinite: there is no link.
+
+    Raises:
+        ValueError: No tree reaches all ranks.
+    """
+    n = len(length)
+    best, parent = list(length[0]), [0] * n
+    left = list(range(1, n))
+    while left:
+        rank = min(left, key=best.__getitem__)
+        if math.isinf(best[rank]):
+            raise ValueError(f"no link to {rank}")
+        left.remove(rank)
+        row = length[rank]
+        for other in left:
+            if row[other] < best[other]:
+                best[other], parent[other] = row[other], rank
+    return parent
+
+
+# What limits a packing: cuts from a root, partitions of the ranks; all of them, or those found.
+
 
 Vector = npt.NDArray[np.float64]
-Chosen = npt.NDArray[np.intp]
+EdgeIndices = npt.NDArray[np.intp]
 
 LISTED = 8
 """Up to so many ranks all constraints are listed: 127 cuts, 4139 partitions."""
@@ -32,7 +214,7 @@ _NEAR = 1e-9
 _LONG = 1e30
 
 
-class Problem(ABC):
+class PackingProblem(ABC):
     """One kind of packing on one graph.
 
     Attributes:
@@ -56,11 +238,11 @@ class Problem(ABC):
         self._ends = np.array(self.edges, dtype=np.intp).reshape(-1, 2).T
 
     @abstractmethod
-    def cheapest(self, length: Vector) -> Chosen:
+    def cheapest(self, length: Vector) -> EdgeIndices:
         """The edges of the shortest tree, ascending; lengths are not negative."""
 
     @abstractmethod
-    def parents(self, chosen: Chosen) -> Parents:
+    def parents(self, chosen: EdgeIndices) -> Parents:
         """The tree of these edges, hung up."""
 
     @abstractmethod
@@ -98,9 +280,9 @@ class Problem(ABC):
         """What each known constraint has more than a rate needs."""
         return self.rows @ capacity - rate * self.demand
 
-    def depth(self, chosen: Chosen) -> int:
+    def depth(self, chosen: EdgeIndices) -> int:
         """Of a tree, from its root."""
-        return Tree(self.parents(chosen), 1.0).depth
+        return WeightedTree(self.parents(chosen), 1.0).depth
 
     def learn(self, capacity: Vector, rate: float) -> bool:
         """Add the constraints that are missed at a rate; whether there was any."""
@@ -119,7 +301,7 @@ class Problem(ABC):
         return rows
 
 
-class Arborescences(Problem):
+class Arborescences(PackingProblem):
     """Trees away from a root: a broadcast."""
 
     def __init__(self, graph: LinkGraph, root: int) -> None:
@@ -142,13 +324,13 @@ class Arborescences(Problem):
         senders: Vector = ends[0]
         return senders
 
-    def cheapest(self, length: Vector) -> Chosen:
+    def cheapest(self, length: Vector) -> EdgeIndices:
         parent = arborescence(self.matrix(length, _LONG), self.root)
         return np.array(
             [self.place[up, rank] for rank, up in enumerate(parent) if rank != self.root]
         )
 
-    def parents(self, chosen: Chosen) -> Parents:
+    def parents(self, chosen: EdgeIndices) -> Parents:
         parent: list[int | None] = [None] * self.ranks
         for up, rank in (self.edges[place] for place in chosen):
             parent[rank] = up
@@ -164,7 +346,7 @@ class Arborescences(Problem):
         return [*np.unique(found, axis=0)] if found else []
 
 
-class SpanningTrees(Problem):
+class SpanningTrees(PackingProblem):
     """Trees without directions: an all-reduce, which uses both directions of each link."""
 
     def __init__(self, graph: LinkGraph) -> None:
@@ -193,13 +375,13 @@ class SpanningTrees(Problem):
         rows: list[list[float]] = full.tolist()
         return rows
 
-    def cheapest(self, length: Vector) -> Chosen:
+    def cheapest(self, length: Vector) -> EdgeIndices:
         parent = spanning_tree(self.both(length, _LONG))
         pairs = ((min(up, rank), max(up, rank)) for rank, up in enumerate(parent) if rank)
         return np.array([self.place[pair] for pair in pairs])
 
-    def parents(self, chosen: Chosen) -> Parents:
-        return rooted([self.edges[place] for place in chosen], self.ranks)
+    def parents(self, chosen: EdgeIndices) -> Parents:
+        return root_tree([self.edges[place] for place in chosen], self.ranks)
 
     def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
         """The partition that misses most, if any does."""

@@ -1,32 +1,285 @@
-"""From a link graph to a packing: the highest rate first, then few trees.
+"""From a link graph to a tree packing: the highest rate first, then few trees that reach it.
+Broadcasts and reductions use directed trees. An all-reduce runs up and down the same tree,
+loads both directions of each of its links, and is packed without directions (specification of
+Blink's TreeGen: Wang et al. 2020, section 3; all-reduce: own derivation from Nash-Williams
+1961).
 
-Broadcasts and reductions are trees with directions; an all-reduce runs up and down the same tree at
-once, loads both directions of each of its links, and is packed without directions (specification of
-Blink's TreeGen: Wang et al. 2020, section 3; all-reduces: own derivation from Nash-Williams 1961).
+Few trees: from capacities that allow a rate r a tree T of weight w may be taken if what is left
+still allows r - w, that is for every constraint S with slack(S) = capacity(S) - r demand(S):
+
+    w <= slack(S) / (T(S) - demand(S))      where T has more than `demand` edges in S
+    w <= capacity(e)                        for its edges e
+
+No choice of trees within these limits loses rate, so the search is free to look for few: it
+branches over heavy trees, at random and with a limit. Blink solves an integer program over the
+trees of its multiplicative weights instead (`multiplicative`, Garg and Könemann 1998), which is
+kept as the published method to compare with. Weights of given trees come from a dense simplex
+(Dantzig 1951) with Bland's rule (1977). When links drift, the trees in use get new weights
+first; new trees are added only where those cannot reach the new bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from headway.collective.packing.closed_form import mesh_packing, mesh_rate
 from headway.collective.packing.constraints import (
     LISTED,
     Arborescences,
-    Chosen,
-    Problem,
+    EdgeIndices,
+    PackingProblem,
     SpanningTrees,
+    Vector,
 )
-from headway.collective.packing.even import even_packing, even_rate
-from headway.collective.packing.few import NEAR, few_trees
-from headway.collective.packing.graph import Direction, LinkGraph
-from headway.collective.packing.simplex import best_weights
-from headway.collective.packing.tree import Packing, Tree
+from headway.collective.packing.tree import Packing, WeightedTree
+from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
-ATTEMPTS = 16
+RATE_ROUNDING = 1e-9
+"""Relative: less than this is rounding."""
+_THIN = 8.0
+"""Length of an edge that is thinner than the weight aimed at; chance makes up to 1."""
+_TIGHT = 1e6
+"""Weight of a constraint without slack, against those with less than is aimed at."""
+_CANDIDATES, _TRIED, _ROUNDS = 12, 3, 8
+"""Trees looked at for each one taken; of them proven; how often anew where none may be taken."""
+_EFFORT = 200_000
+"""Trees * edges * ranks after which no further attempt begins: some seconds."""
+_FLAT = 0.05
+"""How far a flatter tree is preferred to a heavier one, for each level."""
+_SPREAD = 0.3
+"""How far chance prefers a lighter tree, after the first attempt."""
+
+
+@dataclass(frozen=True)
+class TakenTree:
+    """A tree, by the places of its edges, and its weight."""
+
+    chosen: EdgeIndices
+    weight: float
+
+
+@dataclass(frozen=True)
+class PackingState:
+    """Capacities that are left, the rate that they allow, and the trees taken so far."""
+
+    capacity: Vector
+    rate: float
+    taken: tuple[TakenTree, ...] = ()
+
+    def after(self, chosen: EdgeIndices, weight: float) -> PackingState:
+        capacity = self.capacity.copy()
+        capacity[chosen] -= weight
+        left = self.rate - weight
+        return PackingState(
+            np.maximum(capacity, 0.0), left, (*self.taken, TakenTree(chosen, weight))
+        )
+
+
+def few_trees(
+    problem: PackingProblem, rate: float, *, tolerance: float, attempts: int
+) -> tuple[TakenTree, ...]:
+    """Few trees whose weights add up to a rate that the problem allows.
+
+    Args:
+        problem: The graph, and what limits trees on it.
+        rate: Its bound.
+        tolerance: Share of the rate that may be given up for fewer trees.
+        attempts: Searches, every second one with the tolerance; of many ranks fewer.
+    """
+    fewest = math.ceil((1 - tolerance) * rate / _widest(problem) - RATE_ROUNDING)
+    best: tuple[TakenTree, ...] = ()
+    effort = 0
+    for attempt in range(attempts):
+        random = np.random.default_rng(attempt)
+        aim = rate * (1 - tolerance) if attempt % 2 else rate
+        most = len(best) if best else math.inf
+        found = _attempt(
+            problem, PackingState(problem.capacity, aim), random, _SPREAD * attempt, most
+        )
+        best = min((found, best), key=lambda taken: _worth(problem, taken, rate, tolerance))
+        effort += len(best) * len(problem.edges) * problem.ranks
+        if effort > _EFFORT or (len(best) <= fewest and attempt >= attempts // 4):
+            break
+    return best
+
+
+def _worth(
+    problem: PackingProblem, taken: tuple[TakenTree, ...], rate: float, tolerance: float
+) -> tuple[float, ...]:
+    """Less is better: a rate that lacks more than the tolerance, trees, depth, lost rate."""
+    lost = 1 - sum(tree.weight for tree in taken) / rate
+    depth = sum(problem.depth(tree.chosen) * tree.weight for tree in taken)
+    return (max(0.0, lost - tolerance - RATE_ROUNDING), len(taken), round(lost, 6), depth)
+
+
+def _attempt(
+    problem: PackingProblem,
+    state: PackingState,
+    random: np.random.Generator,
+    spread: float,
+    most: float,
+) -> tuple[TakenTree, ...]:
+    """Trees one after the other; ends early where there would be more than `most`."""
+    total, widest = state.rate, _widest(problem)
+    spread = min(spread, _SPREAD)
+    while state.rate > RATE_ROUNDING * total:
+        if len(state.taken) + math.ceil(state.rate / widest - RATE_ROUNDING) > most:
+            return ()
+        following = _following(problem, state, random, spread)
+        if following is None:
+            break
+        state = following
+    return state.taken
+
+
+def _following(
+    problem: PackingProblem, state: PackingState, random: np.random.Generator, spread: float
+) -> PackingState | None:
+    """With one more tree; None: none was found (rounding has used up the slack)."""
+    for _ in range(_ROUNDS):  # each may learn constraints
+        found = [
+            (
+                _heaviest(problem, state, chosen)
+                * (1 - spread * random.random())
+                / (1 + _FLAT * problem.depth(chosen)),
+                chosen,
+            )
+            for chosen in _candidates(problem, state, random)
+        ]
+        found.sort(key=lambda item: -item[0])
+        for _, chosen in found[:_TRIED]:
+            weight = _proven(problem, state, chosen)
+            if weight > 0:
+                return state.after(chosen, weight)
+    return None
+
+
+def _heaviest(problem: PackingProblem, state: PackingState, chosen: EdgeIndices) -> float:
+    """The highest weight of a tree by the known constraints."""
+    weight = min(float(state.capacity[chosen].min()), state.rate)
+    excess = problem.rows[:, chosen].sum(axis=1) - problem.demand
+    over = excess > 0.5
+    if over.any():
+        slack = problem.slack(state.capacity, state.rate)
+        weight = min(weight, float((slack[over] / excess[over]).min()))
+    return weight
+
+
+def _proven(problem: PackingProblem, state: PackingState, chosen: EdgeIndices) -> float:
+    """The highest weight of a tree; 0: it may not be taken."""
+    while True:
+        weight = _heaviest(problem, state, chosen)
+        if weight <= RATE_ROUNDING * state.rate:
+            return 0.0
+        after = state.after(chosen, weight)
+        if after.rate <= RATE_ROUNDING * weight or not problem.learn(after.capacity, after.rate):
+            return weight
+
+
+def _candidates(
+    problem: PackingProblem, state: PackingState, random: np.random.Generator
+) -> Iterator[EdgeIndices]:
+    """Trees that may be heavy.
+
+    For each weight aimed at: few edges thinner than that, and few edges too many in constraints
+    with less slack than that; none in those without slack.
+    """
+    slack = problem.slack(state.capacity, state.rate)
+    aims, seen = _aims(state), set()
+    none = _TIGHT**2 * len(problem.rows) * (state.capacity <= RATE_ROUNDING * state.rate)
+    for number in range(_CANDIDATES):
+        aim = aims[number % len(aims)] * (1 - RATE_ROUNDING)
+        weights = (slack < aim) + _TIGHT * (slack <= RATE_ROUNDING * state.rate)
+        length = weights @ problem.rows + _THIN * (state.capacity < aim) + none
+        chosen = problem.cheapest(length + problem.chance(random, hubs=number % 2 > 0))
+        if chosen.tobytes() not in seen:
+            seen.add(chosen.tobytes())
+            yield chosen
+
+
+def _aims(state: PackingState) -> list[float]:
+    """Weights worth aiming at: all that is left, what edges can carry, half of what is left."""
+    values = sorted(
+        {float(x) for x in np.round(state.capacity, 12) if x > RATE_ROUNDING * state.rate}
+    )
+    places = sorted({*np.linspace(0, len(values) - 1, 4).astype(int).tolist()}, reverse=True)
+    return [state.rate, *(values[place] for place in places), state.rate / 2]
+
+
+def _widest(problem: PackingProblem) -> float:
+    """The highest weight of any tree alone: every tree has an edge that is no wider."""
+    values: list[float] = sorted({*problem.capacity.tolist()})
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        thin = (problem.capacity < values[middle]).astype(np.float64)
+        if thin[problem.cheapest(thin)].any():
+            high = middle - 1
+        else:
+            low = middle
+    return values[low]
+
+
+# The best weights of given trees: maximise sum w subject to A w <= c, w >= 0, with c >= 0.
+
+
+WeightVector = npt.NDArray[np.float64]
+_PIVOT_ROUNDING = 1e-11
+
+
+def best_weights(uses: WeightVector, capacity: WeightVector) -> WeightVector:
+    """Weights with the highest sum.
+
+    Args:
+        uses: Row: edge, column: tree; 1: the tree has the edge.
+        capacity: Of each edge, not negative.
+    """
+    edges, trees = uses.shape
+    scale = float(capacity.max()) or 1.0
+    table = np.zeros((edges + 1, trees + 1))
+    table[:-1, :-1], table[:-1, -1], table[-1, :-1] = uses, capacity / scale, -1.0
+    outside, inside = list(range(trees)), list(range(trees, trees + edges))
+    while True:
+        falling = [s for s in range(trees) if table[-1, s] < -_PIVOT_ROUNDING]
+        if not falling:
+            break
+        column = min(falling, key=outside.__getitem__)
+        row = _leaving(table, column, inside)
+        _pivot(table, row, column)
+        outside[column], inside[row] = inside[row], outside[column]
+    weights = np.zeros(trees)
+    for row, name in enumerate(inside):
+        if name < trees:
+            weights[name] = max(0.0, table[row, -1] * scale)
+    return weights
+
+
+def _leaving(table: WeightVector, column: int, inside: list[int]) -> int:
+    """The row that reaches its limit first; every tree has an edge, so that there is one."""
+    rows = [r for r in range(len(inside)) if table[r, column] > _PIVOT_ROUNDING]
+    least = min(table[r, -1] / table[r, column] for r in rows)
+    ties = [r for r in rows if table[r, -1] / table[r, column] <= least + _PIVOT_ROUNDING]
+    return min(ties, key=inside.__getitem__)
+
+
+def _pivot(table: WeightVector, row: int, column: int) -> None:
+    pivot = table[row, column]
+    across, down = table[row] / pivot, table[:, column].copy()
+    table -= np.outer(down, across)
+    table[row], table[:, column] = across, -down / pivot
+    table[row, column] = 1 / pivot
+
+
+# From a link graph to a packing: the highest rate first, then few trees.
+
+
+PACK_ATTEMPTS = 16
 """Searches for fewer trees: less than a second on eight ranks."""
 TOLERANCE = 0.01
 """Share of the bound given up for fewer trees."""
@@ -43,10 +296,10 @@ def highest_rate(graph: LinkGraph, direction: Direction, root: int = 0) -> float
     Raises:
         PlanError: The graph is not joined, or has one rank.
     """
-    rate = even_rate(graph)
+    rate = mesh_rate(graph)
     if rate and graph.ranks > LISTED:
-        return even_packing(graph, direction, root, rate).bound
-    problem = problem_of(graph, direction, root)
+        return mesh_packing(graph, direction, root, rate).bound
+    problem = packing_problem(graph, direction, root)
     return problem.bound(problem.capacity)
 
 
@@ -56,7 +309,7 @@ def pack(
     root: int = 0,
     *,
     tolerance: float = TOLERANCE,
-    attempts: int = ATTEMPTS,
+    attempts: int = PACK_ATTEMPTS,
 ) -> Packing:
     """Trees whose rate is the highest there is, less a tolerance, and few of them.
 
@@ -70,17 +323,17 @@ def pack(
     Raises:
         PlanError: The graph is not joined, or has one rank.
     """
-    rate = even_rate(graph)
+    rate = mesh_rate(graph)
     if rate and graph.ranks > LISTED:
-        return even_packing(graph, direction, root, rate)
-    problem = problem_of(graph, direction, root)
+        return mesh_packing(graph, direction, root, rate)
+    problem = packing_problem(graph, direction, root)
     bound = problem.bound(problem.capacity)
     taken = few_trees(problem, bound, tolerance=tolerance, attempts=attempts)
     packing = Packing(graph, direction, (), bound)
-    return weighed(packing, problem, [tree.chosen for tree in taken])
+    return with_best_weights(packing, problem, [tree.chosen for tree in taken])
 
 
-def problem_of(graph: LinkGraph, direction: Direction, root: int) -> Problem:
+def packing_problem(graph: LinkGraph, direction: Direction, root: int) -> PackingProblem:
     """What trees are to be packed, and what limits them.
 
     Raises:
@@ -109,7 +362,9 @@ def problem_of(graph: LinkGraph, direction: Direction, root: int) -> Problem:
     return Arborescences(turned, root)
 
 
-def weighed(packing: Packing, problem: Problem, trees: Sequence[Chosen]) -> Packing:
+def with_best_weights(
+    packing: Packing, problem: PackingProblem, trees: Sequence[EdgeIndices]
+) -> Packing:
     """A packing of some of these trees, with the weights of the highest rate.
 
     Args:
@@ -126,9 +381,107 @@ def weighed(packing: Packing, problem: Problem, trees: Sequence[Chosen]) -> Pack
     over = float((loads[used] / problem.capacity[used]).max()) if used.any() else 1.0
     weights /= max(1.0, over)  # rounding of the simplex
     found = [
-        Tree(problem.parents(chosen), float(weight))
+        WeightedTree(problem.parents(chosen), float(weight))
         for chosen, weight in zip(trees, weights, strict=True)
-        if weight > NEAR * packing.bound
+        if weight > RATE_ROUNDING * packing.bound
     ]
     found.sort(key=lambda tree: (-tree.weight, tree.root, tree.depth))
     return replace(packing, trees=tuple(found))
+
+
+# Links that have become slower or faster: which, and a packing for what is measured now.
+
+
+DRIFT_THRESHOLD = 0.2
+"""Share of its rate that a link may drift before the trees are weighed anew; links measured again
+on a quiet machine differ by some percent."""
+_REPACK_ATTEMPTS = 4
+
+
+def drifted_links(
+    old: LinkGraph, new: LinkGraph, threshold: float = DRIFT_THRESHOLD
+) -> tuple[tuple[int, int], ...]:
+    """The directions (i, j) whose rate differs by more than a share of the old one, ascending.
+
+    Args:
+        old: What was packed.
+        new: What is measured now, of the same ranks.
+        threshold: Share of the old rate. A link that appears or disappears counts always.
+    """
+    arcs = sorted({*old.arcs, *new.arcs})
+    return tuple(
+        (i, j)
+        for i, j in arcs
+        if abs(new.rates[i][j] - old.rates[i][j]) > threshold * old.rates[i][j]
+    )
+
+
+def repack_trees(packing: Packing, graph: LinkGraph, tolerance: float = TOLERANCE) -> Packing:
+    """The same ranks and direction on other links: old trees first, then as few new ones as do.
+
+    Args:
+        packing: In use.
+        graph: The links as they are now.
+        tolerance: Share of the new bound that may be given up.
+
+    Raises:
+        PlanError: The links no longer join all ranks.
+    """
+    problem = packing_problem(graph, packing.direction, packing.trees[0].root)
+    bound = problem.bound(problem.capacity)
+    empty = replace(packing, graph=graph, bound=bound, trees=())
+    trees = [*_surviving_trees(packing, problem)]
+    found = with_best_weights(empty, problem, trees)
+    if found.rate >= (1 - tolerance) * bound:
+        return found
+    fresh = few_trees(problem, bound, tolerance=tolerance / 2, attempts=_REPACK_ATTEMPTS)
+    for tree in sorted(fresh, key=lambda tree: -tree.weight):
+        trees.append(tree.chosen)
+        found = with_best_weights(empty, problem, trees)
+        if found.rate >= (1 - tolerance) * bound:
+            break
+    return found
+
+
+def _surviving_trees(packing: Packing, problem: PackingProblem) -> Iterator[EdgeIndices]:
+    """The trees whose links are all still there, by the places of their edges."""
+    for tree in packing.trees:
+        edges = tree.links if packing.direction == "all_reduce" else tree.edges
+        if all(edge in problem.place for edge in edges):
+            yield np.array(sorted(problem.place[edge] for edge in edges))
+
+
+# Packing by multiplicative weights, as Blink does it: many trees, near the bound.
+
+
+def pack_by_multiplicative_weights(
+    problem: PackingProblem, epsilon: float = 0.05
+) -> tuple[TakenTree, ...]:
+    """Trees and weights of at least (1 - 2 epsilon) of the bound.
+
+        len[e] = delta / c_e            delta = (1 + eps) ((1 + eps) m)^(-1 / eps)
+        while sum_e c_e len[e] < 1:
+            T = shortest tree under len; f = min over e in T of c_e; w_T += f
+            len[e] *= 1 + eps f / c_e   for e in T
+        w /= log_(1 + eps)((1 + eps) / delta), then by the largest load of an edge
+
+    Args:
+        problem: What is packed.
+        epsilon: The smaller, the closer: the number of trees made grows as m log(m) / eps^2.
+    """
+    capacity, edges = problem.capacity, len(problem.edges)
+    delta = (1 + epsilon) * ((1 + epsilon) * edges) ** (-1 / epsilon)
+    length = delta / capacity
+    found: dict[bytes, TakenTree] = {}
+    while (total := float(capacity @ length)) < 1:
+        chosen = problem.cheapest(length / total)
+        flow = float(capacity[chosen].min())
+        key = chosen.tobytes()
+        found[key] = TakenTree(chosen, flow + (found[key].weight if key in found else 0.0))
+        length[chosen] *= 1 + epsilon * flow / capacity[chosen]
+    scale = math.log((1 + epsilon) / delta) / math.log(1 + epsilon)
+    loads = np.zeros(edges)
+    for tree in found.values():
+        loads[tree.chosen] += tree.weight / scale
+    scale *= float((loads / capacity).max())
+    return tuple(TakenTree(tree.chosen, tree.weight / scale) for tree in found.values())

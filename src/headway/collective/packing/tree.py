@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from headway.collective.packing.graph import Direction, LinkGraph
+from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
 _NEAR = 1e-9
@@ -20,7 +20,7 @@ Parents = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Tree:
+class WeightedTree:
     """A spanning tree.
 
     Attributes:
@@ -71,7 +71,7 @@ class Packing:
 
     graph: LinkGraph
     direction: Direction
-    trees: tuple[Tree, ...]
+    trees: tuple[WeightedTree, ...]
     bound: float
 
     @property
@@ -102,7 +102,7 @@ class Packing:
                 found[arc] = found.get(arc, 0.0) + tree.weight
         return found
 
-    def _arcs(self, tree: Tree) -> Iterator[tuple[int, int]]:
+    def _arcs(self, tree: WeightedTree) -> Iterator[tuple[int, int]]:
         for up, down in tree.edges:
             if self.direction != "reduce":
                 yield up, down
@@ -168,7 +168,7 @@ def top_down(parent: Parents) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def rooted(links: Sequence[tuple[int, int]], ranks: int, root: int | None = None) -> Parents:
+def root_tree(links: Sequence[tuple[int, int]], ranks: int, root: int | None = None) -> Parents:
     """The parents of a tree without directions.
 
     Args:
@@ -180,10 +180,10 @@ def rooted(links: Sequence[tuple[int, int]], ranks: int, root: int | None = None
     for i, j in links:
         near[i].append(j)
         near[j].append(i)
-    return _hung(near, _centre(near) if root is None else root)
+    return _parents_from(near, _centre(near) if root is None else root)
 
 
-def _hung(near: Sequence[Sequence[int]], root: int) -> Parents:
+def _parents_from(near: Sequence[Sequence[int]], root: int) -> Parents:
     parent: dict[int, int | None] = {root: None}
     for rank in (todo := [root]):
         for other in near[rank]:

@@ -1,25 +1,23 @@
 """What of a gradient is sent: one small class per compressor, made from the plan's text.
 
-Every class is a `Method` over fused buckets. `headway.plan.COMPRESSORS` has the facts of each, and
-`headway.collective.payload` the bytes that each hands to torch.distributed; tests hold them equal.
+Every class is a `ExchangeMethod` over fused buckets. `headway.plan.COMPRESSORS` has the facts of
+each, and
+`headway.collective.model.payload` the bytes that each hands to torch.distributed; tests hold them
+equal.
 """
 
 from __future__ import annotations
 
-from headway.comm.compress.halves import Bf16, Fp16
-from headway.comm.compress.int8 import Int8
-from headway.comm.compress.mstopk import ms_top_k
+from headway.comm.algorithms.method import AllReduce, ExchangeMethod
 from headway.comm.compress.powersgd import PowerSgd
-from headway.comm.compress.randomk import RandomK
-from headway.comm.compress.selection import top_k
-from headway.comm.compress.sign import Sign
-from headway.comm.compress.sparse import Adaptive, MsTopK, TopK
+from headway.comm.compress.quantization import Bf16, Fp16, Int8, Sign
+from headway.comm.compress.sparsification import AdaptiveTopK, MsTopK, RandomK, TopK
 from headway.comm.compress.state import merge_states, spread_states
-from headway.comm.method import AllReduce, Method
-from headway.plan.compression import Compression
+from headway.comm.compress.topk_selection import ms_top_k, top_k
+from headway.plan.exchange import Compression
 
 __all__ = [
-    "Adaptive",
+    "AdaptiveTopK",
     "Bf16",
     "Fp16",
     "Int8",
@@ -36,7 +34,7 @@ __all__ = [
 ]
 
 
-def make_method(compression: Compression, *, seed: int) -> Method:
+def make_method(compression: Compression, *, seed: int) -> ExchangeMethod:
     """The method of one bucket.
 
     Args:
@@ -60,7 +58,7 @@ def make_method(compression: Compression, *, seed: int) -> Method:
         case "mstopk":
             return MsTopK(amount, seed=seed)
         case "adaptive":
-            return Adaptive(amount, seed=seed)
+            return AdaptiveTopK(amount, seed=seed)
         case "randomk":
             return RandomK(amount, seed=seed)
         case "powersgd":

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.collective.payload import matrix_shape, pays
-from headway.comm.compress.compressor import Compressor
-from headway.comm.compress.draws import generator
-from headway.comm.method import Piece, Route, Waiting, all_reduce
+from headway.collective.model.payload import low_rank_pays, matrix_shape
+from headway.comm.algorithms.method import GradientSlice, PendingOperation, Route, all_reduce
+from headway.comm.compress.compressor import Compressor, seeded_generator
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """One parameter: views of the residual (M), of the first payload (P), of the second (Q^T)."""
 
-    piece: Piece
+    piece: GradientSlice
     m_nm: Tensor
     p_nr: Tensor
     q_rm: Tensor
@@ -48,7 +47,7 @@ class PowerSgd(Compressor):
         self._rest = torch.empty(0)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        return pays(shape, self._rank)
+        return low_rank_pays(shape, self._rank)
 
     def _open(self, buffer: Tensor, route: Route) -> None:
         rank = self._rank
@@ -69,11 +68,11 @@ class PowerSgd(Compressor):
             )
         ]
         for matrix in self._matrices:
-            draw = generator(self._seed, matrix.piece.name)
+            draw = seeded_generator(self._seed, matrix.piece.name)
             start = draw.standard_normal(tuple(matrix.q_rm.shape))
             matrix.q_rm.copy_(torch.from_numpy(start))
 
-    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[Waiting]:
+    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
         for matrix, source in zip(self._matrices, self._layout.sources, strict=True):
             gradient = buffer[source.start : source.stop].view(matrix.m_nm.shape)
             matrix.m_nm.add_(gradient)
@@ -101,10 +100,12 @@ class PowerSgd(Compressor):
             matrix.m_nm.addmm_(matrix.p_nr, q_rm, alpha=-1)
             start += matrix.q_rm.numel()
 
-    def _piece_state(self, number: int, piece: Piece) -> dict[str, Tensor]:
+    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
         return super()._piece_state(number, piece) | {"q": self._matrices[number].q_rm}
 
-    def _restore_piece(self, number: int, piece: Piece, state: Mapping[str, Tensor]) -> None:
+    def _restore_piece(
+        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
+    ) -> None:
         super()._restore_piece(number, piece, state)
         q_rm = self._matrices[number].q_rm
         if "q" in state and state["q"].shape == q_rm.shape:  # else of another rank: start afresh

@@ -1,20 +1,24 @@
-"""The state of compressors when the number of ranks changes.
+"""Compressor state in checkpoints, and when the number of ranks changes.
 
-Residuals are gradient that has not been sent yet: where ranks go, theirs must be sent by somebody
-else, or it is lost. Everything else (factors, steps, shares) is, or may be, the same on all ranks.
-Invariant: the sum of all residuals is the same before and after.
+A residual is a part of a sum that has not been sent yet: where a rank goes, another one must send
+its residual, or it is lost. A checkpoint holds the sum over the ranks, one tensor per parameter,
+independent of ranks and buckets; on resuming, every rank takes an equal share. So sent + residual =
+gradient holds over the whole run. (It is not bit for bit the run that would have continued: the
+ranks' shares differ.) Everything else (factors, steps, budgets) is the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-SUMMED = ("residual", "server")
+SUMMED_STATE = ("residual", "server")
 
 
-def parts_of(key: str) -> tuple[str, int, str]:
+def parse_state_key(key: str) -> tuple[str, int, str]:
     """(logical name, offset in elements, what) of "name/what" or "name/offset/what"."""
     name, _, what = key.rpartition("/")
     inner, _, offset = name.rpartition("/")
@@ -25,14 +29,14 @@ def merge_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """One state for one rank that takes over from several: residuals are added.
 
     Args:
-        states: What `Method.state` gave on each of these ranks; not empty.
+        states: What `ExchangeMethod.state` gave on each of these ranks; not empty.
     """
     merged: dict[str, Tensor] = {}
     for state in states:
         for key, value in state.items():
             if key not in merged:
                 merged[key] = value.clone()
-            elif key.rpartition("/")[2] in SUMMED:
+            elif key.rpartition("/")[2] in SUMMED_STATE:
                 merged[key] += value
     return merged
 
@@ -53,7 +57,65 @@ def spread_states(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[di
         common = {
             key: value.clone()
             for key, value in states[0].items()
-            if key.rpartition("/")[2] not in SUMMED
+            if key.rpartition("/")[2] not in SUMMED_STATE
         }
         spread.append(common | own)
     return spread
+
+
+# The state of compressors in a checkpoint: independent of ranks and buckets.
+
+
+STATE_PREFIX = "exchange."
+
+
+def collect_state(
+    state: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """What goes into a checkpoint; collective, equal on all ranks.
+
+    Args:
+        state: Of this rank's methods: "name/what" or "name/offset/what" -> tensor.
+        parameters: Logical name -> parameter.
+        group: All ranks; None: the world.
+    """
+    own = sorted({(name, what) for name, _, what in map(parse_state_key, state)})
+    everywhere: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everywhere, own, group=group)
+    found: dict[str, Tensor] = {}
+    for name, what in sorted({key for keys in everywhere for key in keys}):
+        if what in SUMMED_STATE:
+            whole = _assemble(state, parameters[name], name, what)
+            dist.all_reduce(whole, group=group)
+        else:
+            whole = state[f"{name}/{what}"]
+        found[f"{STATE_PREFIX}{name}/{what}"] = whole
+    return found
+
+
+def distribute_state(saved: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """One rank's state from a checkpoint; not collective.
+
+    Args:
+        saved: What `collect_state` returned, among other tensors.
+        ranks: That take equal shares.
+    """
+    found = {}
+    for key, value in saved.items():
+        if not key.startswith(STATE_PREFIX):
+            continue
+        name, _, what = parse_state_key(key.removeprefix(STATE_PREFIX))
+        found[f"{name}/{what}"] = value / ranks if what in SUMMED_STATE else value.clone()
+    return found
+
+
+def _assemble(state: Mapping[str, Tensor], parameter: nn.Parameter, name: str, what: str) -> Tensor:
+    """This rank's part of one parameter's residual, as a flat tensor of the parameter's size."""
+    whole = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+    for key, value in state.items():
+        owner, offset, kind = parse_state_key(key)
+        if (owner, kind) == (name, what):
+            whole[offset : offset + value.numel()] += value.reshape(-1).to(whole)
+    return whole

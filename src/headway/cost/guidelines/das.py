@@ -1,9 +1,8 @@
-"""Computation against communication, layer by layer: data, model and hybrid parallelism.
-
-Invariant: volumes are bytes that one node moves in an iteration. G groups of N / G nodes: inside
-a group the model is split, across groups the data; G = 1 is model, G = N data parallelism. Source:
-Das et al. 2016, "Distributed Deep Learning Using Synchronous Stochastic Gradient Descent", the
-sections on data, model and hybrid parallelism.
+"""Compute against communication per layer, for data, model and hybrid parallelism.
+Volumes are bytes that one node moves in an iteration. G groups of N / G nodes: the model is
+split inside a group, the data across groups; G = 1 is model parallelism, G = N data
+parallelism. Source: Das et al. 2016, "Distributed Deep Learning Using Synchronous Stochastic
+Gradient Descent", the sections on data, model and hybrid parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class DasLayer:
     """A convolution; a fully connected layer has kernel and maps of 1 x 1.
 
     Attributes:
@@ -46,7 +45,7 @@ class Layer:
         return self.ifm * self.ofm * math.prod(self.kernel)
 
 
-def computation(layer: Layer, samples: float) -> float:
+def computation(layer: DasLayer, samples: float) -> float:
     """FLOP per node: 3 * 2 * MB_node ifm ofm kw kh ow oh; of the first layer 2 / 3 of it.
 
     Args:
@@ -57,7 +56,7 @@ def computation(layer: Layer, samples: float) -> float:
     return passes * 2 * samples * layer.weights * math.prod(layer.output)
 
 
-def communication(layer: Layer, overlap: float = 1.0) -> float:
+def communication(layer: DasLayer, overlap: float = 1.0) -> float:
     """Bytes per node: size ifm ofm kw kh (2 - overlap).
 
     Args:
@@ -67,12 +66,12 @@ def communication(layer: Layer, overlap: float = 1.0) -> float:
     return layer.element * layer.weights * (2 - overlap)
 
 
-def ratio(layer: Layer, samples: float = 1.0, overlap: float = 1.0) -> float:
+def ratio(layer: DasLayer, samples: float = 1.0, overlap: float = 1.0) -> float:
     """FLOP per byte; 1.5 ow oh MB_node for fp32 and full overlap, whatever kernel and features."""
     return computation(layer, samples) / communication(layer, overlap)
 
 
-def ratio_of(layers: Iterable[Layer], samples: float = 1.0, overlap: float = 1.0) -> float:
+def ratio_of(layers: Iterable[DasLayer], samples: float = 1.0, overlap: float = 1.0) -> float:
     """FLOP per byte of a whole network."""
     both = [(computation(one, samples), communication(one, overlap)) for one in layers]
     return sum(flop for flop, _ in both) / sum(moved for _, moved in both)
@@ -93,7 +92,7 @@ def most_nodes(batch: int, balance: float, ratio_per_sample: float) -> int:
     return batch // least_samples(balance, ratio_per_sample)
 
 
-def model_is_better(layer: Layer, batch: float, overlap: float = 1.0) -> bool:
+def model_is_better(layer: DasLayer, batch: float, overlap: float = 1.0) -> bool:
     """Whether splitting the features moves less than exchanging gradients, one way each:
     ofm kw kh (2 - overlap) > iw ih MB."""
     weights = layer.ofm * math.prod(layer.kernel) * (2 - overlap)
@@ -101,7 +100,7 @@ def model_is_better(layer: Layer, batch: float, overlap: float = 1.0) -> bool:
 
 
 def hybrid_volume(
-    layer: Layer, batch: float, nodes: int, groups: int, overlap: float = 0.0
+    layer: DasLayer, batch: float, nodes: int, groups: int, overlap: float = 0.0
 ) -> float:
     """Bytes per node with G groups.
 
@@ -125,14 +124,14 @@ def hybrid_volume(
     return (activations if groups < nodes else 0.0) + (gradients if groups > 1 else 0.0)
 
 
-def ideal_groups(layer: Layer, batch: float, nodes: int, overlap: float = 0.0) -> float:
+def ideal_groups(layer: DasLayer, batch: float, nodes: int, overlap: float = 0.0) -> float:
     """G* at which both volumes are equal; sqrt(N MB / ofm) of a fully connected layer without
     overlap."""
     inner = 2 * math.prod(layer.input) * batch * nodes
     return math.sqrt(inner / (layer.ofm * math.prod(layer.kernel) * (2 - overlap)))
 
 
-def best_groups(layer: Layer, batch: float, nodes: int, overlap: float = 0.0) -> int:
+def best_groups(layer: DasLayer, batch: float, nodes: int, overlap: float = 0.0) -> int:
     """The divisor of N with the least volume; of equal ones that nearer to G*.
 
     It is a neighbour of G*. Between the pure ends volumes fall until G* and rise after it; and a

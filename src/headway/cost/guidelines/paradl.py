@@ -19,7 +19,7 @@ from headway.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class ParadlLayer:
     """One layer; elements and seconds per sample.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ParadlJob:
     """What is trained, and on what.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
         begins: Layers with which the second and later groups of a pipeline begin.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[ParadlLayer]
     samples: float
     batch: float
     latency: float
@@ -88,14 +88,14 @@ class Job:
         return self.latency + elements * self.element * self.seconds_per_byte
 
     @property
-    def groups(self) -> tuple[Sequence[Layer], ...]:
+    def groups(self) -> tuple[Sequence[ParadlLayer], ...]:
         """G_i: the layers of each stage of the pipeline."""
         edges = (0, *self.begins, len(self.layers))
         return tuple(self.layers[a:b] for a, b in pairwise(edges))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ParadlRow:
     """A line of the table.
 
     Attributes:
@@ -115,29 +115,29 @@ class Row:
         return self.computation + self.communication
 
 
-def data(job: Job, p: int) -> Row:
+def data(job: ParadlJob, p: int) -> ParadlRow:
     """comp D/p sum(FW + BW) + D/B sum WU; comm 2 D/B (p-1)(alpha + sum|w|/p delta beta)."""
     return data_filter(job, p, 1)
 
 
-def filter_(job: Job, p: int) -> Row:
+def filter_(job: ParadlJob, p: int) -> ParadlRow:
     """comp D/p sum(FW + BW) + D/(B p) sum WU; comm 3 D/B (p-1) sum_{l<G} (alpha + B|y|/p ...):
     outputs are gathered forward, input gradients summed backward."""
     return data_filter(job, 1, p)
 
 
-def channel(job: Job, p: int) -> Row:
+def channel(job: ParadlJob, p: int) -> ParadlRow:
     """As `filter_`, with an all-reduce forward and an all-gather backward."""
     return replace(filter_(job, p), limit=min(layer.channels for layer in job.layers))
 
 
-def spatial(job: Job, p: int) -> Row:
+def spatial(job: ParadlJob, p: int) -> ParadlRow:
     """As `data`, plus D/B sum (2 alpha + B (halo|x| + halo|dy|) delta beta), and at most min(W H)
     devices, both of the layers that have space."""
     return data_spatial(job, 1, p)
 
 
-def data_filter(job: Job, p1: int, p2: int) -> Row:
+def data_filter(job: ParadlJob, p1: int, p2: int) -> ParadlRow:
     """p1 groups of p2 devices: filters split inside, gradients summed across.
 
     comm 3 D/B (p2-1) sum_{l<G} (alpha + B|y|/p delta beta)
@@ -146,7 +146,7 @@ def data_filter(job: Job, p1: int, p2: int) -> Row:
     p, layers = _positive(p1) * _positive(p2), job.layers
     outputs = sum(job.message(job.batch * layer.y / p) for layer in layers[:-1])
     weights = job.message(_total(layers, "w") / p)
-    return Row(
+    return ParadlRow(
         computation=_passes(job, p) + job.iterations * _total(layers, "update") / p2,
         communication=job.iterations * (3 * (p2 - 1) * outputs + 2 * (p1 - 1) * weights),
         memory=_memory(job, layers, samples=job.batch / p1, shards=p2),
@@ -154,7 +154,7 @@ def data_filter(job: Job, p1: int, p2: int) -> Row:
     )
 
 
-def data_spatial(job: Job, p1: int, p2: int) -> Row:
+def data_spatial(job: ParadlJob, p1: int, p2: int) -> ParadlRow:
     """p1 groups of p2 devices: samples split in space inside, gradients summed over all."""
     p, layers = _positive(p1) * _positive(p2), job.layers
     weights = 2 * (p - 1) * job.message(_total(layers, "w") / p)
@@ -163,7 +163,7 @@ def data_spatial(job: Job, p1: int, p2: int) -> Row:
         for layer in layers
         if layer.points > 1
     )
-    return Row(
+    return ParadlRow(
         computation=_passes(job, p) + job.iterations * _total(layers, "update"),
         communication=job.iterations * (weights + (halos if p2 > 1 else 0.0)),
         memory=_memory(job, layers, samples=job.batch / p),
@@ -171,7 +171,7 @@ def data_spatial(job: Job, p1: int, p2: int) -> Row:
     )
 
 
-def pipeline(job: Job, p: int) -> Row:
+def pipeline(job: ParadlJob, p: int) -> ParadlRow:
     """comp D (p+S-1)/S (max FW_G + max BW_G) + D/B max WU_G;
     comm 2 D (p+S-2)/B max(alpha + B/S |y| delta beta), of the layers at the cuts.
 
@@ -187,7 +187,7 @@ def pipeline(job: Job, p: int) -> Row:
         )
     slowest = max(_total(g, "forward") for g in groups) + max(_total(g, "backward") for g in groups)
     sent = max((job.message(job.batch / s * g[-1].y) for g in groups[:-1]), default=0.0)
-    return Row(
+    return ParadlRow(
         computation=job.samples * (p + s - 1) / s * slowest
         + job.iterations * max(_total(g, "update") for g in groups),
         communication=2 * job.iterations * (p + s - 2) * sent,
@@ -196,7 +196,7 @@ def pipeline(job: Job, p: int) -> Row:
     )
 
 
-ROWS: Mapping[str, Callable[[Job, int], Row]] = MappingProxyType(
+ROWS: Mapping[str, Callable[[ParadlJob, int], ParadlRow]] = MappingProxyType(
     {
         "data": data,
         "spatial": spatial,
@@ -208,7 +208,7 @@ ROWS: Mapping[str, Callable[[Job, int], Row]] = MappingProxyType(
 """Of one way to split; the hybrids take two numbers."""
 
 
-def possible(row: Row, devices: int, memory: float) -> bool:
+def possible(row: ParadlRow, devices: int, memory: float) -> bool:
     """Whether so many devices of so many bytes can work like this."""
     return devices <= row.limit and row.memory <= memory
 
@@ -219,22 +219,24 @@ def _positive(number: int) -> int:
     return number
 
 
-def _limit(job: Job, parts: int, p1: int, p2: int) -> int:
+def _limit(job: ParadlJob, parts: int, p1: int, p2: int) -> int:
     """Most devices: at most a sample for each group, and a part for each of its devices."""
     samples = int(job.batch) if p1 > 1 or p2 == 1 else 1
     return samples * (parts if p2 > 1 else 1)
 
 
-def _total(layers: Sequence[Layer], name: str) -> float:
+def _total(layers: Sequence[ParadlLayer], name: str) -> float:
     return float(sum(getattr(layer, name) for layer in layers))
 
 
-def _passes(job: Job, p: int) -> float:
+def _passes(job: ParadlJob, p: int) -> float:
     """D/p sum(FW + BW)."""
     return job.samples / p * (_total(job.layers, "forward") + _total(job.layers, "backward"))
 
 
-def _memory(job: Job, layers: Sequence[Layer], *, samples: float, shards: int = 1) -> float:
+def _memory(
+    job: ParadlJob, layers: Sequence[ParadlLayer], *, samples: float, shards: int = 1
+) -> float:
     """gamma delta sum(2 samples (|x| + |y|) + 2|w| / shards + |b|)."""
     elements = sum(
         2 * samples * (layer.x + layer.y) + 2 * layer.w / shards + layer.b for layer in layers

@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from headway.parallel.spatial.exchange import Axis, all_parts, all_sum
-from headway.parallel.spatial.tensor import SplitTensor, unsupported
+from headway.parallel.spatial.halo_exchange import (
+    SpatialAxis,
+    ordered_all_gather,
+    ordered_all_reduce,
+)
+from headway.parallel.spatial.spatial_tensor import SpatialTensor, unsupported_operator
 
 
-def _statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, axes: Sequence[SpatialAxis]) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, sum of squared deviations and count of each channel (dimension 1), of all ranks."""
     count = x.numel() // max(x.shape[1], 1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -36,10 +40,10 @@ def _statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor
     return state[0], state[1], state[2]
 
 
-def _combined(state: Tensor, axis: Axis) -> Tensor:
+def _combined(state: Tensor, axis: SpatialAxis) -> Tensor:
     if axis.size == 1:
         return state
-    (mean, squares, count), *others = all_parts(state, axis)
+    (mean, squares, count), *others = ordered_all_gather(state, axis)
     for other_mean, other_squares, other_count in others:
         total = count + other_count
         share = other_count / total.clamp(min=1)
@@ -59,7 +63,7 @@ class _Normalise(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        axes: Sequence[Axis],
+        axes: Sequence[SpatialAxis],
         eps: float,
     ) -> Any:
         mean, squares, count = _statistics(x, axes)
@@ -86,7 +90,7 @@ class _Normalise(Function):
             dx, dweight, dbias = torch.zeros_like(x), mean.clone().zero_(), mean.clone().zero_()
         sums = torch.stack([dweight, dbias]).to(mean.dtype)
         for axis in ctx.axes:
-            sums = all_sum(sums, axis)
+            sums = ordered_all_reduce(sums, axis)
         if ctx.needs_input_grad[0]:
             scale = torch.rsqrt(variance + ctx.eps)
             common = (scale if weight is None else scale * weight) / count
@@ -99,7 +103,7 @@ class _Normalise(Function):
 
 
 def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: Sequence[Axis], eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: Sequence[SpatialAxis], eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _Normalise.apply(x, weight, bias, tuple(axes), eps)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -116,7 +120,7 @@ def _update(
 
 
 def batch_norm(
-    input: SplitTensor,  # noqa: A002 - torch's name
+    input: SpatialTensor,  # noqa: A002 - torch's name
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -127,7 +131,7 @@ def batch_norm(
 ) -> Any:
     """F.batch_norm; its statistics are of all ranks of the mesh, and of `context.statistics`."""
     if 1 in input.splits:
-        raise unsupported("batch_norm", input, "its channels are split")
+        raise unsupported_operator("batch_norm", input, "its channels are split")
     if not training:
         local = F.batch_norm(
             input.local, running_mean, running_var, weight, bias, False, momentum, eps
@@ -140,11 +144,11 @@ def batch_norm(
 
 
 def _by_sample(
-    x: SplitTensor, groups: int, eps: float, name: str
+    x: SpatialTensor, groups: int, eps: float, name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised over each group of channels of each sample; without weight and bias."""
     if 1 in x.splits:
-        raise unsupported(name, x, "its channels are split")
+        raise unsupported_operator(name, x, "its channels are split")
     axes = [split.axis for dim, split in x.splits.items() if dim > 1]
     rest = x.local.numel() // max(x.local.shape[0] * groups, 1)
     flat = x.local.reshape(1, x.local.shape[0] * groups, rest)
@@ -159,7 +163,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def group_norm(
-    input: SplitTensor,  # noqa: A002 - torch's name
+    input: SpatialTensor,  # noqa: A002 - torch's name
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -171,7 +175,7 @@ def group_norm(
 
 
 def instance_norm(
-    input: SplitTensor,  # noqa: A002 - torch's name
+    input: SpatialTensor,  # noqa: A002 - torch's name
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -187,14 +191,16 @@ def instance_norm(
     out, mean, variance, count = _by_sample(input, channels, eps, "instance_norm")
     if running_mean is not None or running_var is not None:
         if 0 in input.splits:
-            raise unsupported("instance_norm", input, "running statistics of split samples")
+            raise unsupported_operator(
+                "instance_norm", input, "running statistics of split samples"
+            )
         mean, variance, count = (m.view(-1, channels).mean(0) for m in (mean, variance, count))
         _update((running_mean, running_var), mean, variance, count, momentum)
     return input.like(_affine(out, weight, bias))
 
 
 def layer_norm(
-    input: SplitTensor,  # noqa: A002 - torch's name
+    input: SpatialTensor,  # noqa: A002 - torch's name
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -202,5 +208,5 @@ def layer_norm(
 ) -> Any:
     """F.layer_norm over dimensions that are whole on every rank."""
     if any(dim >= input.dim() - len(normalized_shape) for dim in input.splits):
-        raise unsupported("layer_norm", input, "it normalises over a split dimension")
+        raise unsupported_operator("layer_norm", input, "it normalises over a split dimension")
     return input.like(F.layer_norm(input.local, list(normalized_shape), weight, bias, eps))

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.parallel.spatial.tensor import (
-    Split,
-    SplitTensor,
-    from_right,
-    lay,
-    name_of,
+from headway.parallel.spatial.spatial_tensor import (
+    SpatialSplit,
+    SpatialTensor,
+    local_part_for,
+    qualified_torch_name,
     split_tensors,
-    unsupported,
+    splits_from_last_dim,
+    unsupported_operator,
 )
 
 UNARY = (
@@ -61,7 +61,7 @@ ALONG = (
 """Along dimensions that are whole on every rank."""
 
 
-def unary(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+def unary(func: Callable[..., Any], x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     """The operator on this rank's part."""
     if any(True for _ in split_tensors((args, tuple(kwargs.values())))):
         return broadcast(func, x, *args, **kwargs)
@@ -70,16 +70,18 @@ def unary(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -
 
 def broadcast(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The operator on parts that are laid out alike."""
-    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, (SplitTensor, Tensor))]
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, (SpatialTensor, Tensor))]
     first = next(split_tensors(operands))
     if "out" in kwargs:
-        raise unsupported(f"{name_of(func)} with out=", first)
-    target = layout(first, operands)
-    if changes(func, kwargs):
+        raise unsupported_operator(f"{qualified_torch_name(func)} with out=", first)
+    target = result_splits(first, operands)
+    if modifies_in_place(func, kwargs):
         target = _of_receiver(func, args[0], target)
-    found = [lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a for a in args]
+    found = [
+        local_part_for(a, target) if isinstance(a, (SpatialTensor, Tensor)) else a for a in args
+    ]
     named = {
-        key: lay(a, target) if isinstance(a, (SplitTensor, Tensor)) else a
+        key: local_part_for(a, target) if isinstance(a, (SpatialTensor, Tensor)) else a
         for key, a in kwargs.items()
     }
     local = func(*found, **named)
@@ -88,26 +90,26 @@ def broadcast(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return first.like(local, {local.dim() + dim: split for dim, split in target.items()})
 
 
-def layout(first: SplitTensor, operands: list[Any]) -> dict[int, Split]:
+def result_splits(first: SpatialTensor, operands: list[Any]) -> dict[int, SpatialSplit]:
     """How the result is split, by dimension from the end: as any of the operands is.
 
     Where one lies in parts of space and another one by samples it is in parts of space.
     """
-    target: dict[int, Split] = {}
+    target: dict[int, SpatialSplit] = {}
     found = list(split_tensors(operands))
     space = [x for x in found if not x.by_samples]
     for operand in space or found:
-        for dim, split in from_right(operand).items():
+        for dim, split in splits_from_last_dim(operand).items():
             target.setdefault(dim, split)
     if len({split.axis for split in target.values()}) < len(target):
-        raise unsupported("joining", first, "the same ranks split one dimension of each")
+        raise unsupported_operator("joining", first, "the same ranks split one dimension of each")
     for dim, split in target.items():
         if split.extent == 1 and any(-dim <= len(o.shape) and o.shape[dim] > 1 for o in operands):
-            raise unsupported("broadcasting a split dimension of one entry", first)
+            raise unsupported_operator("broadcasting a split dimension of one entry", first)
     return target
 
 
-def changes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def modifies_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function changes its first argument in place, or another one (`out=`)."""
     name = func.__name__
     in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
@@ -115,10 +117,10 @@ def changes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _of_receiver(
-    func: Callable[..., Any], receiver: Any, target: dict[int, Split]
-) -> dict[int, Split]:
+    func: Callable[..., Any], receiver: Any, target: dict[int, SpatialSplit]
+) -> dict[int, SpatialSplit]:
     """What is changed in place stays as it lies: otherwise a copy would be changed."""
-    have = from_right(receiver) if isinstance(receiver, SplitTensor) else {}
+    have = splits_from_last_dim(receiver) if isinstance(receiver, SpatialTensor) else {}
     if have and receiver.by_samples:
         return have
     for dim, split in target.items():
@@ -129,16 +131,18 @@ def _of_receiver(
     return target
 
 
-def along(func: Callable[..., Any], x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+def along_whole_dims(func: Callable[..., Any], x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     """The operator along dimensions that are not split; on all of them it is refused."""
     dims = {dim % x.dim() for dim in _dims_of(func.__name__, args, kwargs)}
     if not dims or dims & set(x.splits):
-        raise unsupported(name_of(func), x, "it works along a split dimension")
+        raise unsupported_operator(
+            qualified_torch_name(func), x, "it works along a split dimension"
+        )
     local = func(x.local, *args, **kwargs)
     if isinstance(local, Tensor) and local.dim() == x.dim():
         return x.like(local)
     if not isinstance(local, Tensor) or local.dim() != x.dim() - len(dims):
-        raise unsupported(name_of(func), x)
+        raise unsupported_operator(qualified_torch_name(func), x)
     kept = [dim for dim in range(x.dim()) if dim not in dims]
     return x.like(local, {kept.index(dim): split for dim, split in x.splits.items()})
 
@@ -159,7 +163,7 @@ def _dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
 def rules() -> dict[Callable[..., Any], Callable[..., Any]]:
     """All operators of this file, as functions and as methods."""
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for names, rule in ((UNARY, unary), (BROADCAST, broadcast), (ALONG, along)):
+    for names, rule in ((UNARY, unary), (BROADCAST, broadcast), (ALONG, along_whole_dims)):
         for name in names:
             for home in (torch, Tensor, torch.nn.functional):
                 func = getattr(home, name, None)

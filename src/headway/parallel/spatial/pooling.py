@@ -14,17 +14,17 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.graph.ranges import Range, Window, length, overlap
-from headway.parallel.spatial.fetch import fetched
-from headway.parallel.spatial.reductions import pooled
-from headway.parallel.spatial.tensor import unsupported
-from headway.parallel.spatial.windows import (
-    Several,
+from headway.graph.ranges import Range, SlidingWindow, range_intersection, range_length
+from headway.parallel.spatial.halo_exchange import fetch_for_operator
+from headway.parallel.spatial.reductions import sum_over_space
+from headway.parallel.spatial.spatial_tensor import (
+    IntPerDimension,
     check_batched,
-    nothing,
-    settled,
-    several,
-    slide,
+    empty_with_graph,
+    int_per_dimension,
+    leave_split_if_narrow,
+    unsupported_operator,
+    window_ranges,
 )
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -42,58 +42,65 @@ WHOLE_MAX: dict[int, Callable[..., Tensor]] = {
 
 
 def _windows(
-    count: int, kernel: Several, stride: Several | None, padding: Several, dilation: Several = 1
-) -> list[Window]:
-    kernels = several(kernel, count)
-    strides = kernels if stride is None or stride == [] else several(stride, count)
-    lists = kernels, strides, several(padding, count), several(dilation, count)
-    return [Window(k, s, p, p, d) for k, s, p, d in zip(*lists, strict=True)]
+    count: int,
+    kernel: IntPerDimension,
+    stride: IntPerDimension | None,
+    padding: IntPerDimension,
+    dilation: IntPerDimension = 1,
+) -> list[SlidingWindow]:
+    kernels = int_per_dimension(kernel, count)
+    strides = kernels if stride is None or stride == [] else int_per_dimension(stride, count)
+    lists = kernels, strides, int_per_dimension(padding, count), int_per_dimension(dilation, count)
+    return [SlidingWindow(k, s, p, p, d) for k, s, p, d in zip(*lists, strict=True)]
 
 
 def _max_pool(
     count: int,
     input: Any,  # noqa: A002 - torch's name
-    kernel_size: Several,
-    stride: Several | None = None,
-    padding: Several = 0,
-    dilation: Several = 1,
+    kernel_size: IntPerDimension,
+    stride: IntPerDimension | None = None,
+    padding: IntPerDimension = 0,
+    dilation: IntPerDimension = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
     name = f"max_pool{count}d"
     check_batched(input, name, count)
     if return_indices:
-        raise unsupported(name, input, "indices of a part are not those of the whole")
+        raise unsupported_operator(name, input, "indices of a part are not those of the whole")
     windows = _windows(count, kernel_size, stride, padding, dilation)
-    needs, splits, outputs = slide(input, windows, ceil=ceil_mode)
-    with fetched(input.local, needs, float("-inf"), values=False) as box:
+    needs, splits, outputs = window_ranges(input, windows, ceil=ceil_mode)
+    with fetch_for_operator(input.local, needs, float("-inf"), values=False) as box:
         local = _pooled(box, outputs, windows, partial(MAX[count], dilation=dilation))
-    return settled(input.like(local, splits))
+    return leave_split_if_narrow(input.like(local, splits))
 
 
 def _pooled(
-    box: Tensor, outputs: Sequence[Range], windows: Sequence[Window], pool: Callable[..., Tensor]
+    box: Tensor,
+    outputs: Sequence[Range],
+    windows: Sequence[SlidingWindow],
+    pool: Callable[..., Tensor],
 ) -> Tensor:
     """The pooling of a box that has its padding."""
-    shape = [*box.shape[:2], *map(length, outputs)]
+    shape = [*box.shape[:2], *map(range_length, outputs)]
     if 0 in shape:
-        return nothing(shape, box)
+        return empty_with_graph(shape, box)
     return pool(box, [w.kernel for w in windows], [w.stride for w in windows])
 
 
 def _average_pool(
     count: int,
     input: Any,  # noqa: A002 - torch's name
-    kernel_size: Several,
-    stride: Several | None = None,
-    padding: Several = 0,
+    kernel_size: IntPerDimension,
+    stride: IntPerDimension | None = None,
+    padding: IntPerDimension = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
     check_batched(input, f"avg_pool{count}d", count)
     windows = _windows(count, kernel_size, stride, padding)
-    needs, splits, outputs = slide(input, windows, ceil=ceil_mode)
+    needs, splits, outputs = window_ranges(input, windows, ceil=ceil_mode)
     uniform, uneven = 1, {}
     for dim, (window, own) in enumerate(zip(windows, outputs, strict=True), 2):
         divisors = _divisors(window, own, input.shape[dim], count_include_pad)
@@ -102,12 +109,12 @@ def _average_pool(
         else:
             uniform *= divisors[0] if divisors else 1
     divisor = uniform if divisor_override is None else divisor_override
-    with fetched(input.local, needs, values=False) as box:
+    with fetch_for_operator(input.local, needs, values=False) as box:
         local = _pooled(box, outputs, windows, partial(_average, count, divisor))
     for dim, divisors in uneven.items():
         shape = [-1 if place == dim else 1 for place in range(count + 2)]
         local = local / local.new_tensor(divisors).view(shape)
-    return settled(input.like(local, splits))
+    return leave_split_if_narrow(input.like(local, splits))
 
 
 def _average(count: int, divisor: int, box: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
@@ -119,10 +126,12 @@ def _average(count: int, divisor: int, box: Tensor, kernel: list[int], stride: l
 
 
 @lru_cache(maxsize=4096)
-def _divisors(window: Window, own: Range, extent: int, with_padding: bool) -> list[int]:
+def _divisors(window: SlidingWindow, own: Range, extent: int, with_padding: bool) -> list[int]:
     """How many entries torch counts in each window along one dimension."""
     counted = (-window.before, extent + window.after) if with_padding else (0, extent)
-    return [length(overlap(window.wanted((o, o + 1)), counted)) for o in range(*own)]
+    return [
+        range_length(range_intersection(window.wanted((o, o + 1)), counted)) for o in range(*own)
+    ]
 
 
 def _adaptive(
@@ -135,7 +144,7 @@ def _adaptive(
 ) -> Any:
     check_batched(input, name, count)
     if return_indices:
-        raise unsupported(name, input, "indices of a part are not those of the whole")
+        raise unsupported_operator(name, input, "indices of a part are not those of the whole")
     sizes = output_size if isinstance(output_size, (list, tuple)) else [output_size] * count
     extents = input.shape[2:]
     targets = [e if size is None else int(size) for size, e in zip(sizes, extents, strict=True)]
@@ -143,10 +152,12 @@ def _adaptive(
         whole = WHOLE if pool is _average_pool else WHOLE_MAX
         return input.like(whole[count](input.local, targets))
     if any(extent % target for extent, target in zip(extents, targets, strict=True)):
-        raise unsupported(name, input, f"{list(extents)} entries are no multiple of {targets}")
+        raise unsupported_operator(
+            name, input, f"{list(extents)} entries are no multiple of {targets}"
+        )
     kernel = [extent // target for extent, target in zip(extents, targets, strict=True)]
     if targets == [1] * count and pool is _average_pool:
-        return pooled(input, range(2, count + 2), True) / prod(extents)
+        return sum_over_space(input, range(2, count + 2), True) / prod(extents)
     return pool(count, input, kernel, kernel)
 
 

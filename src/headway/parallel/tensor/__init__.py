@@ -1,35 +1,40 @@
-"""Layers split over ranks in one, two, two and a half, or three dimensions; the user's model
-unchanged.
+"""Tensor parallelism in 1, 2, 2.5 and 3 dimensions; the user's model unchanged.
+Begin with `split_model`. This folder has the process grid, the split tensor and the parallel
+layers; `rules` say what each function of torch does with split tensors; `model` finds out how a
+model can be split, and splits it. Imports go from `model` to `rules` to this folder only.
 """
 
-from headway.parallel.tensor.context import Settings
-from headway.parallel.tensor.grid import Grid
-from headway.parallel.tensor.home import Home
-from headway.parallel.tensor.linear import Turn, by_inputs, by_outputs, cuboid_linear
-from headway.parallel.tensor.norm import split_norm
-from headway.parallel.tensor.split import Split, obey, split
-from headway.parallel.tensor.split_tensor import Cut, SplitTensor
-from headway.parallel.tensor.summa import summa_linear
-from headway.parallel.tensor.survey import survey
-from headway.parallel.tensor.survey_run import Decisions
-from headway.parallel.tensor.vocabulary import split_cross_entropy
+from headway.parallel.tensor.functional import (
+    CuboidAxes,
+    column_parallel_linear,
+    cuboid_linear,
+    row_parallel_linear,
+    split_cross_entropy,
+    split_norm,
+    summa_linear,
+)
+from headway.parallel.tensor.grid import ProcessGrid
+from headway.parallel.tensor.model.parameters import ParameterPlacement
+from headway.parallel.tensor.model.split_inference import SplitDecisions, infer_split
+from headway.parallel.tensor.model.split_model import SplitModel, apply_split_decisions, split_model
+from headway.parallel.tensor.split_tensor import DimensionCut, SplitSettings, SplitTensor
 
 __all__ = [
-    "Cut",
-    "Decisions",
-    "Grid",
-    "Home",
-    "Settings",
-    "Split",
+    "CuboidAxes",
+    "DimensionCut",
+    "ParameterPlacement",
+    "ProcessGrid",
+    "SplitDecisions",
+    "SplitModel",
+    "SplitSettings",
     "SplitTensor",
-    "Turn",
-    "by_inputs",
-    "by_outputs",
+    "apply_split_decisions",
+    "column_parallel_linear",
     "cuboid_linear",
-    "obey",
-    "split",
+    "infer_split",
+    "row_parallel_linear",
     "split_cross_entropy",
+    "split_model",
     "split_norm",
     "summa_linear",
-    "survey",
 ]

@@ -1,18 +1,25 @@
-"""A tensor of which this rank has a part, in the place of the whole one in the user's code.
-
+"""SplitTensor: this rank's part of a tensor, in the place of the whole one in the user's code.
 It answers for its shape as the whole tensor would, and hands every function of torch to a rule
-(torch's documented `__torch_function__`), which works on the parts and knows what has to be
-exchanged. A function without a rule raises with its name. Invariant: a tensor that is cut along no
-dimension is a plain one, so that code outside of split layers never meets this class.
+through `__torch_function__`. A rule either computes what the whole tensors would give, or
+raises `RuleRefused`; the context decides what becomes of a refusal: an error while training, a
+finding while the split is inferred. A function without a rule raises with its name. A tensor
+that is cut along no dimension is a plain one, so code outside of split layers never meets this
+class.
 
-It is a dataclass, so that a pipeline sends it from stage to stage as the parts it consists of, and
-a node of torch's trees (`torch.utils._pytree`, private): there FSDP hangs its hooks on the part.
+It is a dataclass, so that a pipeline sends it from stage to stage as the parts it consists of,
+and a node of torch's pytrees (`torch.utils._pytree`, private): there FSDP hangs its hooks.
+
+`align_operands` is the one law for elementwise functions, products and sums. Every operand has
+a label per dimension, and dimensions with the same label are cut alike: operands that are whole
+along a label that another one cuts take their part, those without the label are used
+differently by the ranks, so that their gradients are summed. A label that the result lacks is
+summed over the ranks that cut it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,12 +27,155 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from headway.parallel.tensor.context import Context
-from headway.parallel.tensor.exchange import gathered
+from headway.errors import PlanError
+from headway.parallel.pipeline.stages import user_line
+from headway.parallel.tensor.grid import (
+    ProcessGrid,
+    WeightPrefetch,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_to_ranks,
+)
+from headway.plan.tensor_layout import AxisDivisor
+
+OperatorRule = Callable[..., Any]
+
+
+class RuleRefused(Exception):
+    """A rule cannot do what it is asked for.
+
+    Attributes:
+        why: One sentence.
+        blocks: The number of blocks of its layer with which it could, if any; 0: none.
+        needs: What the axes would have to divide.
+        of: The operand that is cut as it must not be, if it is one of several.
+    """
+
+    def __init__(
+        self, why: str, *, blocks: int = 0, needs: tuple[AxisDivisor, ...] = (), of: Any = None
+    ) -> None:
+        super().__init__(why)
+        self.why, self.blocks, self.needs, self.of = why, blocks, needs, of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings:
+    """How split layers are carried out.
+
+    Attributes:
+        keep: A cuboid's gathered operands are kept for backward; if not, gathered again.
+        chunks: Pieces in which a cuboid scatters the sums of a product, each while the next one
+            is computed.
+        ahead: A cuboid's next weight is gathered while this layer computes.
+    """
+
+    keep: bool = True
+    chunks: int = 1
+    ahead: bool = True
+
+
+class SplitContext:
+    """The law for all split tensors of one model.
+
+    It is no dataclass, so that messages of a pipeline take it for a constant.
+
+    Args:
+        grid: The ranks.
+        settings: As given.
+        rules: Function's name -> rule.
+        companions: Names of weights whose input other weights take as well.
+
+    Attributes:
+        surveys: It decides what is split, and nothing is computed.
+        ahead: Gathers the next layer's weight.
+    """
+
+    surveys = False
+    ahead: WeightPrefetch | None = None
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        settings: SplitSettings,
+        rules: Mapping[str, OperatorRule],
+        companions: frozenset[str] = frozenset(),
+    ) -> None:
+        self.grid, self.settings, self.rules = grid, settings, rules
+        self.companions = companions
+
+    @property
+    def classic(self) -> bool:
+        return self.grid.plan.form == "classic"
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a function of torch on split tensors.
+
+        Raises:
+            PlanError: It has no rule, or none for tensors that are cut so.
+        """
+        name = torch_function_name(func)
+        rule = self.rules.get(name)
+        try:
+            if rule is None:
+                raise RuleRefused("there is no rule for it")
+            return rule(self, func, *args, **kwargs)
+        except RuleRefused as refusal:
+            raise _error(name, refusal) from None
+
+    def leave(self, x: Any) -> Any:
+        """A split tensor, whole, where it enters what is split otherwise."""
+        return x.full_tensor()
+
+    # Parameters are undecided in surveys only (`survey.Survey`).
+
+    def resolve(self, parameter: Any) -> Any:
+        """An undecided parameter that is to be used as it is."""
+        raise NotImplementedError
+
+    def decide_linear(
+        self, x: Any, weight: Any, bias: Any, *, flipped: bool = False, blocks: int = 1
+    ) -> tuple[Any, Any]:
+        """How the weight and the bias of a linear layer are cut.
+
+        Args:
+            x: Its input.
+            weight: Undecided; [outputs, inputs].
+            bias: Undecided or None.
+            flipped: The weight is [inputs, outputs].
+            blocks: Of its outputs, where they are known.
+        """
+        raise NotImplementedError
+
+    def decide_table(self, index: Any, weight: Any) -> Any:
+        """How the weight of an embedding is cut."""
+        raise NotImplementedError
+
+    def decide_vector(self, weight: Any, cut: Any) -> Any:
+        """A vector of parameters, cut as the activations that it scales."""
+        raise NotImplementedError
+
+
+def torch_function_name(func: Callable[..., Any]) -> str:
+    """Of a function of torch; `Tensor.__add__` is "add"."""
+    name = getattr(func, "__name__", repr(func))
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def _error(name: str, refusal: RuleRefused) -> PlanError:
+    return PlanError(
+        f"{name} cannot be carried out on a split tensor",
+        problems=[refusal.why],
+        where=user_line(),
+        fix="Call .full_tensor() on it before, or name this part of the model in whole=[...].",
+    )
+
+
+# A tensor of which this rank has a part, in the place of the whole one in the user's code.
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimensionCut:
     """How one dimension is cut.
 
     Attributes:
@@ -46,10 +196,10 @@ class Cut:
         return f"over {' then '.join(self.axes)}{blocks}"
 
 
-WHOLE = Cut()
+WHOLE_DIMENSION = DimensionCut()
 
 
-def said(cuts: Sequence[Cut]) -> str:
+def describe_cuts(cuts: Sequence[DimensionCut]) -> str:
     """ "[over j, whole]"."""
     return f"[{', '.join(map(str, cuts))}]"
 
@@ -69,8 +219,8 @@ class SplitTensor:
 
     local: Tensor
     shape: torch.Size
-    cuts: tuple[Cut, ...]
-    context: Context
+    cuts: tuple[DimensionCut, ...]
+    context: SplitContext
     origins: frozenset[str] = field(default_factory=frozenset)
     parameter: bool = False
 
@@ -106,16 +256,16 @@ class SplitTensor:
         """The whole tensor, on every rank."""
         x = self.local
         for dim, cut in enumerate(self.cuts):
-            x = gathered(x, self.context.grid, cut.axes, dim, cut.blocks)
+            x = gather_from_ranks(x, self.context.grid, cut.axes, dim, cut.blocks)
         return x
 
     # -- what is handed on ----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SAME:
+        if name in _ATTRIBUTES_OF_PART:
             return getattr(self.local, name)
-        if name in _TURNS:
-            return self._call(getattr(Tensor, _TURNS[name]), -2, -1)
+        if name in _TRANSPOSES:
+            return self._call(getattr(Tensor, _TRANSPOSES[name]), -2, -1)
         found = None if name.startswith("__") else getattr(Tensor, name, None)
         if not callable(found):
             raise AttributeError(f"a split tensor has no {name}")
@@ -137,7 +287,7 @@ class SplitTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Undecided:
+class UndecidedParameter:
     """In a survey, a parameter whose split is not decided yet.
 
     Attributes:
@@ -148,10 +298,10 @@ class Undecided:
 
     name: str
     tensor: Tensor
-    context: Context
+    context: SplitContext
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SAME or name in ("shape", "ndim"):
+        if name in _ATTRIBUTES_OF_PART or name in ("shape", "ndim"):
             return getattr(self.tensor, name)
         return getattr(self.context.resolve(self), name)
 
@@ -172,7 +322,7 @@ for _name in (
     "itruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul", "getitem", "eq", "ne", "lt", "le",
     "gt", "ge", "and", "or", "invert", "mod", "floordiv",
 ):  # fmt: skip
-    for _class in (SplitTensor, Undecided):
+    for _class in (SplitTensor, UndecidedParameter):
         setattr(_class, f"__{_name}__", _operator(f"__{_name}__"))
 
 _pytree.register_pytree_node(
@@ -181,20 +331,20 @@ _pytree.register_pytree_node(
     lambda leaves, x: replace(x, local=next(iter(leaves))),
 )
 
-_SAME = frozenset({
+_ATTRIBUTES_OF_PART = frozenset({
     "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_nested", "is_sparse",
     "is_floating_point", "is_complex", "element_size", "is_quantized", "is_meta", "get_device",
     "is_mkldnn",
 })  # fmt: skip
 """What is the same for a part and for the whole."""
 
-_TURNS = {"T": "transpose", "mT": "transpose"}
+_TRANSPOSES = {"T": "transpose", "mT": "transpose"}
 
 
-def contexts(*values: Any) -> Iterator[Context]:
+def contexts(*values: Any) -> Iterator[SplitContext]:
     """Of all split tensors in nested arguments."""
     for value in values:
-        if isinstance(value, SplitTensor | Undecided):
+        if isinstance(value, SplitTensor | UndecidedParameter):
             yield value.context
         elif isinstance(value, tuple | list):
             yield from contexts(*value)
@@ -202,29 +352,32 @@ def contexts(*values: Any) -> Iterator[Context]:
             yield from contexts(*value.values())
 
 
-def made(
-    local: Tensor, cuts: Sequence[Cut], context: Context, origins: frozenset[str] = frozenset()
+def wrap_local_part(
+    local: Tensor,
+    cuts: Sequence[DimensionCut],
+    context: SplitContext,
+    origins: frozenset[str] = frozenset(),
 ) -> Any:
     """A split tensor of a part; a plain tensor where nothing is cut."""
-    real = tuple(real_cut(cut, context) for cut in cuts)
-    if all(cut is WHOLE for cut in real):
+    real = tuple(without_unit_axes(cut, context) for cut in cuts)
+    if all(cut is WHOLE_DIMENSION for cut in real):
         return local
     shape = shape_of(local, real, context)
     return SplitTensor(local, shape, real, context, origins)
 
 
-def real_cut(cut: Cut, context: Context) -> Cut:
+def without_unit_axes(cut: DimensionCut, context: SplitContext) -> DimensionCut:
     """Without the axes that have one rank."""
     size = context.grid.size
     axes = "".join(axis for axis in cut.axes if size(axis) > 1)
     if not axes:
-        return WHOLE
-    return Cut(axes, cut.blocks if axes[0] == cut.axes[0] else 1)
+        return WHOLE_DIMENSION
+    return DimensionCut(axes, cut.blocks if axes[0] == cut.axes[0] else 1)
 
 
-def cuts_of(x: Any) -> tuple[Cut, ...]:
+def cuts_of(x: Any) -> tuple[DimensionCut, ...]:
     """One for each dimension, of a plain tensor as well."""
-    return x.cuts if isinstance(x, SplitTensor) else (WHOLE,) * x.ndim
+    return x.cuts if isinstance(x, SplitTensor) else (WHOLE_DIMENSION,) * x.ndim
 
 
 def local_of(x: Any) -> Tensor:
@@ -232,7 +385,186 @@ def local_of(x: Any) -> Tensor:
     return found
 
 
-def shape_of(local: Tensor, cuts: Sequence[Cut], context: Context) -> torch.Size:
+def shape_of(local: Tensor, cuts: Sequence[DimensionCut], context: SplitContext) -> torch.Size:
     return torch.Size(
         n * context.grid.size(cut.axes) for n, cut in zip(local.shape, cuts, strict=True)
     )
+
+
+# Split tensors in nested arguments and results; order and structure stay.
+
+
+def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Nested arguments, a function applied to all that are no containers."""
+    if type(value) in (tuple, list):
+        return type(value)(map_nested(entry, function) for entry in value)
+    if isinstance(value, dict):
+        return {key: map_nested(entry, function) for key, entry in value.items()}
+    return function(value)
+
+
+def split_tensors_in(*values: Any) -> list[Any]:
+    """All split tensors in nested arguments."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, SplitTensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += split_tensors_in(*value)
+        elif isinstance(value, dict):
+            found += split_tensors_in(*value.values())
+    return found
+
+
+def with_origins(result: Any, origins: frozenset[str]) -> Any:
+    """The result, with the weights that its split comes from."""
+    if isinstance(result, SplitTensor):
+        return result if result.origins or not origins else replace(result, origins=origins)
+    if type(result) in (tuple, list):
+        return type(result)(with_origins(entry, origins) for entry in result)
+    return result
+
+
+# One law for elementwise functions, products and sums: dimensions with the same label are cut
+# alike.
+
+
+DimensionLabels = Sequence[Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedOperands:
+    """Operands that fit each other.
+
+    Attributes:
+        locals: Their parts.
+        cuts: Label -> how it is cut.
+        context: Of all.
+    """
+
+    locals: list[Tensor]
+    cuts: dict[Hashable, DimensionCut]
+    context: SplitContext
+
+    def result(self, local: Tensor, labels: DimensionLabels) -> Any:
+        """The result: sums over labels that it does not have are still to be taken."""
+        pending = "".join(cut.axes for label, cut in self.cuts.items() if label not in labels)
+        local = reduce_from_ranks(local, self.context.grid, pending)
+        return wrap_local_part(
+            local, [self.cuts.get(label, WHOLE_DIMENSION) for label in labels], self.context
+        )
+
+
+def align_operands(
+    context: SplitContext, given: Sequence[tuple[Any, DimensionLabels]]
+) -> AlignedOperands:
+    """Cut all operands alike.
+
+    Args:
+        context: Of the split ones.
+        given: Operands with a label for each dimension; None for one of size 1 that is stretched.
+
+    Raises:
+        Refused: Operands are cut differently along a label, or two labels by the same axis.
+    """
+    cuts: dict[Hashable, DimensionCut] = {}
+    operands = sorted(enumerate(given), key=lambda entry: not entry[1][0].requires_grad)
+    fitting = {}
+    for number, (operand, labels) in operands:
+        fitting[number] = _agreed(operand, labels, cuts), labels
+    locals_ = [_fitted(context, *fitting[number], cuts) for number in range(len(operands))]
+    return AlignedOperands(locals_, cuts, context)
+
+
+def _agreed(operand: Any, labels: DimensionLabels, cuts: dict[Hashable, DimensionCut]) -> Any:
+    """An operand that fits the cuts, to which it adds its own; a mask that does not comes whole."""
+    own = {label: cut for label, cut in zip(labels, cuts_of(operand), strict=True) if cut.axes}
+    for label, cut in own.items():
+        elsewhere = "".join(other.axes for name, other in cuts.items() if name != label)
+        if cuts.get(label, cut) != cut or set(elsewhere) & set(cut.axes):
+            if operand.requires_grad:
+                raise RuleRefused(
+                    f"its operands are cut differently: {cut} and "
+                    f"{cuts.get(label, WHOLE_DIMENSION)}"
+                )
+            return operand.full_tensor()
+    cuts |= own
+    return operand
+
+
+def _fitted(
+    context: SplitContext, x: Any, labels: DimensionLabels, cuts: dict[Hashable, DimensionCut]
+) -> Tensor:
+    own, local, lacking = cuts_of(x), local_of(x), ""
+    for label, cut in cuts.items():
+        if label not in labels:
+            lacking += cut.axes
+            continue
+        dim = labels.index(label)
+        if own[dim] != cut:
+            _check_activation(context, x)
+            local = scatter_to_ranks(local, context.grid, cut.axes, dim, cut.blocks)
+    if lacking and local.requires_grad:
+        local = copy_to_ranks(local, context.grid, lacking)
+    return local
+
+
+def _check_activation(context: SplitContext, x: Any) -> None:
+    """In the classic form an activation is whole or stays cut from one layer to the next.
+
+    A sum of both, as behind a projection into the residual stream, means that the layer is none
+    of a pair; it is left whole.
+    """
+    if (
+        context.surveys
+        and context.classic
+        and isinstance(x, Tensor)
+        and x.requires_grad
+        and not x.is_leaf
+    ):
+        raise RuleRefused("it meets a whole activation")
+
+
+def broadcast_labels(operands: Sequence[Any]) -> tuple[list[DimensionLabels], DimensionLabels]:
+    """Labels of operands that are broadcast, and of the result: dimensions counted from the end."""
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    found: list[DimensionLabels] = []
+    for x in operands:
+        first = len(shape) - x.ndim
+        found.append(
+            [None if n == 1 and shape[first + d] != 1 else first + d for d, n in enumerate(x.shape)]
+        )
+    return found, list(range(len(shape)))
+
+
+def elementwise(context: SplitContext, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that computes each element of its result of one element of each operand."""
+    operands = [x for x in (*args, *kwargs.values()) if is_tensor(x)]
+    labels, out = broadcast_labels(operands)
+    aligned = align_operands(context, list(zip(operands, labels, strict=True)))
+    if _in_place(func) and aligned.locals[0] is not local_of(operands[0]):
+        raise RuleRefused("in place, its result has to be cut as its first operand is")
+    parts = iter(aligned.locals)
+    local = func(
+        *(next(parts) if is_tensor(x) else x for x in args),
+        **{key: next(parts) if is_tensor(x) else x for key, x in kwargs.items()},
+    )
+    if isinstance(args[0], SplitTensor) and local is args[0].local:
+        return args[0]
+    return aligned.result(local, out)
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i")
+        and name
+        not in (
+            "__invert__",
+            "__int__",
+        )
+    )
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor | SplitTensor)

@@ -1,1 +1,3 @@
-"""Unequal devices: virtual devices, uneven splits, stages by memory, and the user's annotations."""
+"""Unequal devices: shares of a batch, virtual devices, and stages by memory.
+Source: Jia et al. 2022 (Whale).
+"""

@@ -1,10 +1,12 @@
-"""Chimera: pipes in both directions over the same ranks, so that one fills the bubbles of another.
+"""Chimera: pipes in both directions over the same ranks, one filling the bubbles of another.
+The table is closed formulas: the slot of an action depends on its pipe, stage and place in its
+unit, and the order of a rank is the order of the slots; no rank has two actions in one slot (a
+pair of forwards counts as one). Source: Li and Hoefler, SC 2021: figure 3 (basic unit), figure
+7 (more micro-batches than stages), figure 8 (more than two pipes).
 
-The table is closed formulas: an action's slot depends on its pipe, stage and place in its unit, and
-a rank's order is the order of the slots. Invariant: no rank has two actions in one slot (a pair of
-forwards counts as one). Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural
-Networks with Bidirectional Pipelines", SC 2021: figure 3 (basic unit), figure 7 (more micro-batches
-than stages), figure 8 (more than two pipes).
+`chimera_split` splits the backwards into I and W (Qi et al. 2023) and runs W where a rank of
+the plain table would idle: never longer than the plain table, and no more activations than its
+fullest rank.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from dataclasses import dataclass
 
 from headway.documents import nearest
 from headway.errors import PlanError
-from headway.schedule.action import Action, Kind
-from headway.schedule.pipeline import Pipe, PipelineSchedule
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.weight_gradients import fill_with_weight_gradients
 
 MODES = ("direct", "doubling", "halving")
 """How units follow each other where there are more micro-batches than ranks."""
@@ -82,7 +85,7 @@ def chimera(
 
 
 def _rows(
-    ranks: int, slots: dict[Action, int], chains: dict[str, Pipe]
+    ranks: int, slots: dict[Action, int], chains: dict[str, SchedulePipe]
 ) -> tuple[tuple[Action, ...], ...]:
     """For each rank its actions, which come sorted by slot."""
     rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -132,23 +135,25 @@ def _spread(number: int, parts: int) -> tuple[int, ...]:
     return tuple(number // parts + (part < number % parts) for part in range(parts))
 
 
-def _pipes(ranks: int, units: Sequence[_Unit]) -> dict[str, Pipe]:
+def _pipes(ranks: int, units: Sequence[_Unit]) -> dict[str, SchedulePipe]:
     """Down pipes, then up pipes, by name; their micro-batches are numbered through."""
     pipes = len(units[0].forwards)
     f = pipes // 2
-    chains, first = dict[str, Pipe](), 0
+    chains, first = dict[str, SchedulePipe](), 0
     for index in range(pipes):
         down = [(index % f * (ranks // f) + stage) % ranks for stage in range(ranks)]
         up = index >= f
         name = f"{'u' if up else 'd'}{index % f}"
         number = sum(unit.forwards[index] * unit.pair for unit in units)
         placement = tuple(reversed(down) if up else down)
-        chains[name] = Pipe(name, placement, tuple(range(first, first + number)))
+        chains[name] = SchedulePipe(name, placement, tuple(range(first, first + number)))
         first += number
     return chains
 
 
-def _slots(ranks: int, chains: dict[str, Pipe], units: Sequence[_Unit]) -> dict[Action, int]:
+def _slots(
+    ranks: int, chains: dict[str, SchedulePipe], units: Sequence[_Unit]
+) -> dict[Action, int]:
     """The slot of every action by the formulas."""
     slots = {}
     for index, pipe in enumerate(chains.values()):
@@ -157,15 +162,17 @@ def _slots(ranks: int, chains: dict[str, Pipe], units: Sequence[_Unit]) -> dict[
             taken = unit.forwards[index] * unit.pair
             for j, number in enumerate(pipe.microbatches[done : done + taken]):
                 for stage in range(ranks):
-                    forward = Action(Kind.FORWARD, pipe.name, stage, number)
-                    backward = Action(Kind.BACKWARD, pipe.name, stage, number)
+                    forward = Action(ActionKind.FORWARD, pipe.name, stage, number)
+                    backward = Action(ActionKind.BACKWARD, pipe.name, stage, number)
                     slots[forward] = unit.start + stage + 2 * (j // unit.pair)
                     slots[backward] = unit.start + 2 * ranks - 1 - stage + 2 * j
             done += taken
     return slots
 
 
-def _without_collisions(wanted: dict[Action, int], chains: dict[str, Pipe]) -> dict[Action, int]:
+def _without_collisions(
+    wanted: dict[Action, int], chains: dict[str, SchedulePipe]
+) -> dict[Action, int]:
     """In the order of the slots; what would meet something else waits, and so does what needs it.
 
     Only double units of more than two pipes have collisions. The formulas put every action behind
@@ -187,7 +194,7 @@ def _without_collisions(wanted: dict[Action, int], chains: dict[str, Pipe]) -> d
 
 def _are_pair(first: Action, second: Action) -> bool:
     """Two forwards of a stage that share a slot."""
-    forwards = first.kind == second.kind == Kind.FORWARD
+    forwards = first.kind == second.kind == ActionKind.FORWARD
     same = (first.pipe, first.stage) == (second.pipe, second.stage)
     return forwards and same and first.microbatch < second.microbatch
 
@@ -195,7 +202,28 @@ def _are_pair(first: Action, second: Action) -> bool:
 def _inputs(action: Action) -> tuple[Action, ...]:
     """What must end first (at the ends of the pipe it is not there)."""
     pipe, stage, microbatch = action.pipe, action.stage, action.microbatch
-    if action.kind == Kind.FORWARD:
-        return (Action(Kind.FORWARD, pipe, stage - 1, microbatch),)
-    later = Action(Kind.BACKWARD, pipe, stage + 1, microbatch)
-    return later, Action(Kind.FORWARD, pipe, stage, microbatch)
+    if action.kind == ActionKind.FORWARD:
+        return (Action(ActionKind.FORWARD, pipe, stage - 1, microbatch),)
+    later = Action(ActionKind.BACKWARD, pipe, stage + 1, microbatch)
+    return later, Action(ActionKind.FORWARD, pipe, stage, microbatch)
+
+
+# Chimera with its bubbles filled by its own weight gradients.
+
+
+def chimera_split(ranks: int, microbatches: int, *, pipes: int = 2) -> PipelineSchedule:
+    """Chimera (direct) with split backwards; filled for equal stages with F = I = W.
+
+    With two pipes and N a multiple of D the bubble is (D-2)/(6N+D-2), in D activations. For
+    other costs fill a `chimera` with `fill_with_weight_gradients`.
+
+    Args:
+        ranks: D, even.
+        microbatches: N of a step, at least 1.
+        pipes: 2f, where f divides D/2.
+
+    Raises:
+        PlanError: As `chimera`.
+    """
+    plain = chimera(ranks, microbatches, pipes=pipes)
+    return fill_with_weight_gradients(plain, StageCosts.of(ranks))

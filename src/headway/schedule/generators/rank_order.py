@@ -1,7 +1,8 @@
-"""How the order of one rank is written: alternation, split backwards, and programs of phases.
-
-Invariant: the micro-batches of a stage appear in ascending order, forward, backward and weight
-gradients alike; so gradients are summed in the order of a serial run.
+"""Building blocks of generators: the order of one rank, and checks of the sizes.
+Alternation of forwards and backwards, split backwards, and programs of phases. The
+micro-batches of a stage appear in ascending order, forward, backward and weight gradients
+alike, so that gradients are summed in the order of a serial run. Impossible sizes are refused
+with all reasons at once.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from headway.schedule.action import Action, Kind
-from headway.schedule.pipeline import Pipe
+from headway.errors import PlanError
+from headway.schedule.pipeline_schedule import Action, ActionKind, SchedulePipe
 
 
 def visits(
-    kind: Kind, stage: int, microbatches: Iterable[int], *, pipe: str = "d0"
+    kind: ActionKind, stage: int, microbatches: Iterable[int], *, pipe: str = "d0"
 ) -> list[Action]:
     """One stage does the same thing with several micro-batches."""
     return [Action(kind, pipe, stage, microbatch) for microbatch in microbatches]
@@ -36,11 +37,11 @@ def split_backwards(order: Iterable[Action], behind: int) -> tuple[Action, ...]:
     result: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
-        if action.kind != Kind.BACKWARD:
+        if action.kind != ActionKind.BACKWARD:
             result.append(action)
             continue
-        result.append(replace(action, kind=Kind.INPUT_GRAD))
-        waiting.append(replace(action, kind=Kind.WEIGHT_GRAD))
+        result.append(replace(action, kind=ActionKind.INPUT_GRAD))
+        waiting.append(replace(action, kind=ActionKind.WEIGHT_GRAD))
         if len(waiting) > behind:
             result.append(waiting.popleft())
     return (*result, *waiting)
@@ -55,25 +56,25 @@ class RankProgram:
         chunks: The stages of the rank, as (pipe, stage).
     """
 
-    def __init__(self, *chunks: tuple[Pipe, int]) -> None:
+    def __init__(self, *chunks: tuple[SchedulePipe, int]) -> None:
         self.actions: list[Action] = []
         self._chunks = chunks
-        self._asked: Counter[tuple[Kind, int]] = Counter()
+        self._asked: Counter[tuple[ActionKind, int]] = Counter()
         self._waiting: deque[Action] = deque()
 
     def forward(self, chunk: int) -> None:
         """Of the next micro-batch of a chunk."""
-        self.actions += self._next(Kind.FORWARD, chunk)
+        self.actions += self._next(ActionKind.FORWARD, chunk)
 
     def backward(self, chunk: int) -> None:
         """Of the next micro-batch of a chunk, whole."""
-        self.actions += self._next(Kind.BACKWARD, chunk)
+        self.actions += self._next(ActionKind.BACKWARD, chunk)
 
     def input_grad(self, chunk: int) -> None:
         """Of the next micro-batch of a chunk; its weight gradient waits."""
-        for whole in self._next(Kind.BACKWARD, chunk):
-            self.actions.append(replace(whole, kind=Kind.INPUT_GRAD))
-            self._waiting.append(replace(whole, kind=Kind.WEIGHT_GRAD))
+        for whole in self._next(ActionKind.BACKWARD, chunk):
+            self.actions.append(replace(whole, kind=ActionKind.INPUT_GRAD))
+            self._waiting.append(replace(whole, kind=ActionKind.WEIGHT_GRAD))
 
     def weight_grad(self) -> None:
         """The weight gradient that has waited longest, if there is one."""
@@ -85,8 +86,37 @@ class RankProgram:
         self.actions += self._waiting
         self._waiting.clear()
 
-    def _next(self, kind: Kind, chunk: int) -> list[Action]:
+    def _next(self, kind: ActionKind, chunk: int) -> list[Action]:
         pipe, stage = self._chunks[chunk]
         number = self._asked[kind, chunk]
         self._asked[kind, chunk] += 1
         return visits(kind, stage, pipe.microbatches[number : number + 1], pipe=pipe.name)
+
+
+# The sizes that a generator accepts: it refuses the others with all reasons at once.
+
+
+def check_sizes(
+    name: str, ranks: int, microbatches: int, *rules: tuple[bool, str], fix: str = ""
+) -> None:
+    """Refuse a size unless there is a rank, a micro-batch, and every rule holds.
+
+    Args:
+        name: Of the schedule, for the message.
+        ranks: Of the pipeline.
+        microbatches: Of one step.
+        rules: Whether a rule holds, and what to say when it does not.
+        fix: What the user can do about the rules, with the legal numbers.
+
+    Raises:
+        PlanError: With one line for each broken rule.
+    """
+    broken = [text for holds, text in rules if not holds]
+    if ranks < 1 or microbatches < 1:
+        broken, fix = ["a pipeline needs both"], "give at least one rank and one micro-batch"
+    if broken:
+        raise PlanError(
+            f"no schedule {name} with {ranks} ranks and {microbatches} micro-batches",
+            problems=broken,
+            fix=fix,
+        )

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.schedule.action import Action
-from headway.schedule.generators.flush import one_f_one_b
-from headway.schedule.generators.looped import (
+from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
+from headway.schedule.generators.interleaved import (
     check_looped,
-    groups_of,
     interleaved_order,
     looped_chain,
+    microbatch_groups,
 )
-from headway.schedule.generators.rank_order import RankProgram, split_backwards
-from headway.schedule.generators.sizes import check_sizes
-from headway.schedule.pipeline import Pipe, PipelineSchedule
+from headway.schedule.generators.rank_order import RankProgram, check_sizes, split_backwards
+from headway.schedule.pipeline_schedule import Action, PipelineSchedule, SchedulePipe
 
 
 def zb_h1(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -61,7 +59,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, *, virtual: int = 2) 
         split_backwards(interleaved_order(rank, ranks, microbatches, virtual, hop=1), rank)
         for rank in range(ranks)
     ]
-    first = groups_of(ranks, microbatches)[0]
+    first = microbatch_groups(ranks, microbatches)[0]
     most = ((virtual - 1) * len(first) + ranks) / virtual
     return looped_chain(name, ranks, microbatches, orders, most=most)
 
@@ -92,12 +90,12 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     )
 
 
-def v_pipe(ranks: int, microbatches: int) -> Pipe:
+def v_pipe(ranks: int, microbatches: int) -> SchedulePipe:
     """Down the ranks and up again: the first and the last stage share rank 0."""
-    return Pipe("d0", (*range(ranks), *reversed(range(ranks))), tuple(range(microbatches)))
+    return SchedulePipe("d0", (*range(ranks), *reversed(range(ranks))), tuple(range(microbatches)))
 
 
-def _zbv_order(rank: int, ranks: int, pipe: Pipe, planned: int) -> tuple[Action, ...]:
+def _zbv_order(rank: int, ranks: int, pipe: SchedulePipe, planned: int) -> tuple[Action, ...]:
     """The program of `planned` micro-batches; chunk 0 is on the way down, chunk 1 on the way up."""
     program = RankProgram((pipe, rank), (pipe, 2 * ranks - 1 - rank))
     down, up = 0, 1

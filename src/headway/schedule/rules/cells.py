@@ -1,7 +1,6 @@
-"""Rules about single cells: known, on their rank, there exactly once, behind what they need.
-
-`index` reads a table once, and all other rules look up in what it found. Invariant: a cell that
-breaks a rule here is not looked at by the rules after it, so that one mistake is reported once.
+"""Rules about single cells: legal, on the right rank, present exactly once, after their inputs.
+`index_cells` reads a table once, and all other rules look up what it found. A cell that breaks
+a rule here is not looked at by later rules, so that one mistake is reported once.
 """
 
 from __future__ import annotations
@@ -10,15 +9,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headway.schedule.action import MESSAGES, NONE, OF_STAGE, Action, Kind
-from headway.schedule.pipeline import Pipe, PipelineSchedule
+from headway.schedule.pipeline_schedule import (
+    MESSAGE_KINDS,
+    NO_NUMBER,
+    STAGE_KINDS,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    SchedulePipe,
+)
 
-Key = tuple[Kind, str, int, int, int]
+Key = tuple[ActionKind, str, int, int, int]
 """(kind, pipe, stage, micro-batch, stage at the other end)"""
-_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+_F, _B, _I, _W = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRAD,
+    ActionKind.WEIGHT_GRAD,
+)
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """An action in its place; positions in a row count from 0."""
 
     rank: int
@@ -52,7 +63,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CellIndex:
     """Where everything stands.
 
     Attributes:
@@ -64,45 +75,45 @@ class Table:
     """
 
     schedule: PipelineSchedule
-    at: dict[Key, Cell] = field(default_factory=dict)
+    at: dict[Key, TableCell] = field(default_factory=dict)
     elsewhere: set[Key] = field(default_factory=set)
-    of_stage: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
+    of_stage: dict[tuple[int, int], list[TableCell]] = field(default_factory=dict)
     lowered: bool = False
 
     def has(self, key: Key) -> bool:
         """Whether an action stands anywhere."""
         return key in self.at or key in self.elsewhere
 
-    def forward(self, pipe: str, stage: int, microbatch: int) -> Cell | None:
-        return self.at.get((_F, pipe, stage, microbatch, NONE))
+    def forward(self, pipe: str, stage: int, microbatch: int) -> TableCell | None:
+        return self.at.get((_F, pipe, stage, microbatch, NO_NUMBER))
 
-    def gradient(self, pipe: str, stage: int, microbatch: int) -> Cell | None:
+    def gradient(self, pipe: str, stage: int, microbatch: int) -> TableCell | None:
         """The cell that makes what earlier stages wait for: B, or I."""
         at = self.at
-        whole = at.get((_B, pipe, stage, microbatch, NONE))
-        return whole or at.get((_I, pipe, stage, microbatch, NONE))
+        whole = at.get((_B, pipe, stage, microbatch, NO_NUMBER))
+        return whole or at.get((_I, pipe, stage, microbatch, NO_NUMBER))
 
 
-def offence(rule: str, cell: Cell, text: str) -> Violation:
+def cell_violation(rule: str, cell: TableCell, text: str) -> Violation:
     """A violation by a cell; its text begins with the place."""
     return Violation(rule, cell.rank, cell.position, cell.action, f"{cell}: {text}")
 
 
-def absence(rank: int, action: Action, text: str) -> Violation:
+def missing_violation(rank: int, action: Action, text: str) -> Violation:
     """A violation by an action that is not there."""
-    return Violation("missing", rank, NONE, action, f"rank {rank} has no {action}: {text}")
+    return Violation("missing", rank, NO_NUMBER, action, f"rank {rank} has no {action}: {text}")
 
 
-def index(schedule: PipelineSchedule) -> tuple[Table, list[Violation]]:
+def index_cells(schedule: PipelineSchedule) -> tuple[CellIndex, list[Violation]]:
     """Read a table; cells that cannot be, or are there before, are reported and left out."""
-    lowered = any(action.kind in MESSAGES for row in schedule.order for action in row)
-    table = Table(schedule, lowered=lowered)
+    lowered = any(action.kind in MESSAGE_KINDS for row in schedule.order for action in row)
+    table = CellIndex(schedule, lowered=lowered)
     legal = {pipe.name: (pipe, frozenset(pipe.microbatches)) for pipe in schedule.pipes}
     edges = frozenset(schedule.edges)
     found = []
     for rank, row in enumerate(schedule.order):
         for position, action in enumerate(row):
-            cell = Cell(rank, position, action)
+            cell = TableCell(rank, position, action)
             problem = (
                 _malformed(cell)
                 or _unknown(cell, legal)
@@ -115,32 +126,36 @@ def index(schedule: PipelineSchedule) -> tuple[Table, list[Violation]]:
     return table, found
 
 
-def _malformed(cell: Cell) -> Violation | None:
+def _malformed(cell: TableCell) -> Violation | None:
     """What no text form could say."""
     action = cell.action
-    if (action.kind in MESSAGES) != (action.other != NONE):
+    if (action.kind in MESSAGE_KINDS) != (action.other != NO_NUMBER):
         text = "messages, and nothing else, name the stage at the other end"
-    elif (action.kind in OF_STAGE) != (action.microbatch == NONE):
+    elif (action.kind in STAGE_KINDS) != (action.microbatch == NO_NUMBER):
         text = "SYNC, WAIT and STEP, and nothing else, are without a micro-batch"
     else:
         return None
-    return offence("malformed", cell, text)
+    return cell_violation("malformed", cell, text)
 
 
-def _unknown(cell: Cell, legal: dict[str, tuple[Pipe, frozenset[int]]]) -> Violation | None:
+def _unknown(
+    cell: TableCell, legal: dict[str, tuple[SchedulePipe, frozenset[int]]]
+) -> Violation | None:
     action = cell.action
     if action.pipe not in legal:
         names = ", ".join(legal)
-        return offence("unknown-pipe", cell, f"no pipe {action.pipe}; there are {names}")
+        return cell_violation("unknown-pipe", cell, f"no pipe {action.pipe}; there are {names}")
     pipe, microbatches = legal[action.pipe]
-    for stage in (action.stage, action.other) if action.other != NONE else (action.stage,):
+    for stage in (action.stage, action.other) if action.other != NO_NUMBER else (action.stage,):
         if not 0 <= stage < len(pipe.placement):
             last = len(pipe.placement) - 1
-            return offence("unknown-stage", cell, f"no stage {stage}; the last one is {last}")
-    if action.kind not in OF_STAGE and action.microbatch not in microbatches:
+            return cell_violation(
+                "unknown-stage", cell, f"no stage {stage}; the last one is {last}"
+            )
+    if action.kind not in STAGE_KINDS and action.microbatch not in microbatches:
         numbers = _shortened(pipe.microbatches)
         text = f"no micro-batch {action.microbatch} in pipe {pipe.name}, which has {numbers}"
-        return offence("unknown-microbatch", cell, text)
+        return cell_violation("unknown-microbatch", cell, text)
     return None
 
 
@@ -151,42 +166,44 @@ def _shortened(numbers: tuple[int, ...]) -> str:
     return ", ".join(few) or "none"
 
 
-def _misplaced(cell: Cell, table: Table, pipe: Pipe) -> Violation | None:
+def _misplaced(cell: TableCell, table: CellIndex, pipe: SchedulePipe) -> Violation | None:
     action = cell.action
     place = pipe.placement[action.stage]
     if place == cell.rank:
         return None
     table.elsewhere.add(key_of(action))
     text = f"stage {action.stage} of pipe {pipe.name} is on rank {place}; move the action there"
-    return offence("wrong-rank", cell, text)
+    return cell_violation("wrong-rank", cell, text)
 
 
-def _no_edge(cell: Cell, edges: frozenset[tuple[int, int]], pipe: Pipe) -> Violation | None:
+def _no_edge(
+    cell: TableCell, edges: frozenset[tuple[int, int]], pipe: SchedulePipe
+) -> Violation | None:
     action = cell.action
-    if action.kind not in MESSAGES:
+    if action.kind not in MESSAGE_KINDS:
         return None
     ends = (min(action.stage, action.other), max(action.stage, action.other))
     if ends not in edges:
         text = f"stages {ends[0]} and {ends[1]} pass nothing to each other; remove the action"
-        return offence("message-edge", cell, text)
+        return cell_violation("message-edge", cell, text)
     if pipe.placement[ends[0]] == pipe.placement[ends[1]]:
         text = f"stages {ends[0]} and {ends[1]} are on the same rank; remove the action"
-        return offence("message-edge", cell, text)
+        return cell_violation("message-edge", cell, text)
     return None
 
 
-def _enter(cell: Cell, table: Table) -> Violation | None:
+def _enter(cell: TableCell, table: CellIndex) -> Violation | None:
     """Into the table, unless the same action is there already."""
     action = cell.action
-    if action.kind not in MESSAGES:
+    if action.kind not in MESSAGE_KINDS:
         table.of_stage.setdefault((cell.rank, action.stage), []).append(cell)
-    if action.kind in OF_STAGE:
+    if action.kind in STAGE_KINDS:
         return None
     key = key_of(action)
     first = table.at.setdefault(key, cell)
     if first is cell:
         return None
-    return offence("duplicate", cell, f"stands in cell {first.position} already; remove one")
+    return cell_violation("duplicate", cell, f"stands in cell {first.position} already; remove one")
 
 
 def key_of(action: Action) -> Key:
@@ -194,46 +211,50 @@ def key_of(action: Action) -> Key:
     return (action.kind, action.pipe, action.stage, action.microbatch, action.other)
 
 
-def incomplete(table: Table) -> Iterator[Violation]:
+def find_incomplete(table: CellIndex) -> Iterator[Violation]:
     """F exactly once for each (pipe, stage, micro-batch), and either B, or I and W."""
     for pipe in table.schedule.pipes:
         for stage, rank in enumerate(pipe.placement):
             for microbatch in pipe.microbatches:
-                rest = (pipe.name, stage, microbatch, NONE)
+                rest = (pipe.name, stage, microbatch, NO_NUMBER)
                 kinds = [kind for kind in (_F, _B, _I, _W) if table.has((kind, *rest))]
                 if kinds in ([_F, _B], [_F, _I, _W]):
                     continue
                 yield from _unfinished(table, kinds, rank, Action(_F, pipe.name, stage, microbatch))
 
 
-def _unfinished(table: Table, kinds: list[Kind], rank: int, forward: Action) -> Iterator[Violation]:
+def _unfinished(
+    table: CellIndex, kinds: list[ActionKind], rank: int, forward: Action
+) -> Iterator[Violation]:
     pipe, stage, microbatch = forward.pipe, forward.stage, forward.microbatch
     if _F not in kinds:
-        yield absence(rank, forward, "every stage computes every micro-batch of its pipe; add it")
+        yield missing_violation(
+            rank, forward, "every stage computes every micro-batch of its pipe; add it"
+        )
     split = [kind for kind in (_I, _W) if kind in kinds]
     if _B in kinds:
         for kind in split:
-            cell = table.at.get((kind, pipe, stage, microbatch, NONE))
+            cell = table.at.get((kind, pipe, stage, microbatch, NO_NUMBER))
             if cell:
                 text = "there is a whole backward B too; keep B, or I and W"
-                yield offence("mixed-backward", cell, text)
+                yield cell_violation("mixed-backward", cell, text)
     elif not split:
         text = "its backward is missing; add B, or I and W"
-        yield absence(rank, Action(_B, pipe, stage, microbatch), text)
+        yield missing_violation(rank, Action(_B, pipe, stage, microbatch), text)
     elif len(split) == 1:
         missing = _I if split == [_W] else _W
         text = f"there is {split[0]}, which is half of a backward; add it, or make both one B"
-        yield absence(rank, Action(missing, pipe, stage, microbatch), text)
+        yield missing_violation(rank, Action(missing, pipe, stage, microbatch), text)
 
 
-def out_of_order(table: Table) -> Iterator[Violation]:
+def find_misordered(table: CellIndex) -> Iterator[Violation]:
     """What needs something of its own rank stands behind it: F, then B or I, then W; stages."""
     at = table.at
     for (kind, pipe, stage, microbatch, _), cell in at.items():
         if kind in (_B, _I):
             yield from _behind(cell, table.forward(pipe, stage, microbatch))
         elif kind == _W:
-            yield from _behind(cell, at.get((_I, pipe, stage, microbatch, NONE)))
+            yield from _behind(cell, at.get((_I, pipe, stage, microbatch, NO_NUMBER)))
     for earlier, later, chain in _neighbours(table.schedule):
         name = chain.name
         for microbatch in chain.microbatches:
@@ -245,7 +266,7 @@ def out_of_order(table: Table) -> Iterator[Violation]:
             )
 
 
-def _neighbours(schedule: PipelineSchedule) -> Iterator[tuple[int, int, Pipe]]:
+def _neighbours(schedule: PipelineSchedule) -> Iterator[tuple[int, int, SchedulePipe]]:
     """Pairs of stages that pass something to each other on one rank."""
     for pipe in schedule.pipes:
         for earlier, later in schedule.edges:
@@ -253,11 +274,13 @@ def _neighbours(schedule: PipelineSchedule) -> Iterator[tuple[int, int, Pipe]]:
                 yield earlier, later, pipe
 
 
-def _behind(cell: Cell | None, needed: Cell | None) -> Iterator[Violation]:
+def _behind(cell: TableCell | None, needed: TableCell | None) -> Iterator[Violation]:
     if cell and needed and needed.position > cell.position:
-        yield offence("order", cell, f"needs {needed.action} in cell {needed.position}; swap them")
+        yield cell_violation(
+            "order", cell, f"needs {needed.action} in cell {needed.position}; swap them"
+        )
 
 
-def kinds(cells: Sequence[Cell], *wanted: Kind) -> list[Cell]:
+def cells_of_kinds(cells: Sequence[TableCell], *wanted: ActionKind) -> list[TableCell]:
     """Those of some kinds."""
     return [cell for cell in cells if cell.action.kind in wanted]

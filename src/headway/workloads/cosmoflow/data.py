@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.slab_readers import slabs_in, write_sample
-from headway.data.slabs import SlabSource
+from headway.data.slabs.slab_source import SlabSource, slabs_in, write_sample
 from headway.data.source import Source
-from headway.workloads.cosmoflow.generate import CELL, Box, matter
+from headway.workloads.cosmoflow.matter_field import CELL, PeriodicBox, matter
 
 FULL = "full"
 UNIT_PARAMETERS = "unitPar"
@@ -60,7 +59,7 @@ class Universes:
         order: Literal[1, 2] = 1,
     ) -> None:
         self.count, self.first, self.seed = count, first, seed
-        self.box, self.order = Box(width, cell), order
+        self.box, self.order = PeriodicBox(width, cell), order
         self._made: dict[int, tuple[Float, Float]] = {}
 
     def __len__(self) -> int:
@@ -81,7 +80,7 @@ class Universes:
         return made
 
 
-class Turned:
+class RotatedUniverses:
     """Universes seen from elsewhere: none has a middle or a direction, and all are periodic.
 
     Each sample is turned, mirrored and shifted at random, anew in each epoch.
@@ -101,10 +100,10 @@ class Turned:
         """The samples, each turned as its seed says."""
         cubes, targets = self._universes.read(indices)
         draws = map(np.random.default_rng, seeds)
-        return torch.stack([_turned(c, d) for c, d in zip(cubes, draws, strict=True)]), targets
+        return torch.stack([_rotated(c, d) for c, d in zip(cubes, draws, strict=True)]), targets
 
 
-def _turned(cube: Tensor, draw: np.random.Generator) -> Tensor:
+def _rotated(cube: Tensor, draw: np.random.Generator) -> Tensor:
     order = (1 + draw.permutation(3)).tolist()
     mirrored = (1 + np.flatnonzero(draw.integers(0, 2, 3))).tolist()
     shifts = draw.integers(0, cube.shape[-1], 3).tolist()
@@ -136,7 +135,7 @@ def source(
 
     Args:
         split: Validation universes have other numbers, or lie in another folder; those of training
-            that are made are `Turned`.
+            that are made are `RotatedUniverses`.
         width: Cells along each side.
         count: Universes that are made.
         directory: Folder with the folders `train` and `validation`, see `slabs_in`; None: made
@@ -153,4 +152,4 @@ def source(
         return SlabSource(*readers, finish=prepared)
     first = 0 if split == "train" else 1 << 32
     made = Universes(count, width, first=first, seed=seed, order=order)
-    return Turned(made) if split == "train" else made
+    return RotatedUniverses(made) if split == "train" else made

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (shape suffixes)
 """CosmoFlow: four parameters of a universe from a cube of its matter at four redshifts.
 
 Two variants: that of LBANN's applications (Oyama et al. 2020, "The Case for Strong Scaling in Deep
@@ -16,6 +15,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
 
 REDSHIFTS = 4
 PARAMETERS = 4
@@ -106,7 +108,7 @@ def small(width: int = 32, *, dropout: float = 0.0) -> CosmoFlowConfig:
     )
 
 
-class Block(nn.Sequential):
+class CosmoFlowBlock(nn.Sequential):
     """Convolution 3^3, perhaps a norm, LeakyReLU, pooling: half the width."""
 
     def __init__(self, entering: int, leaving: int, config: CosmoFlowConfig) -> None:
@@ -128,7 +130,7 @@ class CosmoFlow(nn.Module):
         super().__init__()
         self.config = config
         channels = (REDSHIFTS, *config.features)
-        self.blocks = nn.Sequential(*(Block(a, b, config) for a, b in pairwise(channels)))
+        self.blocks = nn.Sequential(*(CosmoFlowBlock(a, b, config) for a, b in pairwise(channels)))
         first, second = config.hidden
         self.head = nn.Sequential(
             nn.Linear(channels[-1] * LAST_WIDTH**3, first),

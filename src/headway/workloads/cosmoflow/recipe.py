@@ -19,10 +19,10 @@ from torch.optim import Adam, Optimizer
 
 from headway.data.source import Source
 from headway.errors import RecipeError
-from headway.run.recipe import Recipe, criterion
+from headway.optim.warmup import warmup_tenth_then_cosine
+from headway.run.recipe.recipe import Recipe, criterion
 from headway.workloads.cosmoflow.data import Universes, source
 from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig, fit, lbann, mlperf, small
-from headway.workloads.rates import rise_and_fall
 
 NAMES = ("Omega_m", "sigma_8", "n_s", "h")
 FITTED = 32
@@ -89,7 +89,7 @@ def recipe(
         validation=validation,
         loss=criterion(nn.MSELoss()),
         optimizer=partial(adam, learning_rate=learning_rate),
-        scheduler=partial(rise_and_fall, steps=steps),
+        scheduler=partial(warmup_tenth_then_cosine, steps=steps),
         batch=batch,
         stop=f"{steps} steps",
         seed=seed,

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (shape suffixes)
 """Residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition").
 
 ResNet-18 and ResNet-50 with the stem of the paper's table 1 for images of 224 x 224, or the stem of
@@ -15,6 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
 
 GROUPS = 32
 """Of GroupNorm (Wu and He 2018, section 4.1), or as many as divide the channels."""
@@ -63,7 +65,7 @@ SMALL = replace(RESNET18, width=16, classes=10, stem="small", norm="group")
 """ResNet-18 with a quarter of the channels, for small images: trains on a CPU."""
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions, added to what went in.
 
     Args:
@@ -110,7 +112,7 @@ class ResNet(nn.Module):
             width = config.width << stage
             for number in range(count):
                 stride = 2 if stage and not number else 1
-                blocks.append(Block(entering, width, stride, config))
+                blocks.append(ResidualBlock(entering, width, stride, config))
                 entering = leaving_of(width, config)
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)

@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from headway.data.source import Source
 from headway.errors import RecipeError
-from headway.run.recipe import Recipe, criterion
+from headway.run.recipe.recipe import Recipe, criterion
 from headway.workloads.resnet.data import CLASSES, Images, source
 from headway.workloads.resnet.model import RESNET18, RESNET50, SMALL, ResNet
 

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (shape suffixes)
 """A decoder-only transformer language model, as it would be written for one device.
 
 Pre-norm blocks, causal attention, learned and rotary positions. Dropout acts only through
@@ -16,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
@@ -122,7 +124,7 @@ class FeedForward(nn.Module):
         return y_BTD
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and feed-forward, each normalised before and added to what went in."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -154,7 +156,7 @@ class TransformerLM(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.window, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         initialise(self)

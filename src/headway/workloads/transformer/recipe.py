@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from headway.errors import RecipeError
-from headway.run.recipe import Recipe, criterion
+from headway.run.recipe.recipe import Recipe, criterion
 from headway.workloads.transformer.data import text_source
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM, generate
 

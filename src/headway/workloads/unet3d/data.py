@@ -1,20 +1,27 @@
-"""Heads as samples: phantoms that are made, patches of a real one, or files.
+"""Heads as samples: synthetic phantoms, patches of a real head (NIfTI), or files.
 
 A sample is (two images [2, W, W, W] float32, of the whole head and of the brain alone; labels
-[W, W, W] int64: 0 none, 1 cortex, 2 deep grey matter, 3 cerebellum). What it is follows from the
-seed and its number alone. A file holds one sample, `images` and `labels`, both uint8; of files a
-rank reads its part of each sample only, where a plan splits samples.
+[W, W, W] int64: 0 none, 1 cortex, 2 deep grey matter, 3 cerebellum). It follows from the seed and
+its number alone. A file holds one sample, `images` and `labels`, both uint8; where a plan splits
+samples, a rank reads only its part of each.
 
 The real head is `ch2` with the labels `aal`, of one subject on one grid (Debian's mricron-data,
 BSD licence; not part of headway):
 
     apt-get download mricron-data && dpkg -x mricron-data_*.deb mricron
-    headway train unet3d --set arguments.volumes=mricron/usr/share/mricron/templates
+    headway train unet3d --set arguments.volumes=mricron/
+
+`read_nifti` reads NIfTI-1 volumes, `.nii` or `.nii.gz`, with numpy alone: the header of nifti1.h
+(348 bytes, either byte order), then the voxels, the first dimension fastest.
 """
 
 from __future__ import annotations
 
+import gzip
+import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +30,66 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.slab_readers import slabs_in, write_sample
-from headway.data.slabs import SlabSource
+from headway.data.slabs.slab_source import SlabSource, slabs_in, write_sample
 from headway.data.source import Source
 from headway.errors import DataError
-from headway.workloads.unet3d.nifti import read_nifti
+
+HEADER = 348
+TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
+
+
+@dataclass(frozen=True)
+class NiftiVolume:
+    """What a file holds.
+
+    Attributes:
+        voxels: [X, Y, Z] and further dimensions, of the file's type; scaled where it says so.
+        affine: [3, 4] from indices to millimetres (right, front, up), zero where it is not stated.
+    """
+
+    voxels: NDArray[Any]
+    affine: NDArray[np.float64]
+
+
+def read_nifti(path: str | Path) -> NiftiVolume:
+    """The volume of a file.
+
+    Raises:
+        DataError: There is no such file, it is no NIfTI-1 file, or it is cut short.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("a volume cannot be read", where=str(path), why=str(error)) from error
+    if len(content) < HEADER or content[344:347] != b"n+1":
+        raise DataError("not a NIfTI-1 file with its voxels in it", where=str(path))
+    order = "<" if struct.unpack_from("<i", content)[0] == HEADER else ">"
+    dims = struct.unpack_from(f"{order}8h", content, 40)
+    (code,) = struct.unpack_from(f"{order}h", content, 70)
+    offset, slope, start = struct.unpack_from(f"{order}3f", content, 108)
+    if code not in TYPES:
+        raise DataError(f"voxels of type {code}", where=str(path), why=f"known are {sorted(TYPES)}")
+    dtype, shape = np.dtype(order + TYPES[code]), dims[1 : 1 + dims[0]]
+    size = int(np.prod(shape)) * dtype.itemsize
+    if len(content) < int(offset) + size:
+        raise DataError(
+            "a volume is cut short",
+            where=str(path),
+            why=f"{size} bytes of voxels from byte {int(offset)} on, of {len(content)}",
+        )
+    flat = np.frombuffer(content, dtype, size // dtype.itemsize, int(offset))
+    voxels = flat.reshape(shape, order="F")
+    if slope not in (0.0, 1.0) or (slope and start):
+        voxels = voxels * slope + start
+    (stated,) = struct.unpack_from(f"{order}h", content, 254)
+    rows = struct.unpack_from(f"{order}12f", content, 280) if stated else (0.0,) * 12
+    return NiftiVolume(voxels, np.array(rows, dtype=np.float64).reshape(3, 4))
+
+
+# Heads as samples: phantoms that are made, patches of a real one, or files.
+
 
 IMAGES, LABELS = "images", "labels"
 CLASSES = ("none", "cortex", "deep grey", "cerebellum")

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (shape suffixes)
 """3-D U-Nets: a label for every voxel.
 
 Two variants. `CicekUNet` is that of LBANN's applications (Cicek et al. 2016, "3D U-Net: Learning
@@ -16,6 +15,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
 
 CICEK_WIDTH = 32
 MLPERF_WIDTHS = (32, 64, 128, 256, 320, 320)

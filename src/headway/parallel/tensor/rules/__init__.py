@@ -1,1 +1,4 @@
-"""Rules: what a function of torch does with parts of tensors; `named.table` has them all."""
+"""Rules: what each function of torch does with split tensors.
+`operator_table.operator_rules` has all of them by the function's name. A rule takes the
+context, the function and its arguments, and raises `RuleRefused` for what it cannot do.
+"""

@@ -9,50 +9,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.parallel.tensor.context import Context, Refused
-from headway.parallel.tensor.exchange import (
-    gathered,
-    gathered_for_parts,
-    part,
-    scattered,
-    shared,
-    summed,
-    taken,
+from headway.parallel.tensor.functional import (
+    NormOptions,
+    SplitClasses,
+    split_cross_entropy,
+    split_norm,
+    vocabulary_parallel_embedding,
 )
-from headway.parallel.tensor.norm import Rule, split_norm
-from headway.parallel.tensor.rules.align import elementwise
+from headway.parallel.tensor.grid import (
+    copy_to_ranks,
+    gather_for_partial_use,
+    gather_from_ranks,
+    local_slice,
+    reduce_from_ranks,
+    reduce_scatter_to_ranks,
+    scatter_to_ranks,
+)
 from headway.parallel.tensor.split_tensor import (
-    WHOLE,
-    Cut,
+    WHOLE_DIMENSION,
+    DimensionCut,
+    RuleRefused,
+    SplitContext,
     SplitTensor,
-    Undecided,
+    UndecidedParameter,
     cuts_of,
+    describe_cuts,
+    elementwise,
     local_of,
-    made,
-    said,
+    wrap_local_part,
 )
-from headway.parallel.tensor.vocabulary import Classes, split_cross_entropy, words
 
 
 def embedding(
-    context: Context, func: Any, input: Any, weight: Any, padding_idx: int | None = None,  # noqa: A002
+    context: SplitContext, func: Any, input: Any, weight: Any, padding_idx: int | None = None,  # noqa: A002
     max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or sparse:
-        raise Refused("max_norm, scale_grad_by_freq and sparse gradients are not supported")
-    if isinstance(weight, Undecided):
+        raise RuleRefused("max_norm, scale_grad_by_freq and sparse gradients are not supported")
+    if isinstance(weight, UndecidedParameter):
         weight = context.decide_table(input, weight)
     index, cuts = local_of(input), cuts_of(input)
     if not isinstance(weight, SplitTensor):
         axes = "".join(cut.axes for cut in cuts)
-        table = shared(weight, context.grid, axes) if weight.requires_grad else weight
+        table = copy_to_ranks(weight, context.grid, axes) if weight.requires_grad else weight
         found = torch.nn.functional.embedding(index, table, padding_idx)
-        return made(found, [*cuts, WHOLE], context)
+        return wrap_local_part(found, [*cuts, WHOLE_DIMENSION], context)
     match context.grid.plan.form:
         case "classic":
-            local = words(index, weight.local, context.grid, weight.cuts[0].axes, padding_idx)
-            return made(summed(local, context.grid, weight.cuts[0].axes), [*cuts, WHOLE], context)
+            local = vocabulary_parallel_embedding(
+                index, weight.local, context.grid, weight.cuts[0].axes, padding_idx
+            )
+            return wrap_local_part(
+                reduce_from_ranks(local, context.grid, weight.cuts[0].axes),
+                [*cuts, WHOLE_DIMENSION],
+                context,
+            )
         case "cuboid":
             return _on_cuboid(context, index, cuts, weight, padding_idx)
         case "summa":
@@ -60,148 +72,167 @@ def embedding(
 
 
 def _on_cuboid(
-    context: Context, index: Tensor, cuts: Sequence[Cut], weight: SplitTensor, padding: int | None
+    context: SplitContext,
+    index: Tensor,
+    cuts: Sequence[DimensionCut],
+    weight: SplitTensor,
+    padding: int | None,
 ) -> Any:
     """As a linear layer whose X, one-hot rows, every rank can write down; width over l.
 
     Rows (i, j) of the index are gathered over j; what is found is scattered over it again.
     """
     grid = context.grid
-    width = Cut("l") if grid.size("l") > 1 else WHOLE
+    width = DimensionCut("l") if grid.size("l") > 1 else WHOLE_DIMENSION
     if not cuts or not cuts[0].axes:
-        table = gathered(weight.local, grid, "i", 0)
-        found = summed(words(index, table, grid, "j", padding), grid, "j")
-        return made(found, [*cuts, width], context)
+        table = gather_from_ranks(weight.local, grid, "i", 0)
+        found = reduce_from_ranks(
+            vocabulary_parallel_embedding(index, table, grid, "j", padding), grid, "j"
+        )
+        return wrap_local_part(found, [*cuts, width], context)
     rows = "".join(axis for axis in "ij" if grid.size(axis) > 1)
-    if cuts[0] != Cut(rows) or any(cut.axes for cut in cuts[1:]):
-        raise Refused(f"an embedding on a cuboid takes rows over (i, j), and not {said(cuts)}")
-    table = gathered_for_parts(weight.local, grid, "i")
+    if cuts[0] != DimensionCut(rows) or any(cut.axes for cut in cuts[1:]):
+        raise RuleRefused(
+            f"an embedding on a cuboid takes rows over (i, j), and not {describe_cuts(cuts)}"
+        )
+    table = gather_for_partial_use(weight.local, grid, "i")
     whole = grid.gather(index, "j").wait()
-    found = scattered(words(whole, table, grid, "j", padding), grid, "j")
-    return made(found, [*cuts, width], context)
+    found = reduce_scatter_to_ranks(
+        vocabulary_parallel_embedding(whole, table, grid, "j", padding), grid, "j"
+    )
+    return wrap_local_part(found, [*cuts, width], context)
 
 
 def _on_square(
-    context: Context, index: Tensor, cuts: Sequence[Cut], weight: SplitTensor, padding: int | None
+    context: SplitContext,
+    index: Tensor,
+    cuts: Sequence[DimensionCut],
+    weight: SplitTensor,
+    padding: int | None,
 ) -> Any:
     """The table [words over j, width over i], as a tied head has it; the result's width over j."""
     grid = context.grid
     rows = bool(cuts) and bool(cuts[0].axes)
     table = weight.local
     if rows:
-        table = gathered_for_parts(gathered_for_parts(table, grid, "j", 0), grid, "i", 1)
-        table = shared(table, grid, "d")
-        table = part(table, grid, "j", 1)
+        table = gather_for_partial_use(gather_for_partial_use(table, grid, "j", 0), grid, "i", 1)
+        table = copy_to_ranks(table, grid, "d")
+        table = local_slice(table, grid, "j", 1)
     else:
-        table = taken(gathered(gathered(table, grid, "j", 0), grid, "i", 1), grid, "j", 1)
+        table = scatter_to_ranks(
+            gather_from_ranks(gather_from_ranks(table, grid, "j", 0), grid, "i", 1), grid, "j", 1
+        )
     found = torch.nn.functional.embedding(index, table, padding)
-    return made(found, [*cuts, Cut("j")], context)
+    return wrap_local_part(found, [*cuts, DimensionCut("j")], context)
 
 
 # -- norms ------------------------------------------------------------------------------------
 
 
 def layer_norm(
-    context: Context, func: Any, input: Any, normalized_shape: Sequence[int], weight: Any = None,  # noqa: A002
-    bias: Any = None, eps: float = 1e-5,
+    context: SplitContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
+    weight: Any = None, bias: Any = None, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     return _norm(context, input, normalized_shape, weight, bias, eps, centred=True)
 
 
 def rms_norm(
-    context: Context, func: Any, input: Any, normalized_shape: Sequence[int], weight: Any = None,  # noqa: A002
-    eps: float | None = None,
+    context: SplitContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
+    weight: Any = None, eps: float | None = None,
 ) -> Any:  # fmt: skip
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     return _norm(context, input, normalized_shape, weight, None, eps, centred=False)
 
 
 def _norm(
-    context: Context, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float,
+    context: SplitContext, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float,
     *, centred: bool,
 ) -> Any:  # fmt: skip
     cuts = cuts_of(x)
     column = cuts[-1]
     vectors = [
-        context.decide_vector(v, column) if isinstance(v, Undecided) else v for v in (weight, bias)
+        context.decide_vector(v, column) if isinstance(v, UndecidedParameter) else v
+        for v in (weight, bias)
     ]
     rows = "".join(cut.axes for cut in cuts[: x.ndim - len(shape)])
     if any(cut.axes for cut in cuts[x.ndim - len(shape) : -1]):
-        raise Refused("it norms over a cut dimension that is not the last one")
+        raise RuleRefused("it norms over a cut dimension that is not the last one")
     if column.axes and (len(shape) > 1 or context.classic):
-        raise Refused("it norms over a cut dimension")
+        raise RuleRefused("it norms over a cut dimension")
     local = local_of(x)
     if not column.axes:
-        parts = [None if v is None else shared(local_of(v), context.grid, rows) for v in vectors]
+        parts = [
+            None if v is None else copy_to_ranks(local_of(v), context.grid, rows) for v in vectors
+        ]
         if centred:
             y = torch.nn.functional.layer_norm(local, list(shape), parts[0], parts[1], eps)
         else:
             y = torch.nn.functional.rms_norm(local, list(shape), parts[0], eps)
-        return made(y, cuts, context)
+        return wrap_local_part(y, cuts, context)
     parts = [_piece(context, v, column) for v in vectors]
-    rule = Rule(context.grid, rows, column.axes, eps, centred)
-    return made(split_norm(local, parts[0], parts[1], rule), cuts, context)
+    rule = NormOptions(context.grid, rows, column.axes, eps, centred)
+    return wrap_local_part(split_norm(local, parts[0], parts[1], rule), cuts, context)
 
 
-def _piece(context: Context, vector: Any, column: Cut) -> Tensor | None:
+def _piece(context: SplitContext, vector: Any, column: DimensionCut) -> Tensor | None:
     """A vector's part; of a whole one, too."""
     if vector is None or isinstance(vector, SplitTensor):
         if vector is not None and vector.cuts[0] != column:
-            raise Refused(f"its input is cut as {column}, its weight as {vector.cuts[0]}")
+            raise RuleRefused(f"its input is cut as {column}, its weight as {vector.cuts[0]}")
         return None if vector is None else vector.local
-    return taken(vector, context.grid, column.axes, 0, column.blocks)
+    return scatter_to_ranks(vector, context.grid, column.axes, 0, column.blocks)
 
 
 # -- the loss ---------------------------------------------------------------------------------
 
 
 def cross_entropy(
-    context: Context, func: Any, input: Any, target: Any, weight: Any = None,  # noqa: A002
+    context: SplitContext, func: Any, input: Any, target: Any, weight: Any = None,  # noqa: A002
     size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """Of logits whose classes, or rows, are cut; targets are numbers of classes."""
     if weight is not None or size_average is not None or reduce is not None:
-        raise Refused("weights of classes are not supported")
+        raise RuleRefused("weights of classes are not supported")
     if target.is_floating_point() or not isinstance(input, SplitTensor):
-        raise Refused("its targets are no numbers of classes, or are cut alone")
+        raise RuleRefused("its targets are no numbers of classes, or are cut alone")
     logits: Any = input.movedim(1, -1) if input.ndim > 2 else input
-    classes = logits.cuts[-1] if isinstance(logits, SplitTensor) else WHOLE
+    classes = logits.cuts[-1] if isinstance(logits, SplitTensor) else WHOLE_DIMENSION
     if classes.blocks > 1 or any(cut.blocks > 1 for cut in cuts_of(logits)[:-1]):
-        raise Refused("its logits are cut in blocks")
+        raise RuleRefused("its logits are cut in blocks")
     own = cuts_of(logits)[:-1]
     local_target = _target(context, target, own)
-    how = Classes(context.grid, classes.axes, label_smoothing, ignore_index)
+    how = SplitClasses(context.grid, classes.axes, label_smoothing, ignore_index)
     local = local_of(logits)
     losses = split_cross_entropy(local.flatten(0, -2), local_target.flatten(), how)
-    rows = made(losses.view(local_target.shape), own, context)
+    rows = wrap_local_part(losses.view(local_target.shape), own, context)
     if reduction == "none":
         return rows
     total = rows.sum()
     if reduction == "sum":
         return total
-    counted = made(local_target != ignore_index, own, context).sum()
+    counted = wrap_local_part(local_target != ignore_index, own, context).sum()
     return total / counted
 
 
-def _target(context: Context, target: Any, rows: Sequence[Cut]) -> Tensor:
+def _target(context: SplitContext, target: Any, rows: Sequence[DimensionCut]) -> Tensor:
     if isinstance(target, SplitTensor):
         if target.cuts != tuple(rows):
-            raise Refused(f"its targets are cut as {target.cuts}, its logits as {tuple(rows)}")
+            raise RuleRefused(f"its targets are cut as {target.cuts}, its logits as {tuple(rows)}")
         return target.local
     local: Tensor = target
     for dim, cut in enumerate(rows):
         if cut.axes:
-            local = part(local, context.grid, cut.axes, dim)
+            local = local_slice(local, context.grid, cut.axes, dim)
     return local
 
 
 def mse_loss(
-    context: Context, func: Any, input: Any, target: Any, size_average: Any = None,  # noqa: A002
+    context: SplitContext, func: Any, input: Any, target: Any, size_average: Any = None,  # noqa: A002
     reduce: Any = None, reduction: str = "mean", weight: Any = None,
 ) -> Any:  # fmt: skip
     if weight is not None:
-        raise Refused("weights are not supported")
+        raise RuleRefused("weights are not supported")
     apart = elementwise(context, torch.sub, input, target)
     square = apart * apart
     if reduction == "none":

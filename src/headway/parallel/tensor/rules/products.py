@@ -8,48 +8,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.parallel.tensor.context import Context, Refused
-from headway.parallel.tensor.exchange import gathered_for_parts, shared, taken
-from headway.parallel.tensor.linear import Turn, by_inputs, by_outputs, cuboid_linear
-from headway.parallel.tensor.rules.align import Labels, align, elementwise, stretched
-from headway.parallel.tensor.rules.drops import dropped
-from headway.parallel.tensor.split_tensor import (
-    WHOLE,
-    Cut,
-    SplitTensor,
-    Undecided,
-    cuts_of,
-    local_of,
-    made,
-    said,
+from headway.parallel.tensor.functional import (
+    CuboidAxes,
+    column_parallel_linear,
+    cuboid_linear,
+    row_parallel_linear,
+    summa_linear,
 )
-from headway.parallel.tensor.summa import summa_linear
+from headway.parallel.tensor.grid import copy_to_ranks, gather_for_partial_use, scatter_to_ranks
+from headway.parallel.tensor.rules.dropout import dropout_of_part
+from headway.parallel.tensor.split_tensor import (
+    WHOLE_DIMENSION,
+    DimensionCut,
+    DimensionLabels,
+    RuleRefused,
+    SplitContext,
+    SplitTensor,
+    UndecidedParameter,
+    align_operands,
+    broadcast_labels,
+    cuts_of,
+    describe_cuts,
+    elementwise,
+    local_of,
+    wrap_local_part,
+)
 
 
-def linear(context: Context, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
-    if isinstance(weight, Undecided):
+def linear(context: SplitContext, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+    if isinstance(weight, UndecidedParameter):
         weight, bias = context.decide_linear(input, weight, bias)
-    elif context.classic and isinstance(weight, SplitTensor) and isinstance(bias, Undecided):
+    elif (
+        context.classic and isinstance(weight, SplitTensor) and isinstance(bias, UndecidedParameter)
+    ):
         bias = context.decide_vector(bias, weight.cuts[0])  # the weight is another layer's, too
-    bias = context.resolve(bias) if isinstance(bias, Undecided) else bias
+    bias = context.resolve(bias) if isinstance(bias, UndecidedParameter) else bias
     return _linear(context, input, weight, bias)
 
 
-def addmm(context: Context, func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
+def addmm(context: SplitContext, func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
     if kwargs:
-        raise Refused("it scales a sum")
+        raise RuleRefused("it scales a sum")
     return _times(context, mat1, mat2, input)
 
 
-def _times(context: Context, x: Any, weight: Any, bias: Any) -> Any:
+def _times(context: SplitContext, x: Any, weight: Any, bias: Any) -> Any:
     """x [..., K] times a weight [K, N]."""
-    if isinstance(weight, Undecided):
+    if isinstance(weight, UndecidedParameter):
         weight, bias = context.decide_linear(x, weight, bias, flipped=True)
-    bias = context.resolve(bias) if isinstance(bias, Undecided) else bias
+    bias = context.resolve(bias) if isinstance(bias, UndecidedParameter) else bias
     return _linear(context, x, weight.transpose(0, 1), bias)
 
 
-def _linear(context: Context, x: Any, weight: Any, bias: Any) -> Any:
+def _linear(context: SplitContext, x: Any, weight: Any, bias: Any) -> Any:
     if not (isinstance(weight, SplitTensor) and weight.parameter):
         y = _contracted(context, x, weight)
         return y if bias is None else elementwise(context, torch.add, y, bias)
@@ -62,53 +73,53 @@ def _linear(context: Context, x: Any, weight: Any, bias: Any) -> Any:
             return _summa(context, x, weight, bias)
 
 
-def _contracted(context: Context, x: Any, weight: Any) -> Any:
+def _contracted(context: SplitContext, x: Any, weight: Any) -> Any:
     """By a whole weight, or by what is no weight, whatever cuts x."""
     if not isinstance(x, SplitTensor) and not isinstance(weight, SplitTensor):
         return torch.nn.functional.linear(x, weight)
     rows = list(range(x.ndim - 1))
-    aligned = align(context, [(x, [*rows, "k"]), (weight, ["n", "k"])])
+    aligned = align_operands(context, [(x, [*rows, "k"]), (weight, ["n", "k"])])
     return aligned.result(torch.nn.functional.linear(*aligned.locals), [*rows, "n"])
 
 
-def _classic(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _classic(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid = context.grid
     outputs, inputs = weight.cuts
     cuts = cuts_of(x)
     axes = "".join(cut.axes for cut in cuts[:-1])
     if set(axes) & set(outputs.axes + inputs.axes):
-        raise Refused("its input is cut over the same ranks already")
+        raise RuleRefused("its input is cut over the same ranks already")
     local = local_of(x)
     w, b = _weights(weight, bias)
     if inputs.axes:
         if cuts[-1] != inputs:
-            raise Refused(f"its input is cut as {cuts[-1]}, its weight as {inputs}")
-        y = by_inputs(_cast(local), w, b, grid, inputs.axes)
-        return made(y, [*cuts[:-1], WHOLE], context, weight.origins)
+            raise RuleRefused(f"its input is cut as {cuts[-1]}, its weight as {inputs}")
+        y = row_parallel_linear(_cast(local), w, b, grid, inputs.axes)
+        return wrap_local_part(y, [*cuts[:-1], WHOLE_DIMENSION], context, weight.origins)
     if cuts[-1].axes:
-        raise Refused("its input is cut along what it sums over, its weight is not")
+        raise RuleRefused("its input is cut along what it sums over, its weight is not")
     if weight.origins & context.companions:
-        local = _once(local, lambda t: shared(_cast(t), grid, outputs.axes))
+        local = _once(local, lambda t: copy_to_ranks(_cast(t), grid, outputs.axes))
         y = torch.nn.functional.linear(local, w, b)
     else:
-        y = by_outputs(_cast(local), w, b, grid, outputs.axes)
-    return made(y, [*cuts[:-1], outputs], context, weight.origins)
+        y = column_parallel_linear(_cast(local), w, b, grid, outputs.axes)
+    return wrap_local_part(y, [*cuts[:-1], outputs], context, weight.origins)
 
 
-def _cuboid(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _cuboid(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid, settings = context.grid, context.settings
-    rows, sums = turn_of(context, x)
+    rows, sums = cuboid_axes_for(context, x)
     _check_turned(context, weight, rows + "i", sums)
     local, cuts = local_of(x), cuts_of(x)
     if not cuts[-1].axes:
-        local = taken(local, grid, sums, x.ndim - 1, weight.cuts[1].blocks)
+        local = scatter_to_ranks(local, grid, sums, x.ndim - 1, weight.cuts[1].blocks)
     elif cuts[-1] != weight.cuts[1]:
-        raise Refused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
+        raise RuleRefused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
     w, b = _weights(weight, bias)
     gathered = bool(weight.origins & context.companions)
     if gathered:
-        local = _once(local, lambda t: gathered_for_parts(_cast(t), grid, rows))
-    turn = Turn(
+        local = _once(local, lambda t: gather_for_partial_use(_cast(t), grid, rows))
+    turn = CuboidAxes(
         grid,
         rows,
         sums,
@@ -119,11 +130,13 @@ def _cuboid(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
         name=next(iter(weight.origins), ""),
     )
     y = cuboid_linear(_cast(local), w, b, turn)
-    outputs = Cut(rows, weight.cuts[0].blocks)
-    return made(y, [Cut("i" + sums), *cuts[1:-1], outputs], context, weight.origins)
+    outputs = DimensionCut(rows, weight.cuts[0].blocks)
+    return wrap_local_part(
+        y, [DimensionCut("i" + sums), *cuts[1:-1], outputs], context, weight.origins
+    )
 
 
-def turn_of(context: Context, x: Any) -> tuple[str, str]:
+def cuboid_axes_for(context: SplitContext, x: Any) -> tuple[str, str]:
     """The axes a and c of a cuboid's layer: x's rows are cut over (i, a), its columns over c.
 
     Raises:
@@ -138,36 +151,44 @@ def turn_of(context: Context, x: Any) -> tuple[str, str]:
             if any(cut.axes for cut in cuts[1:-1]):
                 break
             return rows, sums
-    raise Refused(f"a layer on a cuboid takes rows over (i, j) or (i, l), and not {said(cuts)}")
+    raise RuleRefused(
+        f"a layer on a cuboid takes rows over (i, j) or (i, l), and not {describe_cuts(cuts)}"
+    )
 
 
-def _check_turned(context: Context, weight: SplitTensor, *wanted: str) -> None:
+def _check_turned(context: SplitContext, weight: SplitTensor, *wanted: str) -> None:
     """A weight that has two uses is cut as the first one wanted it.
 
     Raises:
         Refused: This input wants it cut otherwise.
     """
-    cuts = [Cut("".join(axis for axis in axes if context.grid.size(axis) > 1)) for axes in wanted]
+    cuts = [
+        DimensionCut("".join(axis for axis in axes if context.grid.size(axis) > 1))
+        for axes in wanted
+    ]
     if [cut.axes for cut in cuts] != [cut.axes for cut in weight.cuts]:
-        raise Refused(
-            f"its input wants its weight cut {said(cuts)}, and it is cut {said(weight.cuts)}"
+        raise RuleRefused(
+            f"its input wants its weight cut {describe_cuts(cuts)}, "
+            f"and it is cut {describe_cuts(weight.cuts)}"
         )
 
 
-def _summa(context: Context, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _summa(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid = context.grid
     local, cuts = local_of(x), cuts_of(x)
     rows = "".join(axis for axis in "di" if grid.size(axis) > 1)
-    if cuts[0] != Cut(rows) or any(cut.axes for cut in cuts[1:-1]):
-        raise Refused(f"a layer on a square takes rows over (d, i), and not {said(cuts)}")
+    if cuts[0] != DimensionCut(rows) or any(cut.axes for cut in cuts[1:-1]):
+        raise RuleRefused(
+            f"a layer on a square takes rows over (d, i), and not {describe_cuts(cuts)}"
+        )
     if not cuts[-1].axes:
-        local = taken(local, grid, "j", x.ndim - 1, weight.cuts[1].blocks)
+        local = scatter_to_ranks(local, grid, "j", x.ndim - 1, weight.cuts[1].blocks)
     elif cuts[-1].blocks != weight.cuts[1].blocks:
-        raise Refused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
+        raise RuleRefused(f"its input is cut as {cuts[-1]}, its weight as {weight.cuts[1]}")
     w, b = _weights(weight, bias)
     y = summa_linear(_cast(local), w, b, grid)
-    outputs = Cut("j", weight.cuts[0].blocks)
-    return made(y, [*cuts[:-1], outputs], context, weight.origins)
+    outputs = DimensionCut("j", weight.cuts[0].blocks)
+    return wrap_local_part(y, [*cuts[:-1], outputs], context, weight.origins)
 
 
 def _once(x: Tensor, function: Any) -> Tensor:
@@ -199,18 +220,18 @@ def _weights(weight: SplitTensor, bias: Any) -> tuple[Tensor, Tensor | None]:
 # -- products of activations ------------------------------------------------------------------
 
 
-def matmul(context: Context, func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+def matmul(context: SplitContext, func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
     a, b = a, kwargs.get("other", b)
     if func.__name__ == "__rmatmul__":
         a, b = b, a
-    if b.ndim == 2 and a.ndim >= 2 and isinstance(b, SplitTensor | Undecided):
+    if b.ndim == 2 and a.ndim >= 2 and isinstance(b, SplitTensor | UndecidedParameter):
         return _times(context, a, b, None)
-    if isinstance(a, Undecided) or a.ndim < 2 or b.ndim < 2:
-        raise Refused("it multiplies by a vector, or from the left by a parameter")
-    b = context.resolve(b) if isinstance(b, Undecided) else b
+    if isinstance(a, UndecidedParameter) or a.ndim < 2 or b.ndim < 2:
+        raise RuleRefused("it multiplies by a vector, or from the left by a parameter")
+    b = context.resolve(b) if isinstance(b, UndecidedParameter) else b
     batch_a, batch_b = (_Front(x) for x in (a, b))
-    (labels_a, labels_b), batch = stretched([batch_a, batch_b])
-    aligned = align(context, [(a, [*labels_a, "m", "k"]), (b, [*labels_b, "k", "n"])])
+    (labels_a, labels_b), batch = broadcast_labels([batch_a, batch_b])
+    aligned = align_operands(context, [(a, [*labels_a, "m", "k"]), (b, [*labels_b, "k", "n"])])
     return aligned.result(torch.matmul(*aligned.locals), [*batch, "m", "n"])
 
 
@@ -222,28 +243,32 @@ class _Front:
         self.ndim = len(self.shape)
 
 
-def einsum(context: Context, func: Any, equation: str, *operands: Any) -> Any:
+def einsum(context: SplitContext, func: Any, equation: str, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = tuple(operands[0])
     words = equation.replace(" ", "")
     if "->" not in words or "." in words:
-        raise Refused(f"{equation!r} names no result, or has an ellipsis")
+        raise RuleRefused(f"{equation!r} names no result, or has an ellipsis")
     inputs, result = words.split("->")
     labels = inputs.split(",")
-    operands = tuple(context.resolve(x) if isinstance(x, Undecided) else x for x in operands)
-    aligned = align(context, list(zip(operands, [list(word) for word in labels], strict=True)))
+    operands = tuple(
+        context.resolve(x) if isinstance(x, UndecidedParameter) else x for x in operands
+    )
+    aligned = align_operands(
+        context, list(zip(operands, [list(word) for word in labels], strict=True))
+    )
     return aligned.result(torch.einsum(words, *aligned.locals), list(result))
 
 
 def attention(
-    context: Context, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None,
+    context: SplitContext, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """scaled_dot_product_attention of heads and samples that are cut; never along positions."""
     batch = list(range(query.ndim - 3))
     group = None if key.shape[-3] == 1 else "h"  # one head of keys for all queries is stretched
-    operands: list[tuple[Any, Labels]] = [
+    operands: list[tuple[Any, DimensionLabels]] = [
         (query, [*batch, "h", "t", "k"]),
         (key, [*batch, group, "s", "k"]),
         (value, [*batch, group, "s", "e"]),
@@ -252,7 +277,7 @@ def attention(
         for label, cut in zip(labels, cuts_of(operand), strict=True):
             if cut.axes and label in ("t", "s", "k", "e"):
                 what = "positions" if label in ("t", "s") else "the width of a head"
-                raise Refused(f"attention is cut along {what}", of=operand)
+                raise RuleRefused(f"attention is cut along {what}", of=operand)
     if attn_mask is not None:
         shape = (*query.shape[:-1], key.shape[-2])
         names = [*batch, "h", "t", "s"][len(shape) - attn_mask.ndim :]
@@ -264,13 +289,13 @@ def attention(
         operands.append((attn_mask, stretch))
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         _check_groups(context, query, key)
-    aligned = align(context, operands)
+    aligned = align_operands(context, operands)
     if "t" in aligned.cuts or "s" in aligned.cuts:
-        raise Refused("its mask is cut along positions")
+        raise RuleRefused("its mask is cut along positions")
     q, k, v = aligned.locals[:3]
     mask = aligned.locals[3] if attn_mask is not None else None
     if dropout_p:
-        cuts = [aligned.cuts.get(label, WHOLE) for label in (*batch, "h", "t", "s")]
+        cuts = [aligned.cuts.get(label, WHOLE_DIMENSION) for label in (*batch, "h", "t", "s")]
         local = _with_dropout(context, (q, k, v), mask, dropout_p, is_causal, scale, cuts)
     else:
         local = torch.nn.functional.scaled_dot_product_attention(
@@ -279,16 +304,16 @@ def attention(
     return aligned.result(local, [*batch, "h", "t", "e"])
 
 
-def _check_groups(context: Context, query: Any, key: Any) -> None:
+def _check_groups(context: SplitContext, query: Any, key: Any) -> None:
     """Queries share their group's keys: both are cut by heads, or there is one head of keys."""
     cut = cuts_of(query)[-3].axes, cuts_of(key)[-3].axes
     if cut[0] != cut[1] and key.shape[-3] != 1:
-        raise Refused("the heads of its queries are cut, and those of its keys are not")
+        raise RuleRefused("the heads of its queries are cut, and those of its keys are not")
 
 
 def _with_dropout(
-    context: Context, operands: tuple[Tensor, ...], mask: Tensor | None, p: float, is_causal: bool,
-    scale: float | None, cuts: list[Cut],
+    context: SplitContext, operands: tuple[Tensor, ...], mask: Tensor | None, p: float,
+    is_causal: bool, scale: float | None, cuts: list[DimensionCut],
 ) -> Tensor:  # fmt: skip
     """The weights in full: a kernel's own mask would not be drawn per element of the whole."""
     query, key, value = operands
@@ -302,11 +327,11 @@ def _with_dropout(
     if mask is not None:
         hidden = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if hidden else scores + mask
-    return dropped(context, scores.softmax(-1), cuts, p) @ value
+    return dropout_of_part(context, scores.softmax(-1), cuts, p) @ value
 
 
 def heads(
-    context: Context, func: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int,
+    context: SplitContext, func: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int,
     num_heads: int, in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any,
     add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
     training: bool = True, key_padding_mask: Any = None, need_weights: bool = True,
@@ -316,12 +341,12 @@ def heads(
 ) -> Any:  # fmt: skip
     """torch.nn.MultiheadAttention: [positions, samples, width]."""
     if need_weights or bias_k is not None or add_zero_attn or static_k is not None:
-        raise Refused("need_weights, bias_k, bias_v and add_zero_attn are not supported")
+        raise RuleRefused("need_weights, bias_k, bias_v and add_zero_attn are not supported")
     if use_separate_proj_weight or in_proj_weight is None:
-        raise Refused("kdim and vdim other than the width are not supported")
+        raise RuleRefused("kdim and vdim other than the width are not supported")
     together = query is key and key is value
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    if isinstance(in_proj_weight, Undecided):
+    if isinstance(in_proj_weight, UndecidedParameter):
         in_proj_weight, in_proj_bias = context.decide_linear(
             query, in_proj_weight, in_proj_bias, blocks=3
         )
@@ -340,7 +365,7 @@ def heads(
         q, k, v, mask, dropout_p if training else 0.0, is_causal and mask is None
     )
     y = y.transpose(1, 2).flatten(2)
-    if isinstance(out_proj_weight, Undecided):
+    if isinstance(out_proj_weight, UndecidedParameter):
         out_proj_weight, out_proj_bias = context.decide_linear(y, out_proj_weight, out_proj_bias)
     return _linear(context, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
 

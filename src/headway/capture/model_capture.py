@@ -1,0 +1,160 @@
+"""`capture`: any torch.nn.Module as a `ModelGraph`, without allocating its tensors.
+
+The forward is traced with fake tensors (`aten_trace`), then replayed call by call to learn what
+autograd saves and needs (`operator_recorder`). Models with long stacks of equal blocks are traced
+with a few blocks of each (`block_stacks`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.capture.aten_trace import Traced, logical_names, spec_of, trace
+from headway.capture.block_stacks import capture_by_blocks
+from headway.capture.fake_tensors import DataIndependentValues, FakeContext
+from headway.capture.operator_recorder import OperatorRecorder
+from headway.errors import PlanError
+from headway.graph.model_graph import ModelGraph
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+class _Called(nn.Module):
+    """The model, and how it is called: a loss of the recipe, or the arguments of its forward."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, example: Any) -> Any:
+        if self.loss is not None:
+            return self.loss(self.model, example)
+        if isinstance(example, dict):
+            return self.model(**example)
+        return self.model(*example) if isinstance(example, tuple | list) else self.model(example)
+
+
+def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> ModelGraph:
+    """The graph of a model's forward, with what its backward costs and keeps.
+
+    Nothing is allocated and nothing computed: a model on the meta device serves as well as a real
+    one. It is captured in its mode (training or not) and stays as it is.
+
+    Args:
+        model: Any module.
+        example: What `loss` gets as its data; without a loss, the arguments of the model: a tensor,
+            a tuple, or a table of keywords. Only shapes and types matter.
+        loss: `loss(model, data)`; may return a tuple (sum, count).
+
+    Raises:
+        PlanError: The forward cannot be followed; it names the module and says what to do.
+    """
+
+    def called_with(pretence: FakeContext, spared: Collection[nn.Module] = ()) -> _Called:
+        return _Called(pretence.model(model, spared), loss)
+
+    few = capture_by_blocks(model, example, called_with, _traced)
+    if few is not None:
+        few.check()
+        return few
+    pretence = FakeContext()
+    try:
+        called = called_with(pretence)
+    except Exception as error:
+        raise _refusal(model, "", error) from error
+    data = (pretence.tree(example),)
+    try:
+        graph = _traced(called, data, pretence)
+    except Exception as error:
+        raise _refusal(model, _culprit(called, data, pretence), error) from error
+    graph.check()
+    return graph
+
+
+def _traced(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> ModelGraph:
+    return _graph(called, trace(called, data, pretence), pretence)
+
+
+def _graph(called: _Called, traced: Traced, pretence: FakeContext) -> ModelGraph:
+    logical, tied = logical_names(called)
+    named = {}
+    for placeholder in traced.arguments:
+        target = traced.names.get(placeholder)
+        if target is None:
+            named[placeholder] = placeholder
+        else:
+            named[placeholder] = logical.get(target, target.removeprefix("model."))
+    parameters = {
+        name.removeprefix("model."): parameter for name, parameter in called.named_parameters()
+    }
+    recorder = OperatorRecorder(traced, named, frozenset(parameters), pretence.mode)
+    outputs = recorder.run()
+    found = recorder.found
+    made = {tensor for operator in found.operators for tensor in operator.outputs}
+    held = {
+        named[placeholder]: spec_of(value)
+        for placeholder, value in traced.arguments.items()
+        if isinstance(value, Tensor) and placeholder in traced.names
+    }
+    return ModelGraph(
+        operators=tuple(found.operators),
+        values={name: spec for name, spec in found.values.items() if name in made},
+        inputs={
+            named[placeholder]: spec_of(value)
+            for placeholder, value in traced.arguments.items()
+            if isinstance(value, Tensor) and placeholder not in traced.names
+        },
+        outputs=outputs,
+        parameters={name: spec_of(parameter) for name, parameter in parameters.items()},
+        buffers={name: spec for name, spec in held.items() if name not in parameters}
+        | {name: spec for name, spec in found.values.items() if name not in made},
+        tied=tied,
+        frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),
+    )
+
+
+# -- what cannot be captured -----------------------------------------------------------------------
+
+
+def _culprit(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> str:
+    """The innermost module whose forward raises when it is called with stand-ins."""
+    inside: list[str] = []
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    for name, module in called.model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+        module.register_forward_hook(leave)
+    try:
+        with pretence.mode, torch.enable_grad(), DataIndependentValues():
+            called(*data)
+    except Exception:
+        return inside[-1] if inside else ""
+    return ""
+
+
+def _refusal(model: nn.Module, module: str, error: Exception) -> PlanError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    name = type(model).__name__
+    kind = type(dict(model.named_modules()).get(module, model)).__name__
+    who = f"module {module} ({kind}) of {name}" if module else f"the forward of {name}"
+    return PlanError(
+        f"{who} cannot be captured",
+        problems=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
+        where=line,
+        fix="A graph is followed without numbers: replace decisions by the numbers in a tensor "
+        "(.item(), `if tensor`, masks of unknown length) by torch.where or by sizes, and give "
+        "data as tensors in tuples, lists or tables.",
+    )
+
+
+def _users(path: str) -> bool:
+    return "/torch/" not in path and "/headway/" not in path and not path.startswith("<")

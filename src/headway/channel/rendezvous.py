@@ -1,0 +1,183 @@
+"""Rendezvous of the two ends of a channel, over a process group or a key-value store.
+
+A rendezvous exchanges short texts; both ends do the same number of rounds in the same order. Over a
+group the n-th channel of one end meets the n-th of the other, because point-to-point messages keep
+their order; over a store a counter does the same. Also here: the options of every TCP connection of
+this program, and the address of a network interface.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import struct
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from headway.errors import PeerLost, RunError, Stalled, UsageError
+
+_SIOCGIFADDR = 0x8915
+_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+"""Seconds of silence before the other machine is asked whether it is there; between questions; how
+many."""
+
+
+def configure_connection(connection: socket.socket) -> None:
+    """No delay, and an end where the other machine is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def interface_address(interface: str) -> list[str]:
+    """The IPv4 address of an interface, if it has one."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", interface.encode()[:15])
+        return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])]
+    return []
+
+
+# How two ends find each other: once, over a group or a store that is there already.
+
+
+_BYTES = 8192
+"""Of one text; an address list of a machine with many networks is below 1000."""
+
+
+class ChannelRendezvous(ABC):
+    """A way to exchange texts with another rank.
+
+    Args:
+        rank: Of this end.
+        peer: Of the other one.
+        seconds: That a round may take.
+    """
+
+    def __init__(self, rank: int, peer: int, seconds: float) -> None:
+        if rank == peer:
+            raise UsageError(f"a channel of rank {rank} to itself", fix="Name another rank.")
+        self.rank = rank
+        self.peer = peer
+        self.seconds = seconds
+
+    @abstractmethod
+    def swap(self, says: dict[str, Any]) -> dict[str, Any]:
+        """Tell the other end something and hear what it tells.
+
+        Raises:
+            PeerLost: It is gone.
+            Stalled: It does not come in time.
+        """
+
+    def late(self, why: str = "") -> Stalled:
+        return Stalled(
+            f"rank {self.peer} does not open its end of a channel within {self.seconds:g} s",
+            where=f"rank {self.rank}",
+            why=why,
+            fix="Both ranks make the channel, in the same order as their other channels.",
+        )
+
+
+class GroupRendezvous(ChannelRendezvous):
+    """Over a process group that carries tensors of host memory.
+
+    Args:
+        group: Of torch; None: the default one.
+        peer: As of `ChannelRendezvous`; a global rank.
+        seconds: As of `ChannelRendezvous`.
+
+    Raises:
+        UsageError: There is no group, none that carries host memory, or the peer is not in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, peer: int, seconds: float) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "a channel without a process group",
+                fix="Call torch.distributed.init_process_group first, or give store= and rank=.",
+            )
+        super().__init__(dist.get_rank(), peer, seconds)
+        if "cpu:" not in dist.get_backend_config(group):
+            raise UsageError(
+                f"a channel over a group of {dist.get_backend(group)}",
+                why="Addresses are exchanged in host memory.",
+                fix='Give group=dist.new_group(ranks, backend="gloo").',
+            )
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if peer not in ranks:  # Gloo would wait for it until the time-out of the group
+            raise UsageError(
+                f"a channel to rank {peer}, which is not in the group",
+                where=f"rank {self.rank}",
+                why=f"The group has {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}.",
+                fix="Name the global rank of another process of the group.",
+            )
+        self._group = group
+
+    def swap(self, says: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(says).encode()
+        mine, theirs = torch.zeros(2, _BYTES, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        limit = timedelta(seconds=self.seconds)
+        try:
+            works = [
+                dist.irecv(theirs, self.peer, self._group),
+                dist.isend(mine, self.peer, self._group),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait(limit)
+        except RuntimeError as error:
+            text_ = str(error).partition("\n")[0]
+            if "imed out" in text_ or "imeout" in text_:
+                raise self.late(text_) from error
+            raise PeerLost(
+                f"rank {self.peer} vanished before a channel to it was open",
+                where=f"rank {self.rank}",
+                why=text_,
+                fix="Its own error, or the signal that killed it, is the cause.",
+            ) from error
+        return _read(bytes(theirs.tolist()).rstrip(b"\0"))
+
+
+class StoreRendezvous(ChannelRendezvous):
+    """Over a key-value store.
+
+    Args:
+        store: Of torch.
+        rank: As of `ChannelRendezvous`.
+        peer: As of `ChannelRendezvous`.
+        seconds: As of `ChannelRendezvous`.
+    """
+
+    def __init__(self, store: Store, rank: int, peer: int, seconds: float) -> None:
+        super().__init__(rank, peer, seconds)
+        self._store = store
+        self._rounds = 0
+        pair = f"headway/channel/{min(rank, peer)}-{max(rank, peer)}"
+        self._key = f"{pair}/{store.add(f'{pair}/{rank}', 1)}"
+
+    def swap(self, says: dict[str, Any]) -> dict[str, Any]:
+        self._rounds += 1
+        key = f"{self._key}/{self._rounds}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(says))
+        try:
+            self._store.wait([f"{key}/{self.peer}"], timedelta(seconds=self.seconds))
+        except RuntimeError as error:
+            raise self.late(str(error).partition("\n")[0]) from error
+        return _read(self._store.get(f"{key}/{self.peer}"))
+
+
+def _read(text: bytes) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise RunError("another end of a channel says what nobody understands", why=str(found))
+    return found

@@ -1,0 +1,307 @@
+"""`ChannelTransport`: what a provider of channels implements; waiting and doorbells.
+
+A transport is one end. `words` is memory of this end that the other end writes: flags and metadata
+of what arrived, credits for what left. Numbers, slots and waits are the channel's.
+
+A wait spins for some 20 us (a put between two cores takes 1), then yields the core (`sched_yield`)
+for half a millisecond, unless somebody else takes it, then sleeps until the doorbell rings, or for
+an eighth of what it has waited, at most 1 ms: a long wait costs 0.5 % of a core.
+
+A doorbell wakes the other end: whoever waits long stores 1 into its word in the other's memory,
+looks once more, and sleeps on its pipe; whoever has stored a flag or a credit looks at the word,
+and writes a byte into the pipe where it is 1. A processor may reorder that store and load, and two
+threads of an end share the word, so a byte can be missing: a sleep therefore ends after `_LONGEST`
+in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.channel.region import RegionLayout, TensorMetadata, tensor_address
+from headway.errors import PeerLost, Stalled
+
+_SPINS = 300
+_YIELD_SECONDS = 0.0005
+_CROWDED_SECONDS = 0.00005
+"""A core that is given away for longer is wanted by others."""
+_LONGEST_PAUSE = 0.001
+
+
+class WaitBackoff:
+    """One wait: `pause` again and again, until it has come or raises.
+
+    Args:
+        seconds: Until the deadline.
+        check: Raises if it can never come.
+        late: The error of the deadline, from the seconds.
+        sleep: Until it may have come; None: an eighth of the time waited.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        check: Callable[[], None],
+        late: Callable[[float], Stalled],
+        sleep: Callable[[], None] | None = None,
+    ) -> None:
+        self._began = time.monotonic()
+        self._seconds = seconds
+        self._check = check
+        self._late = late
+        self._sleep = sleep
+        self._crowded = False
+
+    def pause(self) -> None:
+        """Give the core away for a while.
+
+        Raises:
+            PeerLost: From `check`.
+            Stalled: The deadline is over.
+        """
+        now = time.monotonic()
+        waited = now - self._began
+        if waited < _YIELD_SECONDS and not self._crowded:
+            os.sched_yield()
+            self._crowded = time.monotonic() - now > _CROWDED_SECONDS
+            return
+        self._check()
+        if waited > self._seconds:
+            raise self._late(self._seconds)
+        if self._sleep is None:
+            time.sleep(min(_LONGEST_PAUSE, waited / 8))
+        else:
+            self._sleep()
+
+
+def wait_for_word(
+    words: memoryview, index: int, least: int, pauses: Callable[[], WaitBackoff]
+) -> None:
+    """Wait until a word is at least `least`.
+
+    Raises:
+        PeerLost: The other end is gone, and the word had not been stored before.
+        Stalled: The deadline is over.
+    """
+    for _ in range(_SPINS):
+        if words[index] >= least:
+            return
+    waiting = pauses()
+    while words[index] < least:
+        try:
+            waiting.pause()
+        except (PeerLost, Stalled):
+            if words[index] < least:
+                raise
+
+
+# Wakes the other end of a channel when it sleeps: a pipe without a name, and a word that says
+# so.
+
+
+_LONGEST = 0.01
+"""Seconds."""
+
+
+class DoorbellPipe:
+    """Of the end that sleeps.
+
+    Attributes:
+        read: Descriptor of this end.
+        write: That which the other end opens, until `close`.
+    """
+
+    def __init__(self) -> None:
+        self.read, self.write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def close(self) -> None:
+        """The other end has opened it, or will not."""
+        os.close(self.write)
+
+    def __del__(self) -> None:
+        os.close(self.read)
+
+
+class Doorbell:
+    """Both directions, at one end.
+
+    Args:
+        own: Of this end.
+        pid: Of the other process.
+        theirs: The descriptor `write` of its pipe.
+        words: Memory of this end, which the other one writes.
+        out: That of the other end.
+        asleep: The word in both that says that its writer sleeps.
+
+    Raises:
+        OSError: The other process has ended, or this one may not see it.
+    """
+
+    def __init__(
+        self,
+        own: DoorbellPipe,
+        pid: int,
+        theirs: int,
+        words: memoryview,
+        out: memoryview,
+        asleep: int,
+    ) -> None:
+        self._own, self._words, self._out, self._asleep = own, words, out, asleep
+        self._write = os.open(
+            f"/proc/{pid}/fd/{theirs}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )
+
+    def ring(self) -> None:
+        """Wake the other end, where its word says that it sleeps."""
+        with suppress(BlockingIOError, BrokenPipeError):  # it has a byte already, or is gone
+            os.write(self._write, b"\0")
+
+    def sleep(self, index: int, least: int) -> None:
+        """Until it rings, or some milliseconds; not if a word is at least `least` by now."""
+        self._out[self._asleep] = 1
+        if self._words[index] < least:
+            poll = select.poll()  # one for all would refuse a second thread
+            poll.register(self._own.read, select.POLLIN)
+            if poll.poll(1000 * _LONGEST):
+                with suppress(BlockingIOError):
+                    os.read(self._own.read, 4096)
+        self._out[self._asleep] = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_write"):
+            os.close(self._write)
+
+
+# What a provider of channels does: put words and bytes into the memory of the other end.
+
+
+class SendBuffers:
+    """Memory of this end from which tensors leave: one piece for each slot, made anew to grow."""
+
+    def __init__(self, slots: int) -> None:
+        self._made: list[Tensor | None] = [None] * slots
+
+    def get(self, slot: int, nbytes: int) -> Tensor:
+        """Bytes [nbytes]."""
+        room = self._made[slot]
+        if room is None or room.numel() < nbytes:
+            room = self._made[slot] = torch.empty(nbytes, dtype=torch.uint8)
+        return room[:nbytes]
+
+    def start(self, slot: int, source: Tensor | None, form: TensorMetadata) -> int:
+        """Where a tensor's bytes lie one after another: its own, or those of a copy in the room.
+
+        Args:
+            slot: It goes into.
+            source: The tensor; None: it has been made in the room.
+            form: Of it.
+        """
+        if source is not None and (own := tensor_address(source)):
+            return own
+        room = self.get(slot, form.nbytes)
+        if source is not None and form.nbytes:
+            with torch.no_grad():
+                form.view(room).copy_(source)
+        return room.data_ptr()
+
+
+class ChannelTransport(ABC):
+    """One end of a channel.
+
+    Args:
+        peer: How messages name the other end: "rank 1".
+        layout: Of the regions of both ends.
+        seconds: That a wait may take.
+
+    Attributes:
+        words: Memory of this end that the other one writes.
+        acquire: To be called between a flag and its tensor; None: loads keep their order.
+        bell: By which the other end wakes this one; None: it cannot.
+    """
+
+    provider: ClassVar[str]
+    words: memoryview
+    acquire: Callable[[], None] | None = None
+    bell: Doorbell | None = None
+
+    def __init__(self, peer: str, layout: RegionLayout, seconds: float) -> None:
+        self.peer = peer
+        self.layout = layout
+        self.seconds = seconds
+
+    @abstractmethod
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        """Bytes [nbytes] in which a tensor can be made that will be put into a slot."""
+
+    @abstractmethod
+    def send(self, slot: int, number: int, source: Tensor | None, form: TensorMetadata) -> None:
+        """Put a tensor, or what has been made in `room`, into a free slot, then the flag."""
+
+    @abstractmethod
+    def arrived(self, slot: int, block: Sequence[int]) -> Tensor:
+        """The bytes [at least as many as needed] of what has come into a slot, where they lie."""
+
+    @abstractmethod
+    def give_back(self, slot: int, number: int) -> None:
+        """Let the other end use a slot again."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """See whether the other end is still there.
+
+        Raises:
+            PeerLost: It is not, or has closed its end.
+        """
+
+    @abstractmethod
+    def close(self, *, patient: bool) -> None:
+        """Say goodbye, and let the memory go; what tensors still show stays.
+
+        Args:
+            patient: Wait for an end that has not yet taken what needs this one.
+        """
+
+    def wait(self, index: int, least: int, doing: str) -> None:
+        """Wait until a word of `words` is at least `least`.
+
+        Raises:
+            PeerLost: The other end is gone.
+            Stalled: It does not come in time.
+        """
+        wait_for_word(
+            self.words,
+            index,
+            least,
+            lambda: WaitBackoff(
+                self.seconds,
+                self.check,
+                lambda seconds: self.late(doing, seconds),
+                None if self.bell is None else partial(self.bell.sleep, index, least),
+            ),
+        )
+
+    def late(self, doing: str, seconds: float) -> Stalled:
+        """The error of a deadline."""
+        return Stalled(
+            f"{self.peer} did not {doing} within {seconds:g} s",
+            where=f"{self.provider} channel",
+            fix=f"Look for what {self.peer} does instead, or allow more time with timeout=.",
+        )
+
+    def lost(self, how: str) -> PeerLost:
+        """The error of an end that is gone."""
+        return PeerLost(
+            f"{self.peer} {how}",
+            where=f"{self.provider} channel",
+            fix="Its own error, or the signal that killed it, is the cause.",
+        )

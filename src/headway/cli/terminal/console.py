@@ -1,0 +1,74 @@
+"""Results on standard output; notes, warnings and errors on standard error.
+
+Text is written without control sequences, so that it can be piped and compared; only the progress
+display uses rich.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from headway.errors import HeadwayError
+
+BUG_CODE = "HW-9000"
+BUG_EXIT = 70
+
+
+def say(text: str = "") -> None:
+    """A line of the result, to standard output."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def say_json(value: Mapping[str, object] | Sequence[object]) -> None:
+    """The result for machines, to standard output."""
+    import json
+
+    say(json.dumps(value, indent=2, default=str))
+
+
+def note(text: str) -> None:
+    """A line for people that is not the result, to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """A warning, to standard error."""
+    note(f"warning: {text}")
+
+
+def show_warning(message: Warning | str, *place: object, **options: object) -> None:
+    """Takes the place of `warnings.showwarning`: the text without a line of headway's source."""
+    warn(str(message))
+
+
+def error_text(error: HeadwayError) -> str:
+    """Code, where, what, why and fix, each where there is one; golden files hold this form."""
+    return f"{error.code} {error}"
+
+
+def show_error(error: HeadwayError, *, trace: bool) -> int:
+    """Write an error of the user's; returns its exit code."""
+    if trace:
+        note(_trace(error))
+    note(error_text(error))
+    return error.exit_code
+
+
+def show_bug(error: BaseException) -> int:
+    """Write an error of ours, with its trace; returns the exit code for it."""
+    note(_trace(error))
+    note(
+        f"{BUG_CODE} this is a bug in headway: {type(error).__name__}: {error}\n"
+        "  Please report it with the trace above and the run directory's recipe.json, plan.json "
+        "and environment.json."
+    )
+    return BUG_EXIT
+
+
+def _trace(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error)).rstrip()

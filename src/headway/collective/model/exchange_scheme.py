@@ -1,0 +1,558 @@
+"""The step time under an exchange scheme, and the ranking of candidate schemes.
+An `ExchangeScheme` is the part of the plan's exchange that matters for time. Its buckets are
+formed as `headway.comm` forms them, each becomes a load on the link with the bytes and rounds
+of its method, and the step is simulated.
+
+The ranking puts exact candidates first among equals. An inexact one is considered only where
+inexact results are allowed, and chosen only where it gains enough to be worth an approximation.
+The result depends on the arguments alone, so that ranks with the same numbers choose the same
+scheme.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headway.collective.all_reduce.algorithm import AllReduceOptions
+from headway.collective.model.bucket_cost import (
+    ELEMENTWISE,
+    BucketService,
+    CompressorSpeed,
+    ExchangeNetwork,
+    bucket_service,
+    bucket_traffic,
+    compressed_link,
+    is_hierarchical,
+)
+from headway.collective.model.gradient_buckets import (
+    Buckets,
+    backward_order,
+    chunk_spans,
+    fill_buckets,
+    merge_buckets,
+)
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.overlap import (
+    Consistency,
+    Diagnosis,
+    ExchangeStep,
+    LinkLoad,
+    diagnose,
+    ready_order,
+    sharp_step_bound,
+    simulate_link,
+)
+from headway.collective.model.priority_order import chunk_size, planned_order
+from headway.collective.nodes import NOTHING, Traffic
+from headway.units import format_seconds
+
+FIRST_BUCKET = 2**20
+"""The first bucket is small, so that the link does not idle until a full one is there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientLayer:
+    """Parameters whose gradients come at the same time, in the order of the forward pass.
+
+    Attributes:
+        name: Logical name, or any text.
+        shapes: Of its parameters; empty for a layer without.
+        forward: Seconds.
+        backward: Seconds.
+        element_bytes: Of a gradient.
+        compressor: Something else than the scheme's, with its `amount`.
+        amount: Density or rank of `compressor`.
+        ranks: It is summed inside this group of ranks only.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    forward: float = 0.0
+    backward: float = 0.0
+    element_bytes: int = 4
+    compressor: str | None = None
+    amount: float = 0.0
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its gradients."""
+        return self.element_bytes * sum(map(math.prod, self.shapes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeScheme:
+    """How gradients are exchanged; the words are those of the plan's `Exchange`.
+
+    Attributes:
+        compressor: Name.
+        amount: Its density or rank.
+        reduce: "mean", "sum" or "adasum".
+        collective: "all_reduce", "hierarchical", or a program of `carrier.CARRIED`.
+        carrier: Of a program.
+        bucket: Bytes; None: fitted to the link.
+        overlap: Buckets leave while backward runs.
+        priority: Chunks in planned order across the border of the step.
+        chunk: Bytes; None: fitted to the link.
+        credit: Chunks on their way at the same time.
+    """
+
+    compressor: str = "none"
+    amount: float = 0.0
+    reduce: str = "mean"
+    collective: str = "all_reduce"
+    carrier: AllReduceOptions | None = None
+    bucket: int | None = None
+    overlap: bool = True
+    priority: bool = False
+    chunk: int | None = None
+    credit: int = 2
+
+    @property
+    def compress(self) -> str:
+        """As it is written in a plan."""
+        return f"{self.compressor}:{self.amount:g}" if self.amount else self.compressor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePrediction:
+    """A step under a scheme.
+
+    Attributes:
+        forward: F, seconds.
+        backward: B, seconds.
+        communication: C: seconds for which the link is busy in a step.
+        isolated: Seconds that the exchange would take on its own, one load after the other.
+        buckets: Indices of layers, bucket by bucket.
+        loads: Chunks of the buckets, or whole buckets.
+        home: Of each load, its bucket.
+        order: Of the loads, as they are sent.
+        credit: Loads on their way at the same time.
+        crossing: The step's border is crossed.
+        link: That the loads are priced with.
+        played: The step.
+        traffic: Bytes that ranks send to each other in a step.
+    """
+
+    forward: float
+    backward: float
+    communication: float
+    isolated: float
+    buckets: Buckets
+    loads: tuple[LinkLoad, ...]
+    home: tuple[int, ...]
+    order: tuple[int, ...]
+    credit: int
+    crossing: bool
+    link: LinkFit
+    played: ExchangeStep
+    traffic: Traffic
+
+    @property
+    def step(self) -> float:
+        return self.played.step
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which the training thread waits for the exchange."""
+        return self.played.exposed
+
+
+def predict_exchange(
+    scheme: ExchangeScheme,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    speeds: Mapping[str, CompressorSpeed],
+    *,
+    buckets: Buckets | None = None,
+) -> ExchangePrediction:
+    """Price a scheme.
+
+    Args:
+        scheme: How to exchange.
+        layers: In the order of the forward pass.
+        network: Links and nodes.
+        speeds: Of compressors, by name; one that is missing costs nothing.
+        buckets: Indices of layers bucket by bucket, instead of those of the scheme.
+    """
+    forward = sum(layer.forward for layer in layers)
+    backward = sum(layer.backward for layer in layers)
+    ready, needed = gradient_moments(layers)
+    if not scheme.overlap:
+        ready = [forward + backward] * len(layers)
+    fused = make_buckets(scheme, layers, network, ready, needed) if buckets is None else buckets
+    loads, home = _loads(scheme, layers, network, speeds, fused, ready, needed)
+    link = network.link_of(scheme.collective)
+    inline = not scheme.priority and scheme.compressor in ELEMENTWISE
+    credit = 1 if inline else scheme.credit
+    if scheme.priority:
+        order = planned_order(loads, link, credit=credit)
+    else:
+        order = ready_order([replace(load, needed=0.0) for load in loads])
+    played = simulate_link(
+        loads,
+        link,
+        order=order,
+        credit=credit,
+        crossing=scheme.priority,
+        compute=forward + backward,
+    )
+    busy = [link.seconds_per_byte * load.num_bytes for load in loads]
+    whole = [
+        time + link.latency + load.encode + load.decode
+        for time, load in zip(busy, loads, strict=True)
+    ]
+    return ExchangePrediction(
+        forward=forward,
+        backward=backward,
+        communication=math.fsum(busy),
+        isolated=math.fsum(whole),
+        buckets=fused,
+        loads=tuple(loads),
+        home=tuple(home),
+        order=order,
+        credit=credit,
+        crossing=scheme.priority,
+        link=link,
+        played=played,
+        traffic=_traffic(scheme, layers, network, fused),
+    )
+
+
+def gradient_moments(layers: Sequence[GradientLayer]) -> tuple[list[float], list[float]]:
+    """When each layer's gradients come, and when each layer begins; seconds, as for `LinkLoad`."""
+    needed, clock = [], 0.0
+    for layer in layers:
+        needed.append(clock)
+        clock += layer.forward
+    ready = [0.0] * len(layers)
+    for i in reversed(range(len(layers))):
+        clock += layers[i].backward
+        ready[i] = clock
+    return ready, needed
+
+
+def make_buckets(
+    scheme: ExchangeScheme,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    ready: Sequence[float],
+    needed: Sequence[float],
+) -> Buckets:
+    """The buckets of a scheme; layers of different methods or groups never share one.
+
+    With priority gradients are fused in forward order up to the size of a chunk, whatever the
+    scheme's bucket: a larger bucket would only delay what is urgent in it.
+    """
+    sizes = [layer.num_bytes for layer in layers]
+    keys = [(layer.compressor, layer.amount, layer.ranks) for layer in layers]
+    chosen = [i for i, size in enumerate(sizes) if size]
+    if scheme.bucket is None and not scheme.priority:
+        link = effective_link(scheme, layers, network)
+        found = merge_buckets([sizes[i] for i in chosen], [ready[i] for i in chosen], link)
+        return tuple(
+            same
+            for bucket in found
+            for key in dict.fromkeys(keys[chosen[i]] for i in bucket)
+            if (same := tuple(chosen[i] for i in bucket if keys[chosen[i]] == key))
+        )
+    if scheme.priority:
+        limit = first = chunk_bytes(scheme, layers, network)
+        order = sorted(chosen, key=lambda i: (needed[i], i))
+    else:
+        assert scheme.bucket is not None
+        limit, first = scheme.bucket, FIRST_BUCKET
+        order = [i for i in backward_order(ready) if sizes[i]]
+    place = {i: number for number, i in enumerate(order)}
+    made = [
+        bucket
+        for key in dict.fromkeys(keys[i] for i in order)
+        for bucket in fill_buckets(sizes, [i for i in order if keys[i] == key], limit, first)
+    ]
+    return tuple(sorted(made, key=lambda bucket: place[bucket[-1]]))
+
+
+def effective_link(
+    scheme: ExchangeScheme, layers: Sequence[GradientLayer], network: ExchangeNetwork
+) -> LinkFit:
+    """The link as the layers' gradients see it; see `compressed_link`."""
+    shapes = [shape for layer in layers for shape in layer.shapes]
+    return compressed_link(scheme, shapes, network, layers[0].element_bytes if layers else 4)
+
+
+def layer_bound(
+    scheme: ExchangeScheme, layers: Sequence[GradientLayer], network: ExchangeNetwork
+) -> float:
+    """The shortest step that any buckets and any order could reach; see `sharp_step_bound`."""
+    ready, needed = gradient_moments(layers)
+    compute = max(ready, default=0.0)
+    if not scheme.overlap:
+        ready = [compute] * len(layers)
+    loads = [
+        LinkLoad(layer.name, layer.num_bytes, come, used)
+        for layer, come, used in zip(layers, ready, needed, strict=True)
+        if layer.num_bytes
+    ]
+    link = effective_link(scheme, layers, network)
+    return sharp_step_bound(loads, link, compute=compute, crossing=scheme.priority)
+
+
+def chunk_bytes(
+    scheme: ExchangeScheme, layers: Sequence[GradientLayer], network: ExchangeNetwork
+) -> int:
+    """Of gradients, before they are compressed."""
+    largest = max((layer.num_bytes for layer in layers), default=1)
+    return scheme.chunk or chunk_size(network.link_of(scheme.collective), largest=largest)
+
+
+def _loads(
+    scheme: ExchangeScheme,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    speeds: Mapping[str, CompressorSpeed],
+    buckets: Buckets,
+    ready: Sequence[float],
+    needed: Sequence[float],
+) -> tuple[list[LinkLoad], list[int]]:
+    loads: list[LinkLoad] = []
+    home: list[int] = []
+    chunk = chunk_bytes(scheme, layers, network)
+    for number, bucket in enumerate(buckets):
+        own, where = _method(scheme, layers[bucket[0]], network)
+        shapes = [shape for i in bucket for shape in layers[i].shapes]
+        size = sum(layers[i].num_bytes for i in bucket)
+        served = bucket_service(own, shapes, where, speeds, layers[bucket[0]].element_bytes)
+        whole = not scheme.priority or not _elementwise(own)
+        parts = ((0, size),) if whole else chunk_spans(size, chunk)
+        come, used = max(ready[i] for i in bucket), min(needed[i] for i in bucket)
+        for place, (start, stop) in enumerate(parts):
+            name = f"{number}" if len(parts) == 1 else f"{number}.{place}"
+            loads.append(_load(name, served, (stop - start) / size, come, used))
+            home.append(number)
+    return loads, home
+
+
+def _elementwise(scheme: ExchangeScheme) -> bool:
+    return scheme.compressor in ELEMENTWISE and scheme.reduce != "adasum"
+
+
+def _method(
+    scheme: ExchangeScheme, layer: GradientLayer, network: ExchangeNetwork
+) -> tuple[ExchangeScheme, ExchangeNetwork]:
+    """The scheme and the network of a layer with its exceptions."""
+    if layer.compressor is not None:
+        scheme = replace(scheme, compressor=layer.compressor, amount=layer.amount)
+    return scheme, network if layer.ranks is None else network.among(layer.ranks)
+
+
+def _load(name: str, served: BucketService, share: float, ready: float, needed: float) -> LinkLoad:
+    return LinkLoad(
+        name=name,
+        num_bytes=served.num_bytes * share,
+        ready=ready,
+        needed=needed,
+        encode=served.encode * share,
+        decode=served.decode * share + served.delay,
+    )
+
+
+def _traffic(
+    scheme: ExchangeScheme,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    buckets: Buckets,
+) -> Traffic:
+    total = NOTHING
+    for bucket in buckets:
+        own, where = _method(scheme, layers[bucket[0]], network)
+        total += bucket_traffic(
+            [shape for i in bucket for shape in layers[i].shapes],
+            where.nodes,
+            reduce=own.reduce,
+            collective=own.collective,
+            compressor=own.compressor,
+            amount=own.amount,
+            carrier=own.carrier,
+            element_bytes=layers[bucket[0]].element_bytes,
+        )
+    return total
+
+
+# Which exchange is fastest on this link: candidates, ranked by their predicted step.
+
+
+CANDIDATE_COMPRESSORS = (
+    ("none", 0.0),
+    ("fp16", 0.0),
+    ("int8", 0.0),
+    ("powersgd", 4.0),
+    ("powersgd", 2.0),
+    ("powersgd", 1.0),
+    ("topk", 0.01),
+)
+"""From exact to coarse: of equally fast ones the first is taken."""
+COARSE_COMPRESSORS = frozenset({"sign", "topk", "mstopk", "adaptive", "randomk", "powersgd"})
+"""They need error feedback, change how training converges, and are never used unasked where
+gradients are sparse: PowerSGD made recommendation models diverge."""
+REQUIRED_GAIN = (1.0, 1.02, 1.05)
+"""By class of exactness: an inexact exchange must be so many times faster than an exact one."""
+TYPICAL_COMPRESSOR_SPEEDS: dict[str, CompressorSpeed] = {
+    "fp16": CompressorSpeed(0.04e-9, 0.03e-9),
+    "bf16": CompressorSpeed(0.04e-9, 0.03e-9),
+    "int8": CompressorSpeed(0.35e-9, 0.1e-9),
+    "sign": CompressorSpeed(0.1e-9, 0.15e-9),
+    "topk": CompressorSpeed(0.45e-9, 0.01e-9),
+    "mstopk": CompressorSpeed(0.7e-9, 0.01e-9),
+    "adaptive": CompressorSpeed(0.45e-9, 0.01e-9),
+    "randomk": CompressorSpeed(0.1e-9, 0.05e-9),
+    "powersgd": CompressorSpeed(0.4e-9, 0.1e-9),
+    "adasum": CompressorSpeed(0.15e-9),
+}
+"""Seconds per byte of one processor core with AVX2; to be replaced by what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeChoice:
+    """One candidate with its price.
+
+    Attributes:
+        scheme: How it exchanges.
+        predicted: Its step.
+        diagnosis: What limits it.
+        exactness: 0: exact; 1: rounded to fewer bits; 2: coarse, with error feedback.
+        reason: One sentence: why it stands where it stands.
+    """
+
+    scheme: ExchangeScheme
+    predicted: ExchangePrediction
+    diagnosis: Diagnosis
+    exactness: int
+    reason: str = ""
+
+    @property
+    def step(self) -> float:
+        return self.predicted.step
+
+
+def exactness(scheme: ExchangeScheme) -> int:
+    """0: the sum is exact; 1: rounded; 2: coarse."""
+    if scheme.reduce == "adasum" or scheme.compressor in COARSE_COMPRESSORS:
+        return 2
+    return 0 if scheme.compressor == "none" else 1
+
+
+def compression_pays(speed: CompressorSpeed, ratio: float, seconds_per_byte: float) -> bool:
+    """Whether a compressor can pay at all: 1 / S < (1 - 1 / q) x link time per byte.
+
+    Args:
+        speed: Of the compressor, per byte of gradient.
+        ratio: q: how many times smaller it makes gradients.
+        seconds_per_byte: Of the link, for uncompressed gradients.
+    """
+    return speed.encode + speed.decode < (1 - 1 / ratio) * seconds_per_byte
+
+
+def rank_schemes(
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    *,
+    base: ExchangeScheme,
+    exact_only: bool = False,
+    speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
+    candidates: Iterable[tuple[str, float]] = CANDIDATE_COMPRESSORS,
+    vary_priority: bool = False,
+) -> list[SchemeChoice]:
+    """Rank compressors, the best first: by the step, multiplied by what an approximation must gain.
+
+    Args:
+        layers: With measured times, in forward order.
+        network: As measured.
+        base: The rest of the exchange; its compressor is varied.
+        exact_only: Leave inexact candidates out.
+        speeds: Measured, by compressor.
+        candidates: (compressor, amount).
+        vary_priority: Try every candidate with and without crossing the border of the step.
+    """
+    found = []
+    for scheme in _schemes(base, candidates, network, vary_priority=vary_priority):
+        if exact_only and exactness(scheme):
+            continue
+        found.append(
+            evaluate_scheme(
+                scheme, predict_exchange(scheme, layers, network, speeds), layers, network
+            )
+        )
+    return _ranked(found)
+
+
+def evaluate_scheme(
+    scheme: ExchangeScheme,
+    predicted: ExchangePrediction,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+) -> SchemeChoice:
+    """A candidate, diagnosed."""
+    how: Consistency = "none"
+    if scheme.overlap:
+        how = "crossing" if predicted.crossing else "overlap"
+    diagnosis = diagnose(
+        predicted.step,
+        predicted.forward,
+        predicted.backward,
+        predicted.communication,
+        how,
+        sharp=layer_bound(scheme, layers, network),
+    )
+    return SchemeChoice(
+        scheme=scheme, predicted=predicted, diagnosis=diagnosis, exactness=exactness(scheme)
+    )
+
+
+def _schemes(
+    base: ExchangeScheme,
+    candidates: Iterable[tuple[str, float]],
+    network: ExchangeNetwork,
+    *,
+    vary_priority: bool,
+) -> Iterable[ExchangeScheme]:
+    layered = is_hierarchical(network.nodes, base.collective)
+    for compressor, amount in candidates:
+        if layered and compressor in ("int8", "sign", "powersgd", "randomk"):
+            continue  # shards cut gradients anywhere
+        for priority in (False, True) if vary_priority else (base.priority,):
+            yield replace(base, compressor=compressor, amount=amount, priority=priority)
+
+
+def _ranked(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:
+    """By step, each multiplied by what its class must gain."""
+    place = {id(choice): number for number, choice in enumerate(found)}
+
+    def key(choice: SchemeChoice) -> tuple[float, int]:
+        return choice.step * REQUIRED_GAIN[choice.exactness], place[id(choice)]
+
+    ranked = sorted(found, key=key)
+    return [
+        replace(choice, reason=_reason(choice, ranked, number))
+        for number, choice in enumerate(ranked)
+    ]
+
+
+def _reason(choice: SchemeChoice, ranked: Sequence[SchemeChoice], number: int) -> str:
+    step = format_seconds(choice.step)
+    if number == 0:
+        exact = next((c for c in ranked if not c.exactness), None)
+        if choice.exactness == 0 or exact is None:
+            head = "exact, and " if choice.exactness == 0 else ""
+            return f"{head}{step} a step: {choice.diagnosis.sentence}"
+        gain = exact.step / choice.step
+        return f"{step} a step, {gain:.2f}x as fast as the best exact exchange"
+    best = ranked[0]
+    if choice.step < best.step:
+        gain = best.step / choice.step
+        need = REQUIRED_GAIN[choice.exactness] / REQUIRED_GAIN[best.exactness]
+        return (
+            f"{gain:.2f}x as fast as {best.scheme.compress}, but less exact: it must be {need:.2f}x"
+        )
+    return f"{choice.step / best.step:.2f}x the step of {best.scheme.compress}"

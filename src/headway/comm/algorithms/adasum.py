@@ -1,0 +1,449 @@
+"""Adasum: the formula, the reference tree, and the reduction over ranks and nodes.
+
+Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation". Two gradients of one
+layer that point the same way are averaged, orthogonal ones are added, and in between it is gradual
+(equation 3):
+
+    A(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
+
+More than two are combined pairwise in a tree; A is not associative, so the tree is part of the
+method. Dot products and squared norms are sums of exact products in float64, whatever the
+gradients' type.
+
+Over ranks it is recursive vector halving with distance doubling (section 4): at level L = 1, 2, 4,
+... a rank and its partner at distance L swap halves of what they hold; each layer's a.b, |a|^2 and
+|b|^2 are summed over the 2 L ranks that share the two vectors, and the half is combined. Then the
+halves travel back the same way. Each rank sends 2 (n - 1) / n of the buffer, as an all-reduce does.
+The left operand is always that of the lower ranks, so that all ranks compute the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.comm.algorithms.hierarchical import inter_node_group, intra_node_group
+from headway.comm.algorithms.method import (
+    ElementSpan,
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    PeerGroup,
+    PendingOperation,
+    PointToPointOperations,
+    Route,
+    ScratchBuffers,
+    all_gather,
+    check_uniform_nodes,
+    first_tag,
+    pipeline_rounds,
+    reduce_scatter,
+    send_receive,
+    send_receive_chunked,
+    span_length,
+    split_evenly,
+)
+
+TINY = math.sqrt(torch.finfo(torch.float64).tiny)
+"""A squared norm below the square root of the smallest normal double counts as zero."""
+
+STATISTICS_BLOCK = 2**15
+"""Elements that are widened to float64 at a time: they stay in the cache (CPU)."""
+
+
+class Float64Workspace:
+    """Room for one block of both operands in float64."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A GPU wants few large calls.
+        self.size = STATISTICS_BLOCK if device.type == "cpu" else 512 * STATISTICS_BLOCK
+        self._rooms = torch.empty((2, self.size), dtype=torch.float64, device=device)
+
+    def __call__(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in float64; valid until the next call."""
+        if left.dtype == torch.float64:
+            return left, right
+        size = left.numel()
+        return self._rooms[0, :size].copy_(left), self._rooms[1, :size].copy_(right)
+
+
+def dot_and_norms(
+    left: Tensor, right: Tensor, widened: Float64Workspace
+) -> tuple[float, float, float]:
+    """left.right, |left|^2 and |right|^2 of two 1-D tensors, in float64."""
+    dot = first = second = 0.0
+    for start in range(0, left.numel(), widened.size):
+        block = slice(start, start + widened.size)
+        one, other = widened(left[block], right[block])
+        dot += torch.dot(one, other).item()
+        first += torch.dot(one, one).item()
+        second += torch.dot(other, other).item()
+    return dot, first, second
+
+
+def adasum_coefficients(dot: float, first: float, second: float) -> tuple[float, float]:
+    """The factors of both operands; 1 for one that is zero."""
+    return (
+        1.0 if first < TINY else 1.0 - dot / (2.0 * first),
+        1.0 if second < TINY else 1.0 - dot / (2.0 * second),
+    )
+
+
+def combine_scaled(own: Tensor, other: Tensor, factor: float, other_factor: float) -> None:
+    """own = factor * own + other_factor * other."""
+    if own.element_size() >= 4:
+        own.mul_(factor).add_(other, alpha=other_factor)
+    else:  # in 16 bits each of the two operations would round
+        own.copy_(own.float().mul_(factor).add_(other.float(), alpha=other_factor))
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two up to `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def adasum_tree(vectors: Sequence[Tensor], pieces: Sequence[GradientSlice]) -> Tensor:
+    """The reference: what Adasum over as many ranks has to give, in one process and in float64.
+
+    With p the largest power of two, vector p + i is first combined with vector i; then neighbours
+    are combined, then neighbours of these.
+
+    Args:
+        vectors: One for each rank; 1-D, gradients only.
+        pieces: The layers; each has its own factors.
+    """
+    power = largest_power_of_two(len(vectors))
+    level = [vector.double() for vector in vectors]
+    folded = [_pair(level[i], level[power + i], pieces) for i in range(len(level) - power)]
+    level = [*folded, *level[len(folded) : power]]
+    while len(level) > 1:
+        level = [
+            _pair(left, right, pieces) for left, right in zip(level[::2], level[1::2], strict=True)
+        ]
+    return level[0]
+
+
+def _pair(left: Tensor, right: Tensor, pieces: Sequence[GradientSlice]) -> Tensor:
+    result = torch.zeros_like(left)
+    for piece in pieces:
+        layer = slice(piece.start, piece.stop)
+        a, b = left[layer], right[layer]
+        factors = adasum_coefficients((a @ b).item(), (a @ a).item(), (b @ b).item())
+        result[layer] = factors[0] * a + factors[1] * b
+    return result
+
+
+def describe_tree(ranks: Sequence[int]) -> str:
+    """The order of combination, for people: "A(A(0, 1), A(2, 3))"."""
+    power = largest_power_of_two(len(ranks))
+    level = [str(rank) for rank in ranks]
+    folded = [f"A({level[i]}, {level[power + i]})" for i in range(len(level) - power)]
+    level = [*folded, *level[len(folded) : power]]
+    while len(level) > 1:
+        level = [f"A({a}, {b})" for a, b in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+# Adasum over ranks: recursive vector halving, distance doubling, with three dot products a
+# layer.
+
+
+GROUP_BYTES = 8 * 2**20
+"""Whole layers are combined in groups of about this size: while one group waits for its dot
+products, the halves of the next one keep the link busy. Smaller ones make streams to several ranks
+share the link, which costs more than it hides."""
+
+WINDOW = 2
+"""Groups under way."""
+
+DIRECT = 8
+"""Up to so many ranks dot products go to all at once; beyond, in a logarithmic number of rounds."""
+
+
+class Adasum(ExchangeMethod):
+    """The buffer of each rank holds its own mean gradient; all get their Adasum.
+
+    A common factor may be applied before or after: A(ca, cb) = c A(a, b).
+
+    Args:
+        whole: One set of factors for the whole buffer, instead of one for each of its pieces.
+        scratch: Shared by methods of one thread; None: its own.
+
+    Attributes:
+        coefficient: Of the last exchange, the mean over layers and levels of the two factors, each
+            weighted with its operand's squared norm: 0.5 where gradients agree (their mean), 1.0
+            where they are orthogonal (their sum), 1.5 where they are opposed; as this rank saw it,
+            nan if it combined nothing (before the first exchange, or beyond a power of two).
+    """
+
+    blocking: ClassVar[bool] = True
+
+    def __init__(self, *, whole: bool = False, scratch: ScratchBuffers | None = None) -> None:
+        self._whole = whole
+        self._scratch = scratch or ScratchBuffers()
+        self._widened: Float64Workspace | None = None
+        self._turn = 0
+        self.coefficient = math.nan
+
+    def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
+        if route.size > 1:
+            across = PeerGroup.of(route.group, route.ranks, route.rank)
+            yield from self._exchange(fused, None, across)
+
+    def _exchange(
+        self, fused: FusedBuffer, inside: PeerGroup | None, across: PeerGroup | None
+    ) -> Iterator[PendingOperation]:
+        self._widened = self._widened or Float64Workspace(fused.buffer.device)
+        seen: list[float] = []
+        tag = first_tag(fused.number, self._turn)
+        self._turn += 1
+        tasks = (
+            _Combination(
+                fused.buffer, pieces, flags, inside, across, tag + place,
+                self._scratch, self._widened, seen,
+            ).rounds()
+            for place, (pieces, flags) in enumerate(_groups(fused, self._whole))
+        )  # fmt: skip
+        yield from pipeline_rounds(tasks, WINDOW)
+        if seen:
+            self.coefficient = sum(seen) / len(seen)
+
+
+class HierarchicalAdasum(Adasum):
+    """The mean inside each node, Adasum across nodes; the factors are still those of whole layers.
+
+    With few large nodes it is closer to the mean than Adasum over all ranks: a plan names it.
+    """
+
+    def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
+        check_uniform_nodes(route.nodes)
+        inside = intra_node_group(route) if len(route.nodes.members[0]) > 1 else None
+        across = inter_node_group(route) if route.nodes.count > 1 else None
+        if inside or across:
+            yield from self._exchange(fused, inside, across)
+
+
+def _groups(fused: FusedBuffer, whole: bool) -> Iterator[tuple[tuple[GradientSlice, ...], Tensor]]:
+    """Runs of whole layers with their flags; 1024 at most, as they need tags."""
+    pieces, flags = fused.pieces, fused.flags
+    if whole:
+        end = fused.gradients.numel()
+        yield (GradientSlice("", 0, end, (end,)),), flags
+        return
+    size = max(GROUP_BYTES // fused.buffer.element_size(), fused.buffer.numel() // 1000)
+    first = 0
+    for number, piece in enumerate(pieces, 1):
+        if number == len(pieces) or piece.stop - pieces[first].start >= size:
+            yield pieces[first:number], flags[first:number]
+            first = number
+
+
+@dataclass(frozen=True)
+class _Combination:
+    """One group of layers on its way through all levels."""
+
+    flat: Tensor
+    pieces: tuple[GradientSlice, ...]
+    flags: Tensor
+    inside: PeerGroup | None
+    across: PeerGroup | None
+    tag: int
+    scratch: ScratchBuffers
+    widened: Float64Workspace
+    seen: list[float]
+    used: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Flags travel with the dot products.
+        object.__setattr__(self, "used", self.flags.double())
+
+    def rounds(self) -> Iterator[PendingOperation]:
+        held = slice(self.pieces[0].start, self.pieces[-1].stop)
+        spans: Sequence[ElementSpan] = (held,)
+        if self.inside:
+            spans = split_evenly(span_length(held), self.inside.size, held.start)
+            yield from reduce_scatter(self.flat, spans, self.inside, self.tag, self.scratch)
+            held = spans[self.inside.place]
+            self.flat[held].div_(self.inside.size)
+        if self.across:
+            yield from self._across(held, self.across)
+        elif self.inside:
+            yield from self._sum(self.used, self.inside, self.inside.others)
+        self.flags.copy_(self.used)
+        if self.inside:
+            yield from all_gather(self.flat, spans, self.inside, self.tag)
+
+    def _across(self, held: ElementSpan, circle: PeerGroup) -> Iterator[PendingOperation]:
+        """Ranks beyond a power of two hand their vector to the one p below and get the result."""
+        power = largest_power_of_two(circle.size)
+        parcel = [self.flat[held], self.used]
+        if circle.place >= power:
+            peer = circle.place - power
+            yield send_receive(circle, [], [(part, peer) for part in parcel], self.tag)
+            yield send_receive(circle, [(part, peer) for part in parcel], [], self.tag)
+            return
+        peer = circle.place + power
+        if circle.size > power:
+            yield from self._fold(held, circle, peer)
+        yield from self._halve_and_double(held, circle, power)
+        if circle.size > power:
+            sends = [(part, peer) for part in parcel] if peer < circle.size else []
+            yield send_receive(circle, [], sends, self.tag)
+
+    def _fold(self, held: ElementSpan, circle: PeerGroup, peer: int) -> Iterator[PendingOperation]:
+        """The first level, with the rank p above, where there is one."""
+        if peer >= circle.size:
+            # As many rounds as the others have: the conveyor's order must be the same.
+            yield from (PointToPointOperations(()) for _ in range(2 if self.inside else 1))
+            return
+        operands = _Operands(self.flat, held, self.pieces, self.scratch, lower=True)
+        used = torch.empty_like(self.used)
+        yield send_receive(circle, [(operands.other, peer), (used, peer)], [], self.tag)
+        self.used.add_(used)
+        operands.measure(slice(0, span_length(held)), self.widened)
+        yield from self._combine(operands, circle, block=1, last=False)
+
+    def _halve_and_double(
+        self, held: ElementSpan, circle: PeerGroup, power: int
+    ) -> Iterator[PendingOperation]:
+        way: list[tuple[int, ElementSpan, ElementSpan]] = []
+        level = 1
+        while level < power:
+            partner = circle.place ^ level
+            lower = circle.place < partner
+            middle = held.start + span_length(held) // 2
+            halves = slice(held.start, middle), slice(middle, held.stop)
+            kept, given = halves if lower else halves[::-1]
+            operands = _Operands(self.flat, kept, self.pieces, self.scratch, lower=lower)
+            for waiting, there in send_receive_chunked(
+                circle, operands.other, self.flat[given], partner, self.tag
+            ):
+                yield waiting
+                operands.measure(there, self.widened)
+            level *= 2
+            yield from self._combine(operands, circle, block=level, last=level == power)
+            way.append((partner, kept, given))
+            held = kept
+        for partner, kept, given in reversed(way):
+            for waiting, _ in send_receive_chunked(
+                circle, self.flat[given], self.flat[kept], partner, self.tag
+            ):
+                yield waiting
+
+    def _combine(
+        self, operands: _Operands, circle: PeerGroup, *, block: int, last: bool
+    ) -> Iterator[PendingOperation]:
+        """Combine what has been measured here, with factors of the whole layers.
+
+        Args:
+            operands: Of this rank.
+            circle: Of the levels.
+            block: The ranks that share the two operands are so many neighbours.
+            last: Sum the flags as well: now all ranks take part.
+        """
+        sums = torch.tensor(operands.sums, dtype=torch.float64, device=self.flat.device)
+        layers = sums.numel()
+        if last:
+            sums = torch.cat((sums, self.used))
+        for places in _stages(circle.place, block):
+            yield from self._sum(sums, circle, places)
+        if self.inside:
+            yield from self._sum(sums, self.inside, self.inside.others)
+        if last:
+            self.used.copy_(sums[layers:])
+        self.seen.extend(operands.combine(sums[:layers].tolist()))
+
+    def _sum(
+        self, values: Tensor, circle: PeerGroup, places: Sequence[int]
+    ) -> Iterator[PendingOperation]:
+        """Add up small vectors over these places and one's own; the same bits on all of them."""
+        received = {place: torch.empty_like(values) for place in places}
+        yield send_receive(
+            circle,
+            [(received[place], place) for place in places],
+            [(values, place) for place in places],
+            self.tag,
+        )
+        received[circle.place] = values.clone()
+        values.zero_()
+        for place in sorted(received):
+            values.add_(received[place])
+
+
+def _stages(place: int, block: int) -> list[list[int]]:
+    """With whom small sums over a block of neighbours are exchanged, stage by stage."""
+    first = place - place % block
+    if block <= DIRECT:
+        return [[other for other in range(first, first + block) if other != place]][: block - 1]
+    return [[place ^ (1 << bit)] for bit in range(block.bit_length() - 1)]
+
+
+class _Operands:
+    """A part of a group, as this rank and its partner had it.
+
+    Args:
+        flat: The bucket.
+        held: The part; layers may lie in it partly or not at all.
+        pieces: The layers of the group.
+        lower: What `flat` holds is the left operand.
+
+    Attributes:
+        other: The partner's; to be filled.
+        sums: a.b, |a|^2 and |b|^2 of each layer.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        held: ElementSpan,
+        pieces: Sequence[GradientSlice],
+        scratch: ScratchBuffers,
+        *,
+        lower: bool,
+    ) -> None:
+        self._flat, self._lower, self._scratch = flat, lower, scratch
+        self._own = flat[held]
+        self._parts = [_cut(piece, held) for piece in pieces]
+        self.other = scratch.take(span_length(held), flat)
+        self.sums = [0.0] * (3 * len(pieces))
+
+    def measure(self, there: ElementSpan, widened: Float64Workspace) -> None:
+        """Add the products of a part that has arrived."""
+        for number, part in enumerate(self._parts):
+            if part.stop <= there.start or part.start >= there.stop:
+                continue
+            both = slice(max(part.start, there.start), min(part.stop, there.stop))
+            pair = self._own[both], self.other[both]
+            found = dot_and_norms(*(pair if self._lower else pair[::-1]), widened)
+            for place, value in enumerate(found, 3 * number):
+                self.sums[place] += value
+
+    def combine(self, sums: Sequence[float]) -> Iterator[float]:
+        """Write the combination to the bucket.
+
+        Args:
+            sums: Those of all ranks that share the operands.
+
+        Yields:
+            The mean factor of each layer.
+        """
+        for number, part in enumerate(self._parts):
+            dot, first, second = sums[3 * number : 3 * number + 3]
+            factors = adasum_coefficients(dot, first, second)
+            own, opposite = factors if self._lower else factors[::-1]
+            combine_scaled(self._own[part], self.other[part], own, opposite)
+            if first + second > 0:
+                yield 1 - dot / (first + second)
+        self._scratch.give(self.other)
+
+
+def _cut(piece: GradientSlice, span: ElementSpan) -> ElementSpan:
+    """Where a layer lies inside a span, from its start; empty at its border if it does not."""
+    start = min(max(piece.start, span.start), span.stop)
+    stop = max(start, min(piece.stop, span.stop))
+    return slice(start - span.start, stop - span.start)

@@ -1,0 +1,474 @@
+"""TCP connections between the ranks of a group, and tagged messages over them.
+
+A message is a head (kind, tag, bytes) and the bytes of a tensor. Messages of one tag arrive in the
+order in which they were sent. What nobody has asked for stays in the kernel, so that a rank cannot
+run far ahead; it is buffered only where a requested message lies behind it.
+
+`PeerConnection` never blocks: whoever waits calls `push` and `pull` when poll says so.
+`ConnectionMessages` is what the interpreter uses in place of Gloo's connections, where a thread of
+every group is woken for each piece that arrives. Here a call hands the kernel what it takes, and a
+wait sleeps in poll and moves every message of the group until its own is done; other waiting
+threads sleep until theirs is, or until it is their turn to poll. State changes under one lock,
+which is not held in poll.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headway.channel.region import memory_at
+from headway.channel.rendezvous import configure_connection
+
+_HEAD = struct.Struct("<IIQ")
+_DATA, _BYE = 0x68770001, 0x68770002
+_LOW_BYTES = 64 * 1024
+"""A receiver is woken when so much has come, or all that it needs: by every packet, otherwise."""
+KERNEL_BYTES = 32 * 1024
+"""So much the kernel of a receiver takes in any case, while nobody reads."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)
+_NOTHING = memoryview(bytearray())
+
+
+class TransferWaiter(Protocol):
+    """What waits for transfers."""
+
+    def wait(self, transfer: MessageTransfer, seconds: float) -> None: ...
+
+
+class MessageTransfer:
+    """A message that is sent or received.
+
+    Args:
+        home: Waits for it.
+        link: Over which.
+        tag: Of it.
+        tensor: Contiguous, on the CPU: what is sent, or where it is received; kept alive.
+
+    Attributes:
+        done: It is in the tensor, or has left it.
+    """
+
+    __slots__ = ("_home", "done", "link", "memory", "nbytes", "sends", "tag", "tensor")
+
+    def __init__(
+        self, home: TransferWaiter, link: PeerConnection, tag: int, tensor: Tensor, *, sends: bool
+    ) -> None:
+        self._home, self.link, self.tag, self.tensor, self.sends = home, link, tag, tensor, sends
+        self.nbytes = tensor.nbytes
+        self.memory = memory_at(tensor.data_ptr(), self.nbytes) if self.nbytes else _NOTHING
+        self.done = False
+
+    @property
+    def travels(self) -> bool:
+        """Whether it gets there although nobody in this process does anything for it."""
+        return self.done or (not self.sends and self.nbytes <= KERNEL_BYTES)
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when it is done.
+
+        Raises:
+            RuntimeError: It "timed out", or the connection to a rank broke (`ConnectionBroken`).
+        """
+        if not self.done:
+            self._home.wait(self, timeout.total_seconds())
+
+
+class PeerConnection:
+    """One end of a connection.
+
+    Args:
+        peer: The place of the other rank in the group.
+        connection: To it; nothing has been said on it.
+
+    Attributes:
+        ended: Why nothing comes any more; "" while something may.
+        parted: The other end has said goodbye.
+        draining: The other end sends nothing more: what it has sent is read in any case.
+    """
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        self.peer = peer
+        self.ended = ""
+        self.parted = False
+        self.draining = False
+        self._socket = connection
+        connection.setblocking(False)
+        configure_connection(connection)
+        self.number = connection.fileno()
+        self._leaving: deque[MessageTransfer] = deque()
+        self._out: list[memoryview] = []
+        self._wanted: dict[int, deque[MessageTransfer]] = {}
+        self._early: dict[int, deque[bytearray]] = {}
+        self._head = bytearray(_HEAD.size)
+        self._room = memoryview(self._head)
+        self._coming: tuple[int, MessageTransfer | bytearray] | None = None
+        self._low = 1
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def send(self, transfer: MessageTransfer) -> None:
+        """Begin; what the kernel takes is on its way at once."""
+        self._leaving.append(transfer)
+        if len(self._leaving) == 1:
+            self._load()
+            self.push()
+
+    def _load(self) -> None:
+        first = self._leaving[0]
+        self._out = [memoryview(_HEAD.pack(_DATA, first.tag, first.nbytes)), first.memory]
+
+    def push(self) -> None:
+        """Hand on to the kernel what it takes."""
+        try:
+            while self._leaving and not self.ended:
+                self._out = _rest(self._out, self._socket.sendmsg(self._out))
+                if self._out:
+                    return
+                self._leaving.popleft().done = True
+                if self._leaving:
+                    self._load()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._end(error)
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def receive(self, transfer: MessageTransfer) -> None:
+        """Begin; it may have come already."""
+        early = self._early.get(transfer.tag)
+        if early:
+            self._settle(transfer, early.popleft())
+            if not early:
+                del self._early[transfer.tag]
+        else:
+            self._wanted.setdefault(transfer.tag, deque()).append(transfer)
+
+    def pull(self) -> None:
+        """Take from the kernel what somebody wants, or all, where the other end is at its end."""
+        try:
+            while (self._wanted or self._coming or self.draining) and not self.ended:
+                count = self._socket.recv_into(self._room) if self._room else 0
+                if self._room and not count:
+                    self.ended = "has closed the group" if self.parted else "is gone"
+                self._room = self._room[count:]
+                if self._room:
+                    return
+                self._next()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._end(error)
+
+    def _next(self) -> None:
+        """A head or the bytes of a message are complete."""
+        if self._coming is None:
+            kind, tag, nbytes = _HEAD.unpack(self._head)
+            if kind == _BYE:
+                self.parted = self.draining = True
+            elif kind != _DATA:
+                self.ended = "sends what is no message"
+            else:
+                self._begin(tag, nbytes)
+                if self._room or self.ended:
+                    return
+                self._close_message()
+        else:
+            self._close_message()
+        self._room = memoryview(self._head)
+
+    def _begin(self, tag: int, nbytes: int) -> None:
+        """Choose where the bytes of a message go."""
+        transfer = self._claim(tag)
+        if transfer is None:
+            aside = bytearray(nbytes)
+            self._coming, self._room = (tag, aside), memoryview(aside)
+        elif transfer.nbytes == nbytes:
+            self._coming, self._room = (tag, transfer), transfer.memory
+        else:
+            self.ended = _unequal(nbytes, transfer.nbytes)
+
+    def _claim(self, tag: int) -> MessageTransfer | None:
+        """Who has asked first for a message with this tag."""
+        waiting = self._wanted.get(tag)
+        if not waiting:
+            return None
+        transfer = waiting.popleft()
+        if not waiting:
+            del self._wanted[tag]
+        return transfer
+
+    def _close_message(self) -> None:
+        assert self._coming is not None
+        (tag, what), self._coming = self._coming, None
+        if isinstance(what, MessageTransfer):
+            what.done = True
+        elif transfer := self._claim(tag):  # asked for while it came
+            self._settle(transfer, what)
+        else:
+            self._early.setdefault(tag, deque()).append(what)
+
+    def _settle(self, transfer: MessageTransfer, came: bytearray) -> None:
+        """Give a message that was put aside to whoever asks for it."""
+        if len(came) == transfer.nbytes:
+            transfer.memory[:] = came
+            transfer.done = True
+        else:
+            self.ended = _unequal(len(came), transfer.nbytes)
+
+    # -- for poll ---------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> int:
+        """What poll should look for."""
+        wants = select.POLLIN if self._wanted or self._coming else 0
+        return wants | (select.POLLOUT if self._leaving else 0) | _HANG_UP
+
+    def happened(self, events: int) -> None:
+        """Act on what poll has found."""
+        if events & ~(select.POLLIN | select.POLLOUT):
+            self.draining = True
+        if events & select.POLLOUT:
+            self.push()
+        if events & ~select.POLLOUT:
+            self.pull()
+
+    def doze(self) -> None:
+        """Have poll wake us not before there is something to do."""
+        if self._coming is not None:
+            need = len(self._room)
+        elif self._wanted:
+            sizes = (transfer.nbytes for waiting in self._wanted.values() for transfer in waiting)
+            need = len(self._room) + min(sizes)
+        else:
+            return
+        need = max(1, min(need, _LOW_BYTES))
+        if need != self._low:
+            with suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, need)
+            self._low = need
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _end(self, error: OSError) -> None:
+        self.ended = f"is gone ({error.strerror or error})"
+
+    def close(self) -> None:
+        """Say goodbye and end it; what has been handed to the kernel still arrives."""
+        if not self._leaving and not self.ended:
+            with suppress(OSError):
+                self._socket.send(_HEAD.pack(_BYE, 0, 0))
+        self.drop()
+
+    def drop(self) -> None:
+        """End it without a word, as the death of this process would."""
+        self.ended = self.ended or "was closed by this rank"
+        self._socket.close()
+
+
+def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of some bytes, the first of which are gone."""
+    while parts and count >= len(parts[0]):
+        count -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][count:], *parts[1:]] if parts else parts
+
+
+def _unequal(came: int, expected: int) -> str:
+    return f"sends {came} bytes where {expected} were expected: the ranks' calls differ"
+
+
+# Messages of a group over connections of its own, moved by whoever waits: no thread, no copies.
+
+
+_GRACE_SECONDS = 2.0
+"""After a rank has vanished, the others may still get so far what does not depend on it."""
+
+_SHORT_SECONDS = 5.0
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class ConnectionBroken(RuntimeError):
+    """The connection to a rank broke.
+
+    Attributes:
+        peer: Its place in the group.
+    """
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
+
+
+class ConnectionMessages:
+    """The messages of one rank of a group.
+
+    Args:
+        links: For every other rank its connections, one for each interface.
+    """
+
+    def __init__(self, links: Sequence[Sequence[PeerConnection]]) -> None:
+        self._links = [list(each) for each in links]
+        self._by_number = {link.number: link for each in self._links for link in each}
+        self._lost: dict[PeerConnection, float] = {}
+        self._state = threading.Condition(threading.Lock())
+        self._polling = False
+        self._asleep: list[MessageTransfer] = []
+        self._bell, self._ringer = socket.socketpair()
+        for end in (self._bell, self._ringer):
+            end.setblocking(False)
+        everything = [link for each in self._links for link in each]
+        self._end = weakref.finalize(self, _close, everything, (self._bell, self._ringer))
+        _living.add(self)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> MessageTransfer:
+        """Begin to send a tensor; it must stay as it is until that is done."""
+        with self._state:
+            link = self._link(peer, tag)
+            transfer = MessageTransfer(self, link, tag, tensors[0], sends=True)
+            link.send(transfer)
+            if self._polling and not transfer.done:
+                self._ring()
+        return transfer
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> MessageTransfer:
+        """Begin to receive into a tensor."""
+        with self._state:
+            link = self._link(peer, tag)
+            transfer = MessageTransfer(self, link, tag, tensors[0], sends=False)
+            link.receive(transfer)
+            if self._polling:
+                self._ring()
+        return transfer
+
+    def wait(self, transfer: MessageTransfer, seconds: float) -> None:
+        """Move messages until one is done.
+
+        Raises:
+            RuntimeError: It "timed out".
+            Broken: Which rank is gone.
+        """
+        deadline = monotonic() + seconds
+        with self._state:
+            try:
+                while not transfer.done:
+                    self._turn(transfer, deadline)
+            finally:
+                self._state.notify_all()
+
+    def close(self) -> None:
+        """End all connections, once."""
+        with self._state:
+            if not self._end.alive:
+                return
+            for link in self._by_number.values():
+                link.close()
+            self._ring()
+            self._state.wait_for(lambda: not self._polling, _SHORT_SECONDS)
+            self._end()
+
+    def forget(self) -> None:
+        """What a forked process does with its copy: the other ranks must see who is gone."""
+        self._end.detach()
+        for link in self._by_number.values():
+            link.drop()
+        for end in (self._bell, self._ringer):
+            end.close()
+
+    # -- with the lock held -----------------------------------------------------------------------
+
+    def _link(self, peer: int, tag: int) -> PeerConnection:
+        links = self._links[peer]
+        return links[tag % len(links)]
+
+    def _turn(self, transfer: MessageTransfer, deadline: float) -> None:
+        """Move something, or let another thread do so."""
+        limit = min(deadline, self._check(transfer))
+        left = limit - monotonic()
+        if left <= 0 and limit == deadline:
+            raise RuntimeError("timed out")
+        if self._polling:
+            self._asleep.append(transfer)
+            self._state.wait(max(left, 0.0))
+            self._asleep.remove(transfer)
+            return
+        self._polling = True
+        try:
+            self._move(max(left, 0.0))
+        finally:
+            self._polling = False
+        if any(other.done or other.link.ended for other in self._asleep):
+            self._state.notify_all()
+
+    def _move(self, seconds: float) -> None:
+        """Sleep until something comes or may leave, and move it."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        for number, link in self._by_number.items():
+            if not link.ended:
+                link.doze()
+                poll.register(number, link.events)
+        self._state.release()
+        try:
+            found = poll.poll(int(seconds * 1000) + 1)
+        finally:
+            self._state.acquire()
+        for number, events in found:
+            link_ = self._by_number.get(number)
+            if link_ is not None:
+                link_.happened(events)
+            else:
+                with suppress(BlockingIOError):
+                    self._bell.recv(4096)
+
+    def _ring(self) -> None:
+        """Wake the thread in poll: it shall look for something else, too."""
+        with suppress(BlockingIOError):
+            self._ringer.send(b"!")
+
+    def _check(self, transfer: MessageTransfer) -> float:
+        """When a wait must be given up because another rank is gone: a time of `monotonic`.
+
+        Raises:
+            Broken: It can never be done.
+        """
+        now = monotonic()
+        for link in self._by_number.values():
+            if link.ended and not link.parted:
+                self._lost.setdefault(link, now)
+        first = min(self._lost, key=self._lost.__getitem__, default=None)
+        late = self._lost[first] + _GRACE_SECONDS if first is not None else float("inf")
+        if transfer.link.ended or now >= late:
+            culprit = transfer.link if first is None else first
+            raise ConnectionBroken(culprit.peer, f"It {culprit.ended}.")
+        return late
+
+
+def _close(links: Sequence[PeerConnection], bells: Sequence[socket.socket]) -> None:
+    """End it without a goodbye, if there was none."""
+    for link in links:
+        link.drop()
+    for bell in bells:
+        bell.close()
+
+
+def _forget_all() -> None:
+    for messages in list(_living):
+        messages.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

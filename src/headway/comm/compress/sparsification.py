@@ -1,0 +1,312 @@
+"""Sparsification: top-k, MSTopK, top-k with an adaptive budget, and random-k.
+
+Top-k (Aji and Heafield 2017) and its variants: every rank selects the largest values of its own u =
+gradient + residual, layer by layer, and sends values and indices; all ranks add up what all have
+sent. Selecting by layer makes the result independent of how parameters are fused into buckets. What
+is sent leaves the residual. The size of a payload is fixed, so that it can be planned; the adaptive
+variant moves the budget between layers and keeps its total, in whole numbers and exactly.
+
+Random-k: random values at the same indices on all ranks, so that the network can sum them. The
+indices of a layer depend on the seed, its name and the step only. One is drawn from each of k equal
+stretches of the layer, so no index comes twice and values are read in order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.collective.model.payload import is_dense, kept_elements, sparse_bytes
+from headway.comm.algorithms.method import GradientSlice, PendingOperation, Route, all_reduce
+from headway.comm.compress.compressor import Compressor, gather_payloads, seeded_generator
+from headway.comm.compress.topk_selection import ms_top_k, top_k
+from headway.errors import RunError
+
+SMALLEST_SHARE, LARGEST_SHARE = 0.25, 4.0
+"""Of a layer's even share."""
+LARGEST_SHARE_CHANGE = 2.0
+"""By which a share changes in one step at most."""
+
+
+def allocate_budget(wanted: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
+    """Whole numbers in about these proportions (largest remainders).
+
+    Args:
+        wanted: Positive; only the proportions count.
+        sizes: The most that each may have.
+        total: Their sum; from the number of layers to the sum of `sizes`.
+    """
+    counts = [1] * len(wanted)
+    left = total - len(wanted)
+    while left:  # again where a layer is full: at most once per layer
+        open_ = [i for i, size in enumerate(sizes) if counts[i] < size]
+        weight = math.fsum(wanted[i] for i in open_)
+        shares = {i: wanted[i] / weight * left for i in open_}
+        for i in open_:
+            counts[i] += min(math.floor(shares[i]), sizes[i] - counts[i])
+        rest = total - sum(counts)
+        if rest < len(open_):
+            by_remainder = sorted(open_, key=lambda i: (math.floor(shares[i]) - shares[i], i))
+            for i in by_remainder[:rest]:
+                counts[i] += counts[i] < sizes[i]
+        left = total - sum(counts)
+    return counts
+
+
+def adapt_budget(
+    shares: Sequence[float], even: Sequence[int], smallest: Sequence[float]
+) -> list[float]:
+    """New shares, from the smallest magnitude that each layer has sent.
+
+    Args:
+        shares: Relative to the even ones.
+        even: The even shares, which weigh the mean.
+        smallest: Zero where a layer had fewer values than its share.
+    """
+    known = [i for i, value in enumerate(smallest) if 0 < value < math.inf]
+    if not known:
+        return list(shares)
+    weight = sum(even[i] for i in known)
+    mean = math.fsum(even[i] * math.log(smallest[i]) for i in known) / weight
+    factors = [
+        math.exp((math.log(value) - mean) / 2) if 0 < value < math.inf else 1 / LARGEST_SHARE_CHANGE
+        for value in smallest
+    ]
+    moved = [
+        share * min(max(factor, 1 / LARGEST_SHARE_CHANGE), LARGEST_SHARE_CHANGE)
+        for share, factor in zip(shares, factors, strict=True)
+    ]
+    scale = sum(even) / math.fsum(e * share for e, share in zip(even, moved, strict=True))
+    return [min(max(share * scale, SMALLEST_SHARE), LARGEST_SHARE) for share in moved]
+
+
+# The largest values only: topk, mstopk, adaptive.
+
+
+class _TopKBase(Compressor):
+    """Selects, gathers from all ranks, adds up."""
+
+    def __init__(self, density: float, *, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self._density = density
+        self._counts: list[int] = []
+        self._payload = self._rows = torch.empty(0, dtype=torch.uint8)
+        self._own = (torch.empty(0), torch.empty(0))
+        self._gathered: list[tuple[Tensor, Tensor]] = []
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        return not is_dense(shape)
+
+    @abstractmethod
+    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
+        """int64[k]: places among `values`, to which `add` has to be added before."""
+
+    def _note(self, number: int, sent: Tensor) -> None:
+        """The values that were sent of a parameter; for those who learn from them."""
+
+    def _open(self, buffer: Tensor, route: Route) -> None:
+        self._counts = [kept_elements(p.stop - p.start, self._density) for p in self._layout.packed]
+        total = sum(self._counts)
+        num_bytes = sparse_bytes(total, buffer.element_size())
+        self._payload = buffer.new_zeros(num_bytes, dtype=torch.uint8)
+        self._rows = buffer.new_empty((route.size, num_bytes), dtype=torch.uint8)
+        self._own = _payload_views(self._payload, total, buffer.dtype)
+        self._gathered = [_payload_views(row, total, buffer.dtype) for row in self._rows]
+
+    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
+        summing, dense = self._start_dense(buffer, route)
+        self._encode(buffer)
+        yield from gather_payloads(self._rows, self._payload, route)
+        self._clear(buffer)
+        for values, places in self._gathered:
+            buffer.index_add_(0, places, values)
+        if summing is not None:
+            yield summing
+            self._dense.spread(dense, buffer)
+
+    def _encode(self, buffer: Tensor) -> None:
+        """Select layer by layer into the payload; what is sent leaves the residual."""
+        values, places = self._own
+        first = 0
+        for number, (source, piece) in enumerate(
+            zip(self._layout.sources, self._layout.packed, strict=True)
+        ):
+            kept_back = self._residual[piece.start : piece.stop]
+            gradient = buffer[source.start : source.stop]
+            count = self._counts[number]
+            if gradient.dtype != kept_back.dtype:
+                kept_back.add_(gradient)
+            same = gradient if gradient.dtype == kept_back.dtype else None
+            try:
+                chosen = self._select(number, kept_back, count, same)
+            except RunError as error:
+                error.where = error.where or f"gradient of {piece.name}"
+                raise
+            taken = kept_back[chosen]
+            sent = values[first : first + count]
+            sent.copy_(taken)
+            torch.add(chosen, source.start, out=places[first : first + count])
+            # Not simply zero: what a 16-bit gradient cannot hold stays behind.
+            kept_back[chosen] = taken.sub_(sent) if same is None else 0
+            self._note(number, sent)
+            first += count
+
+
+def _payload_views(row: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and places in a row of bytes; the wider ones stand first, so that both align."""
+    width = dtype.itemsize
+    if width >= 4:
+        values, places = row[: count * width], row[count * width : count * (width + 4)]
+    else:
+        places, values = row[: count * 4], row[count * 4 : count * (4 + width)]
+    return values.view(dtype), places.view(torch.int32)
+
+
+class TopK(_TopKBase):
+    """The largest magnitudes of each layer, exactly (Aji and Heafield 2017)."""
+
+    name = "topk"
+
+    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
+        return top_k(values, k, add=add)
+
+
+class MsTopK(_TopKBase):
+    """About the largest magnitudes of each layer, by a bisected threshold (Shi et al. 2021)."""
+
+    name = "mstopk"
+
+    def __init__(self, density: float, *, seed: int = 0) -> None:
+        super().__init__(density, seed=seed)
+        self._rank = 0
+
+    def _open(self, buffer: Tensor, route: Route) -> None:
+        super()._open(buffer, route)
+        self._rank = route.rank
+
+    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
+        name = self._layout.packed[number].name
+        draw = seeded_generator(self._seed, name, self._step, self._rank)
+        return ms_top_k(values, k, draw, add=add).indices
+
+
+class AdaptiveTopK(_TopKBase):
+    """topk whose budget wanders to the layers that need it; the total stays that of topk.
+
+    The energy that a given number of values leaves unsent is least if the smallest value sent is
+    the same in every layer. So after each step a layer whose smallest sent value lies above that of
+    the others gets a larger share of the next budget, and one below a smaller share: by the square
+    root of the ratio, at most by 2 a step, and within a quarter to four times its share under topk,
+    so that no layer starves. Every rank follows its own gradients.
+    """
+
+    name = "adaptive"
+    memory: ClassVar[str] = "share"
+
+    def __init__(self, density: float, *, seed: int = 0) -> None:
+        super().__init__(density, seed=seed)
+        self._even: list[int] = []
+        self._shares: list[float] = []
+        self._smallest: list[float] = []
+
+    def _open(self, buffer: Tensor, route: Route) -> None:
+        super()._open(buffer, route)
+        self._even = list(self._counts)
+        self._shares = [1.0] * len(self._even)
+        self._smallest = [math.nan] * len(self._even)
+
+    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
+        sizes = [piece.stop - piece.start for piece in self._layout.packed]
+        wanted = [even * share for even, share in zip(self._even, self._shares, strict=True)]
+        self._counts = allocate_budget(wanted, sizes, sum(self._even))
+        yield from super()._exchange(buffer, route)
+        self._shares = adapt_budget(self._shares, self._even, self._smallest)
+
+    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
+        return top_k(values, k, add=add)
+
+    def _note(self, number: int, sent: Tensor) -> None:
+        self._smallest[number] = float(sent.abs().min())
+
+    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
+        share = torch.tensor(self._shares[number], dtype=torch.float64)
+        return super()._piece_state(number, piece) | {self.memory: share}
+
+    def _restore_piece(
+        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
+    ) -> None:
+        super()._restore_piece(number, piece, state)
+        if self.memory in state:
+            self._shares[number] = float(state[self.memory])
+
+
+# randomk: random values, at the same places on all ranks, so that the network can sum them.
+
+
+def random_indices(seed: int, name: str, step: int, size: int, k: int) -> Tensor:
+    """int64[k]: ascending places in a layer of `size` elements."""
+    borders = np.arange(k + 1, dtype=np.int64) * size // k
+    widths = np.diff(borders)
+    offsets = (seeded_generator(seed, name, step).random(k) * widths).astype(np.int64)
+    # The product of the largest random number may round up to the width itself.
+    return torch.from_numpy(borders[:-1] + np.minimum(offsets, widths - 1))
+
+
+class RandomK(Compressor):
+    """One all-reduce: the drawn values, then what is sent whole."""
+
+    name = "randomk"
+
+    def __init__(self, density: float, *, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self._density = density
+        self._payload = torch.empty(0)
+        self._shift = torch.empty(0, dtype=torch.int64)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        return not is_dense(shape)
+
+    def _open(self, buffer: Tensor, route: Route) -> None:
+        sizes = [piece.stop - piece.start for piece in self._layout.packed]
+        counts = [kept_elements(size, self._density) for size in sizes]
+        total = sum(counts) + self._layout.dense_size
+        self._payload = torch.empty(total, dtype=buffer.dtype, device=buffer.device)
+        shifts = [
+            torch.full((count,), packed.start - source.start, device=buffer.device)
+            for count, source, packed in zip(
+                counts, self._layout.sources, self._layout.packed, strict=True
+            )
+        ]
+        self._shift = torch.cat(shifts)
+
+    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
+        places = self._places().to(buffer.device)
+        packed = places + self._shift
+        for source, piece in zip(self._layout.sources, self._layout.packed, strict=True):
+            self._residual[piece.start : piece.stop] += buffer[source.start : source.stop]
+        values, dense = self._payload[: len(places)], self._payload[len(places) :]
+        taken = self._residual[packed]
+        values.copy_(taken)
+        self._dense.copy(buffer, dense)
+        self._residual[packed] = taken.sub_(values)  # zero, but for what 16 bits cannot hold
+        yield all_reduce(self._payload, route)
+        self._clear(buffer)
+        buffer[places] = values
+        self._dense.spread(dense, buffer)
+
+    def _places(self) -> Tensor:
+        """Places in the bucket, layer by layer."""
+        found = []
+        for piece in self._layout.sources:
+            size = piece.stop - piece.start
+            count = kept_elements(size, self._density)
+            found.append(
+                random_indices(self._seed, piece.name, self._step, size, count) + piece.start
+            )
+        return torch.cat(found)

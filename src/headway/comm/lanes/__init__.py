@@ -1,0 +1,5 @@
+"""Lanes: buckets of gradients, the process groups they travel on, the threads that send them.
+
+Begin with `bucket_lanes`. A route is one set of process groups; a lane with `credit` chunks in
+flight needs as many routes, because operations on one group must have the same order on all ranks.
+"""

@@ -1,0 +1,69 @@
+"""The all-reduce program of an exchange: which one, and that all ranks chose the same.
+
+The plan and the size of a bucket decide; nothing is measured. The ranks communicate only to compare
+fingerprints before the first program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from headway.collective.all_reduce.algorithm import all_reduce_program, program_fingerprint
+from headway.collective.program.program import CollectiveProgram, CollectiveTask
+from headway.comm.backend.process_group import ChooseProgram
+from headway.errors import PlanError
+from headway.plan import ExchangePlan
+
+
+def all_reduce_program_chooser(description: ExchangePlan) -> ChooseProgram | None:
+    """For groups of the exchange; None: Gloo's own all-reduce is what the plan wants."""
+    if not description.carried:
+        return None
+
+    def choose(
+        task: CollectiveTask, ranks: tuple[int, ...], element_bytes: int
+    ) -> CollectiveProgram | None:
+        if task.op != "all_reduce":
+            return None
+        return make_all_reduce_program(description, len(ranks), task.elements, element_bytes)
+
+    return choose
+
+
+def make_all_reduce_program(
+    description: ExchangePlan, ranks: int, elements: int, element_bytes: int
+) -> CollectiveProgram:
+    """What carries a bucket or a chunk of so many elements."""
+    return all_reduce_program(
+        description.collective, description.carrier, ranks, elements, element_bytes
+    )
+
+
+def check_same_programs(
+    description: ExchangePlan, ranks: int, sizes: Iterable[tuple[int, int]]
+) -> None:
+    """Compare the programs of all ranks before the first one runs; collective over the world.
+
+    Args:
+        description: The plan's, with a program.
+        ranks: Who exchange.
+        sizes: Elements, and bytes of an element, of all buckets and chunks.
+
+    Raises:
+        PlanError: Names the ranks whose programs are others than rank 0's.
+    """
+    own = program_fingerprint(
+        make_all_reduce_program(description, ranks, *size) for size in sorted(set(sizes))
+    )
+    found: list[str] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    others = [rank for rank, name in enumerate(found) if name != found[0]]
+    if others:
+        listed = ", ".join(map(str, others))
+        raise PlanError(
+            f"ranks {listed} would carry the sums by other programs than rank 0",
+            problems=[f"rank {rank}: {found[rank]}, rank 0: {found[0]}" for rank in others],
+            fix="Give all ranks the same plan.json, model and version of headway.",
+        )

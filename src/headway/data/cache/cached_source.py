@@ -1,0 +1,544 @@
+"""A source whose samples are kept on a local disk and in memory after the first read.
+
+    source (remote)  ->  node-local disk  ->  host memory  ->  batches
+
+The first epoch reads the source and fills the levels, later ones find their samples there. Kept are
+samples after `prepare` and before `augment`, so that only what is the same in every epoch is kept.
+Batches are bit for bit those of the source without the cache; a stored sample that is damaged, or
+that the source no longer gives, is read again and never delivered. Shi et al. 2021, "Towards
+Scalable Distributed Training of Deep Learning on Public Cloud Clusters", section 3.4.
+
+A torch data set has single samples and a collate function. Any other source has batches whose rows
+are its samples; that they are is checked, because a source that pads to the longest row of a batch,
+say, has rows that depend on their neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from headway.data.cache.blob_store import CacheLevelLost, DamagedBlob, StoreKey
+from headway.data.cache.levels import DiskLevel, MemoryLevel
+from headway.data.cache.serialization import Decoder, Encoded, encode
+from headway.data.cache.statistics import CacheCounters, CacheStatistics
+from headway.data.source import DatasetSource, GlobalGenerators, SeededSource, Source, as_source
+from headway.errors import DataError, HeadwayError
+from headway.units import format_bytes, parse_bytes
+
+Collate = Callable[[list[Any]], Any]
+
+
+class SampleAccess(Protocol):
+    """Reads single samples, and makes batches of them."""
+
+    def check(self) -> None:
+        """Whether the source has single samples.
+
+        Raises:
+            DataError: It has not.
+        """
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at `indices`.
+
+        Raises:
+            DataError: One cannot be read.
+        """
+        ...
+
+    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
+        """A batch of them.
+
+        Raises:
+            DataError: They do not fit together.
+        """
+        ...
+
+
+def sample_access_of(source: Source, *, collate: Collate | None, prepared: bool) -> SampleAccess:
+    """The samples of a source.
+
+    Args:
+        source: Any that draws no random numbers.
+        collate: Makes batches; None: as the source does, or as torch does if they are prepared.
+        prepared: Whether the samples will be changed before they are joined.
+
+    Raises:
+        DataError: The source takes seeds of its own, so its samples are random.
+    """
+    if isinstance(source, DatasetSource):
+        return _Items(source, collate or source.collate)
+    if isinstance(source, SeededSource):
+        raise DataError(
+            f"a {type(source).__name__} cannot be cached",
+            why="It takes a seed for each sample (read_seeded), so its samples are random.",
+            fix="Cache the source below it, and give the random part as `augment`.",
+        )
+    return _Rows(source, collate or (default_collate if prepared else None))
+
+
+class _Items:
+    """The samples of a map-style data set."""
+
+    def __init__(self, source: DatasetSource, collate: Collate) -> None:
+        self._single = DatasetSource(source.dataset, collate=_as_they_are)
+        self._collate = collate
+
+    def check(self) -> None:
+        """A data set has samples by its nature."""
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        samples: list[Any] = self._single.read(indices)
+        return samples
+
+    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
+        return _joined(self._collate, indices, samples)
+
+
+class _Rows:
+    """The rows of the batches of a source."""
+
+    def __init__(self, source: Source, collate: Collate | None) -> None:
+        self._source = source
+        self._collate = collate
+
+    def check(self) -> None:
+        """Read some samples together and alone, and compare them bit for bit."""
+        count = len(self._source)
+        some = sorted({0, count // 2, count - 1}) if count else []
+        if not some:
+            return
+        batch = self._batch(some)
+        rows = _split(batch, len(some))
+        for place in {0, len(some) // 2}:
+            alone = self.read([some[place]])[0]
+            if encode(alone).to_bytes() != encode(rows[place]).to_bytes():
+                raise self._refusal(
+                    f"Sample {some[place]} read alone is not its row of a batch of {len(some)}."
+                )
+        if self._collate is None and not _alike(_stacked(rows), batch):
+            raise self._refusal("Its batches have strides other than those of stacked rows.")
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        return _split(self._batch(indices), len(indices))
+
+    def _batch(self, indices: Sequence[int]) -> Any:
+        try:
+            return self._source.read(indices)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{len(indices)} samples from number {indices[0]} on cannot be read",
+                where=type(self._source).__name__,
+                why=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
+        return _joined(self._collate or _stacked, indices, samples)
+
+    def _refusal(self, why: str) -> DataError:
+        return DataError(
+            f"the batches of {type(self._source).__name__} are no rows that belong to samples",
+            why=why,
+            fix="Cache a map-style data set, and give what makes batches of samples as `collate`.",
+        )
+
+
+def _as_they_are(samples: list[Any]) -> Any:
+    return samples
+
+
+def _joined(collate: Collate, indices: Sequence[int], samples: list[Any]) -> Any:
+    try:
+        return collate(samples)
+    except HeadwayError:
+        raise
+    except Exception as error:
+        shown = ", ".join(str(index) for index in indices[:5])
+        raise DataError(
+            f"samples {shown}{', ...' if len(indices) > 5 else ''} do not fit into one batch",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _split(batch: Any, count: int) -> list[Any]:
+    """The rows of a batch: nestings like it, with the entries of dimension 0."""
+    if isinstance(batch, Tensor | np.ndarray):
+        if not batch.ndim or len(batch) != count:
+            raise DataError(
+                f"a batch of {count} samples has a part of shape {tuple(batch.shape)}",
+                fix="Dimension 0 of everything that `read` returns counts the samples.",
+            )
+        return [batch[row, ...] for row in range(count)]
+    if type(batch) is dict:
+        parts = {key: _split(value, count) for key, value in batch.items()}
+        return [{key: rows[row] for key, rows in parts.items()} for row in range(count)]
+    if type(batch) in (tuple, list):
+        columns = [_split(value, count) for value in batch]
+        return [type(batch)(rows[row] for rows in columns) for row in range(count)]
+    raise DataError(
+        f"a batch holds a {type(batch).__name__}",
+        why="Rows can only be taken from tensors and arrays, in dict, list and tuple.",
+        fix="Cache a map-style data set instead.",
+    )
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """The batch that has these rows."""
+    first = rows[0]
+    if isinstance(first, Tensor):
+        return torch.stack(rows)
+    if isinstance(first, np.ndarray):
+        return np.stack(rows)
+    if type(first) is dict:
+        return {key: _stacked([row[key] for row in rows]) for key in first}
+    return type(first)(_stacked(list(column)) for column in zip(*rows, strict=True))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Bits, types and layout of two batches are the same."""
+    return encode(one).to_bytes() == encode(other).to_bytes()
+
+
+# The data cache: a slow source, behind it a local disk and host memory that keep its samples.
+
+
+Change = Callable[[Any], Any]
+"""From sample to sample."""
+
+_FORMAT = 1
+_STALE, _DAMAGED, _LOST = range(3)
+"""What is warned of once, whichever process sees it first."""
+
+
+class CacheWarning(UserWarning):
+    """The data cache lost something; the samples are right, but come more slowly."""
+
+
+class CachedSource:
+    """A source whose samples are kept on a local disk and in memory; itself a source.
+
+    Args:
+        source: Where samples come from: a `Source` whose rows are its samples, or any map-style
+            data set wrapped by `as_source`. Its samples must draw no random numbers.
+        name: Of the data: with `version`, the number of samples and the name of `prepare`, it says
+            which stored samples are those of this source. Give train and validation data different
+            ones.
+        memory: Most bytes of host memory, "2 GiB"; 0: none. The processes of a machine that cache
+            the same data share them.
+        disk: A directory on a local disk; None: none. It may be deleted at any time.
+        disk_limit: Most bytes of everything in that directory; None: half of what is free there.
+        version: Change it when the data or `prepare` change.
+        prepare: From a sample of the source to the sample that is kept. Draws no random numbers.
+        augment: From the kept sample to the one that is delivered, in every epoch anew. Its random
+            numbers (of torch, numpy and random) belong to the sample, as in any data set.
+        collate: Makes a batch of a list of samples; by default as without the cache.
+
+    Raises:
+        DataError: No level, a level that cannot be made, a source that cannot be cached.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        *,
+        memory: int | str = 0,
+        disk: str | Path | None = None,
+        disk_limit: int | str | None = None,
+        version: int | str = "1",
+        prepare: Change | None = None,
+        augment: Change | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        self._source = source
+        self._prepare, self._augment = prepare, augment
+        self._items = sample_access_of(source, collate=collate, prepared=prepare is not None)
+        self._key = _key(source, name, version, prepare)
+        self._counters = CacheCounters()
+        self._decoder = Decoder()
+        self._levels: list[MemoryLevel | DiskLevel] = []
+        bytes_of_memory = _bytes(memory, "memory")
+        if not bytes_of_memory and disk is None:
+            raise DataError(
+                f"the data cache {name!r} has nowhere to keep samples",
+                fix='Give memory="2 GiB", disk="/local/directory", or both.',
+            )
+        self._open_memory(bytes_of_memory)
+        if disk is not None:
+            limit = None if disk_limit is None else _bytes(disk_limit, "disk_limit")
+            self._levels.append(DiskLevel(Path(disk), limit, self._key))
+        self._items.check()
+        self._check_levels()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """The samples as one batch; `augment` draws from the global generators as they are.
+
+        Raises:
+            DataError: A sample cannot be read or stored, draws random numbers, or does not fit.
+        """
+        samples = self.samples(indices)
+        if self._augment is not None:
+            samples = [self._augment(sample) for sample in samples]
+        return self._items.join(indices, samples)
+
+    def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
+        """As `read`, with one 64-bit seed per sample; the global generators stay as they were.
+
+        Raises:
+            DataError: As `read`.
+        """
+        if self._augment is None:
+            return self.read(indices)
+        samples = self.samples(indices)
+        generators = GlobalGenerators()
+        try:
+            for place, seed in enumerate(seeds):
+                generators.seed(seed)
+                samples[place] = self._augment(samples[place])
+            generators.seed(seeds[0])
+            return self._items.join(indices, samples)
+        finally:
+            generators.restore()
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample, so that this is a map-style data set for torch's DataLoader, too."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several samples."""
+        samples = self.samples(indices)
+        return samples if self._augment is None else [self._augment(s) for s in samples]
+
+    def samples(self, indices: Sequence[int]) -> list[Any]:
+        """The samples before `augment`, each in memory of its own or the source's.
+
+        Raises:
+            DataError: As `read`.
+        """
+        found: dict[int, Any] = {}
+        for level in list(self._levels):
+            self._look(level, [i for i in indices if i not in found], found)
+        missing = list(dict.fromkeys(i for i in indices if i not in found))
+        if missing:
+            self._fetch(missing, found)
+        return [found[index] for index in indices]
+
+    def statistics(self) -> CacheStatistics:
+        """What was found where, of this process and those that it was copied to by a fork."""
+        return self._counters.statistics()
+
+    def explain(self) -> str:
+        """Name, levels and statistics in one line."""
+        levels = [
+            f"{level.name} {format_bytes(level.size)} of {format_bytes(level.limit)}"
+            for level in self._levels
+        ]
+        return f"data cache {self._key.name!r} ({', '.join(levels)}): {self.statistics().explain()}"
+
+    def close(self) -> None:
+        """Close the files; again is harmless. Reading goes on, from the source."""
+        for level in self._levels:
+            level.close()
+        self._levels = []
+
+    # -- the way of a sample -----------------------------------------------------------------
+
+    def _look(
+        self, level: MemoryLevel | DiskLevel, wanted: list[int], found: dict[int, Any]
+    ) -> None:
+        """Take from a level what it has; memory gets what was only on the disk."""
+        start, size, cost, hits = perf_counter_ns(), 0, 0, 0
+        for index in wanted:
+            try:
+                blob = level.get(index)
+            except DamagedBlob as error:
+                self._damaged(level, error)
+                continue
+            except CacheLevelLost as error:
+                self._give_up(level, error)
+                break
+            if blob is None:
+                continue
+            hits, size, cost = hits + 1, size + len(blob.payload), cost + blob.cost
+            above = self._levels[0]
+            if above is not level:
+                self._put(above, index, Encoded((blob.payload,), len(blob.payload)), blob.cost)
+            found[index] = self._decoder.decode(blob.payload)
+        if hits:
+            seconds = (perf_counter_ns() - start) / 1e9
+            self._counters.add(
+                **{f"{level.name}_samples": hits, f"{level.name}_bytes": size},
+                **{f"{level.name}_seconds": seconds},
+                saved_seconds=cost / 1e9 - seconds,
+            )
+
+    def _fetch(self, missing: list[int], found: dict[int, Any]) -> None:
+        """Read from the source, and keep."""
+        start = perf_counter_ns()
+        samples = self._prepared(missing)
+        took = perf_counter_ns() - start
+        size = 0
+        for index, sample in zip(missing, samples, strict=True):
+            encoded = self._encoded(index, sample)
+            size += encoded.size
+            for level in list(self._levels):
+                self._put(level, index, encoded, took // len(missing))
+            found[index] = sample
+        self._counters.add(
+            remote_samples=len(missing), remote_bytes=size, remote_seconds=took / 1e9
+        )
+
+    def _prepared(self, indices: Sequence[int]) -> list[Any]:
+        """Samples of the source as they are kept."""
+        generators = GlobalGenerators()
+        samples = self._items.read(indices)
+        if self._prepare is not None:
+            samples = [self._prepared_one(*pair) for pair in zip(indices, samples, strict=True)]
+        if generators.used():
+            generators.restore()
+            raise DataError(
+                "samples that draw random numbers cannot be cached",
+                where=f"data cache {self._key.name!r}",
+                why="They would be the same in every epoch.",
+                fix="Give the random part as `augment`: it follows after the cache, in every epoch "
+                "anew.",
+            )
+        return samples
+
+    def _prepared_one(self, index: int, sample: Any) -> Any:
+        assert self._prepare is not None
+        try:
+            return self._prepare(sample)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"sample {index} cannot be prepared",
+                where=f"data cache {self._key.name!r}",
+                why=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def _encoded(self, index: int, sample: Any) -> Encoded:
+        try:
+            return encode(sample)
+        except DataError as error:
+            error.where = f"sample {index}{error.where.removeprefix('sample')}"
+            raise
+
+    def _put(self, level: MemoryLevel | DiskLevel, index: int, encoded: Encoded, cost: int) -> None:
+        try:
+            stored = level.put(index, encoded, cost)
+        except CacheLevelLost as error:
+            self._lose(level, error)
+            return
+        if stored:
+            self._counters.add(**{f"{level.name}_stored": 1})
+        elif stored is False:
+            self._counters.add(not_stored=1)
+
+    # -- opening, and what goes wrong --------------------------------------------------------
+
+    def _open_memory(self, limit: int) -> None:
+        try:
+            if limit:
+                self._levels.append(MemoryLevel(limit, self._key))
+        except CacheLevelLost as error:
+            self._warn(_LOST, "memory", f"no samples are kept in memory: {error}")
+
+    def _check_levels(self) -> None:
+        """Compare one stored sample of each level with the source: has the data changed?"""
+        for level in list(self._levels):
+            try:
+                self._check_level(level)
+            except DamagedBlob as error:
+                self._damaged(level, error)
+            except CacheLevelLost as error:
+                self._give_up(level, error)
+
+    def _check_level(self, level: MemoryLevel | DiskLevel) -> None:
+        index = level.any_sample()
+        blob = None if index is None else level.get(index)
+        if index is None or blob is None:
+            return
+        if blob.payload != self._encoded(index, self._prepared([index])[0]).to_bytes():
+            level.renew()
+            self._warn(
+                _STALE,
+                level.name,
+                f"sample {index} in {level.name} is not what the source gives now; the stored "
+                "samples are thrown away. Change `version` when the data or `prepare` change",
+            )
+
+    def _damaged(self, level: MemoryLevel | DiskLevel, error: DamagedBlob) -> None:
+        self._counters.add(damaged=1)
+        self._warn(
+            _DAMAGED,
+            level.name,
+            f"a stored sample in {level.name} was damaged and is read again ({error}); further "
+            "ones are only counted",
+        )
+
+    def _lose(self, level: MemoryLevel | DiskLevel, error: CacheLevelLost) -> None:
+        """Go on without storing into a level that fails; what it holds can still be read."""
+        self._warn(_LOST, level.name, f"no more samples are stored in {level.name}: {error}")
+        level.freeze()
+
+    def _give_up(self, level: MemoryLevel | DiskLevel, error: CacheLevelLost) -> None:
+        self._warn(_LOST, level.name, f"{level.name} is no longer used: {error}")
+        self._levels.remove(level)
+
+    def _warn(self, kind: int, level: str, text: str) -> None:
+        if self._counters.first(2 * kind + (level == DiskLevel.name)):
+            warnings.warn(f"data cache {self._key.name!r}: {text}", CacheWarning, stacklevel=2)
+
+
+def cached(examples: Any, name: str, **options: Any) -> CachedSource:
+    """What a user gave as data, kept on a local disk and in memory after it has been read once.
+
+    Args:
+        examples: A `Source` or any map-style torch `Dataset`.
+        name: See `CachedSource`.
+        options: The keyword arguments of `CachedSource`.
+
+    Raises:
+        DataError: See `as_source` and `CachedSource`.
+    """
+    return CachedSource(as_source(examples), name, **options)
+
+
+def _bytes(amount: int | str, name: str) -> int:
+    try:
+        return parse_bytes(amount)
+    except ValueError as error:
+        raise DataError(f"{name} of the data cache: {error}") from None
+
+
+def _key(source: Source, name: str, version: int | str, prepare: Change | None) -> StoreKey:
+    """What decides what a stored sample is."""
+    kind = prepare if hasattr(prepare, "__qualname__") else type(prepare)
+    facts: dict[str, object] = {
+        "name": name,
+        "version": str(version),
+        "samples": len(source),
+        "prepare": prepare and f"{kind.__module__}:{getattr(kind, '__qualname__', '')}",
+    }
+    text = json.dumps([_FORMAT, facts], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return StoreKey(name=name, digest=digest, facts=facts, samples=len(source))

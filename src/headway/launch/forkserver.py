@@ -1,0 +1,91 @@
+"""The forkserver: a process that has imported torch, from which all workers are forked.
+
+Importing torch costs about a second of a core. The forkserver pays it once; workers, also those of
+a restart, are forked from it in milliseconds. Start it before torch is imported here, and the two
+imports overlap. It never runs anything but imports, and ends with this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from headway.launch.preflight import threads_for
+
+MAX_FOLDER_CHARACTERS = 60
+"""Characters of a folder that leave room for what multiprocessing appends to a socket's 107."""
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+PRELOAD = (
+    "headway.launch.disable_gc",
+    "torch",
+    "torch.distributed",
+    "headway.launch.worker",
+    "headway.run.training.preload",
+)
+
+
+def start_forkserver(
+    processes: int, preload: Sequence[str] = (), threads: int | None = None
+) -> None:
+    """Start the forkserver if it does not run yet; returns at once, the imports go on beside.
+
+    Args:
+        processes: How many workers will share the cores.
+        preload: Modules to import besides torch; one that does not exist is ignored.
+        threads: See `threads_for`. The forkserver keeps the environment of its start, and OpenMP
+            reads OMP_NUM_THREADS when torch is loaded.
+    """
+    modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    with (
+        restored_environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}),
+        short_paths(),
+    ):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """For imports of torch: see `headway.launch.disable_gc`."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
+def restored_environment(changes: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set variables; on leaving, every variable is as it was before, whoever changed it."""
+    before = dict(os.environ)
+    os.environ.update(changes or {})
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def short_paths() -> Iterator[None]:
+    """Names a short folder for temporary files where TMPDIR is too long for a Unix socket.
+
+    What multiprocessing makes in it first, it keeps for all of its later sockets.
+    """
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > MAX_FOLDER_CHARACTERS:
+        tempfile.tempdir = next(
+            (path for path in SHORT_FOLDERS if os.access(path, os.W_OK)), before
+        )
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before

@@ -1,0 +1,133 @@
+"""Whether to start the workers again: decisions from facts, nothing else.
+
+A policy has no state and no effect. It gets what is known of all attempts so far and returns a
+decision; `launch_local` carries it out.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headway.errors import HeadwayError, WorkerFailed
+from headway.run.distributed.failure_record import FailureRecord, root_cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """What is known of an attempt that did not complete.
+
+    Attributes:
+        attempt: Its number.
+        records: What the ranks wrote down.
+        deaths: Ranks that ended without a word -> their exit status where it is known (negative:
+            the number of the signal).
+        progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
+        progress_after: The same at its end.
+        stop: Name of the signal that asked for the end, or None.
+    """
+
+    attempt: int
+    records: tuple[FailureRecord, ...] = ()
+    deaths: Mapping[int, int | None] = field(default_factory=dict)
+    progress_before: int = -1
+    progress_after: int = -1
+    stop: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Start all workers again, from the last checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """End the job; with `error`, or in order (None)."""
+
+    error: HeadwayError | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Restart after deaths from outside; stop after errors, which would come again.
+
+    Attributes:
+        limit: So many restarts in a row may bring no new checkpoint; 0: never restart.
+    """
+
+    limit: int = 3
+
+    def decide(self, history: Sequence[AttemptFacts]) -> Restart | Stop:
+        """Judge the last attempt of `history`.
+
+        Args:
+            history: All attempts of this launch, none of which completed, oldest first.
+        """
+        last = history[-1]
+        root = root_cause(last.records)
+        if root is not None:
+            return Stop(error=root.error(), reason=f"rank {root.rank} failed")
+        if last.stop is not None:
+            return Stop(error=None, reason=f"stopped by {last.stop}")
+        for rank, status in sorted(last.deaths.items()):
+            if status is not None and status >= 0:
+                return Stop(error=_mute(rank, status), reason=f"rank {rank} ended by itself")
+        if self._fruitless(history) >= self.limit:
+            return Stop(error=self._exhausted(history), reason="too many restarts")
+        return Restart(reason=explain_deaths(last))
+
+    def _fruitless(self, history: Sequence[AttemptFacts]) -> int:
+        """Restarts at the end of the history that brought no new checkpoint."""
+        count = 0
+        for facts in reversed(history[1:]):
+            if facts.progress_after > facts.progress_before:
+                break
+            count += 1
+        return count
+
+    def _exhausted(self, history: Sequence[AttemptFacts]) -> HeadwayError:
+        last = history[-1]
+        if self.limit == 0:
+            why = "Restarts are switched off (limit 0)."
+        else:
+            state = f"step {last.progress_after}" if last.progress_after >= 0 else "none"
+            why = f"{self.limit} restarts in a row brought no new checkpoint (newest: {state})."
+        return WorkerFailed(
+            explain_deaths(last),
+            where=f"attempt {last.attempt}",
+            why=why,
+            fix="If the kernel's out-of-memory killer did it (see dmesg), use a smaller "
+            "micro-batch or fewer processes; then start again with --resume.",
+        )
+
+
+def explain_deaths(facts: AttemptFacts) -> str:
+    """One sentence: which rank died, and by which signal."""
+    known = {rank: status for rank, status in facts.deaths.items() if status is not None}
+    for rank, status in sorted(known.items()):
+        return f"rank {rank} was killed by {signal_name(-status)}"
+    for rank in sorted(facts.deaths):
+        return f"rank {rank} died without a word"
+    lost = [record.rank for record in facts.records]
+    return f"rank {min(lost)} lost its peers" if lost else "the workers ended without a word"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" of 9; numbers without a name stay numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _mute(rank: int, status: int) -> HeadwayError:
+    return WorkerFailed(
+        f"the process ended with exit code {status} and left no error",
+        where=f"rank {rank}",
+        why="Something in it called sys.exit or os._exit.",
+        fix="Look at the output above; let the code raise an exception instead.",
+    )

@@ -1,0 +1,432 @@
+"""FSDP2: sharding a model's state, and stages whose blocks the user passed to `fully_shard`.
+`ShardedState` makes every parameter a DTensor of which a rank keeps some rows. FSDP2 gathers a
+group of modules before their forward and backward, and reduces gradients to where they are
+kept. The ZeRO stages differ in how long a group stays gathered and in how often gradients are
+reduced. Sources: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (FSDP).
+
+Inside a pipeline FSDP2's own backward hooks cannot be used: in a backward that is split in two
+they run with the gradients of the inputs, before those of the weights exist. A wrapped block
+therefore stays gathered from its first forward to SYNC and accumulates unreduced gradients
+(public FSDP2 switches); SYNC reduces them with one reduce-scatter per stage and step. Between
+steps all parameters are sharded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from headway.errors import PlanError
+from headway.parallel.pipeline.stages import ModelStages, Stage
+from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
+
+MIN_SHARE_OF_MODEL = 0.01
+"""A module with at least this share of the parameters is gathered by itself,"""
+MIN_SHARE_OF_LARGEST = 0.1
+"""or with this share of the largest one, as in a model of a thousand equal layers."""
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+class ShardedState:
+    """A model and its optimiser, sharded in place; collective.
+
+    Args:
+        model: Equal on all ranks.
+        optimizer: Over its parameters; its groups then hold the sharded ones. None: it follows
+            otherwise.
+        mesh: Of one dimension, or of two: copies x parts.
+        zero: 1 to 3, see `plan.MemoryPolicy`.
+        counted: How often each gradient counts in their sum: ranks that share a sample.
+
+    Attributes:
+        whole: Parameters that are not sharded, by name: those of no dimension.
+
+    Raises:
+        PlanError: The model cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        mesh: DeviceMesh,
+        zero: Literal[1, 2, 3],
+        *,
+        counted: int = 1,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.zero = zero
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.whole = {name: p for p, name in names.items() if p.dim() == 0}
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(self.whole.values())}
+        for module in fsdp_units(model):
+            fully_shard(module, **options, reshard_after_forward=zero == 3)
+        try:
+            fully_shard(model, **options, reshard_after_forward=False)
+        except (ValueError, NotImplementedError) as error:
+            raise PlanError(
+                f"the state of {type(model).__name__} cannot be kept in parts",
+                problems=[str(error)],
+                fix="Leave memory.zero (the recipe's zero) at 0.",
+            ) from error
+        self._parts = [cast(FSDPModule, m) for m in model.modules() if isinstance(m, FSDPModule)]
+        for part in self._parts:
+            # Gradients are of shares of the global mean: they are summed, not averaged.
+            part.set_gradient_divide_factor(float(counted))
+            part.set_force_sum_reduction_for_comms(True)
+        if optimizer is not None:
+            rebind_optimizer_parameters(optimizer, names, dict(model.named_parameters()))
+
+    def begin(self) -> None:
+        """A step begins: parameters stay gathered and gradients whole as long as `zero` allows."""
+        for part in self._parts:
+            part.set_is_last_backward(False)
+            part.set_requires_gradient_sync(self.zero > 1, recurse=False)
+            part.set_reshard_after_backward(self.zero == 3, recurse=False)
+
+    def arm(self) -> None:
+        """The next backward pass is the last one of the step."""
+        for part in self._parts:
+            part.set_is_last_backward(True)
+            part.set_requires_gradient_sync(True, recurse=False)
+            part.set_reshard_after_backward(True, recurse=False)
+
+    def sum_whole(self, factor: float) -> None:
+        """Sum the gradients of what is not sharded; collective.
+
+        Args:
+            factor: They are multiplied by it.
+        """
+        gradients = [p.grad for p in self.whole.values() if p.requires_grad]
+        if all(gradient is None for gradient in gradients):
+            return
+        found = [torch.zeros(()) if g is None else g.cpu() for g in gradients]
+        shared = torch.stack([g.double() for g in found]).to(self.mesh.device_type)
+        for group in self.mesh.get_all_groups():
+            torch.distributed.all_reduce(shared, group=group)
+        for gradient, total in zip(gradients, shared, strict=True):
+            if gradient is not None:
+                gradient.copy_(total * factor)
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Explains what torch says of a module that is used otherwise than by calling it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise PlanError(
+                "a sharded parameter is used outside of the module that gathers it",
+                problems=[str(error).splitlines()[0]],
+                fix="Let the loss call model(...) itself, and modules their children as modules; "
+                "or leave memory.zero (the recipe's zero) at 0.",
+            ) from error
+
+
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered by themselves: elements of lists and sequences, the outermost
+    that have `MIN_SHARE_OF_MODEL` of the parameters, or `MIN_SHARE_OF_LARGEST`, and share none with
+    the rest of the model.
+    """
+    sizes = {p: p.numel() for p in model.parameters()}
+    users: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in dict.fromkeys(module.parameters(recurse=False)):
+            users[parameter] = users.get(parameter, 0) + 1
+
+    def found(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+        for child in module.children():
+            container = isinstance(child, _CONTAINERS)
+            block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+            if not block and (container or not isinstance(module, nn.Sequential)):
+                yield from found(child)
+                continue
+            own = list(child.parameters())
+            alone = all(_uses(child, p) == users[p] for p in own)
+            if alone and own:
+                yield child, sum(sizes[p] for p in own)
+
+    each = dict(found(model))
+    least = min(
+        MIN_SHARE_OF_MODEL * sum(sizes.values()),
+        MIN_SHARE_OF_LARGEST * max(each.values(), default=0),
+    )
+    return [module for module, size in each.items() if size >= least]
+
+
+def _uses(module: nn.Module, parameter: Tensor) -> int:
+    """Modules inside that hold a parameter."""
+    return sum(
+        any(p is parameter for p in part.parameters(recurse=False)) for part in module.modules()
+    )
+
+
+def rebind_optimizer_parameters(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    now: Mapping[str, nn.Parameter],
+    held: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
+    """Let an optimiser hold the new parameters in place of the old, with what it has of them.
+
+    Args:
+        optimizer: Its groups and state are changed.
+        names: Old parameter -> logical name.
+        now: Logical name -> new parameter.
+        held: (name, something of a parameter's shape) -> this rank's part; None: by `shard_like`.
+    """
+    for group in optimizer.param_groups:
+        old = group["params"]
+        group["params"] = [now[names[parameter]] for parameter in old]
+        for parameter, new in zip(old, group["params"], strict=True):
+            state = optimizer.state.pop(parameter, None)
+            if state:
+                own = partial(held, names[parameter]) if held else partial(shard_like, new)
+                optimizer.state[new] = {
+                    key: own(value) if _alike(value, new) else value for key, value in state.items()
+                }
+
+
+def _alike(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of something that it has whole, where it has a part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    found = DTensor.from_local(value, mesh, everywhere, run_check=False)
+    return found.redistribute(placements=parameter.placements)
+
+
+def full_tensor_of(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank; collective where it is kept in parts."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim in reversed(range(len(placements))):  # torch warns of several dims at once
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def squared_gradient_norm(gradients: dict[str, Tensor]) -> Tensor:
+    """The square of the norm of all gradients, float64, to which every element counts once.
+
+    Collective: all ranks have the same names.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    spread: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
+    for gradient in gradients.values():
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        square = torch.linalg.vector_norm(part).double().square()
+        if not isinstance(gradient, DTensor):
+            total += square.cpu()
+            continue
+        dims = tuple(n for n, p in enumerate(gradient.placements) if isinstance(p, Shard))
+        key = (gradient.device_mesh, dims)
+        spread[key] = spread.get(key, torch.zeros((), dtype=torch.float64)) + square.cpu()
+    for (mesh, dims), square in spread.items():
+        shared = square.to(mesh.device_type)
+        for dim in dims:
+            torch.distributed.all_reduce(shared, group=mesh.get_group(dim))
+        total += shared.cpu()
+    return total
+
+
+# Stages whose blocks were wrapped by FSDP2 (`fully_shard`) before the cut.
+
+
+_OWN_WRAPPER = (
+    "Wrap the model's blocks by fully_shard, each by itself and those at the beginning and end as "
+    "well, and not the model."
+)
+
+
+def check_root_not_wrapped(model: nn.Module) -> None:
+    """Refuse a model that is wrapped as a whole.
+
+    Raises:
+        PlanError: It is.
+    """
+    if isinstance(model, FSDPModule):
+        raise PlanError(
+            f"{type(model).__name__} cannot be cut into stages",
+            problems=["fully_shard gathers its parameters around its forward, which no stage runs"],
+            fix=_OWN_WRAPPER,
+        )
+
+
+def reshard_stages(stages: ModelStages) -> ModelStages:
+    """The stages with all blocks sharded again, after their forwards have been run for the cut.
+
+    Raises:
+        PlanError: A stage uses a wrapped module's parameter otherwise than by calling the module.
+    """
+    reshard_fsdp_modules(stages.model)
+    inside = {name for name, _ in fsdp_parameters_in(stages.model)}
+    problems = [
+        f"stage {stage.number} uses {name} outside of the module that fully_shard wrapped"
+        for stage in stages
+        for name in dict.fromkeys(n.target for n in stage.module.graph.nodes if n.op == "get_attr")
+        if name in inside
+    ]
+    problems += [
+        f"{name} is in the stages {', '.join(map(str, where))} and wrapped by fully_shard"
+        for name, where in stages.shared.items()
+        if name in inside
+    ]
+    if problems:
+        raise PlanError("the model cannot be cut there", problems=problems, fix=_OWN_WRAPPER)
+    now = dict(stages.model.named_parameters())
+    renewed = tuple(
+        replace(stage, parameters={name: now[name] for name in stage.parameters})
+        for stage in stages
+    )
+    evaluating = stages.evaluating and reshard_stages(stages.evaluating)
+    return replace(stages, stages=renewed, evaluating=evaluating)
+
+
+def fsdp_modules_in(module: nn.Module) -> list[FSDPModule]:
+    """All parts that `fully_shard` was called with."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _as_module(part: FSDPModule) -> nn.Module:
+    """Each is one: its class was made of the user's and FSDPModule."""
+    assert isinstance(part, nn.Module)
+    return part
+
+
+def fsdp_parameters_in(module: nn.Module) -> Iterator[tuple[str, ShardedParameterSite]]:
+    """The parameters that FSDP2 shards, by name; they are sharded now."""
+    inside = {id(part) for top in fsdp_modules_in(module) for part in _as_module(top).modules()}
+    for prefix, owner in module.named_modules():
+        if id(owner) in inside:
+            for key, parameter in owner.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    yield f"{prefix}.{key}".lstrip("."), ShardedParameterSite(owner, key, parameter)
+
+
+def reshard_fsdp_modules(module: nn.Module) -> None:
+    """Free what has been gathered."""
+    for part in fsdp_modules_in(module):
+        part.reshard()
+
+
+def explain_fsdp_conflicts(schedule: PipelineSchedule, stages: ModelStages, rank: int) -> list[str]:
+    """Why a table for these stages cannot be carried out, where parts of them are wrapped."""
+    if stages.unlike(schedule):
+        return []
+    hosted = sorted({stage for _, stage in schedule.hosted(rank)})
+    split = [stage for stage in hosted if fsdp_modules_in(stages[stage].module)]
+    summed = {action.stage for action in schedule.order[rank] if action.kind == ActionKind.SYNC}
+    problems = [
+        f"stage {stage} is wrapped by fully_shard, and the table has no SYNC of it: lower(..., "
+        "sync='eager')"
+        for stage in split
+        if stage not in summed
+    ]
+    if split and not schedule.flush:
+        problems.append("it has no flush, and fully_shard keeps one version of the weights")
+    kinds = {
+        kinds for stage in split for kinds in _unreachable_gradient_dtypes(stages[stage].module)
+    }
+    problems += [
+        f"gradients of fully_shard in {kept} that it reduces in {summed} are out of reach: give "
+        "MixedPrecisionPolicy no reduce_dtype, and they are summed in the type of the parameters"
+        for kept, summed in sorted(kinds, key=str)
+    ]
+    return problems
+
+
+def _unreachable_gradient_dtypes(module: nn.Module) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """Types of gradients that FSDP2 casts, and then keeps, as soon as a backward has ended.
+
+    Its policy is private: `tests/single/test_torch_private.py` says when it is elsewhere.
+    """
+    for part in fsdp_modules_in(module):
+        policy: Any = part._get_fsdp_state()._mp_policy
+        for _, place in fsdp_parameters_in(_as_module(part)):
+            kind = policy.param_dtype or place.sharded.dtype
+            if policy.reduce_dtype not in (None, kind):
+                yield kind, policy.reduce_dtype
+
+
+def defer_gradient_sync(stages: Iterable[Stage]) -> tuple[str, ...]:
+    """Let blocks stay gathered, and their gradients unsummed, until SYNC.
+
+    Returns:
+        A remark for each stage that has such blocks.
+    """
+    remarks = []
+    for stage in stages:
+        for part in fsdp_modules_in(stage.module):
+            part.set_reshard_after_forward(False)
+            part.set_reshard_after_backward(False)
+            part.set_requires_gradient_sync(False)
+        if fsdp_modules_in(stage.module):
+            remarks.append(
+                f"stage {stage.number}: what fully_shard wraps stays gathered until the stage's "
+                "gradients are summed; reshard_after_forward is off"
+            )
+    return tuple(remarks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedParameterSite:
+    """Where FSDP2 puts a parameter, gathered or sharded.
+
+    Attributes:
+        owner: The module.
+        key: Its name there.
+        sharded: The sharded parameter.
+    """
+
+    owner: nn.Module
+    key: str
+    sharded: DTensor
+
+    @property
+    def now(self) -> Tensor:
+        """The parameter as it is: gathered, or sharded."""
+        # Not by getattr: modules of split layers answer with something else.
+        held = self.owner.named_parameters(recurse=False, remove_duplicate=False)
+        return dict(held)[self.key]
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """Which part this rank holds: its coordinates in the mesh where that splits."""
+        mesh, placements = self.sharded.device_mesh, self.sharded.placements
+        place = mesh.get_coordinate() or ()
+        return tuple(c for c, p in zip(place, placements, strict=True) if not p.is_replicate())
+
+
+def local_part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor, split as another one is (by tensor parallelism)."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor) and not same_placements(tensor, like):
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local()
+
+
+def same_placements(tensor: Tensor, other: Tensor) -> bool:
+    """Whether ranks hold the same parts of both."""
+    if isinstance(tensor, DTensor) and isinstance(other, DTensor):
+        return tensor.placements == other.placements
+    return not isinstance(tensor, DTensor) and not isinstance(other, DTensor)

@@ -1,0 +1,496 @@
+"""Cutting a model into stages: evenly, at named modules, or along a given chain of modules.
+`cut` traces the model with the coarsest leaves that still leave enough places to cut at.
+`cut_module_chain` is for models that torch.fx cannot trace: the user lists the modules of each
+stage, and each module is called with what the one before it returned. The model itself is not
+changed.
+
+Either way the stages are run in this process on one micro-batch and compared with the model
+before they are used. Values are copied between stages, as messages are, so that whatever a cut
+would change silently (a value altered in place, state outside of modules) shows as a
+different output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from headway.capture.fake_tensors import is_fake
+from headway.errors import PlanError
+from headway.parallel.fsdp import check_root_not_wrapped, reshard_stages
+from headway.parallel.pipeline.partition.stage_modules import (
+    cut_at,
+    cut_evenly,
+    cut_units,
+    node_labels,
+    split_graph,
+)
+from headway.parallel.pipeline.partition.tracing import (
+    ExampleValues,
+    IsLeaf,
+    Trace,
+    has_hooks,
+    preserve_model_state,
+    trace_model,
+)
+from headway.parallel.pipeline.stages import (
+    MODEL_INPUT,
+    LossFunction,
+    ModelCall,
+    ModelProxy,
+    ModelStages,
+    Stage,
+    StageCompleted,
+    flatten,
+    is_payload,
+    training_mode,
+)
+
+AGREEMENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""By type, relative to the largest element; 1e-2 for the others: sums in another order."""
+
+
+def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStages:
+    """The stages with what has been seen of them: whether they alter inputs, update buffers.
+
+    Args:
+        stages: Of a model in the mode that they were cut for.
+        call: The example.
+
+    Raises:
+        PlanError: The output is not the model's, or two stages update one buffer.
+    """
+    model = stages.model
+    with torch.no_grad():
+        with preserve_model_state(model):
+            args, kwargs = call.arguments(_copies(call.leaves))
+            expected = model(*args, **kwargs)
+        with preserve_model_state(model):
+            found, alters, updates = _run(stages, call)
+    problem = _difference(expected, found)
+    if problem:
+        raise PlanError(
+            f"cut like this, {type(model).__name__} computes something else",
+            problems=[f"the output of the stages differs from the model's: {problem}"],
+            fix="Look for values that are changed in place after a cut, or for state outside of "
+            "modules; or cut elsewhere.",
+        )
+    _check_buffers(stages, updates)
+    return stages.with_flags(alters, {n: bool(names) for n, names in updates.items()})
+
+
+def run_stages(
+    stages: ModelStages, call: ModelCall, *, before: Callable[[int], None] = lambda _: None
+) -> Any:
+    """The output of the stages, one after the other in this process.
+
+    Args:
+        stages: Of a model.
+        call: What it is called with.
+        before: Called with the number of each stage before it is run.
+    """
+    return _run(stages, call, before)[0]
+
+
+def _run(
+    stages: ModelStages, call: ModelCall, before_stage: Callable[[int], None] = lambda _: None
+) -> tuple[Any, dict[int, bool], dict[int, set[str]]]:
+    """The output; for each stage whether it alters what enters it; which buffers it updates."""
+    given: list[Sequence[Any]] = []
+    alters: dict[int, bool] = {}
+    updates: dict[int, set[str]] = {}
+    for stage in stages:
+        before_stage(stage.number)
+        values = _copies(_entering(stage, given, call))
+        inside = flatten(list(values), is_payload)[0]
+        _check_whole(stage.number, inside)
+        before = [t._version for t in inside if isinstance(t, Tensor)]
+        versions = {name: buffer._version for name, buffer in stage.buffers.items()}
+        given.append(stage.module.forward(*values))
+        after = [t._version for t in inside if isinstance(t, Tensor)]
+        alters[stage.number] = before != after
+        updates[stage.number] = {
+            name for name, buffer in stage.buffers.items() if buffer._version != versions[name]
+        }
+    return given[-1], alters, updates
+
+
+def _check_whole(stage: int, entering: Sequence[Any]) -> None:
+    if any(isinstance(value, DTensor) for value in entering):
+        raise PlanError(
+            "the model cannot be cut there",
+            problems=[f"a DTensor enters stage {stage}, and its parts cannot be sent"],
+            fix="Let the module before it return plain tensors (use_local_output=True).",
+        )
+
+
+def _entering(stage: Stage, given: list[Sequence[Any]], call: ModelCall) -> tuple[Any, ...]:
+    return tuple(
+        call.leaves[entry.leaf] if entry.source == MODEL_INPUT else given[entry.source][entry.leaf]
+        for entry in stage.takes
+    )
+
+
+def _copies(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values with tensors of their own."""
+    leaves, structure = flatten(list(values), is_payload)
+    return tuple(structure.rebuild([v.clone() if isinstance(v, Tensor) else v for v in leaves]))
+
+
+def _check_buffers(stages: ModelStages, updates: dict[int, set[str]]) -> None:
+    for name in {name for names in updates.values() for name in names}:
+        holders = [stage.number for stage in stages if name in stage.buffers]
+        if len(holders) > 1:
+            raise PlanError(
+                "the model cannot be cut there",
+                problems=[
+                    f"the buffer {name} is updated in the forward, and the stages {holders} use it"
+                ],
+                fix="Cut so that all calls of its module are in one stage.",
+            )
+
+
+def _difference(expected: Any, found: Any) -> str:
+    """How two outputs differ; empty if they do not."""
+    a, shape = flatten(expected, lambda _: True)
+    b, other = flatten(found, lambda _: True)
+    if shape != other or len(a) != len(b):
+        return "it is put together in another way"
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        if isinstance(x, Tensor):
+            if not isinstance(y, Tensor) or x.shape != y.shape or x.dtype != y.dtype:
+                return f"tensor {number} has another shape or type"
+            if not _close(x, y):
+                return f"tensor {number} by up to {float((x - y).abs().max()):.1e}"
+        elif is_payload(x) and x != y:
+            return f"number {number} is {y} in place of {x}"
+    return ""
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    if not x.numel() or is_fake(x) or torch.equal(x, y):
+        return True
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    largest = float(x.abs().nan_to_num(0.0, posinf=1.0).max())
+    return torch.allclose(
+        x, y, rtol=0.0, atol=AGREEMENT_TOLERANCE.get(x.dtype, 1e-2) * largest, equal_nan=True
+    )
+
+
+# The user's model cut into stages: evenly, or at named modules; the model is not changed.
+
+
+UnitWeights = Mapping[str, float]
+T = TypeVar("T")
+
+
+def cut(
+    model: nn.Module,
+    loss: LossFunction,
+    data: Any,
+    *,
+    stages: int | None = None,
+    weights: UnitWeights | None = None,
+    at: Sequence[str] | None = None,
+    relay: bool = False,
+) -> ModelStages:
+    """Cut a model into stages.
+
+    Args:
+        model: Any module, on its device. Its parameters, buffers, modes and attributes stay as
+            they are; it must have no hooks of its own (its submodules may).
+        loss: `loss(model, data)`, which calls the model once; it is unwound there.
+        data: Of one micro-batch, as the loss gets it.
+        stages: How many, for a cut into parts of even weight.
+        weights: Unit -> weight for the even cut, as `Stages.calls` and `list_units` name them
+            (measured seconds, say); None: the number of parameters.
+        at: In place of `stages`: names of the modules with which the second and all later stages
+            begin, with the wildcards of a shell.
+        relay: Stages give values to the next stage only, for schedules without skips.
+
+    Raises:
+        PlanError: The model's forward cannot be followed, has too few parts, or cannot be cut at
+            these places; or the stages would not compute what the model does.
+        RecipeError: The loss does not call the model exactly once.
+    """
+    if (stages is None) == (at is None):
+        raise ValueError("give either stages or at")
+
+    def choose(call: ModelCall) -> ModelStages:
+        if at is not None:
+            traced = trace_model(model, call, _down_to(at))
+            return _finish(traced, lambda found: cut_at(found, at), relay)
+        assert stages is not None
+        traced = trace_units(model, call, stages)
+        return _finish(traced, lambda found: _even(found, stages, weights), relay)
+
+    return reshard_stages(check_loss(run_at_model_call(model, loss, data, choose), loss, data))
+
+
+def check_cut(model: nn.Module, loss: LossFunction, data: Any, at: Sequence[str]) -> None:
+    """Whether the stages of a cut at named modules can be made; they are not compared, so that
+    tensors may be stand-ins without numbers. Arguments as those of `cut`.
+
+    Raises:
+        PlanError: As `cut`.
+        RecipeError: Likewise.
+    """
+
+    def choose(call: ModelCall) -> None:
+        for training in (True, False):
+            with training_mode(model, training):
+                traced = trace_model(model, call, _down_to(at))
+                with traced.examples:
+                    split_graph(traced, cut_at(traced, at), relay=False)
+
+    run_at_model_call(model, loss, data, choose)
+
+
+def list_units(model: nn.Module, loss: LossFunction, data: Any, stages: int) -> tuple[str, ...]:
+    """The names of the units between which a cut into so many stages chooses, in order."""
+
+    def names(call: ModelCall) -> tuple[str, ...]:
+        return tuple(unit.name for unit in cut_units(trace_units(model, call, stages)))
+
+    return run_at_model_call(model, loss, data, names)
+
+
+def run_at_model_call(
+    model: nn.Module, loss: LossFunction, data: Any, do: Callable[[ModelCall], T]
+) -> T:
+    """Do something where a loss calls the model, in the contexts (autocast) that it has made."""
+    check_root_not_wrapped(model)
+    done: list[T] = []
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        done.append(do(ModelCall.of(args, kwargs)))
+        raise StageCompleted
+
+    ModelProxy(model, run).compute(loss, data)
+    return done[0]
+
+
+def check_loss(stages: ModelStages, loss: LossFunction, data: Any) -> ModelStages:
+    """The stages, after a loss has been computed with them: every rank sees what one would.
+
+    Raises:
+        RecipeError: The loss uses the model otherwise than by one call.
+    """
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_stages(stages, ModelCall.of(args, kwargs))
+
+    with preserve_model_state(stages.model):
+        ModelProxy(stages.model, run, stages.foreign).compute(loss, data)
+    return stages
+
+
+def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
+    """The model traced at the coarsest level that has enough units.
+
+    Raises:
+        PlanError: No level has.
+    """
+    deepest = max(_level(model, name) for name, _ in model.named_modules())
+    most = 0
+    closed: dict[str, str] = {}
+    for level in range(1, deepest + 1):
+        found = trace_model(model, call, _at_level(model, level))
+        units = [unit.name for unit in cut_units(found)]
+        if len(units) >= stages:
+            return found
+        most, closed = max(most, len(units)), {**closed, **found.closed}
+    raise PlanError(
+        f"{type(model).__name__} cannot be cut into {stages} stages",
+        problems=[
+            f"it has {most} parts with parameters that are carried out one after the other",
+            *(f"{name} is one part, because {why}" for name, why in closed.items()),
+        ],
+        fix=f"Use {max(most, 1)} stages or fewer.",
+    )
+
+
+def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> ModelStages:
+    """The stages of a trace, compared with the model, in both modes."""
+    model, call = found.model, found.call
+    starts = choose(found)
+    stages = _stages(found, starts, relay)
+    mode = model.training
+    with training_mode(model, not mode):
+        other = trace_model(model, call, lambda name, _: name not in found.opened)
+        if str(other.graph) == str(found.graph):
+            return stages
+        names = node_labels(found)
+        opposite = _stages(other, cut_at(other, [names[start] for start in starts[1:]]), relay)
+    if mode:
+        return replace(stages, evaluating=opposite)
+    return replace(opposite, evaluating=stages)
+
+
+def _stages(found: Trace, starts: Sequence[int], relay: bool) -> ModelStages:
+    with found.examples:
+        parts = split_graph(found, starts, relay=relay)
+        found.examples.forget()
+    stages = ModelStages(
+        found.model, add_unused_parameters(found.model, parts), found.call.structure
+    )
+    return replace(check_stages_match_model(stages, found.call), checks=(found.check(),))
+
+
+def add_unused_parameters(model: nn.Module, parts: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The last stage gets the parameters that none uses: only a loss can."""
+    used = {name for stage in parts for name in stage.parameters}
+    rest = {name: p for name, p in model.named_parameters() if name not in used}
+    last = replace(parts[-1], parameters={**parts[-1].parameters, **rest})
+    return (*parts[:-1], last)
+
+
+def _even(found: Trace, stages: int, weights: UnitWeights | None) -> list[int]:
+    units = cut_units(found)
+    of_unit = [u.parameters if weights is None else weights.get(u.name, 0.0) for u in units]
+    return cut_evenly(units, of_unit, stages)
+
+
+# -- which modules are one call --------------------------------------------------------------------
+
+
+def _at_level(model: nn.Module, level: int) -> IsLeaf:
+    """Modules of this level, where chains and lists do not count as one."""
+
+    def is_leaf(name: str, module: nn.Module) -> bool:
+        opens = _is_chain(module) or (_level(model, name) < level and any(module.children()))
+        return has_hooks(module) or not opens
+
+    return is_leaf
+
+
+def _down_to(patterns: Sequence[str]) -> IsLeaf:
+    """As coarse as possible, so that there are calls that match the patterns."""
+    paths = [pattern.partition("#")[0].split(".") for pattern in patterns]
+
+    def holds(name: str) -> bool:
+        parts = name.split(".")
+        return any(len(path) > len(parts) and all(map(fnmatchcase, parts, path)) for path in paths)
+
+    def is_leaf(name: str, module: nn.Module) -> bool:
+        return has_hooks(module) or not (_is_chain(module) or holds(name))
+
+    return is_leaf
+
+
+def _level(model: nn.Module, name: str) -> int:
+    parts = name.split(".")
+    above = (model.get_submodule(".".join(parts[: n + 1])) for n in range(len(parts)))
+    return sum(not _is_chain(module) for module in above)
+
+
+def _is_chain(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+# Stages that the user has written down: a chain of the model's modules, one list for each
+# stage.
+
+
+ModuleChain = Sequence[Sequence[str | nn.Module]]
+
+
+def cut_module_chain(
+    model: nn.Module, loss: LossFunction, data: Any, chain: ModuleChain
+) -> ModelStages:
+    """Make stages of modules that are called one after the other.
+
+    Args:
+        model: The whole model.
+        loss: As for `cut`.
+        data: As for `cut`.
+        chain: For each stage its modules: names in the model, modules of it, or others whose
+            parameters and buffers are all the model's (a function as a module, a new Sequential).
+
+    Raises:
+        PlanError: A module is not the model's, or the chain does not compute what the model does.
+        RecipeError: The loss does not call the model exactly once.
+    """
+
+    def choose(call: ModelCall) -> ModelStages:
+        with ExampleValues(model) as examples:
+            trace, starts = _chain(model, call, chain, examples)
+            parts = split_graph(trace, starts)
+            examples.forget()
+        stages = ModelStages(model, add_unused_parameters(model, parts), call.structure)
+        with training_mode(model, not model.training):
+            check_stages_match_model(stages, call)
+        return check_stages_match_model(stages, call)
+
+    return reshard_stages(check_loss(run_at_model_call(model, loss, data, choose), loss, data))
+
+
+def _chain(
+    model: nn.Module, call: ModelCall, chain: ModuleChain, examples: ExampleValues
+) -> tuple[Trace, list[int]]:
+    """The graph of the calls, and the node at which each stage begins."""
+    graph = fx.Graph()
+    leaves = [graph.placeholder(f"input_{number}") for number in range(len(call.leaves))]
+    for node, leaf in zip(leaves, call.leaves, strict=True):
+        examples.know(node, leaf)
+    args, kwargs = call.arguments(tuple(leaves))
+    starts: list[int] = []
+    for modules in chain:
+        starts.append(len(graph.nodes) if starts else 0)
+        for module in modules:
+            node = graph.call_module(_name(model, module, examples), tuple(args), kwargs)
+            args, kwargs = _results(graph, node, examples), {}
+    graph.output(node if len(args) == 1 else tuple(args))
+    trace = Trace(model, graph, call, examples.constants, examples, (), {}, {})
+    return trace, starts
+
+
+def _results(graph: fx.Graph, node: fx.Node, examples: ExampleValues) -> list[fx.Node]:
+    value = examples.value(node)
+    if type(value) not in (tuple, list):
+        return [node]
+    return [graph.call_function(_item, (node, number)) for number in range(len(value))]
+
+
+def _item(values: Sequence[Any], number: int) -> Any:
+    return values[number]
+
+
+def _name(model: nn.Module, module: str | nn.Module, examples: ExampleValues) -> str:
+    """Of a module in the graph.
+
+    Raises:
+        PlanError: It has tensors that the model does not have, or there is none of this name.
+    """
+    if isinstance(module, str):
+        if module not in dict(model.named_modules()):
+            raise _foreign_tensor(f"there is no module {module}")
+        return module
+    known: list[str] = [name for name, own in model.named_modules() if own is module]
+    if known:
+        return known[0]
+    held = {id(t) for t in (*model.parameters(), *model.buffers())}
+    if any(id(t) not in held for t in (*module.parameters(), *module.buffers())):
+        raise _foreign_tensor(
+            f"{type(module).__name__} has parameters that the model does not have"
+        )
+    name = f"by_hand_{len(examples.constants)}"
+    examples.constants[name] = module
+    return name
+
+
+def _foreign_tensor(problem: str) -> PlanError:
+    return PlanError(
+        "the stages given by hand are not the model's",
+        problems=[problem],
+        fix="Give names of its modules, or the modules themselves, in the order of their calls.",
+    )

@@ -1,0 +1,577 @@
+"""The model's forward as a graph of calls, traced with torch.fx and example values.
+Modules chosen as leaves are one call each, whatever happens inside them. Around them the tracer
+knows an example of every value: a branch (`if x.shape[1] > self.window`) is taken as for the
+example and stays in the graph as a check, so that another micro-batch can have other sizes but
+never silently another path. What a graph would lose or freeze is refused.
+
+Examples are computed only where somebody asks, while tracing (which way does this `if` go?) and
+while cutting (is this a tensor?); the model's buffers, plain attributes and torch's random
+state are restored afterwards. Plain attributes (numbers, flags, strings) are constants of the
+graph, so they are recorded here and compared before every step.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.fx.proxy import Attribute
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+
+from headway.errors import PlanError, RunError
+from headway.parallel.pipeline.stages import ModelCall, flatten, is_payload, is_user_file, user_line
+
+PlainAttribute = tuple[str, str]
+"""(module, name)"""
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module, its mode among them: there is a graph for each mode."""
+_STATE = (bool, int, float, str, type(None))
+
+
+def plain_attributes(model: nn.Module, names: Iterable[str]) -> dict[PlainAttribute, Any]:
+    """Numbers, flags and texts that modules hold as attributes."""
+    return {
+        (name, key): value
+        for name in names
+        for key, value in vars(model.get_submodule(name)).items()
+        if isinstance(value, _STATE) and key not in _OWN
+    }
+
+
+def check_plain_attributes(
+    model: nn.Module, opened: Iterable[str], state: Mapping[PlainAttribute, Any]
+) -> None:
+    """Refuse to go on where plain attributes of these modules are no longer what they were.
+
+    Raises:
+        RunError: One has changed.
+    """
+    now = plain_attributes(model, opened)
+    if now != state:
+        key = next(k for k in {**now, **state} if now.get(k) != state.get(k))
+        raise RunError(
+            f"{'.'.join(filter(None, key))} of the model has changed since it was cut",
+            why=f"It was {state.get(key)!r} and is {now.get(key)!r}; the stages do not see that.",
+            fix="Keep what changes in a buffer, or inside a module that is not cut.",
+        )
+
+
+def restore_plain_attributes(
+    model: nn.Module, before: Mapping[PlainAttribute, Any]
+) -> list[PlainAttribute]:
+    """Give plain attributes their old values; returns those that had others."""
+    now = plain_attributes(model, [name for name, _ in model.named_modules()])
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    for module, name in changed:
+        if (module, name) in before:
+            setattr(model.get_submodule(module), name, before[module, name])
+        else:
+            delattr(model.get_submodule(module), name)
+    return changed
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens around a module's forward that a graph would not know of."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
+# Example values of a graph's nodes, computed only where somebody asks.
+
+
+class ExampleValues:
+    """A context manager; values are computed inside of it only.
+
+    Args:
+        model: The whole model, in the mode that the graph is for.
+
+    Attributes:
+        busy: A value is being computed: what happens now is no part of a trace.
+        constants: What the graph uses and the model does not hold, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values: dict[fx.Node, Any] = {}
+        self._draws: set[fx.Node] = set()
+        self._kept: _ModelSnapshot | None = None
+        self.busy = False
+        self.constants: dict[str, Any] = {}
+
+    def __enter__(self) -> ExampleValues:
+        self._kept = _ModelSnapshot(self._model)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._kept is not None
+        self._kept.restore()
+        self._kept = None
+
+    def forget(self) -> None:
+        """Free the values."""
+        self._values = {n: v for n, v in self._values.items() if n.op == "placeholder"}
+
+    def know(self, node: fx.Node, value: Any) -> None:
+        """Give the value of a placeholder."""
+        leaves, structure = flatten([value], is_payload)
+        own = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._values[node] = structure.rebuild(own)[0]
+
+    def value(self, node: fx.Node) -> Any:
+        """Of a node, and so of all that it needs."""
+        waiting = [node]
+        with torch.no_grad(), self._computing():
+            while waiting:
+                missing = [n for n in waiting[-1].all_input_nodes if n not in self._values]
+                if missing:
+                    waiting += missing
+                elif waiting[-1] in self._values:
+                    waiting.pop()
+                else:
+                    last = waiting.pop()
+                    self._values[last] = self._compute(last)
+        return self._values[node]
+
+    def draws(self, node: fx.Node) -> bool:
+        """Whether a node takes random numbers."""
+        self.value(node)
+        return node in self._draws
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        assert self._kept is not None
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+    def _compute(self, node: fx.Node) -> Any:
+        args = map_arg(node.args, self._values.__getitem__)
+        kwargs = map_arg(node.kwargs, self._values.__getitem__)
+        before = _random_states()
+        value = self._call(node, args, kwargs)
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+            self._draws.add(node)
+        return value
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        match node.op:
+            case "get_attr":
+                return self._find(str(node.target))
+            case "call_module":
+                return self._find(str(node.target))(*args, **kwargs)
+            case "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            case _:
+                assert callable(node.target)
+                return node.target(*args, **kwargs)
+
+    def _find(self, name: str) -> Any:
+        return self.constants[name] if name in self.constants else attribute_at(self._model, name)
+
+
+class _ModelSnapshot:
+    """The model's buffers and plain attributes, and torch's generators, at a moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._plain = plain_attributes(model, [name for name, _ in model.named_modules()])
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._states = _random_states()
+
+    def restore(self) -> None:
+        restore_plain_attributes(self._model, self._plain)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(self._states[0])
+        if len(self._states) > 1:
+            torch.cuda.set_rng_state(self._states[1])
+
+
+@contextmanager
+def preserve_model_state(model: nn.Module) -> Iterator[None]:
+    """Put buffers, plain attributes and random numbers back at the end."""
+    kept = _ModelSnapshot(model)
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
+def attribute_at(model: nn.Module, name: str) -> Any:
+    """A module, parameter, buffer or other attribute by its dotted name."""
+    found: Any = model
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+# The model's forward as a graph of calls, recorded with torch.fx; the model is not changed.
+
+
+IsLeaf = Callable[[str, nn.Module], bool]
+_DATA_DEPENDENT_READS = {"item", "tolist", "numpy", "nonzero", "equal", "allclose", "is_nonzero"}
+_FACTORY_FUNCTIONS = (
+    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand,
+    torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros,
+)  # fmt: skip
+"""They make tensors of sizes, and do not ask whether a size is a value of a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A model's forward, as it was traced.
+
+    Attributes:
+        model: The whole model.
+        graph: Calls in the order of execution; one placeholder for each leaf of the call.
+        call: The example.
+        constants: Tensors of the code that no module holds (and modules that a cut by hand adds),
+            by the name in the graph.
+        examples: Values of the graph's nodes for the example, computed when asked for.
+        opened: Names of the modules that are not leaves, the model itself ("") among them.
+        state: What their code may have read: plain attributes, by (module, attribute).
+        closed: Modules that became leaves because they cannot be followed, with the reason.
+    """
+
+    model: nn.Module
+    graph: fx.Graph
+    call: ModelCall
+    constants: Mapping[str, Any]
+    examples: ExampleValues
+    opened: tuple[str, ...]
+    state: Mapping[PlainAttribute, Any]
+    closed: Mapping[str, str]
+
+    def find(self, name: str) -> Any:
+        """What a target of the graph is."""
+        return self.constants[name] if name in self.constants else attribute_at(self.model, name)
+
+    def check(self) -> Callable[[], None]:
+        """A function that refuses to go on where the graph's code would read something else now.
+
+        Raises (the function):
+            RunError: A plain attribute of an opened module has changed.
+        """
+        model, opened, state = self.model, self.opened, self.state
+        return lambda: check_plain_attributes(model, opened, state)
+
+
+class Untraceable(Exception):
+    """A module's forward cannot be followed.
+
+    Attributes:
+        module: Its name; "" for the model itself.
+        why: What it does.
+        line: Where.
+    """
+
+    def __init__(self, module: str, why: str, line: str) -> None:
+        super().__init__(why)
+        self.module, self.why, self.line = module, why, line
+
+
+def trace_model(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
+    """Follow the model's forward; modules that cannot be followed become leaves.
+
+    Args:
+        model: In the mode (training or not) that the graph is for.
+        call: What it is called with.
+        is_leaf: Whether a module is one call.
+
+    Raises:
+        PlanError: The model's own forward cannot be followed.
+    """
+    if has_hooks(model):
+        raise _refusal(model, Untraceable("", "it has hooks, which stages would not run", ""))
+    closed: dict[str, str] = {}
+    while True:
+        try:
+            found = _trace(model, call, lambda name, m: name in closed or is_leaf(name, m))
+            return replace(found, closed=closed)
+        except Untraceable as error:
+            if not error.module:
+                raise _refusal(model, error) from error.__cause__
+            closed[error.module] = f"{error.why} ({error.line})" if error.line else error.why
+
+
+def _trace(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
+    with ExampleValues(model) as examples:
+        tracer = _Tracer(model, call, is_leaf, examples)
+        before = plain_attributes(model, [name for name, _ in model.named_modules()])
+        try:
+            with _Creations(tracer):
+                graph = tracer.trace(model)
+        except Exception as error:
+            raise Untraceable(tracer.failed, _reason(error), _line_of(error)) from error
+        finally:
+            changed = restore_plain_attributes(model, before)
+    opened = ("", *dict.fromkeys(tracer.opened))
+    for module, name in changed:
+        if module in opened:
+            raise Untraceable(module, f"it changes self.{name}, which a graph would not", "")
+    state = {key: value for key, value in before.items() if key[0] in opened}
+    return Trace(model, graph, call, tracer.constants, examples, opened, state, {})
+
+
+def _refusal(model: nn.Module, error: Untraceable) -> PlanError:
+    return PlanError(
+        f"the forward of {type(model).__name__} cannot be cut into stages",
+        problems=[error.why],
+        where=error.line,
+        fix="Move this into a module of its own (what happens inside of modules does not matter), "
+        "or give the stages by hand: a list of the model's modules.",
+    )
+
+
+def check_branch(value: Any, expected: Any, where: str) -> None:
+    """A decision that was taken while tracing must be the same for every micro-batch.
+
+    Raises:
+        RunError: It is not.
+    """
+    if value != expected:
+        raise RunError(
+            f"this micro-batch takes another path through the model: {value!r} in place of "
+            f"{expected!r}",
+            where=where,
+            why="The stages were cut for the path of the first micro-batch.",
+            fix="Move this decision into a module of its own, or give the stages by hand.",
+        )
+
+
+class TracedValue(fx.Proxy):
+    """A value of the graph, which can also be asked what it is for the example."""
+
+    tracer: _Tracer
+
+    def __getattr__(self, name: str) -> TracedAttribute:
+        return TracedAttribute(self, name)
+
+    def __len__(self) -> int:
+        return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
+
+    def __index__(self) -> int:
+        return operator.index(self.tracer.decide(self))
+
+    def __int__(self) -> int:
+        return int(self.tracer.decide(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.decide(self))
+
+    def __contains__(self, key: object) -> bool:
+        found = self.tracer.create_proxy("call_function", operator.contains, (self, key), {})
+        return bool(self.tracer.decide(found))
+
+
+class TracedAttribute(TracedValue, Attribute):
+    """An attribute of a value, or a method that is about to be called."""
+
+
+class _Tracer(fx.Tracer):
+    """Attributes:
+    opened: Names of the modules that were walked into.
+    constants: As of `Trace`.
+    failed: The innermost opened module when an exception was raised.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self, model: nn.Module, call: ModelCall, is_leaf: IsLeaf, examples: ExampleValues
+    ) -> None:
+        super().__init__(
+            autowrap_functions=(torch.utils.checkpoint.checkpoint, *_FACTORY_FUNCTIONS)
+        )
+        # Not only where they were imported by name: fx has no public way to say so.
+        self._autowrap_search += [torch.utils.checkpoint, torch]
+        self._call = call
+        self._is_leaf = is_leaf
+        self._examples = examples
+        self.constants = examples.constants
+        self._modes = _modes()
+        self.opened: list[str] = []
+        self.failed = ""
+
+    # -- what fx asks ------------------------------------------------------------------------
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return TracedValue(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._is_leaf(module_qualified_name, m)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        leaves = []
+        for number, leaf in enumerate(self._call.leaves):
+            leaves.append(self.create_proxy("placeholder", f"input_{number}", (), {}))
+            self._examples.know(leaves[-1].node, leaf)
+        args, kwargs = self._call.arguments(tuple(leaves))
+        return (lambda: root_fn(self.root, *args, **kwargs)), []
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if self._examples.busy:
+            return forward(*args, **kwargs)
+        name = self.path_of_module(m)
+        if self.is_leaf_module(m, name):
+            return super().call_module(m, forward, args, kwargs)
+        self.opened.append(name)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or name
+            raise
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._examples.busy:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, nn.Module):  # of torch.utils.checkpoint: the module that is run again
+            node = self.create_node("get_attr", self.path_of_module(a), (), {})
+            node.meta["module"] = True
+            return node
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
+            return self.create_node("get_attr", self._name_of(a), (), {})
+        return super().create_arg(a)
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes and kind != "output":
+            raise fx.proxy.TraceError(
+                "it computes something inside of torch.no_grad() or torch.autocast(), of which a "
+                "graph would know nothing"
+            )
+        node = super().create_node(kind, *args, **kwargs)
+        node.meta["where"] = user_line()
+        return node
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.decide(self.create_proxy("call_function", _truth, (obj,), {})))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self._examples.value(obj.node)
+        if isinstance(value, Mapping):
+            return iter(self.keys(obj))
+        if isinstance(value, tuple | list):
+            return iter([obj[number] for number in range(len(obj))])  # type: ignore[index]
+        raise fx.proxy.TraceError(f"it goes through a {type(value).__name__} in a loop")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        return self.decide(self.create_proxy("call_function", tuple, (obj,), {}))
+
+    def decide(self, obj: fx.Proxy) -> Any:
+        """The example's value, which from here on every micro-batch must have.
+
+        Raises:
+            TraceError: It depends on the numbers in a tensor.
+        """
+        value = self._examples.value(obj.node)
+        if isinstance(value, Tensor) or _reads_numbers(obj.node):
+            raise fx.proxy.TraceError("it decides by the numbers in a tensor which way to go")
+        self.create_node("call_function", check_branch, (obj.node, value, user_line()), {})
+        return value
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """Of a tensor that is no parameter: of the module that holds it, or a new one."""
+        if tensor.requires_grad:
+            raise fx.proxy.TraceError("it uses a parameter that belongs to no module")
+        known = [name for name, held in self.constants.items() if held is tensor]
+        held = [name for name, buffer in self.root.named_buffers() if buffer is tensor]
+        if known or held:
+            return (known or held)[0]
+        name = self.tensor_attrs.get(tensor) or f"constant_{len(self.constants)}"
+        self.constants[str(name)] = tensor
+        return str(name)
+
+
+class _Creations(TorchFunctionMode):
+    """Records what makes a tensor of no tensor (torch.zeros): else it would be made only once."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        result = func(*args, **keywords)
+        if (
+            self._tracer._examples.busy
+            or not isinstance(result, Tensor)
+            or is_tensor_method_or_property(func)
+        ):
+            return result
+        return self._tracer.create_proxy("call_function", func, args, keywords)
+
+
+def _truth(value: Any) -> Any:
+    """Whether a value counts as true; a tensor stays one, so that it can be refused."""
+    return value if isinstance(value, Tensor) else bool(value)
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        name = node.target if isinstance(node.target, str) else node.target.__name__
+        if node.op in ("call_method", "call_function") and name in _DATA_DEPENDENT_READS:
+            return True
+        waiting += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _modes() -> tuple[bool, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    if isinstance(error, fx.proxy.TraceError) and text.startswith("it "):
+        return text
+    return f"it does what torch.fx cannot follow: {type(error).__name__}: {text}"
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line of the user's own code in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_user_file(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""

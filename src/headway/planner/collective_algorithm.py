@@ -1,0 +1,465 @@
+"""Chooses the algorithm of a collective for a network: all of them, simulated side by side.
+Each kind of program is made for the network (a ring in the best order, packed trees, nodes of the
+cluster) in several chunk sizes, checked, simulated, and measured against the bound. The choice
+depends on the arguments alone, so that ranks with the same numbers choose the same.
+`choose_all_reduce` makes that choice for the sums of a plan's
+gradient exchange, as data that the plan carries: whoever executes it does not look at the network
+    again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, cast
+
+from headway.cluster import Cluster, find_cluster
+from headway.collective.all_reduce.algorithm import (
+    ALL_REDUCE_KINDS,
+    AllReduceOptions,
+    PlanTree,
+    all_reduce_program,
+)
+from headway.collective.all_reduce.repacking import MESSAGE_SECONDS
+from headway.collective.generators import direct, halving_doubling, hierarchical, ring, servers
+from headway.collective.generators.rings import ring_order
+from headway.collective.generators.trees import Weighted, star, trees, two_level
+from headway.collective.model.collective_bound import collective_lower_bound
+from headway.collective.model.link_fit import LinkFit, fit_link
+from headway.collective.packing.pack import pack
+from headway.collective.packing.tree import root_tree
+from headway.collective.program.check import check_program
+from headway.collective.program.program import CollectiveProgram, CollectiveTask, Op
+from headway.collective.program.program import CollectiveTask as Task
+from headway.collective.topology import NetworkTopology, dgx1p, dgx1v
+from headway.documents import nearest
+from headway.errors import PlanError, UsageError
+from headway.plan.exchange import AllReduceName
+from headway.simulator.collective import (
+    FREE_HOST,
+    HOST_RATE,
+    HostCosts,
+    SimulatedCollective,
+    simulate_collective,
+)
+from headway.units import format_bytes
+
+NVLINK: Mapping[str, float] = MappingProxyType({"dgx-1p": 20e9, "dgx-1v": 25e9})
+"""Bytes per second of one link in each direction, by machine: NVLink 1 of a P100, 2 of a V100."""
+INTERPRETED = HostCosts(HOST_RATE, HOST_RATE, MESSAGE_SECONDS)
+"""An interpreter in Python on a processor; assumed."""
+PIECES = (1, 4, 16, 64)
+"""Into how many chunks a part is cut; the best is kept."""
+MOST_MESSAGES = 20_000
+"""Programs with more are not played, if there is one with larger chunks."""
+MOST_PACKED = 16
+"""Ranks on shared wires into which trees are packed: every pair has a share then, and there are too
+many of them for a short answer."""
+WORTH = 0.005
+"""By so much smaller chunks must be faster for even smaller ones to be tried."""
+
+
+@dataclass(frozen=True)
+class PricedProgram:
+    """A program with its price.
+
+    Attributes:
+        program: Checked.
+        played: On the network.
+        least: Seconds: the bound for any program.
+        trees: Along which it sends, if it is made of trees.
+        chunk: Elements of a message, where they were chosen.
+        order: Of the ranks along a ring.
+    """
+
+    program: CollectiveProgram
+    played: SimulatedCollective
+    least: float
+    trees: tuple[Weighted, ...] = field(default=(), repr=False)
+    chunk: int | None = None
+    order: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def seconds(self) -> float:
+        return self.played.seconds
+
+    @property
+    def share(self) -> float:
+        """Of the bound that is reached: 1 is the fastest that can be."""
+        return self.least / self.seconds if self.seconds else 1.0
+
+
+class ProgramCandidate(NamedTuple):
+    """A program with what it was made of; see `PricedProgram`."""
+
+    program: CollectiveProgram
+    trees: Sequence[Weighted] = ()
+    chunk: int | None = None
+    order: tuple[int, ...] = ()
+
+
+Make = Callable[[CollectiveTask, NetworkTopology], Iterator[Iterator[ProgramCandidate]]]
+"""Families of programs; in each of them the chunks become smaller."""
+
+
+def parse_wires(text: str, *, nodes: int | None = None) -> NetworkTopology:
+    """The network that a command line names: a cluster.toml, a preset, or dgx-1p, dgx-1v: the
+    NVLinks of one such machine.
+
+    Raises:
+        UsageError: There is no such preset.
+        DocumentError: The file has problems.
+    """
+    if text in NVLINK:
+        make = dgx1p if text == "dgx-1p" else dgx1v
+        return NetworkTopology.of_links(make(NVLINK[text]))
+    return NetworkTopology.of_cluster(find_cluster(text, nodes=nodes))
+
+
+def price_programs(
+    collective: CollectiveTask,
+    wires: NetworkTopology,
+    *,
+    names: Sequence[str] = (),
+    element_bytes: int = 4,
+    host: HostCosts = FREE_HOST,
+) -> tuple[list[PricedProgram], dict[str, str]]:
+    """All programs, the fastest first; of equally fast ones that with fewer messages.
+
+    Args:
+        collective: What is to be done.
+        wires: On which network; of as many ranks.
+        names: Of `PROGRAMS`; none: all.
+        element_bytes: Of an element.
+        host: What sums, copies and messages cost the ranks.
+
+    Returns:
+        The programs, and of each that cannot be made the reason.
+
+    Raises:
+        UsageError: No such program.
+        PlanError: The network does not join the ranks.
+    """
+    for name in names:
+        if name not in PROGRAMS:
+            raise UsageError(f"no program {name!r}{nearest(name, list(PROGRAMS))}")
+    least = collective_lower_bound(collective, wires, element_bytes)
+    found: list[PricedProgram] = []
+    refused: dict[str, str] = {}
+    for name in names or PROGRAMS:
+        try:
+            tried = [
+                one
+                for family in PROGRAMS[name](collective, wires)
+                for one in _falling(family, wires, least, element_bytes, host)
+            ]
+        except PlanError as error:
+            refused[name] = "; ".join([error.what, *error.problems])
+            continue
+        found.append(min(tried, key=_order))
+        check_program(found[-1].program)
+    return sorted(found, key=_order), refused
+
+
+def choose_program(
+    op: Op,
+    num_bytes: int,
+    cluster: Cluster,
+    *,
+    element_bytes: int = 4,
+    root: int | None = None,
+    host: HostCosts = INTERPRETED,
+) -> CollectiveProgram:
+    """The fastest program.
+
+    Args:
+        op: Which operation.
+        num_bytes: Of the whole.
+        cluster: On which machine, all of its ranks.
+        element_bytes: Of an element.
+        root: Of a broadcast or a reduction.
+        host: What sums, copies and messages cost the ranks.
+
+    Raises:
+        PlanError: The cluster does not join its ranks.
+    """
+    wires = NetworkTopology.of_cluster(cluster)
+    collective = CollectiveTask.of(op, wires.ranks, num_bytes // element_bytes, root=root)
+    found, _ = price_programs(collective, wires, element_bytes=element_bytes, host=host)
+    return found[0].program
+
+
+def _falling(
+    family: Iterator[ProgramCandidate],
+    wires: NetworkTopology,
+    least: float,
+    element_bytes: int,
+    host: HostCosts,
+) -> Iterator[PricedProgram]:
+    """Played, until smaller chunks no longer help."""
+    best = math.inf
+    for program, weighted, chunk, order in family:
+        if best < math.inf and program.messages() > MOST_MESSAGES:
+            return
+        played = simulate_collective(program, wires, element_bytes, host=host)
+        yield PricedProgram(program, played, least, tuple(weighted), chunk, order)
+        if played.seconds > best * (1 - WORTH):
+            return
+        best = played.seconds
+
+
+def _order(priced: PricedProgram) -> tuple[float, int]:
+    seconds = priced.seconds
+    rounded = seconds and round(seconds, 9 - math.floor(math.log10(seconds)))
+    return rounded, priced.program.messages()
+
+
+# -- the kinds ---------------------------------------------------------------------------------
+
+
+def _chunks(elements: int) -> list[int]:
+    """Sizes of a chunk of a part of so many elements, all different."""
+    return list(dict.fromkeys(max(1, -(-elements // pieces)) for pieces in PIECES))
+
+
+def _ring(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    order = ring_order(wires.graph)
+    part = collective.elements
+    if collective.root is None:
+        part = -(-part // collective.ranks)
+    yield (
+        ProgramCandidate(ring(collective, chunk=chunk, order=order), (), chunk, order)
+        for chunk in _chunks(part)
+    )
+
+
+def _direct(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    yield iter([ProgramCandidate(direct(collective))])
+
+
+def _halving(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    yield iter([ProgramCandidate(halving_doubling(collective))])
+
+
+def _hierarchical(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    nodes = wires.nodes
+    if nodes.count == 1 or nodes.count == wires.ranks:
+        raise PlanError(
+            "there are no levels here",
+            problems=["all ranks are on one node, or each has a node of its own"],
+        )
+    sizes = _chunks(collective.elements)
+    yield (
+        ProgramCandidate(hierarchical(collective, nodes, chunk=chunk), (), chunk) for chunk in sizes
+    )
+
+
+def _servers(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    stars = [(star(wires.ranks, rank), 1.0) for rank in range(wires.ranks)]
+    sizes = _chunks(-(-collective.elements // wires.ranks))
+    yield (ProgramCandidate(servers(collective, chunk=chunk), stars, chunk) for chunk in sizes)
+
+
+def _trees(
+    collective: CollectiveTask, wires: NetworkTopology
+) -> Iterator[Iterator[ProgramCandidate]]:
+    """Packed into the links; where wires are shared, also trees of two levels."""
+    leveled = wires.shared and wires.nodes.count > 1
+    if not wires.shared or wires.ranks <= MOST_PACKED:
+        yield _grown(collective, _packed(collective, wires))
+    elif not leveled or collective.op in ("all_gather", "reduce_scatter"):
+        raise PlanError(
+            f"{wires.ranks} ranks that share wires are too many to pack",
+            problems=[f"at most {MOST_PACKED}, but for two-level trees between nodes"],
+        )
+    if leveled and collective.op == "all_reduce":
+        roots = [members[place] for place, members in _turning(wires)]
+        yield _grown(collective, [(two_level(wires.nodes, root), 1.0) for root in roots])
+    elif leveled and collective.root is not None:
+        yield _grown(collective, [(two_level(wires.nodes, collective.root), 1.0)])
+
+
+def _grown(collective: CollectiveTask, weighted: Sequence[Weighted]) -> Iterator[ProgramCandidate]:
+    heaviest = max((weight for _, weight in weighted), default=1.0)
+    share = heaviest / (math.fsum(weight for _, weight in weighted) or 1.0)
+    for chunk in _chunks(math.ceil(collective.elements * share)):
+        yield ProgramCandidate(trees(collective, weighted, chunk=chunk), weighted, chunk)
+
+
+def _turning(wires: NetworkTopology) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """A place and a node for each place: roots of different places are on different nodes."""
+    members = wires.nodes.members
+    for place in range(min(map(len, members))):
+        yield place, members[place % len(members)]
+
+
+def _packed(collective: CollectiveTask, wires: NetworkTopology) -> list[Weighted]:
+    n, op = wires.ranks, collective.op
+    if n == 1:
+        return [((None,), 1.0)]
+    if op in ("broadcast", "reduce"):
+        way = pack(
+            wires.graph, "broadcast" if op == "broadcast" else "reduce", collective.root or 0
+        )
+        return [(tree.parent, tree.weight) for tree in way.trees]
+    found = pack(wires.graph, "all_reduce").trees
+    if op == "all_reduce":
+        return [(tree.parent, tree.weight) for tree in found]
+    # each rank's share goes along the same links, turned so that the rank is the root
+    return [
+        (root_tree(sorted(tree.links), n, root), tree.weight) for root in range(n) for tree in found
+    ]
+
+
+PROGRAMS: Mapping[str, Make] = MappingProxyType(
+    {
+        "ring": _ring,
+        "direct": _direct,
+        "halving-doubling": _halving,
+        "hierarchical": _hierarchical,
+        "servers": _servers,
+        "trees": _trees,
+    }
+)
+"""By name; each makes its programs for a network."""
+
+
+# The program that carries the sums of a plan's exchange, found for a network: data for the
+# plan.
+
+
+SIZES = tuple(2**power for power in range(18, 25, 2))
+"""256 KiB to 16 MiB, as buckets have, from which a program's time is fitted. Buckets smaller than a
+chunk do not lie on their line."""
+
+
+@dataclass(frozen=True)
+class AllReduceChoice:
+    """What was found.
+
+    Attributes:
+        collective: For `Exchange.collective`.
+        carrier: For `Exchange.carrier`.
+        chosen: The program, priced for one bucket.
+        others: Slower ones, the fastest first.
+    """
+
+    collective: AllReduceName
+    carrier: AllReduceOptions | None
+    chosen: PricedProgram
+    others: tuple[PricedProgram, ...] = ()
+
+
+def choose_all_reduce(
+    name: str,
+    wires: NetworkTopology,
+    num_bytes: int,
+    *,
+    element_bytes: int = 4,
+    host: HostCosts = INTERPRETED,
+) -> AllReduceChoice:
+    """The fastest program for a bucket, or the one of this name as it fits the network best.
+
+    A ring by number is what Gloo's own all-reduce is, without an interpreter; "auto" takes that.
+    Levels of nodes are carried out by the exchange "hierarchical", which needs as many ranks on
+    each.
+
+    Args:
+        name: Of `PROGRAMS`, or "auto".
+        wires: Of all ranks of the exchange.
+        num_bytes: Of a bucket.
+        element_bytes: Of a gradient.
+        host: What messages and sums cost the ranks.
+
+    Raises:
+        PlanError: No such program on this network.
+        UsageError: No such program.
+    """
+    names = [name]
+    if name == "auto":
+        names = [each for each in PROGRAMS if each != "hierarchical" or wires.nodes.uniform]
+    task = Task.of("all_reduce", wires.ranks, max(1, num_bytes // element_bytes))
+    found, refused = price_programs(
+        task, wires, names=names, element_bytes=element_bytes, host=host
+    )
+    if not found:
+        raise PlanError(
+            "no program carries the sums on this network",
+            problems=[f"{other}: {why}" for other, why in refused.items()],
+            fix="Ask for another collective, or leave it out: Gloo finds its own ways.",
+        )
+    rates = () if wires.shared else wires.graph.rates
+    collective, carrier = _as_data(found[0], element_bytes, rates, automatic=name == "auto")
+    return AllReduceChoice(collective, carrier, found[0], tuple(found[1:]))
+
+
+def _as_data(
+    priced: PricedProgram,
+    element_bytes: int,
+    rates: tuple[tuple[float, ...], ...],
+    *,
+    automatic: bool,
+) -> tuple[AllReduceName, AllReduceOptions | None]:
+    usual = tuple(range(priced.program.ranks))
+    if automatic and priced.name == "ring" and priced.order == usual:
+        return "all_reduce", None
+    name = cast(AllReduceName, priced.name)
+    if name not in ALL_REDUCE_KINDS:
+        return name, None
+    carrier = AllReduceOptions(
+        chunk="" if priced.chunk is None else format_bytes(priced.chunk * element_bytes),
+        order=() if priced.order == usual else priced.order,
+        trees=tuple(
+            PlanTree.of(parents, weight)
+            for parents, weight in (priced.trees if name == "trees" else ())
+        ),
+        rates=rates,
+    )
+    return name, None if carrier == AllReduceOptions() else carrier
+
+
+def fit_all_reduce(
+    collective: str,
+    carrier: AllReduceOptions | None,
+    wires: NetworkTopology,
+    *,
+    element_bytes: int = 4,
+    host: HostCosts = INTERPRETED,
+    sizes: Sequence[int] = SIZES,
+) -> LinkFit:
+    """Latency and seconds per byte of the sums that a program carries, from its plays.
+
+    For `collective.service.Network.carried`, by which an exchange is priced.
+
+    Args:
+        collective: Of `ALL_REDUCE_KINDS`.
+        carrier: Of the exchange.
+        wires: The network.
+        element_bytes: Of a gradient.
+        host: What messages and sums cost the ranks.
+        sizes: Bytes of buckets.
+    """
+    samples = []
+    for size in sizes:
+        program = all_reduce_program(
+            collective, carrier, wires.ranks, max(1, size // element_bytes), element_bytes
+        )
+        seconds = simulate_collective(program, wires, element_bytes, host=host).seconds
+        samples.append((float(size), seconds))
+    return fit_link(samples, ranks=wires.ranks)

@@ -1,0 +1,334 @@
+"""Gradients and tied parameters of a model, and how much of their exchange backward hides.
+`ModelParameters` says once for all combinations of degrees what the graph says of parameters: the
+order in which their gradients appear, and which of them several units share. A parameter counts
+once on a device, however many operators use it.
+
+The network carries one message at a time. Without ZeRO, and with ZeRO 1, gradients leave in buckets
+while the last micro-batch's backward runs (Das et al. 2016, section on overlap); with ZeRO 2 they
+are scattered behind every micro-batch; with ZeRO 3 weights are gathered in front of every pass, one
+unit ahead (Zhao et al. 2023, FSDP).
+Stages of ZeRO: Rajbhandari et al. 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.collective.model.exchange_scheme import FIRST_BUCKET
+from headway.collective.model.gradient_buckets import fill_buckets
+from headway.cost.guidelines.das_model import serial_ends
+from headway.planner.estimate.operators import Floats, PlanningWorkload
+from headway.planner.estimate.partition import IntervalClasses, LayerUnit, unnameable_units
+
+PriceOfBytes = Callable[[Floats], Floats]
+"""Seconds of a collective by its bytes."""
+BUCKETS = tuple(2.0**n * 2**20 for n in (3, 5, 7, 9, 11))
+"""Bytes of a bucket that are tried; the first one is the plan's default."""
+
+
+class ExchangeSeconds(NamedTuple):
+    """Seconds of a step: of all messages, and of those that computation waits for."""
+
+    seconds: float
+    exposed: float
+    bucket: float = BUCKETS[0]
+
+
+class GradientArrivals(NamedTuple):
+    """Of a model's parameters, as backward makes them: bytes, and the unit that is done then."""
+
+    sizes: tuple[int, ...]
+    units: tuple[int, ...]
+
+    def messages(self, limit: float, shares: Floats) -> tuple[Floats, np.ndarray]:
+        """(bytes, unit) of the buckets of at most `limit` bytes.
+
+        Args:
+            limit: See `collective.fusion.fill_buckets`.
+            shares: Of each unit's parameters, what one device holds.
+        """
+        own = [size * shares[unit] for size, unit in zip(self.sizes, self.units, strict=True)]
+        whole = [max(1, round(size)) for size in own]
+        buckets = fill_buckets(whole, range(len(whole)), int(min(limit, 2.0**62)), FIRST_BUCKET)
+        found = np.array([sum(own[n] for n in bucket) for bucket in buckets])
+        return found, np.array([self.units[bucket[-1]] for bucket in buckets], dtype=np.int64)
+
+
+def bucket_exchange(
+    gradients: GradientArrivals,
+    backward: Floats,
+    shares: Floats,
+    price: PriceOfBytes,
+    *,
+    limits: Sequence[float] = BUCKETS,
+    overlap: float = 1.0,
+) -> ExchangeSeconds:
+    """The exchange behind one backward pass, with the best bucket size.
+
+    Args:
+        gradients: Of the model.
+        backward: Seconds of each unit.
+        shares: As in `Gradients.messages`.
+        price: Of one bucket.
+        limits: Sizes of a bucket to choose from; of equals the first.
+        overlap: Share of what is under way that computation beside it does not feel; 0: nothing
+            leaves before backward has ended.
+    """
+    done = np.cumsum(backward[::-1])[::-1]
+    best: ExchangeSeconds | None = None
+    for limit in limits:
+        sizes, units = gradients.messages(limit, shares)
+        if not len(sizes):
+            return ExchangeSeconds(0.0, 0.0)
+        seconds = np.asarray(price(sizes))
+        # The first message is the last of `serial_ends`, which goes by the forward pass.
+        ends = serial_ends(done[units][::-1], seconds[::-1], np.ones(len(sizes), dtype=bool))
+        whole = float(seconds.sum())
+        late = max(0.0, float(ends[0]) - float(done[0]))
+        found = ExchangeSeconds(whole, whole - overlap * (whole - late), limit)
+        if best is None or found.exposed < best.exposed:
+            best = found
+        if len(sizes) == 1:
+            break
+    assert best is not None
+    return best
+
+
+def most_hidden(message: Floats, compute: Floats, overlap: float) -> Floats:
+    """Seconds of messages that can be hidden behind so much computation."""
+    return overlap * np.minimum(message, compute)
+
+
+def sharded_exchange(
+    forward: Floats,
+    backward: Floats,
+    scatters: Floats,
+    gathers: Floats | None,
+    microbatches: int,
+    *,
+    overlap: float = 1.0,
+) -> tuple[float, ExchangeSeconds]:
+    """(seconds of all micro-batches, what of them is exchange).
+
+    A unit's gather starts when the one before it begins to compute, its scatter when its backward
+    has ended; messages follow each other in the order in which they start to wait.
+
+    Args:
+        forward: Seconds of each unit.
+        backward: The same.
+        scatters: Seconds of each unit's reduce-scatter, behind its backward.
+        gathers: Seconds of each unit's all-gather, in front of both passes; None: there are none.
+        microbatches: Of a step. Rounds that take as long as the one before are not played.
+        overlap: As in `bucket_exchange`.
+    """
+    own = np.zeros_like(forward) if gathers is None else gathers
+    turn = list(
+        zip(
+            [*forward.tolist(), *backward[::-1].tolist()],
+            [*own.tolist(), *own[::-1].tolist()],
+            [*([0.0] * len(forward)), *scatters[::-1].tolist()],
+            strict=True,
+        )
+    )
+    coming = [gather for _, gather, _ in turn[1:]] + [turn[0][1]]
+    clock, lane = 0.0, turn[0][1]
+    there = lane  # when the weights of the next unit are there
+    steps: list[tuple[float, float, float]] = []
+    left = microbatches
+    while left:
+        before = (clock, lane, there)
+        left -= 1
+        for place, (compute, _, scatter) in enumerate(turn, 1):
+            start = max(clock, there)
+            following = coming[place - 1] if left or place < len(turn) else 0.0
+            if following:
+                lane = max(lane, start) + following
+                there = lane
+            clock = start + compute
+            if scatter:
+                lane = max(lane, clock) + scatter
+        steps.append((clock - before[0], lane - before[1], there - before[2]))
+        if left > 1 and len(steps) > 1 and np.allclose(steps[-1], steps[-2], rtol=1e-12, atol=0):
+            jump = left - 1
+            clock, lane, there = (
+                now + jump * each for now, each in zip((clock, lane, there), steps[-1], strict=True)
+            )
+            left = 1
+    whole = max(clock, lane)
+    compute = microbatches * float(forward.sum() + backward.sum())
+    sent = microbatches * float(scatters.sum() + 2.0 * own.sum())
+    exposed = sent - overlap * (sent - (whole - compute))
+    return compute + exposed, ExchangeSeconds(sent, exposed)
+
+
+def sharded_passes(
+    forward: Floats,
+    backward: Floats,
+    scatters: Floats,
+    gathers: Floats | None,
+    *,
+    overlap: float = 1.0,
+) -> tuple[float, float, float]:
+    """(forward, backward, scatters behind it) of one micro-batch of a stage, in seconds.
+
+    Each pass begins without weights and ends with its computation; what is scattered then goes on
+    beside what the rank does next. Arguments as in `sharded_exchange`.
+    """
+    own = np.zeros_like(forward) if gathers is None else gathers
+
+    def one(compute: Floats, sent: Floats) -> tuple[float, float]:
+        clock, lane = 0.0, float(own[0] if compute is forward else own[-1])
+        there = lane
+        ahead = [*(own if compute is forward else own[::-1])[1:].tolist(), 0.0]
+        turn = compute if compute is forward else compute[::-1]
+        for seconds, following, scatter in zip(
+            turn.tolist(), ahead, sent[::-1].tolist(), strict=True
+        ):
+            start = max(clock, there)
+            if following:
+                there = lane = max(lane, start) + following
+            clock = start + seconds
+            lane = max(lane, clock) + scatter if scatter else lane
+        whole = float(own.sum() + sent.sum())
+        late = max(clock, lane) - clock
+        hidden = whole - late - (clock - float(compute.sum()))
+        return clock + (1.0 - overlap) * hidden, late
+
+    ahead, _ = one(forward, np.zeros_like(forward))
+    back, late = one(backward, scatters)
+    return ahead, back, late
+
+
+# What a model's graph says to all combinations of degrees: gradients, ties, and what W takes.
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several units use, or one unit more than once.
+
+    Attributes:
+        bytes: Of it.
+        units: That use it, ascending, with repetitions.
+    """
+
+    bytes: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """Facts of a row of units."""
+
+    work: PlanningWorkload
+    row: tuple[LayerUnit, ...]
+    classes: IntervalClasses
+
+    @cached_property
+    def nameless(self) -> frozenset[int]:
+        """Units at which no stage can begin."""
+        return unnameable_units(self.row)
+
+    @cached_property
+    def _uses(self) -> dict[str, list[int]]:
+        """The units that use each parameter, in the order of the forward pass."""
+        operators = self.work.graph.operators
+        found: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.row):
+            for operator in operators[unit.start : unit.stop]:
+                for name in dict.fromkeys(operator.inputs):
+                    if name in operator.parameters:
+                        found.setdefault(name, []).append(number)
+        return found
+
+    @cached_property
+    def ties(self) -> tuple[TiedParameter, ...]:
+        """All parameters that are used more than once."""
+        tensors = self.work.graph.tensors
+        return tuple(
+            TiedParameter(tensors[name].bytes, tuple(units))
+            for name, units in self._uses.items()
+            if len(units) > 1
+        )
+
+    def doubled(self, start: int, stop: int) -> float:
+        """Bytes that the units of a stretch count more than once."""
+        return float(
+            sum(
+                tie.bytes * max(0, sum(start <= unit < stop for unit in tie.units) - 1)
+                for tie in self.ties
+            )
+        )
+
+    @cached_property
+    def doubles(self) -> Floats:
+        """`doubled` of every class of stretches."""
+        return np.array([self.doubled(*example) for example in self.classes.examples])
+
+    @cached_property
+    def whole(self) -> Floats:
+        """(1,): `doubled` of the whole row."""
+        return np.array([self.doubled(0, len(self.row))])
+
+    def between(self, borders: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+        """Of what several stages use: (bytes, first stage, last stage, stages).
+
+        Args:
+            borders: The first unit of each stage, and the number of units.
+        """
+        for tie in self.ties:
+            stages = sorted({int(np.searchsorted(borders, u, "right")) - 1 for u in tie.units})
+            if len(stages) > 1:
+                yield tie.bytes, stages[0], stages[-1], len(stages)
+
+    @cached_property
+    def gradients(self) -> GradientArrivals:
+        """In the order in which backward makes them: what is used more than once with its first
+        use, when it is complete; what is frozen not at all."""
+        graph = self.work.graph
+        frozen = set(graph.frozen)
+        found = [
+            (graph.tensors[name].bytes, units[0])
+            for name, units in self._uses.items()
+            if name not in frozen
+        ]
+        found.reverse()  # the order of first uses, backwards
+        return GradientArrivals(tuple(size for size, _ in found), tuple(unit for _, unit in found))
+
+    @cached_property
+    def held(self) -> Floats:
+        """Bytes of the parameters of each unit, as its operators count them."""
+        tensors = self.work.graph.tensors
+        found = np.zeros(len(self.row))
+        for name, units in self._uses.items():
+            for unit in units:
+                found[unit] += tensors[name].bytes
+        return found
+
+    def weight_shares(self, starts: np.ndarray, stops: np.ndarray) -> Floats:
+        """Which part of the backward of stretches makes gradients of weights, by its FLOPs."""
+        inputs, weights = (sums[stops] - sums[starts] for sums in self._gradient_flops)
+        both = inputs + weights
+        found: Floats = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
+        return found
+
+    @cached_property
+    def _gradient_flops(self) -> tuple[Floats, Floats]:
+        """Running sums over the units."""
+        operators = self.work.graph.operators
+        each = np.array(
+            [
+                [
+                    sum(o.flops.input_gradient for o in operators[unit.start : unit.stop]),
+                    sum(o.flops.weight_gradient for o in operators[unit.start : unit.stop]),
+                ]
+                for unit in self.row
+            ],
+            dtype=float,
+        )
+        sums = np.concatenate([np.zeros((1, 2)), np.cumsum(each, axis=0)])
+        return sums[:, 0], sums[:, 1]

@@ -1,0 +1,690 @@
+"""Seconds and bytes of a step for one combination of degrees: exchange, table, update, memory.
+`Pricing` turns the costs of intervals into rows of a table, and prices a whole cut with its
+schedule, gradient exchange and optimiser update. A row is never above what the cut made of it is
+priced at, so bounds made of rows hold.
+
+Its base `DeviceBytes` counts what a device holds beside weights, gradients, optimiser state and
+saved activations: samples, messages of the pipeline, what FSDP2 gathers and sums unit by unit, the
+sum of a stage's gradients. A message that arrives has memory from its POST on; one that has left
+keeps it until the table proves that it has arrived (`schedule.retirement`). Sources: Zhao et al.
+2023 (FSDP); torch 2.13,
+`fsdp/_fully_shard/_fsdp_param_group.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from headway.cluster.device import HostOverhead
+from headway.cost.device import Number
+from headway.errors import PlanError
+from headway.planner.estimate.degrees import FULL, Degrees, gradients_per_byte, state_of
+from headway.planner.estimate.gradient_exchange import (
+    BUCKETS,
+    ModelParameters,
+    bucket_exchange,
+    most_hidden,
+    sharded_exchange,
+    sharded_passes,
+)
+from headway.planner.estimate.operators import Floats
+from headway.planner.estimate.pipeline_time import (
+    PeriodicTable,
+    ScheduleOption,
+    StageMessages,
+    StagePasses,
+)
+from headway.planner.estimate.segments import IntervalStrategies, SegmentTables
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.lowering import completed_sends, lower
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
+
+RANKS = 8
+"""Of the longest pipeline whose table is looked at: messages are posted four computes ahead."""
+ROUNDS = 3
+"""Micro-batches for each of its ranks: the table's steady state."""
+_STEP = {ActionKind.SEND: 1, ActionKind.POST: 1, ActionKind.RECV: -1}
+"""What is received is used by the next action, which counts it."""
+_BACK = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
+_AHEAD = frozenset({ActionKind.FORWARD, ActionKind.SEND})
+_ENDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
+
+
+class MessageBuffers(NamedTuple):
+    """Messages of a stage, the most of any stage.
+
+    Attributes:
+        entering: What has come for later forwards, or has memory to come; and the gradients of what
+            entered, on their way back.
+        left: What has left, on its way.
+        returning: Gradients of what has left, but for the one that backward works with.
+    """
+
+    entering: int = 0
+    left: int = 0
+    returning: int = 0
+
+
+Both = tuple[MessageBuffers, MessageBuffers]
+"""While a backward runs, and when a forward has ended and its result leaves."""
+
+
+def message_buffers(degrees: Degrees) -> Both:
+    """Of a combination's stages, whatever their number."""
+    scheme = ScheduleOption(degrees.schedule, degrees.virtual, degrees.pipes)
+    p, m = degrees.pipeline, degrees.microbatches
+    few = min(p, RANKS)
+    # Up to as many micro-batches as ranks all are under way at once on the first one.
+    return _message_buffers(scheme, few, min(m, (ROUNDS if m > p else 1) * few))
+
+
+@lru_cache(maxsize=512)
+def _message_buffers(scheme: ScheduleOption, ranks: int, microbatches: int) -> Both:
+    if ranks == 1:
+        return MessageBuffers(), MessageBuffers()
+    try:
+        table = make_schedule(
+            scheme.name,
+            stages=ranks,
+            microbatches=microbatches,
+            virtual=scheme.virtual,
+            pipes=scheme.pipes,
+        )
+    except PlanError:  # fewer ranks or micro-batches than it can have
+        few = MessageBuffers(entering=2, left=1, returning=2)
+        return few, few
+    lowered = lower(table)
+    back, ahead = zip(*(_of_rank(lowered, rank) for rank in range(ranks)), strict=True)
+    return _most(back), _most(ahead)
+
+
+def _most(each: Iterable[MessageBuffers]) -> MessageBuffers:
+    return MessageBuffers(*map(max, zip(*each, strict=True)))
+
+
+def _of_rank(table: PipelineSchedule, rank: int) -> Both:
+    row = table.order[rank]
+    retired = completed_sends(table, rank)
+    now: Counter[str] = Counter()
+    under_way = 0
+    found = {key: (0, MessageBuffers()) for key in (_BACK, _AHEAD)}
+    for position, action in enumerate(row):
+        now[_name(action)] += _STEP.get(action.kind, 0)
+        for sent in retired.get(position, ()):
+            now[_name(row[sent])] -= 1
+        under_way += action.kind == ActionKind.FORWARD
+        here = MessageBuffers(now["comes"] + now["goes back"], now["leaves"], now["returns"])
+        for kinds, (most, fullest) in found.items():
+            if action.kind in kinds and (under_way, sum(here)) > (most, sum(fullest)):
+                found[kinds] = under_way, here
+        under_way -= action.kind in _ENDS
+    return found[_BACK][1], found[_AHEAD][1]
+
+
+def _name(action: Action) -> str:
+    """What a SEND or POST gives memory to."""
+    if action.kind == ActionKind.SEND:
+        return "goes back" if action.carries_gradient else "leaves"
+    return "returns" if action.carries_gradient else "comes"
+
+
+# What a device holds beside weights, gradients, optimiser and what is kept, and for how long.
+
+
+GROUP, OF_LARGEST = 0.01, 0.1
+"""Units inside of an element of a list are gathered and summed by themselves, the others together,
+if they have at least this share of the parameters, or of the largest one's: as in
+`parallel.state_sharding`."""
+
+
+class DeviceBytes:
+    """Of one combination on its tables.
+
+    Attributes:
+        per_byte: Bytes of state per byte of parameters.
+        passing: Bytes that update and sum need for a moment, per byte of state.
+    """
+
+    def __init__(
+        self, tables: SegmentTables, degrees: Degrees, itemsize: int, shared: ModelParameters
+    ) -> None:
+        self.tables = tables
+        self.degrees = degrees
+        self.itemsize = itemsize
+        self.shared = shared
+        self.per_byte = state_of(degrees, itemsize, tables.setting.work.optimiser.state)
+        self.passing = max(self._updating, self._summing) / self.per_byte
+
+    # -- behind the last backward ------------------------------------------------------------------
+
+    @property
+    def _updating(self) -> float:
+        """Bytes above the state per byte of parameters while the update runs; with ZeRO a stage's
+        whole weights are gone then, and of its gradients but this rank's part is left."""
+        degrees, itemsize = self.degrees, self.itemsize
+        together = self.tables.setting.work.optimiser.together
+        found = together * max(FULL, itemsize) / itemsize / (degrees.data if degrees.zero else 1)
+        if degrees.pipeline == 1 or not degrees.zero:
+            return found
+        return found - 1.0 - gradients_per_byte(itemsize) * (1.0 - 1.0 / degrees.data)
+
+    @property
+    def _summing(self) -> float:
+        """The same while SYNC sums a stage's gradients over its copies: they lie one after the
+        other in a message (`stage_sums`). With ZeRO they become rows, one for each rank, and go;
+        all rows are put together in a second tensor, and a third takes this rank's sum
+        (`shard_sums`); with ZeRO 3 weights are not gathered then."""
+        degrees, message = self.degrees, gradients_per_byte(self.itemsize)
+        if degrees.pipeline == 1 or degrees.data * degrees.pipes == 1:
+            return 0.0
+        if not degrees.zero:
+            return message
+        return message * (1.0 + 1.0 / degrees.data) - (degrees.zero == 3)
+
+    @cached_property
+    def waiting(self) -> Floats:
+        """(classes,) bytes above these while SYNC sums a stage's gradients: all samples of a step,
+        which the stages of a rank share, and the gradient of what entered it, on its way."""
+        if not self._summing:
+            return np.zeros(len(self.tables.classes.examples))
+        entered: Floats = self.tables.transients.crossing(self.tables.setting)[0, 0]
+        return entered + self.samples / (self.degrees.virtual * self.degrees.pipes)
+
+    # -- while micro-batches pass ------------------------------------------------------------------
+
+    def moment(self, cells: IntervalStrategies) -> Floats:
+        """(2, classes, K) bytes for a moment, above state and kept ones."""
+        more = cells.more + self.beside[:, None, None]
+        if self.degrees.pipeline == 1:
+            return more
+        in_backward, leaving = self.messages[:, :, : more.shape[1]]
+        least = np.maximum(leaving, in_backward + self.gathering * cells.params)
+        found: Floats = np.maximum(more + in_backward, least + self.samples)
+        return found
+
+    @cached_property
+    def first(self) -> Floats:
+        """(classes, 2) bytes above state and kept ones in the first backward of a step, where all
+        gradients count as state: see `TransientMemory.first`."""
+        several, setting = self.degrees.pipeline > 1, self.tables.setting
+        first, made = self.tables.transients.first(setting, several=several)
+        first = first + self.beside
+        if not several:
+            return first
+        in_backward, leaving = self.messages[..., 0].transpose(0, 2, 1)
+        least = np.maximum(leaving, in_backward + self.gathering * made) + self.samples
+        found: Floats = np.maximum(first + in_backward, least - made)
+        return found
+
+    @cached_property
+    def samples(self) -> float:
+        """Bytes of what the model is given: of a micro-batch; the ranks of a pipeline have all
+        micro-batches of a step."""
+        setting, degrees = self.tables.setting, self.degrees
+        number = degrees.microbatches if degrees.pipeline > 1 else 1
+        return number * sum(setting.bytes_of(name) for name in setting.work.graph.inputs)
+
+    @cached_property
+    def messages(self) -> Floats:
+        """(2, 2, classes, 1) bytes of messages of a stage of a pipeline, in backward and in forward
+        passes, without and with recomputation; see `message_room`."""
+        entry, out, left = self.tables.transients.crossing(self.tables.setting)
+        found = [
+            n.entering * entry + n.left * left + n.returning * out
+            for n in message_buffers(self.degrees)
+        ]
+        return np.array(found)[..., None]
+
+    @property
+    def gathering(self) -> float:
+        """Bytes of a moment per byte of parameters while an action of a stage gathers its weights
+        (ZeRO 3): all ranks' rows beside the weights that are made of them, and this rank's."""
+        degrees = self.degrees
+        return 1.0 + 1.0 / degrees.data if degrees.zero == 3 and degrees.pipeline > 1 else 0.0
+
+    @cached_property
+    def beside(self) -> Floats:
+        """(2,) bytes beside state and transients, whatever the stretch, without and with
+        recomputation: samples, and without a pipeline what FSDP2 has."""
+        if not self.degrees.zero or self.degrees.pipeline > 1:
+            return np.full(2, self.samples)
+        return self.samples + self._units
+
+    @cached_property
+    def _units(self) -> Floats:
+        """(2,) bytes for FSDP2's units, above what a step needs that has no units.
+
+        While a unit's backward runs the message with the gradients of the unit behind it is there
+        (of the first unit, from one micro-batch to the next), its own gradients are whole, and with
+        ZeRO 3 its weights and the message with those of the unit in front of it. The message with a
+        unit's weights stays from its forward until the next unit has its own, and its weights.
+        Otherwise weights come with the forwards, stay, and go with the last backwards; behind any
+        other one (ZeRO 2) a unit's message is made beside its gradients and its weights.
+        """
+        degrees, share = self.degrees, self.degrees.gradient_share
+        whole, along = float(degrees.zero == 3), self.tables.transients.along
+        own = self.own(self.shared.held / degrees.tensor)
+        inside = np.array([any(map(str.isdigit, u.layer.split("."))) for u in self.tables.row])
+        largest = (own * inside).max(initial=0.0)
+        alone = inside & (own >= min(GROUP * own.sum(), OF_LARGEST * largest)) & (own > 0)
+        rest, own = own[~alone].sum(), own * alone
+        behind, front = _nearest(own[::-1])[::-1], _nearest(own)
+        later = (1.0 - whole) * (own.sum() - own.cumsum())
+        left = (degrees.microbatches > 1) * (degrees.zero > 1) * max(own[alone][:1], default=0.0)
+        sent = (share < 1.0) * np.where(behind > 0, behind, left)
+        backward = sent + whole * (own + front) + rest * (whole + 1.0 - share)
+        backward -= (degrees.microbatches == 1) * later
+        forward = own + np.maximum(whole * own, 2.0 * behind) + whole * (rest + left) - later
+        alike = along(self.tables.setting, 0.0)[0]
+        (more, first, kept, ended), made = along(self.tables.setting, 1.0 - share)
+        now, base = more, alike[0]
+        if degrees.late_gradients:  # they are not there yet, and then in parts
+            now, base = (share * f + (1.0 - share) * m for m, f in ((more, first), alike[:2]))
+        kept = np.minimum.accumulate(np.where(alone[1:, None], kept[:-1], 0.0)[::-1])[::-1]
+        ahead = np.concatenate([kept, np.zeros((1, 2))]) + forward[:, None]
+        if not whole or degrees.late_gradients:
+            ahead -= share * made
+        most = np.maximum(now + backward[:, None], ahead).max(axis=0)
+        if degrees.zero == 2 and degrees.microbatches > 1:
+            ended = ended + (2.0 * own + rest)[:, None]
+            ended -= (degrees.microbatches == 2) * share * made  # the first one's are not there yet
+            most = np.maximum(most, ended[alone].max(axis=0, initial=-np.inf))
+        found: Floats = np.maximum(most - base.max(axis=0), 0.0)
+        return found
+
+    def own(self, held: Floats, start: int = 0) -> Floats:
+        """Bytes of parameters of each unit from `start` on; what is tied counts with its first
+        use."""
+        found = held.copy()
+        for tie in self.shared.ties:
+            inside = [unit - start for unit in tie.units if 0 <= unit - start < len(held)]
+            for unit in inside[1:]:
+                found[unit] -= tie.bytes / self.degrees.tensor
+        return np.maximum(found, 0.0)
+
+
+def _nearest(own: Floats) -> Floats:
+    """Of each unit the bytes of the nearest one in front of it that has some."""
+    found, last = np.zeros_like(own), 0.0
+    for number, size in enumerate(own.tolist()):
+        found[number] = last
+        last = size or last
+    return found
+
+
+# What a combination of degrees makes of the costs of stretches: exchange, table, update.
+
+
+class IntervalRows:
+    """Columns: seconds of a micro-batch; of a step's end, with what of the exchange nothing hides;
+    bytes of state; kept by one micro-batch; seconds of its forward pass; the same without gathers;
+    bytes of parameters; of the step's end, what follows when the gradients have been summed; bytes
+    for a moment, above state and kept ones."""
+
+    SECONDS: Final = 0
+    TAIL: Final = 1
+    STATE: Final = 2
+    KEPT: Final = 3
+    FORWARD: Final = 4
+    COMPUTE: Final = 5
+    PARAMS: Final = 6
+    AFTER: Final = 7
+    MORE: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatePrice:
+    """Seconds of a step, as the attributes of `candidate.Point` say."""
+
+    seconds: float
+    messages: float = 0.0
+    exposed: float
+    hidden: float
+    update: float
+    busy: float
+    bucket: float = 0.0
+    reading: float = 0.0
+
+
+def host_seconds(host: HostOverhead, degrees: Degrees, tensors: int) -> float:
+    """What a step takes beside kernels, update and exchange.
+
+    Args:
+        host: Of the device.
+        degrees: Of the plan; what a pipeline's passes take is part of them.
+        tensors: That are trained; the stages of a pipeline have as many each.
+    """
+    if degrees.pipeline > 1:
+        return host.piped_step + tensors / degrees.pipeline * host.tensor
+    return host.step + degrees.microbatches * host.microbatch + tensors * host.tensor
+
+
+class Pricing(DeviceBytes):
+    """Of one combination on its tables."""
+
+    def __init__(
+        self, tables: SegmentTables, degrees: Degrees, itemsize: int, shared: ModelParameters
+    ) -> None:
+        super().__init__(tables, degrees, itemsize, shared)
+        self.machine = tables.setting.machine
+        self.overlap = self.machine.device.overlap
+        self._messages: dict[tuple[int, int], tuple[float, float]] = {}
+        self._links: tuple[PeriodicTable, list[float], Floats] | None = None
+        self._passes: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
+
+    # -- stretches -------------------------------------------------------------------------------
+
+    def rows(self, cells: IntervalStrategies) -> Floats:
+        """(classes, 2, K, 9) as `IntervalRows` says, column by column in memory."""
+        forward, backward, params = cells.forward, cells.backward, cells.params
+        ahead, back = forward, backward
+        if self.degrees.zero >= 2:
+            gather, scatter = self._in_passes(params)
+            ahead = forward + gather - most_hidden(gather, forward, self.overlap)
+            sent = gather + scatter
+            back = backward + sent - most_hidden(sent, backward, self.overlap)
+        after = cells.step + self.after(params)
+        tail = self._behind(params, backward) + after
+        state = params * self.per_byte
+        more = self.moment(cells)
+        own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, more)
+        return np.moveaxis(np.stack(own), (0, 1), (3, 1))
+
+    @staticmethod
+    def backward(rows: Floats) -> Floats:
+        """Seconds of the backward pass of a micro-batch."""
+        found: Floats = rows[..., IntervalRows.SECONDS] - rows[..., IntervalRows.FORWARD]
+        return found
+
+    def updated(self, rows: Floats) -> Floats:
+        """Bytes while the update runs, when nothing is kept."""
+        found: Floats = rows[..., IntervalRows.STATE] * (1.0 + self.passing)
+        return found
+
+    def _in_passes(self, params: Floats) -> tuple[Floats, Floats]:
+        """(all-gather in each pass, reduce-scatter behind backward) of every micro-batch."""
+        zero, nothing = self.degrees.zero, np.zeros_like(params)
+        scatter = self._scattered(params) if zero >= 2 else nothing
+        return (self._gathered(params) if zero == 3 else nothing), scatter
+
+    def _behind(self, params: Floats, backward: Floats) -> Floats:
+        """The sum of a step's gradients, without what the last backward can hide at most."""
+        if self.degrees.zero >= 2:
+            return np.zeros_like(params)
+        sent = self.summed(params)
+        if self.degrees.pipeline > 1:
+            return sent
+        return sent - most_hidden(sent, backward, self.overlap)
+
+    def after(self, params: Floats) -> Number:
+        """What follows when all gradients are there: the update, and ZeRO 1 and 2's new weights."""
+        gathered = self._gathered(params) if self.degrees.zero in (1, 2) else 0.0
+        return self._update(params) + gathered
+
+    def _update(self, params: Number) -> Number:
+        """The optimiser's step, and all but the first micro-batch's adding up of gradients, which
+        moves three bytes per byte of them. On devices that were measured kind by kind, gradients
+        that are summed are copied into buckets: two."""
+        shared = self.degrees.data if self.degrees.zero else 1
+        device, moved = self.machine.device, 3.0 * (self.degrees.microbatches - 1)
+        if device.kinds and self.degrees.data > 1:
+            moved += 2.0
+        step = device.update * params / self.itemsize / shared
+        return step + device.seconds_of_elementwise(moved * params)
+
+    @cached_property
+    def reading(self) -> float:
+        """Putting a step's samples together, which each rank does for its copy before it begins:
+        one by one, and what they move."""
+        setting, degrees = self.tables.setting, self.degrees
+        tensors = [t for t in setting.work.graph.inputs if t in setting.work.batch_dims]
+        samples = degrees.microbatch * degrees.microbatches
+        if not self.machine.device.gather or not setting.work.reads:
+            return 0.0
+        moved = 2.0 * degrees.microbatches * sum(setting.bytes_of(t) for t in tensors)
+        one_by_one = self.machine.device.gather * samples * len(tensors)
+        return one_by_one + float(self.machine.device.seconds_of_elementwise(moved))
+
+    @cached_property
+    def host(self) -> float:
+        """What a step takes beside all that is priced one by one."""
+        tensors = len(self.shared.gradients.sizes)
+        return host_seconds(self.machine.device.host, self.degrees, tensors)
+
+    def host_microbatch(self, stages: int) -> float:
+        """What the host adds to both passes of a micro-batch through one of so many stages."""
+        if self.degrees.pipeline == 1:
+            return 0.0
+        return self.machine.device.host.piped_microbatch / stages * self.degrees.pipeline
+
+    @cached_property
+    def _stride(self) -> int:
+        return self.degrees.stride("data")
+
+    def _gathered(self, size: Floats) -> Floats:
+        found: Floats = np.asarray(
+            self.machine.network.all_gather(size, self.degrees.data, self._stride)
+        )
+        return found
+
+    def _scattered(self, size: Floats) -> Floats:
+        found: Floats = np.asarray(
+            self.machine.network.reduce_scatter(size, self.degrees.data, self._stride)
+        )
+        return found
+
+    def summed(self, size: Floats) -> Floats:
+        """Gradients over all that hold them: the data axis, and the copies of a stage."""
+        degrees, network, group = self.degrees, self.machine.network, self.degrees.data
+        stride = self._stride
+        if degrees.pipes > 1:
+            group *= degrees.pipes
+            apart = degrees.stride("pipe") * max(1, degrees.pipeline // degrees.pipes)
+            stride = apart if degrees.data == 1 else min(stride, apart)
+        price = network.reduce_scatter if degrees.zero else network.all_reduce
+        found: Floats = np.asarray(price(size, group, stride))
+        return found
+
+    # -- a whole step ----------------------------------------------------------------------------
+
+    def alone(
+        self,
+        again: int,
+        price: int,
+        params: float,
+        *,
+        after: float,
+        buckets: Sequence[float] = BUCKETS,
+        overlap: bool = True,
+    ) -> CandidatePrice:
+        """Of a step without a pipeline.
+
+        Args:
+            again: 1: units keep only what enters them.
+            price: The strategy, as in `Stage.price`.
+            params: Bytes of parameters of a device.
+            after: Seconds of what follows when the gradients have been summed.
+            buckets: Sizes of a bucket to choose from.
+            overlap: Whether gradients leave before backward has ended.
+        """
+        units = self.units(0, len(self.tables.row), again, price, "R")
+        forward, backward = units[:, 0], units[:, 1] + again * units[:, 0]
+        m, zero = self.degrees.microbatches, self.degrees.zero
+        share = self.overlap if overlap else 0.0
+        compute = m * float(forward.sum() + backward.sum())
+        own, bucket = self.own(units[:, 3]), 0.0
+        if self.degrees.data == 1:
+            sent = exposed = 0.0
+        elif zero >= 2:
+            gathers = self._gathered(own) if zero == 3 else None
+            scatters = self._scattered(own)
+            _, found = sharded_exchange(forward, backward, scatters, gathers, m, overlap=share)
+            sent, exposed = found.seconds, found.exposed
+        else:
+            held = self.shared.held
+            part = np.where(held > 0, units[:, 3] / np.maximum(held, 1.0), 0.0)
+            sent, exposed, bucket = bucket_exchange(
+                self.shared.gradients,
+                backward,
+                part,
+                self.summed,
+                limits=buckets,
+                overlap=share,
+            )
+        update = float(self._update(params))
+        late = exposed + after - update
+        return CandidatePrice(
+            seconds=compute + late + update + self.reading + self.host,
+            exposed=late,
+            hidden=sent - exposed,
+            update=update,
+            busy=compute,
+            bucket=bucket,
+            reading=self.reading,
+        )
+
+    def units(self, start: int, stop: int, again: int, price: int, border: str) -> Floats:
+        """(units, 5): `operators.PARTS` of every unit of a stretch with this strategy."""
+        row, tables = self.tables.row[start:stop], self.tables
+        if self.degrees.tensor == 1:
+            kinds = {unit.kind: tables.solved(unit.kind).rows[again, price, 0, 0] for unit in row}
+            return np.stack([kinds[unit.kind] for unit in row])
+        ends = tables.place(row[0].entry, border), tables.place(row[-1].exit, border)
+        way = tables.path(start, stop, again, price, ends)
+        return np.stack(
+            [
+                tables.solved(unit.kind).rows[(again, price, *pair)]
+                for unit, pair in zip(row, way, strict=True)
+            ]
+        )
+
+    def split_passes(
+        self, start: int, stop: int, again: int, price: int, border: str
+    ) -> tuple[float, float] | None:
+        """(forward, backward) seconds of a stage of a pipeline whose units are gathered or
+        scattered in every micro-batch (ZeRO 2 and 3); None: nothing is."""
+        zero = self.degrees.zero
+        if zero < 2 or self.degrees.pipeline == 1:
+            return None
+        tied = any(start <= unit < stop for tie in self.shared.ties for unit in tie.units)
+        number = -1 - start if tied else int(self.tables.classes.of[start, stop])
+        key = (number, stop - start, again, price, border)
+        if key not in self._passes:
+            units = self.units(start, stop, again, price, border)
+            own = self.own(units[:, 3], start)
+            ahead, back, late = sharded_passes(
+                units[:, 0],
+                units[:, 1] + again * units[:, 0],
+                self._scattered(own),
+                self._gathered(own) if zero == 3 else None,
+                overlap=self.overlap,
+            )
+            self._passes[key] = ahead, back + late
+        return self._passes[key]
+
+    def pipeline(
+        self,
+        book: PeriodicTable,
+        border: str,
+        *,
+        starts: Sequence[int],
+        forward: Sequence[float],
+        seconds: Sequence[float],
+        weight: Sequence[float],
+        params: Sequence[float],
+        after: Sequence[float],
+        parts: bool = True,
+    ) -> CandidatePrice:
+        """Of a step of a pipeline: the table, played with its stages, messages and sums.
+
+        Args:
+            book: Of the schedule.
+            border: Placement of what crosses from stage to stage.
+            starts: The first unit of each stage.
+            forward: Seconds of each stage's forward pass, of one micro-batch.
+            seconds: Of both passes.
+            weight: Of those, of the gradients of weights.
+            params: Bytes of each stage's parameters.
+            after: Seconds of each stage of what follows when the gradients have been summed.
+            parts: False: all but the seconds is left open, which takes a third of the time.
+        """
+        beside = self.host_microbatch(len(starts))
+        backward = [s - f + beside / 2 for s, f in zip(seconds, forward, strict=True)]
+        forward, seconds = [f + beside / 2 for f in forward], [s + beside for s in seconds]
+        work = StagePasses(forward, backward, weight)
+        wire = self.wire(book, border, starts)
+        sums = self.sums(starts, np.array(params))
+        hosted = book.table.hosted
+        last = max(sum(after[stage] for stage in stages) for stages in hosted)
+        held = max(sum(params[stage] for stage in stages) for stages in hosted)
+        update = float(self._update(held))
+        if not parts:
+            whole = book.play(work, wire, sums).finish + last + self.reading + self.host
+            return CandidatePrice(seconds=whole, exposed=0.0, hidden=0.0, update=update, busy=0.0)
+        bare = book.play(work).finish
+        sent = book.play(work, wire).finish if any(map(any, wire)) else bare
+        summed = book.play(work, wire, sums).finish if any(sums) else sent
+        busy = max(
+            sum(n * seconds[stage] for n, stage in zip(numbers, stages, strict=True))
+            for numbers, stages in zip(book.computed, hosted, strict=True)
+        )
+        exposed = summed - sent
+        return CandidatePrice(
+            seconds=summed + last + self.reading + self.host,
+            messages=sent - bare,
+            exposed=exposed + last - update,
+            hidden=max(0.0, max(sums) - exposed),
+            update=update,
+            busy=busy,
+            reading=self.reading,
+        )
+
+    def wire(self, book: PeriodicTable, border: str, starts: Sequence[int]) -> StageMessages:
+        """Latency and seconds of the bytes of one micro-batch's tensor at each border."""
+        if self._links is None or self._links[0] is not book:
+            found = [[self._message(pair) for pair in pairs] for pairs in book.table.joins]
+            latencies = [max((one for one, _ in each), default=0.0) for each in found]
+            per_byte = [max((one for _, one in each), default=0.0) for each in found]
+            self._links = book, latencies, np.array(per_byte)
+        size = self.tables.crossing(border)[list(starts[1:])]
+        return StageMessages(self._links[1], (size * self._links[2]).tolist())
+
+    def _message(self, pair: tuple[int, int]) -> tuple[float, float]:
+        """(latency, seconds per byte) of a message between two ranks of a pipeline, in the copy
+        that has the slowest link between them; neighbours send at the same time."""
+        if pair not in self._messages:
+            degrees = self.degrees
+            copies = np.arange(degrees.data) * degrees.stride("data")
+            one, two = (copies + place * degrees.stride("pipe") for place in pair)
+            inner, levels = 1.0, self.machine.network.levels
+            for level in levels:
+                if level is levels[-1] or (one // level.width == two // level.width).all():
+                    break
+                inner = level.width
+            link = level.message or level.link
+            shared = min(degrees.stride("pipe"), inner) / level.link.rate
+            self._messages[pair] = link.latency, max(1.0 / link.rate, shared)
+        return self._messages[pair]
+
+    def sums(self, starts: Sequence[int], params: Floats) -> list[float]:
+        """Seconds of the sum of each stage's gradients; what several stages use is summed between
+        them, too, with the first of them, whose gradients come last."""
+        if self.degrees.zero >= 2:
+            found = [0.0] * len(params)
+        elif self.degrees.data * self.degrees.pipes > 1:
+            found = self.summed(params).tolist()
+        else:
+            found = [0.0] * len(params)
+        network, stride = self.machine.network, self.degrees.stride("pipe")
+        borders = (*starts, len(self.tables.row))
+        for size, first, last, stages in self.shared.between(borders):
+            apart = stride * max(1, (last - first) // max(1, stages - 1))
+            size_ = size / self.degrees.tensor
+            found[first] += float(network.all_reduce(size_, stages, apart))
+        return found

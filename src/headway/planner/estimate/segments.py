@@ -1,0 +1,695 @@
+"""What every interval of a model's units costs, each distinct block solved once.
+For each structure of unit, each placement of what enters and leaves it, and each of J prices (of
+bytes in seconds) the Pareto solver finds the cheapest strategy, including re-layouts. An interval
+is the cheapest way through its
+units: a product of matrices in min-plus algebra. The J strategies of an interval are points of its
+    lower hull.
+
+A run of equal units is joined only until it repeats itself: where one more unit adds the same
+    amounts to every
+strategy, so does each further one (P U = a P implies P U^n = a^n P; Baccelli et al. 1992,
+"Synchronization and Linearity", section 3.7).
+
+Sources: Cai et al. 2022 (TensorOpt), section 4 and FT-LDP; Zheng et al. 2022 (Alpa), stages as
+    intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.graph.model_graph import Operator
+from headway.graph.sharding_rules import Rule
+from headway.planner.estimate.operators import (
+    PARTS,
+    Floats,
+    OperatorSetting,
+    gradient_placement,
+    legal_rules,
+    operator_cost,
+)
+from headway.planner.estimate.partition import IntervalClasses, LayerUnit
+from headway.planner.estimate.stage_capacity import ROUNDING, StageCapacity, stage_capacity
+from headway.planner.estimate.transient_memory import TransientMemory
+from headway.planner.pareto.choice_graph import (
+    ChoiceGraph,
+    EliminationOrder,
+    all_choices,
+    make_cost_tables,
+    order_eliminations,
+)
+from headway.planner.pareto.elimination import find_weighted_bounds
+from headway.planner.pareto.solve import BUDGET
+
+_SAME = 1e-12
+"""Share by which what a further unit adds may differ, as sums of floats do."""
+
+
+@dataclass(eq=False)
+class UnitRun:
+    """Further units behind a chain, of the kind of its last one.
+
+    Attributes:
+        step: (2, J, len(PARTS)): what each of them adds.
+        picks: (2, J, A, B): the placement in front of it.
+    """
+
+    step: Floats
+    picks: np.ndarray
+
+
+Longer = tuple[tuple[UnitRun, int], ...]
+"""How many further units the runs on the way have."""
+
+
+@dataclass(eq=False)
+class UnitChain:
+    """A row of units.
+
+    Attributes:
+        rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
+            both ends.
+        last: Kind of the last unit.
+        before: The row without it; None: it is alone.
+        picks: (2, J, A, B): the placement in front of it.
+        run: Units of the same kind that may follow; None: not known, or each adds something else.
+        behind: With one more unit, by its kind.
+    """
+
+    rows: Floats
+    last: int
+    before: UnitChain | None = None
+    picks: np.ndarray | None = None
+    run: UnitRun | None = None
+    behind: dict[int, UnitChain] = field(default_factory=dict)
+
+
+class UnitChains:
+    """The rows of one model under one setting.
+
+    Args:
+        weights: (2, J, len(PARTS)) prices.
+        unit: Gives the rows of a kind of unit.
+    """
+
+    def __init__(self, weights: Floats, unit: Callable[[int], Floats]) -> None:
+        self.weights = weights
+        self._unit = unit
+        self._first: dict[int, UnitChain] = {}
+        self._priced: dict[int, Floats] = {}
+
+    def first(self, kind: int) -> UnitChain:
+        """A unit alone."""
+        if kind not in self._first:
+            self._first[kind] = UnitChain(self._unit(kind), kind)
+        return self._first[kind]
+
+    def of(self, kinds: Sequence[int]) -> tuple[UnitChain, Longer]:
+        """A row of units of these kinds, one or more."""
+        chain = self.first(kinds[0])
+        runs: Longer = ()
+        for number, (kind, alike) in enumerate(groupby(kinds)):
+            left = len(list(alike)) - (number == 0)
+            while left:
+                before = chain
+                chain, runs = self.longer(chain, runs, kind)
+                left -= 1
+                if chain is before:  # nothing new comes
+                    *others, (run, units) = runs
+                    runs, left = (*others, (run, units + left)), 0
+        return chain, runs
+
+    def longer(self, chain: UnitChain, runs: Longer, kind: int) -> tuple[UnitChain, Longer]:
+        """With one more unit."""
+        if self.missing(chain, kind):
+            self.join([(chain, kind)])
+        if chain.run is None or kind != chain.last:
+            return chain.behind[kind], runs
+        if runs and runs[-1][0] is chain.run:
+            return chain, (*runs[:-1], (chain.run, runs[-1][1] + 1))
+        return chain, (*runs, (chain.run, 1))
+
+    @staticmethod
+    def missing(chain: UnitChain, kind: int) -> bool:
+        """Whether `join` has not seen this unit behind this chain."""
+        return kind not in chain.behind and (chain.run is None or kind != chain.last)
+
+    def join(self, pairs: Iterable[tuple[UnitChain, int]]) -> None:
+        """Chains and units behind them, those of one kind and shape at once."""
+        groups: dict[tuple[int, tuple[int, ...]], list[UnitChain]] = {}
+        for chain, kind in pairs:
+            groups.setdefault((kind, chain.rows.shape), []).append(chain)
+        for (kind, _), chains in groups.items():
+            right = self._unit(kind)
+            if kind not in self._priced:
+                self._priced[kind] = _price(right, self.weights)
+            left = np.stack([chain.rows for chain in chains])
+            rows, picks = min_plus_product(left, right, self.weights, self._priced[kind])
+            for chain, own, between in zip(chains, rows, picks.astype(np.int8), strict=True):
+                _follow(chain, UnitChain(own, kind, chain, between))
+
+
+def _follow(chain: UnitChain, more: UnitChain) -> None:
+    """Notes what comes behind a chain: a run of its last unit, or a chain of its own."""
+    if more.last == chain.last and more.rows.shape == chain.rows.shape:
+        added = more.rows - chain.rows
+        step = added[:, :, :1, :1]
+        if (np.abs(added - step) <= _SAME * np.abs(more.rows)).all():
+            assert more.picks is not None
+            chain.run = UnitRun(step[:, :, 0, 0].copy(), more.picks)
+            return
+    chain.behind[more.last] = more
+
+
+def rows_of(chain: UnitChain, runs: Longer) -> Floats:
+    """(2, J, A, B, len(PARTS)) of a chain with longer runs."""
+    found = chain.rows
+    for run, number in runs:
+        found = found + number * run.step[:, :, None, None]
+    return found
+
+
+def path(
+    chain: UnitChain, runs: Longer, again: int, price: int, ends: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Of every unit of a chain the placements at its entry and exit, as numbers."""
+    entry, exit_ = ends
+    states = []
+    further = {id(run): number for run, number in runs}
+    here: UnitChain | None = chain
+    while here is not None:
+        fronts = [] if here.picks is None else [here.picks]
+        if here.run is not None:
+            fronts = [here.run.picks] * further.get(id(here.run), 0) + fronts
+        for front in fronts:
+            between = int(front[again, price, entry, exit_])
+            states.append((between, exit_))
+            exit_ = between
+        here = here.before
+    return ((entry, exit_), *reversed(states))
+
+
+def _price(rows: Floats, weights: Floats) -> Floats:
+    """(..., 2, J, A, B): what strategies (..., 2, J, A, B, 5) cost."""
+    found: Floats = np.einsum("...rjabp,rjp->...rjab", rows, weights)
+    return found
+
+
+def min_plus_product(
+    left: Floats, right: Floats, weights: Floats, other: Floats | None = None
+) -> tuple[Floats, np.ndarray]:
+    """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
+
+    There may be several in front, (..., 2, J, A, B, 5). `other` is `_price` of those behind.
+    """
+    if left.shape[-2] == 1 and right.shape[-3] == 1:
+        sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
+        return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
+    priced = _price(left, weights)
+    other = _price(right, weights) if other is None else other
+    best = priced[..., :, 0, None] + other[..., None, 0, :]
+    picks = np.zeros(best.shape, dtype=np.int64)
+    for between in range(1, left.shape[-2]):
+        sums = priced[..., :, between, None] + other[..., None, between, :]
+        picks[sums < best] = between
+        np.minimum(best, sums, out=best)
+    one, two = _lines(picks.shape[:-1], left.shape[-2], right.shape[:-1])
+    return _taken(left, one + picks) + _taken(right, two + picks * right.shape[3]), picks
+
+
+@lru_cache(maxsize=256)
+def _lines(
+    shape: tuple[int, ...], between: int, right: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lines of both tables where the placement between them is the first one."""
+    one = np.arange(math.prod(shape)).reshape(*shape, 1) * between
+    two = np.arange(math.prod(right[:2])).reshape(*right[:2], 1, 1) * right[2] * right[3]
+    return one, two + np.arange(right[3])
+
+
+def _taken(table: Floats, lines: np.ndarray) -> Floats:
+    return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
+
+
+# The cheapest strategies of one structure of unit: the graph of choices, solved at all prices.
+
+
+ENDS = ("<entry", "exit>")
+"""Nodes of what enters and leaves a unit."""
+
+
+@dataclass(frozen=True)
+class UnitStrategies:
+    """The strategies of one structure.
+
+    Attributes:
+        rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
+            the entry and the exit.
+        strategies: The choice of each operator, (A, B, 2 J).
+        rules: The choices of each operator.
+        graph: What was searched.
+    """
+
+    rows: Floats
+    strategies: Mapping[str, np.ndarray]
+    rules: Mapping[str, tuple[Rule, ...]]
+    graph: ChoiceGraph
+
+
+def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Floats) -> UnitStrategies:
+    """All pairs of placements at the ends, all prices at once."""
+    made = _Graph(setting, unit)
+    graph = made.graph
+    prices = weights.reshape(-1, len(PARTS))
+    found = _choices(graph, prices) if setting.tensor > 1 else {}  # else there is no choice
+    entries, exits = (
+        setting.placements(tensor) if tensor else ("",) for tensor in (unit.entry, unit.exit)
+    )
+    whole = (len(entries), len(exits), len(prices))
+    chosen = found | {
+        ENDS[0]: np.arange(len(entries))[:, None, None],
+        ENDS[1]: np.arange(len(exits))[:, None],
+    }
+    none = np.zeros((1, 1, 1), dtype=np.int64)
+    picks = {name: chosen.get(name, none) for name in graph.nodes}
+    rows = np.broadcast_to(_evaluate(graph, picks), (*whole, len(PARTS)))
+    rows = np.moveaxis(rows, 2, 0).reshape(*weights.shape[:2], *whole[:2], len(PARTS)).copy()
+    if unit.entry:
+        parts = np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
+        rows[1, ..., 4] = (setting.bytes_of(unit.entry) / parts)[:, None]
+    else:
+        rows[1, ..., 4] = 0.0
+    strategies = {name: np.broadcast_to(pick, whole) for name, pick in picks.items()}
+    return UnitStrategies(rows, strategies, made.rules, graph)
+
+
+def _choices(graph: ChoiceGraph, prices: Floats) -> dict[str, np.ndarray]:
+    """Of every node for each pair of placements at the ends and each price."""
+    network = make_cost_tables(graph, all_choices(graph))
+    scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
+    sizes = {name: size for name, size in network.sizes.items() if name not in ENDS}
+    order = _order(tuple(scopes), tuple(sizes.items()))
+    return find_weighted_bounds(network, order, prices, whole=False, given=ENDS).choices
+
+
+@lru_cache(maxsize=512)
+def _order(
+    scopes: tuple[tuple[str, ...], ...], sizes: tuple[tuple[str, int], ...]
+) -> EliminationOrder:
+    """Structures, and sizes of micro-batches, often have the same one."""
+    return order_eliminations(scopes, dict(sizes), BUDGET)
+
+
+def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
+    """(..., d) of strategies."""
+    total: Floats = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
+    for (source, target), costs in graph.edges.items():
+        total = total + costs[chosen[source], chosen[target]]
+    return total
+
+
+class _Graph:
+    """The graph of choices of a unit: operators, and tensors that several of them use."""
+
+    def __init__(self, setting: OperatorSetting, unit: LayerUnit) -> None:
+        self.setting = setting
+        self.unit = unit
+        graph = setting.work.graph
+        self.operators = graph.operators[unit.start : unit.stop]
+        self.rules = {operator.name: legal_rules(setting, operator) for operator in self.operators}
+        self.made = {tensor: o for o in self.operators for tensor in o.outputs}
+        self.states: dict[str, tuple[tuple[str, str], ...]] = {}
+        self.names: dict[str, str] = {}
+        self.nodes: dict[str, Floats] = {}
+        self.edges: dict[tuple[str, str], Floats] = {}
+        self._tensors()
+        self._operators()
+        self.graph = ChoiceGraph(PARTS, self.nodes, self.edges)
+
+    def _tensors(self) -> None:
+        uses: dict[str, int] = {}
+        for operator in self.operators:
+            for tensor in dict.fromkeys(operator.inputs):
+                uses[tensor] = uses.get(tensor, 0) + 1
+        shared = [t for t, n in uses.items() if n > 1 and t in self.made]
+        ends = {self.unit.entry: ENDS[0], self.unit.exit: ENDS[1]}
+        for tensor in dict.fromkeys([self.unit.entry, self.unit.exit, *shared]):
+            if not tensor or tensor in self.setting.work.fixed:
+                continue
+            states = [(place, place) for place in self.setting.placements(tensor)]
+            if tensor not in ends and self.setting.tensor > 1:
+                states.append(("R", "P"))  # gradients are added up before they are summed
+            self.names[tensor] = ends.get(tensor, f"={tensor}")
+            self.states[tensor] = tuple(states)
+            self.nodes[self.names[tensor]] = np.zeros((len(states), len(PARTS)))
+
+    def _operators(self) -> None:
+        counted: set[str] = set()
+        graph = self.setting.work.graph
+        for operator in self.operators:
+            names = (saved.name for saved in operator.saved)
+            own = [name for name in names if name not in graph.held and name not in counted]
+            counted.update(own)
+            self.nodes[operator.name] = np.array(
+                [
+                    operator_cost(self.setting, operator, r, tuple(own))
+                    for r in self.rules[operator.name]
+                ]
+            )
+            for number, tensor in enumerate(operator.inputs):
+                self._enters(operator, number, tensor)
+        for tensor, name in self.names.items():
+            if self.setting.tensor > 1 and (maker := self.made.get(tensor)) is not None:
+                place = maker.outputs.index(tensor)
+                sources = [
+                    (r.outputs[place], gradient_placement(r.outputs[place]))
+                    for r in self._of(maker)
+                ]
+                self._edge(maker.name, name, tensor, sources, list(self.states[tensor]))
+
+    def _of(self, operator: Operator) -> tuple[Rule, ...]:
+        return self.rules[operator.name]
+
+    def _enters(self, operator: Operator, number: int, tensor: str) -> None:
+        if tensor in self.setting.work.fixed or self.setting.tensor == 1:
+            return
+        targets = [(r.inputs[number], r.gradients[number]) for r in self._of(operator)]
+        if tensor in self.names:
+            self._edge(
+                self.names[tensor], operator.name, tensor, list(self.states[tensor]), targets
+            )
+        elif (maker := self.made.get(tensor)) is not None:
+            place = maker.outputs.index(tensor)
+            sources = [
+                (r.outputs[place], gradient_placement(r.outputs[place])) for r in self._of(maker)
+            ]
+            self._edge(maker.name, operator.name, tensor, sources, targets)
+
+    def _edge(
+        self,
+        source: str,
+        target: str,
+        tensor: str,
+        sources: list[tuple[str, str]],
+        targets: list[tuple[str, str]],
+    ) -> None:
+        costs = np.zeros((len(sources), len(targets), len(PARTS)))
+        both = 1 + self.setting.work.graph.tensors[tensor].floating
+        size = self.setting.bytes_of(tensor)
+        found = self.setting.relayout.table(tuple(sources), tuple(targets), size)
+        costs[..., :both] = found[..., :both]
+        before = self.edges.get((source, target))
+        self.edges[source, target] = costs if before is None else before + costs
+
+
+# Level 2 of the search: what every stretch of a model costs, each distinct block solved once.
+
+
+BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e7)
+"""Of a whole device's memory, in seconds of a micro-batch of the whole model."""
+SAVED_WEIGHTS = (1.0, 8.0)
+"""Kept activations against parameters: micro-batches under way per 16 bytes of state."""
+STEPS = (1.0, 32.0)
+"""Micro-batches over which a step's own seconds are spread."""
+
+
+class IntervalStrategies(NamedTuple):
+    """Strategies of stretches, each (2, classes, K): without and with recomputation.
+
+    Attributes:
+        forward: Seconds of a micro-batch.
+        backward: The same, with what is computed again.
+        step: Seconds of a step on the tensor axis.
+        params: Bytes of parameters of a device, each counted once.
+        kept: Bytes that a micro-batch keeps, each counted once.
+        more: Bytes for a moment, as `TransientMemory.beside` has them.
+        prices: (K,) numbers of the prices, those that give strategies of their own.
+    """
+
+    forward: Floats
+    backward: Floats
+    step: Floats
+    params: Floats
+    kept: Floats
+    more: Floats
+    prices: np.ndarray
+
+    def first(self, classes: int) -> IntervalStrategies:
+        """Of the first classes."""
+        if classes == self.params.shape[1]:
+            return self
+        return IntervalStrategies._make([*(part[:, :classes] for part in self[:-1]), self.prices])
+
+
+class _Group(NamedTuple):
+    """Classes of stretches that are one chain: `rows` of it, (2, J, len(PARTS)) what a further
+    unit of each of its runs adds, the classes, and (members, runs) how many units those have."""
+
+    rows: Floats
+    steps: list[Floats]
+    members: np.ndarray
+    counts: Floats
+
+
+@dataclass(frozen=True)
+class SegmentTables:
+    """What all stretches of a model cost under one `OperatorSetting`."""
+
+    setting: OperatorSetting
+    row: tuple[LayerUnit, ...]
+    classes: IntervalClasses
+    transients: TransientMemory
+    scale: float
+    _places: dict[int, tuple[UnitChain, Longer]] = field(default_factory=dict)
+    _grouped: dict[int, list[_Group]] = field(default_factory=dict)
+    _solved: dict[int, UnitStrategies] = field(default_factory=dict)
+    _cells: dict[str, IntervalStrategies] = field(default_factory=dict)
+    _least: list[IntervalStrategies] = field(default_factory=list)
+    _least_of: dict[int, float] = field(default_factory=dict)
+    _crossing: dict[str, Floats] = field(default_factory=dict)
+    _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _paths: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> Floats:
+        """(2, J, 5): prices of `PARTS`; with recomputation forward counts twice and what is kept
+        inside of a unit not."""
+        memory = self.setting.machine.device.memory
+        lines = []
+        for price in BYTE_PRICES:
+            for saved in SAVED_WEIGHTS if price else (0.0,):
+                for steps in STEPS:
+                    each = price * self.scale / memory
+                    lines.append((1.0, 1.0, 1.0 / steps, 8.0 * each, saved * each))
+        plain = np.array(lines)
+        again = plain * np.array([2.0, 1.0, 1.0, 1.0, 0.0])
+        return np.stack([plain, again])
+
+    def solved(self, kind: int) -> UnitStrategies:
+        """The strategies of a structure of unit."""
+        if kind not in self._solved:
+            unit = next(unit for unit in self.row if unit.kind == kind)
+            self._solved[kind] = solve_unit(self.setting, unit, self.weights)
+        return self._solved[kind]
+
+    @cached_property
+    def kinds(self) -> tuple[np.ndarray, Floats]:
+        """(kinds,): how many units there are of each, and its least seconds of a micro-batch."""
+        counts = Counter(unit.kind for unit in self.row)
+        least = [float(self.solved(k).rows[0, ..., :2].sum(axis=-1).min()) for k in counts]
+        return np.array(list(counts.values())), np.array(least)
+
+    @cached_property
+    def room(self) -> StageCapacity:
+        """What units take at least."""
+        return stage_capacity(self)
+
+    def states(self, tensor: str) -> tuple[str, ...]:
+        """Placements of what crosses a border of units."""
+        if tensor not in self._states:
+            self._states[tensor] = self.setting.placements(tensor) if tensor else ("",)
+        return self._states[tensor]
+
+    @cached_property
+    def chains(self) -> UnitChains:
+        """Of the units, at all prices."""
+        return UnitChains(self.weights, lambda kind: self.solved(kind).rows)
+
+    def stretch(self, number: int) -> Floats:
+        """(2, J, A, B, len(PARTS)) of a class of stretches."""
+        return rows_of(*self._place_of(number))
+
+    def _place_of(self, number: int) -> tuple[UnitChain, Longer]:
+        """The chain of a class, and how much longer its runs are."""
+        if number not in self._places:
+            before, last = self.classes.before[number], self.classes.last[number]
+            if before < 0:
+                self._places[number] = self.chains.first(last), ()
+            elif before in self._places:
+                self._places[number] = self.chains.longer(*self._places[before], last)
+            else:
+                start, stop = self.classes.examples[number]
+                self._places[number] = self.chains.of([u.kind for u in self.row[start:stop]])
+        return self._places[number]
+
+    def _groups(self, classes: int) -> list[_Group]:
+        """The first classes, those of one chain together."""
+        if classes not in self._grouped:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            self._join_all(classes)
+            for number in range(classes):
+                chain, runs = self._place_of(number)
+                groups.setdefault((id(chain), *(id(run) for run, _ in runs)), []).append(number)
+            found = []
+            for members in groups.values():
+                places = [self._places[number] for number in members]
+                chain, runs = places[0]
+                counts = np.array([[n for _, n in runs] for _, runs in places], dtype=float)
+                steps = [run.step for run, _ in runs]
+                found.append(_Group(chain.rows, steps, np.array(members), counts))
+            self._grouped[classes] = found
+        return self._grouped[classes]
+
+    def _join_all(self, classes: int) -> None:
+        """Joins the units of the first classes, those of one length at once."""
+        before, last = self.classes.before, self.classes.last
+        for low, high in self.classes.lengths:
+            if low >= classes:
+                break
+            pairs = {}
+            for number in range(low, high):
+                if number not in self._places and before[number] >= 0:
+                    chain, _ = self._place_of(before[number])
+                    if self.chains.missing(chain, last[number]):
+                        pairs[id(chain), last[number]] = chain, last[number]
+            self.chains.join(pairs.values())
+
+    @cached_property
+    def transient(self) -> float:
+        """Bytes that the largest unit keeps while it is computed again."""
+        kinds = sorted({unit.kind for unit in self.row})
+        return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
+
+    def cells(self, border: str, doubled: Floats) -> IntervalStrategies:
+        """Of the first classes of stretches, with one placement at both ends.
+
+        Args:
+            border: The placement; whole where a tensor cannot have it. "": of the whole row only,
+                as class 0.
+            doubled: (classes,) bytes of parameters that are counted more than once; the same
+                whoever asks.
+        """
+        known = self._cells.get(border)
+        if known is None or len(doubled) > known.params.shape[1]:
+            known = self._cells[border] = self._cells_of(border, doubled)
+        return known.first(len(doubled))
+
+    def _cells_of(self, border: str, doubled: Floats) -> IntervalStrategies:
+        if not border:
+            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            groups = [_Group(rows[:, :, None, None], [], np.zeros(1, dtype=int), np.zeros((1, 0)))]
+        else:
+            groups = self._groups(len(doubled))
+        lines = []
+        for group in groups:
+            start, stop = self.classes.examples[group.members[0]] if border else (0, len(self.row))
+            first, last = self.row[start].entry, self.row[stop - 1].exit
+            entry, exit_ = self.place(first, border), self.place(last, border)
+            lines.append(group.rows[:, :, entry, exit_])
+        every = np.stack([*lines, *(step for group in groups for step in group.steps)])
+        by_price = {every[:, :, j].tobytes(): j for j in reversed(range(every.shape[2]))}
+        prices = np.sort(list(by_price.values()))
+        parts = np.empty((every.shape[-1], 2, len(doubled), len(prices)))
+        for group, line in zip(groups, lines, strict=True):
+            own = line[:, prices].transpose(2, 0, 1)[:, :, None]
+            for step, numbers in zip(group.steps, group.counts.T, strict=True):
+                own = own + step[:, prices].transpose(2, 0, 1)[:, :, None] * numbers[:, None]
+            parts[:, :, group.members] = own
+        return self._laid_out(parts, doubled, prices)
+
+    def least(self, doubled: Floats) -> IntervalStrategies:
+        """Of the whole row at all prices, with whole tensors at its ends; arguments as `cells`."""
+        if not self._least:
+            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            parts = np.ascontiguousarray(rows.transpose(2, 0, 1)[:, :, None])
+            self._least.append(self._laid_out(parts, doubled, np.arange(parts.shape[-1])))
+        return self._least[0]
+
+    def _laid_out(self, parts: Floats, doubled: Floats, prices: np.ndarray) -> IntervalStrategies:
+        """From (5, 2, classes, K)."""
+        forward, backward, step, params, kept = parts
+        backward = backward + np.arange(2.0)[:, None, None] * forward
+        params = np.maximum(params - (doubled / self.setting.tensor)[:, None], 0.0)
+        several = len(doubled) > 1
+        kept, more = self.transients.beside(self.setting, kept, several=several)
+        return IntervalStrategies(forward, backward, step, params, kept, more, prices)
+
+    @cached_property
+    def borders(self) -> tuple[str, ...]:
+        """Placements that some cheapest way through the whole model takes at a quarter of it, at
+        half or at three quarters: those that the borders of stages are tried with."""
+        length = len(self.row)
+        found: set[str] = set()
+        for middle in sorted({length // 4, length // 2, 3 * length // 4} - {0}):
+            left = self.stretch(int(self.classes.of[0, middle]))
+            right = self.stretch(int(self.classes.of[middle, length]))
+            _, picks = min_plus_product(left, right, self.weights)
+            states = self.states(self.row[middle].entry)
+            found.update(states[place] for place in np.unique(picks))
+        return tuple(sorted(found))
+
+    def least_of(self, units: int) -> float:
+        """Seconds below which no stretch of so many units, or more, takes for a micro-batch."""
+        if units not in self._least_of:
+            sums = np.concatenate([[0.0], np.cumsum([self.room.least[u.kind] for u in self.row])])
+            self._least_of[units] = float((sums[units:] - sums[:-units]).min()) * (1.0 - ROUNDING)
+        return self._least_of[units]
+
+    def crossing(self, border: str) -> Floats:
+        """(L,): bytes of a device of what enters each unit, where it has this placement."""
+        if border not in self._crossing:
+            tensors = [unit.entry for unit in self.row]
+            split = [border.startswith("S") and border in self.states(tensor) for tensor in tensors]
+            whole = [self.setting.bytes_of(tensor) for tensor in tensors]
+            self._crossing[border] = np.array(whole) / np.where(split, self.setting.tensor, 1)
+        return self._crossing[border]
+
+    def place(self, tensor: str, state: str) -> int:
+        """The number of a placement of a border's tensor; 0, whole, where it has not got it."""
+        states = self.states(tensor)
+        return states.index(state) if state in states else 0
+
+    def path(
+        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
+    ) -> tuple[tuple[int, int], ...]:
+        """Of every unit of a stretch the placements at its entry and exit, as numbers."""
+        key = (int(self.classes.of[start, stop]), again, price, *ends)
+        if key not in self._paths:
+            self._paths[key] = self._path(start, stop, again, price, ends)
+        return self._paths[key]
+
+    def _path(
+        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
+    ) -> tuple[tuple[int, int], ...]:
+        place = self._place_of(int(self.classes.of[start, stop]))
+        return path(*place, again, price, ends)
+
+
+def make_segment_tables(
+    setting: OperatorSetting,
+    row: tuple[LayerUnit, ...],
+    classes: IntervalClasses,
+    transients: TransientMemory,
+) -> SegmentTables:
+    """Tables for a setting; `row`, `classes` and `transients` are those of its model."""
+    flops = setting.work.graph.flops.total * setting.scale / setting.tensor
+    rate = next(iter(setting.machine.device.peak.values()))
+    return SegmentTables(setting, row, classes, transients, flops / rate)

@@ -1,0 +1,280 @@
+"""A plan beside others: its figures, its decisions, the nearest plans, and what tells them apart.
+Two plans whose degrees read alike may differ in cuts, recomputation, placements or what is split.
+They get the same label only if nothing tells them apart; what all of them have in common is not
+said.
+
+Sources: R_O, Zou et al. 2017, Lemma 1; model FLOPs utilisation, Chowdhery et al. 2022 (PaLM),
+    section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.graph.model_graph import Operator
+from headway.graph.sharding_rules import Rule
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.operators import parameter_bytes
+from headway.planner.estimate.partition import LayerUnit
+from headway.planner.estimate.segments import SegmentTables
+from headway.planner.explain.bottlenecks import neighbour_plans, peak_utilisation
+from headway.planner.explain.infeasible import describe_recomputation
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.mixed_candidate import MixedStage
+from headway.planner.search.plan_conversion import candidate_of
+from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.search.request import PlanRequest
+from headway.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorChoice:
+    """How one operator is spread over the tensor axis.
+
+    Attributes:
+        stage: Number of its stage.
+        operator: Name.
+        module: Path in the user's model.
+        kind: Of the operator.
+        how: "replicate", "split:AXIS", or "pass" where pending sums pass through.
+        parameters: Bytes of them on one device.
+        summed: Bytes of whole parameters whose gradients are summed over the axis.
+    """
+
+    stage: int
+    operator: str
+    module: str
+    kind: str
+    how: str
+    parameters: float
+    summed: float
+
+
+def operator_choices(search: PlanSearch, point: Point) -> tuple[OperatorChoice, ...]:
+    """Of every operator of a point of the search, in order."""
+    degrees = point.degrees
+    shared = search.tables_of(degrees.tensor, degrees.microbatch)
+    return tuple(
+        _choice(shared, number, operator, rule)
+        for number, stage in enumerate(point.stages)
+        for operator, rule in _rules(shared, point, stage)
+    )
+
+
+def _choice(shared: SegmentTables, stage: int, operator: Operator, rule: Rule) -> OperatorChoice:
+    held, summed = parameter_bytes(shared.setting, operator, rule)
+    passes = "pass" if "P" in rule.outputs else "replicate"
+    return OperatorChoice(
+        stage=stage,
+        operator=operator.name,
+        module=operator.module,
+        kind=operator.kind,
+        how=f"split:{rule.axis}" if rule.axis else passes,
+        parameters=held,
+        summed=sum(summed),
+    )
+
+
+def _rules(
+    shared: SegmentTables, point: Point, stage: PointStage
+) -> Iterator[tuple[Operator, Rule]]:
+    row, again = shared.row, int(stage.recompute)
+    ends = (
+        shared.place(row[stage.start].entry, point.border),
+        shared.place(row[stage.stop - 1].exit, point.border),
+    )
+    way = shared.path(stage.start, stage.stop, again, stage.price, ends)
+    for place, pair in zip(range(stage.start, stage.stop), way, strict=True):
+        unit = row[place]
+        solved = shared.solved(unit.kind)
+        number = again * shared.weights.shape[1] + stage.price
+        operators = shared.setting.work.graph.operators
+        first = next(u for u in row if u.kind == unit.kind)
+        for one, other in zip(
+            operators[unit.start : unit.stop], operators[first.start : first.stop], strict=True
+        ):
+            chosen = int(solved.strategies[other.name][(*pair, number)])
+            yield one, solved.rules[other.name][chosen]
+
+
+# What tells plans apart whose degrees read alike: cuts, recomputation, placements, what is
+# split.
+
+
+PlanFeatures = Mapping[str, str]
+"""By aspect, in words."""
+
+
+def distinguishing_labels(heads: Sequence[Hashable], features: Sequence[PlanFeatures]) -> list[str]:
+    """For each plan the words that tell it from all others with the same head; "" where none has.
+
+    Of the aspects in which they differ so many are named, the first ones first, as it takes.
+
+    Args:
+        heads: What is said of the plans anyway.
+        features: Of each.
+    """
+    found = []
+    for head, own in zip(heads, features, strict=True):
+        alike = [f for other, f in zip(heads, features, strict=True) if other == head]
+        named: list[str] = []
+        for name in dict.fromkeys(name for one in alike for name in one):
+            if _kinds(alike, [*named, name]) > _kinds(alike, named):
+                named.append(name)
+        found.append(", ".join(own.get(name, f"no {name}") for name in named))
+    return found
+
+
+def _kinds(features: Sequence[PlanFeatures], names: Sequence[str]) -> int:
+    """How many of them differ in these aspects."""
+    return len({tuple(one.get(name) for name in names) for one in features})
+
+
+def label_points(search: PlanSearch, points: Sequence[Point]) -> list[str]:
+    """`distinguishing_labels` of points of one search, beside their degrees and number of
+    recomputing stages.
+    """
+    heads = [(point.degrees, describe_recomputation(point)) for point in points]
+    features: list[PlanFeatures] = [
+        _features(search, point) if heads.count(head) > 1 else {}
+        for head, point in zip(heads, points, strict=True)
+    ]
+    return distinguishing_labels(heads, features)
+
+
+def _features(search: PlanSearch, point: Point) -> PlanFeatures:
+    found = describe_stages(search.row, point.stages) | {
+        "border": describe_placement(point.border),
+        "bucket": f"buckets of {format_bytes(point.bucket)}",
+    }
+    modules: dict[str, list[str]] = {}
+    for choice in operator_choices(search, point) if point.degrees.tensor > 1 else ():
+        modules.setdefault(choice.module or choice.operator, []).append(choice.how)
+    ways = {name: " and ".join(dict.fromkeys(hows)) for name, hows in modules.items()}
+    return found | {f"split of {name}": f"{name} {way}" for name, way in ways.items()}
+
+
+def describe_stages(
+    row: Sequence[LayerUnit], stages: Sequence[PointStage | MixedStage]
+) -> dict[str, str]:
+    """Where each stage begins, and whether it computes again."""
+    found = {}
+    for number, stage in enumerate(stages):
+        found[f"stage {number}"] = f"stage {number} from {row[stage.start].module or 'the inputs'}"
+    for number, stage in enumerate(stages):
+        again = "recomputes" if stage.recompute else "does not recompute"
+        found[f"recompute {number}"] = f"stage {number} {again}"
+    return found
+
+
+def describe_placement(border: str) -> str:
+    """How tensors cross from stage to stage, in words."""
+    whole = "whole tensors" if border == "R" else f"tensors split along {border[1:]}"
+    return f"{whole} between stages"
+
+
+# Figures of a plan beside its time and memory, and the plans that are nearest to it.
+
+
+NEAREST = 4
+"""Alternatives that are shown."""
+ALIKE = 1e-3
+"""A plan of whose time, memory and devices none differs by more is the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """Of a plan.
+
+    Attributes:
+        reached: Share of the devices' peak that the products of a step reach (MFU).
+        overhead: R_O = T_O / T_C: T_C the seconds of a step's passes on one device, T_O what the
+            step takes beyond T_C / devices.
+        money: Of a step; None: no price is known.
+    """
+
+    reached: float
+    overhead: float
+    money: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlternativePlan:
+    """Another plan, against the chosen one.
+
+    Attributes:
+        point: The plan.
+        step: What was changed, "tensor 1 -> 2"; "": a plan of the frontier.
+        seconds: Its time is by this share higher.
+        bytes: Its memory.
+        devices: Its devices are so many more.
+        money: Its costs are by this share higher; the price does not matter.
+        free: What is forced on the tensor axis is not done, as it has no such degree.
+    """
+
+    point: Point
+    step: str
+    seconds: float
+    bytes: float
+    devices: int
+    money: float
+    free: bool = False
+
+
+def plan_figures(engine: PlanSearch, point: Point) -> PlanFigures:
+    """What else is known of a plan of this search."""
+    degrees = point.degrees
+    alone = Degrees(tensor=1, data=1, pipeline=1, microbatch=degrees.microbatch, microbatches=1)
+    one = candidate_of(engine, alone)
+    passes = one.planned((0, len(engine.row))).stages[0].seconds
+    compute = passes * degrees.data * degrees.microbatches
+    return PlanFigures(
+        reached=peak_utilisation(engine, point),
+        overhead=(point.seconds - compute / point.devices) / compute,
+        money=step_price(engine.question, point),
+    )
+
+
+def step_price(question: PlanRequest, point: Point) -> float | None:
+    """Of a step; None: no price is known."""
+    if question.price is None:
+        return None
+    return question.cost(point.devices, point.seconds)
+
+
+def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[AlternativePlan, ...]:
+    """The plans of the frontier that are nearest in time; where there is but one, as with a single
+    objective, the plans that are one step away in a degree. Fastest first."""
+    best = outcome.best
+    found = [("", point) for point in outcome.points if not _same(point, best)]
+    if len(found) < number:
+        most = outcome.question.devices[-1]
+        around = neighbour_plans(outcome.search, best, most=most)
+        found += [(one.step, one.point) for one in around if one.point is not None]
+    found.sort(key=lambda line: abs(math.log(line[1].seconds / best.seconds)))
+    kept = sorted(found[:number], key=lambda line: line[1].seconds)
+    return tuple(_against(outcome.question, best, step, point) for step, point in kept)
+
+
+def _same(one: Point, other: Point) -> bool:
+    return one.devices == other.devices and all(
+        math.isclose(a, b, rel_tol=ALIKE)
+        for a, b in ((one.seconds, other.seconds), (one.bytes, other.bytes))
+    )
+
+
+def _against(question: PlanRequest, best: Point, step: str, point: Point) -> AlternativePlan:
+    cost = point.seconds * point.devices / (best.seconds * best.devices)
+    return AlternativePlan(
+        point=point,
+        step=step,
+        seconds=point.seconds / best.seconds - 1,
+        bytes=point.bytes / best.bytes - 1,
+        devices=point.devices - best.devices,
+        money=cost - 1,
+        free=any(how != "stage" for _, how in question.force)
+        and question.tensor is not None
+        and point.degrees.tensor not in question.tensor,
+    )

@@ -1,0 +1,627 @@
+"""Why no plan fits, the least memory that would do, and the smallest changes that help.
+The least memory is exact to a byte: combinations are excluded by lower bounds of what they need,
+    and those that the
+bounds leave are opened. Their number is bounded, never the time, so the same request gets the same
+answer.
+
+A relaxation is the smallest change of its kind (memory, devices, degree, ZeRO, schedule, ...) with
+which a plan exists; the search proves that it has one and that the next smaller change has none.
+For a plan that somebody has decided and that does not fit, `memory_fixes` finds single changes that
+make it fit. The changes are those that people try by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headway.cluster.datasheets import DATASHEETS
+from headway.cluster.device import Device
+from headway.cost.machine_presets import device_of
+from headway.cost.network import HierarchicalNetwork
+from headway.errors import NothingFits, PlanError
+from headway.planner.estimate.degrees import (
+    COUNTED,
+    Degrees,
+    describe_degrees,
+    divisors,
+    least_state_per_byte,
+    state_per_byte,
+)
+from headway.planner.estimate.operators import Floats
+from headway.planner.estimate.pricing import IntervalRows
+from headway.planner.explain.bottlenecks import fullest_stage_memory
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.candidate import PlanCandidate
+from headway.planner.search.mixed_candidate import MixedStage
+from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.search.request import PlanRequest
+from headway.units import format_bytes, format_seconds
+
+MOST = 256
+"""Combinations that are opened to find the least memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastMemory:
+    """The least memory of a device with which a question has a plan.
+
+    Attributes:
+        bytes: Whole bytes; one less is too few.
+        point: The plan that needs them.
+        proven: Whether every combination was looked at; else there may be a smaller one.
+    """
+
+    bytes: int
+    point: Point
+    proven: bool
+
+
+def related_search(engine: PlanSearch, question: PlanRequest) -> PlanSearch:
+    """A search of another question of the same model, machine and forced choices: same tables."""
+    other = copy.copy(engine)
+    other.question = question
+    other.points, other.opened, other._known = [], 0, np.zeros((0, 3))
+    return other
+
+
+def find_fitting(engine: PlanSearch) -> Point | None:
+    """Some plan within the memory, those that may need least first; None: nothing fits."""
+    cap = engine.question.cap
+    for _, candidate in _by_memory(engine, cap):
+        point = candidate.fastest(cap)
+        if point is not None:
+            return point
+    return None
+
+
+def least_memory(engine: PlanSearch) -> LeastMemory | None:
+    """The least memory with which there is a plan; None: the model has no plan at all."""
+    best: Point | None = None
+    least = np.inf
+    for opened, (bound, candidate) in enumerate(_by_memory(engine, np.inf)):
+        if bound >= least or opened == MOST:
+            return _least_memory(best, bound >= least)
+        point = candidate.fastest(least - 1) if best else candidate.fastest(np.inf)
+        low = bound
+        while point is not None:
+            best, least = point, float(np.ceil(point.bytes))
+            point = None
+            while least - low > 1 and point is None:
+                middle = np.floor((low + least) / 2)
+                point = candidate.fastest(middle)
+                if point is None:
+                    low = middle
+    return _least_memory(best, True)
+
+
+def _least_memory(point: Point | None, proven: bool) -> LeastMemory | None:
+    if point is None:
+        return None
+    return LeastMemory(bytes=int(np.ceil(point.bytes)), point=point, proven=proven)
+
+
+def _by_memory(engine: PlanSearch, cap: float) -> Iterator[tuple[float, PlanCandidate]]:
+    """All combinations that may need at most `cap`, by the least that they may need."""
+    waiting: list[tuple[float, Degrees, PlanCandidate | None]] = []
+    for degrees in engine.combinations():
+        bound = _first(engine, degrees)
+        if bound <= cap:
+            waiting.append((bound, degrees, None))
+    heapq.heapify(waiting)
+    while waiting:
+        bound, degrees, candidate = heapq.heappop(waiting)
+        if candidate is not None:
+            yield bound, candidate
+            continue
+        candidate = engine.candidate(degrees)
+        better = max(bound, _second(candidate))
+        if better <= cap:
+            heapq.heappush(waiting, (better, degrees, candidate))
+
+
+def _first(engine: PlanSearch, degrees: Degrees) -> float:
+    """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
+    question = engine.question
+    per_byte = least_state_per_byte(question.itemsize, degrees, question.work.optimiser.state)
+    kept = degrees.microbatch * min(engine.kept, engine.crossing)
+    state = engine.held * per_byte * degrees.pipes
+    return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))
+
+
+def _second(candidate: PlanCandidate) -> float:
+    """The same from the candidate's own tables."""
+    rows = candidate.least_rows
+    rows = np.stack([candidate.there(rows), rows[..., IntervalRows.KEPT]], axis=-1)
+    return max(float(_spread(rows, candidate.degrees).min()), candidate.bound()[1])
+
+
+def _spread(rows: Floats, degrees: Degrees) -> Floats:
+    """The fullest of p ranks with f_i micro-batches under way needs at least a weighted mean of
+    what all need: with weights 1, and with one stage on each rank with weights 1 / f_i, too. `rows`
+    end in (state, kept) of the model."""
+    state, kept, p = rows[..., 0], rows[..., 1], degrees.pipeline
+    alike = (state + kept) / p
+    if degrees.schedule not in COUNTED:
+        return alike
+    under_way = [degrees.in_flight(behind) for behind in range(p)]
+    fair = (state / max(under_way) + kept) / sum(1.0 / number for number in under_way)
+    return np.maximum(alike, fair)
+
+
+# What to change where no plan fits: single changes of a question, each proven by the search.
+
+
+NUMBERS = 32
+"""Nodes, from the least number that can hold the parameters on, that are tried one by one."""
+DOUBLED = 9
+"""The least number is doubled less often than this."""
+LARGER = (2, 4, 8)
+"""How many times larger batches are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """A change with which a plan exists.
+
+    Attributes:
+        kind: "memory", "devices", "device", "tensor", "zero", "recompute", "schedule", "batch"
+            or "force".
+        change: In words.
+        question: As it is with the change.
+        point: The fastest plan of that.
+        shorter: The next smaller change of this kind; None: there is none.
+        slower: By which share its time of a sample is above that of the fastest plan without a
+            limit of memory, on the devices as they are; None: the links of such a cluster are not
+            known.
+        hardware: Whether it takes other machines.
+    """
+
+    kind: str
+    change: str
+    question: PlanRequest
+    point: Point
+    shorter: PlanRequest | None
+    slower: float | None
+    hardware: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Of a sample, in money or seconds of devices."""
+        return self.question.cost(self.point.devices, self.point.seconds) / self.question.batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfeasibilityReport:
+    """Why nothing fits, and what would do.
+
+    Attributes:
+        question: To which nothing fits.
+        need: The least memory that would do; None: the model cannot be split so at all.
+        changes: The cheapest first.
+    """
+
+    question: PlanRequest
+    need: LeastMemory | None
+    changes: tuple[Relaxation, ...]
+
+
+def find_relaxations(
+    engine: PlanSearch, wider: HierarchicalNetwork | None = None
+) -> InfeasibilityReport:
+    """What is missing, and the smallest change of each kind with which there is a plan: those that
+    take no other machines first, the cheapest of them first.
+
+    Args:
+        engine: Of a question to which nothing fits.
+        wider: The links of as many such nodes as are wanted, of a preset.
+    """
+    question = engine.question
+    need = least_memory(engine)
+    if need is None:
+        return InfeasibilityReport(question=question, need=None, changes=())
+    free = related_search(engine, replace(question, memory=np.inf, objective="fastest"))
+    base = free.run().best.seconds / question.batch
+    found = [*_memory(engine, base, need), *_devices(engine, base, wider)]
+    found += [relaxed for kind in _RELAXATIONS for relaxed in kind(engine, base)]
+    found.sort(key=lambda one: (one.hardware, one.cost))
+    return InfeasibilityReport(question=question, need=need, changes=tuple(found))
+
+
+def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Relaxation]:
+    question = engine.question
+    more = need.bytes - question.cap
+    own = need.bytes <= question.machine.device.memory
+    how = f', --memory "{need.bytes} B"' if own else ""
+    words = f"{format_bytes(more)} more per device ({format_bytes(need.bytes)}{how})"
+    yield from _relaxed(
+        engine,
+        base,
+        kind="memory",
+        change=words if need.proven else f"{words} or less",
+        question=replace(question, memory=float(need.bytes)),
+        shorter=replace(question, memory=float(need.bytes - 1)) if need.proven else None,
+        hardware=not own,
+    )
+
+
+def _devices(
+    engine: PlanSearch, base: float, wider: HierarchicalNetwork | None
+) -> Iterator[Relaxation]:
+    """The least number: up to a node one by one, then node by node; where the file does not say
+    how large a node is, doubled."""
+    if wider is not None:
+        machine = replace(engine.question.machine, network=wider)
+        engine = PlanSearch(replace(engine.question, machine=machine))
+    question = engine.question
+    most = question.devices[-1]
+    whole = engine.held * state_per_byte(question.itemsize, 0, 1, question.work.optimiser.state)
+    least = max(most + 1, int(np.ceil(whole / question.cap)))
+    width, node = question.machine.network.levels[0].width, 1
+    if np.isfinite(width):
+        node = int(width)
+        start = -(-max(least, node + 1) // node) * node
+        numbers = [*range(least, node + 1), *range(start, start + NUMBERS * node, node)]
+    else:
+        start = most * 2 ** int(np.ceil(np.log2(least / most)))
+        numbers = [start]
+    numbers += [start * 2**n for n in range(1, DOUBLED) if start * 2**n > numbers[-1]]
+    before = most
+    for number in numbers:
+        asked = replace(question, devices=(number,))
+        if find_fitting(related_search(engine, asked)) is not None:
+            yield from _relaxed(
+                engine,
+                base,
+                kind="devices",
+                change=f"{number} devices" + (f" (--nodes {-(-number // node)})" if wider else ""),
+                question=asked,
+                shorter=replace(question, devices=(before,)),
+                hardware=True,
+            )
+            return
+        before = number
+
+
+def _tensor(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    question = engine.question
+    if question.tensor is None:
+        return
+    inner = min(question.machine.network.levels[0].width, question.devices[-1])
+    others = {t for n in question.devices for t in divisors(n) if t <= inner}
+    yield from _first_that_fits(
+        engine,
+        base,
+        kind="tensor",
+        tried=[
+            (f"tensor {t}", replace(question, tensor=(*question.tensor, t)))
+            for t in sorted(others - set(question.tensor))
+        ],
+    )
+
+
+def _zero(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    question = engine.question
+    others = sorted({1, 2, 3} - set(question.zero))
+    tried = [(f"ZeRO {z}", replace(question, zero=(*question.zero, z))) for z in others]
+    yield from _first_that_fits(engine, base, kind="zero", tried=tried)
+
+
+def _schedule(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    question = engine.question
+    if "1f1b" in question.schedules or "all" in question.schedules:
+        return
+    more = replace(question, schedules=(*question.schedules, "1f1b"))
+    yield from _first_that_fits(engine, base, kind="schedule", tried=[("schedule 1f1b", more)])
+
+
+def _recompute(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    question = engine.question
+    if question.recompute == "any":
+        return
+    more = replace(question, recompute="any")
+    tried = [("recompute blocks without a pipeline", more)]
+    yield from _first_that_fits(engine, base, kind="recompute", tried=tried)
+
+
+def _batch(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    """The largest smaller batch, of those that divide it; else a larger one, for more shares."""
+    question = engine.question
+    smaller = list(divisors(question.batch)[-2::-1])
+    larger = [question.batch * factor for factor in LARGER]
+    for sizes in (smaller, larger):
+        tried = [(f"a batch of {size}", replace(question, batch=size)) for size in sizes]
+        yield from _first_that_fits(engine, base, kind="batch", tried=tried)
+
+
+def _force(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    question = engine.question
+    for pattern, how in question.force:
+        left = tuple(pair for pair in question.force if pair != (pattern, how))
+        asked = replace(question, force=left)
+        yield from _first_that_fits(
+            PlanSearch(asked),
+            base,
+            kind="force",
+            tried=[(f"without --force {pattern}={how}", asked)],
+        )
+
+
+def _device(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
+    """The device with the least memory that does, of those with a datasheet."""
+    question = engine.question
+    if question.memory is not None:
+        return
+    machine = question.machine
+    larger = sorted(
+        (sheet.memory, name)
+        for name, sheet in DATASHEETS.items()
+        if sheet.memory > machine.device.memory and machine.dtype in sheet.peak
+    )
+    tried = []
+    for memory, name in larger:
+        device = device_of(Device(preset=name), name)
+        words = f"devices of {format_bytes(memory)}, such as {name}"
+        tried.append((words, replace(question, machine=replace(machine, device=device))))
+    yield from _first_that_fits(engine, base, kind="device", tried=tried, hardware=True)
+
+
+_RELAXATIONS = (_tensor, _zero, _recompute, _schedule, _batch, _force, _device)
+
+
+def _first_that_fits(
+    engine: PlanSearch,
+    base: float,
+    *,
+    kind: str,
+    tried: Sequence[tuple[str, PlanRequest]],
+    hardware: bool = False,
+) -> Iterator[Relaxation]:
+    """The first question with a plan; the one before it is the `shorter` one."""
+    shorter = None
+    for change, question in tried:
+        same = question.machine is engine.question.machine
+        own = related_search(engine, question) if same else PlanSearch(question)
+        if _fits(own):
+            yield from _relaxed(
+                own,
+                base,
+                kind=kind,
+                change=change,
+                question=question,
+                shorter=shorter,
+                hardware=hardware,
+            )
+            return
+        shorter = question
+
+
+def _fits(engine: PlanSearch) -> bool:
+    try:
+        return find_fitting(engine) is not None
+    except PlanError:
+        return False  # what is forced cannot be with these degrees
+
+
+def _relaxed(
+    engine: PlanSearch,
+    base: float,
+    *,
+    kind: str,
+    change: str,
+    question: PlanRequest,
+    shorter: PlanRequest | None,
+    hardware: bool,
+) -> Iterator[Relaxation]:
+    """With its fastest plan."""
+    point = related_search(engine, replace(question, objective="fastest")).run().best
+    known = question.machine.network.levels[-1].width >= point.devices
+    yield Relaxation(
+        kind=kind,
+        change=change,
+        question=question,
+        point=point,
+        shorter=shorter,
+        slower=point.seconds / question.batch / base - 1 if known else None,
+        hardware=hardware,
+    )
+
+
+# The words for a question to which nothing fits: what is missing where, and what would do.
+
+
+def infeasible_error(
+    question: PlanRequest, wider: HierarchicalNetwork | None = None
+) -> NothingFits:
+    """The error for a question to which nothing fits: how much is missing where, and each change
+    that would do.
+
+    Args:
+        question: Asked.
+        wider: As for `relaxations.look`.
+    """
+    engine = PlanSearch(question)
+    verdict = find_relaxations(engine, wider)
+    problems = list(_missing(engine, verdict))
+    lines = [f"  {describe_relaxation(one)}" for one in verdict.changes]
+    head = (
+        "Each of these would do (time of a sample against the fastest plan that memory does not "
+        "limit):"
+    )
+    fix = "\n  ".join([head, *lines]) if lines else "No single change of the question would do."
+    return NothingFits("no plan fits", problems=problems, fix=fix)
+
+
+def describe_relaxation(one: Relaxation) -> str:
+    """ "tensor 4: 21.3 ms a step, +6.0% a sample; data 2, tensor 4, ..." """
+    point = one.point
+    most = one.question.machine.network.levels[-1].width
+    time = f"time unknown: the cluster's file joins no more than {most:g} devices"
+    if one.slower is not None:
+        time = f"{format_seconds(point.seconds)} a step, {one.slower:+.1%} a sample"
+    return f"{one.change}: {time}; {describe_degrees(point.degrees)}{describe_recomputation(point)}"
+
+
+def describe_recomputation(point: Point) -> str:
+    """ ", recompute in 2 stages" where some do."""
+    number = sum(stage.recompute for stage in point.stages)
+    if not number:
+        return ""
+    return (
+        ", recompute"
+        if number == len(point.stages)
+        else f", recompute in {number} stage{'s' * (number > 1)}"
+    )
+
+
+def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
+    question, need = verdict.question, verdict.need
+    devices = f"{_or(question.devices)} device{'s' if question.devices != (1,) else ''}"
+    if need is None:
+        yield f"the model cannot be split over {devices} with a batch of {question.batch}"
+        return
+    point = need.point
+    less = "" if need.proven else "about "
+    yield (
+        f"{devices}: every plan needs {less}{format_bytes(need.bytes)} per device or more, "
+        f"{format_bytes(need.bytes - question.cap)} more than the {format_bytes(question.cap)} "
+        f"that are allowed; least with {describe_degrees(point.degrees)}"
+        f"{describe_recomputation(point)}"
+    )
+    yield describe_fullest_stage(engine, point)
+
+
+def describe_fullest_stage(engine: PlanSearch, point: Point) -> str:
+    """Which ranks hold most, and what."""
+    held = fullest_stage_memory(engine.question, point)
+    stage = point.stages[held.stage]
+    first, last = stage_end_modules(engine, stage)
+    each = point.degrees.tensor * point.degrees.data
+    ranks = f"rank {held.stage}" if each == 1 else f"stage {held.stage}, {each} ranks,"
+    what = {
+        "weights": held.weights,
+        "gradients and optimiser": held.training,
+        "activations": held.activations,
+        "what a micro-batch needs for a moment": held.again,
+        "temporaries of the update": held.update,
+    }
+    filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in what.items() if size)
+    return f"there {ranks} ({first} to {last}) is the fullest: {filled}"
+
+
+def stage_end_modules(engine: PlanSearch, stage: PointStage | MixedStage) -> tuple[str, str]:
+    """The first and the last module of a stage that have a name."""
+    operators = engine.question.work.graph.operators
+    start, stop = engine.row[stage.start].start, engine.row[stage.stop - 1].stop
+    modules = [one.module for one in operators[start:stop] if one.module] or ["the inputs"]
+    return modules[0], modules[-1]
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
+
+
+# What would make a plan fit that does not: single changes of it, each priced by the search.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFix:
+    """A change with which a plan fits.
+
+    Attributes:
+        change: In words.
+        point: The plan with it.
+        slower: By which share its step is longer.
+    """
+
+    change: str
+    point: Point
+    slower: float
+
+
+def excess_bytes(engine: PlanSearch, point: Point) -> int:
+    """Whole bytes by which the fullest device is over what is allowed; 0: it fits."""
+    return max(0, math.ceil(point.bytes - engine.question.cap))
+
+
+def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
+    """The smallest change of each kind that makes a plan fit, the fastest first.
+
+    Args:
+        engine: Of the plan's model, cluster and number of devices.
+        point: A plan that holds more than is allowed.
+    """
+    found = [*_recomputed(engine, point), *_cut(engine, point)]
+    for name in _FIXES:
+        found += _moved(engine, point, name)
+    return tuple(sorted(found, key=lambda mend: mend.slower))
+
+
+def _memory_fix(
+    engine: PlanSearch, old: Point, change: str, new: Point | None
+) -> Iterator[MemoryFix]:
+    if new is not None and new.bytes <= engine.question.cap:
+        yield MemoryFix(change=change, point=new, slower=new.seconds / old.seconds - 1)
+
+
+def _recomputed(engine: PlanSearch, point: Point) -> Iterator[MemoryFix]:
+    """The same cut, and recomputation in just those stages that are too full without."""
+    over = [n for n, s in enumerate(point.stages) if s.bytes > engine.question.cap]
+    fresh = [n for n in over if not point.stages[n].recompute]
+    alone = engine.question.recompute == "pipeline" and len(point.stages) == 1
+    if not fresh or alone:
+        return
+    again = {n for n, stage in enumerate(point.stages) if stage.recompute}
+    borders = [stage.start for stage in point.stages] + [point.stages[-1].stop]
+    new = engine.candidate(point.degrees).planned(borders, again | {*fresh})
+    spans = (" to ".join(stage_end_modules(engine, point.stages[n])) for n in fresh)
+    yield from _memory_fix(engine, point, f"recompute {', '.join(spans)}", new)
+
+
+def _cut(engine: PlanSearch, point: Point) -> Iterator[MemoryFix]:
+    """The same degrees, cut elsewhere and without further recomputation, or with it."""
+    if len(point.stages) == 1:
+        return
+    new = engine.candidate(point.degrees).fastest(engine.question.cap)
+    if new is None:
+        return
+    starts = ", ".join(engine.row[stage.start].module for stage in new.stages[1:])
+    more = sum(s.recompute for s in new.stages) - sum(s.recompute for s in point.stages)
+    words = f", recompute in {more} more stage{'s' if more > 1 else ''}" if more > 0 else ""
+    yield from _memory_fix(engine, point, f"cut before {starts}{words}", new)
+
+
+_FIXES = {
+    "tensor": ("tensor", ("tensor", "data", "microbatches")),
+    "pipeline": ("pipe", ("pipeline", "data", "microbatches")),
+    "microbatch": ("micro-batches of", ("microbatch", "microbatches")),
+    "zero": ("ZeRO", ("zero",)),
+}
+"""What is changed: how it is called, and the degrees that follow; all others stay."""
+
+
+def _moved(engine: PlanSearch, point: Point, name: str) -> Iterator[MemoryFix]:
+    """The nearest degree of one kind with which there is a plan."""
+    old = point.degrees
+    called, follow = _FIXES[name]
+    asked = replace(engine.question, devices=(old.devices,), tensor=None, zero=(0, 1, 2, 3))
+    others = [
+        degrees
+        for degrees in related_search(engine, asked).combinations()
+        if getattr(degrees, name) != getattr(old, name)
+        and replace(degrees, **{one: getattr(old, one) for one in follow}) == old
+    ]
+
+    def far(degrees: Degrees) -> float:
+        return abs(math.log((1 + getattr(degrees, name)) / (1 + getattr(old, name))))
+
+    for degrees in sorted(others, key=lambda one: (far(one), one)):
+        new = engine.candidate(degrees).fastest(engine.question.cap)
+        if new is not None:
+            yield from _memory_fix(engine, point, f"{called} {getattr(degrees, name)}", new)
+            return

@@ -1,0 +1,1 @@
+"""A found plan for others: the simulator's step, a plan file's prediction, `--plan auto`."""

@@ -1,0 +1,52 @@
+"""The search's prediction of a point, in the form in which a plan's file carries it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from headway.cluster import Cluster, to_toml
+from headway.plan import Plan
+from headway.plan.prediction import Prediction
+from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import PlanRequest
+
+
+def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Prediction:
+    """The prediction of a point.
+
+    Args:
+        question: That the point answers, or that prices it.
+        point: A plan, priced.
+        cluster: That the question's machine was made of.
+    """
+    edges = 2 * (len(point.stages) - 1)
+    return Prediction(
+        seconds=point.seconds,
+        parts={part.name: part.seconds for part in step_parts(question, point)},
+        stages=tuple(stage.seconds for stage in point.stages),
+        message=point.messages / edges if edges else 0.0,
+        bytes=point.bytes,
+        cluster=hash_of(cluster),
+        device=question.machine.device.name,
+        version=_version(),
+    )
+
+
+def with_prediction(plan: Plan, question: PlanRequest, point: Point, cluster: Cluster) -> Plan:
+    """The plan of a point, with what is expected of it."""
+    return replace(plan, prediction=prediction_of(question, point, cluster))
+
+
+def hash_of(cluster: Cluster) -> str:
+    """Twelve hexadecimal digits that name a cluster's numbers."""
+    return hashlib.sha256(to_toml(cluster).encode()).hexdigest()[:12]
+
+
+def _version() -> str:
+    try:
+        return version("headway")
+    except PackageNotFoundError:
+        return ""

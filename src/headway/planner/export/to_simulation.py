@@ -1,0 +1,272 @@
+"""A plan, or a point of the search, as a step for the simulator.
+Seconds and bytes are those of the search's tables: of every unit both passes, the saved activations
+and the parameters. The seconds of a stage add up to those that the search prices it with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from headway.errors import PlanError
+from headway.plan import Plan
+from headway.plan.layer_split import TENSOR
+from headway.plan.mesh import Axis, Mesh
+from headway.plan.pipeline import PIPE_AXIS
+from headway.plan.plan import SHARD_AXIS
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.gradient_exchange import BUCKETS
+from headway.planner.estimate.pricing import Pricing
+from headway.planner.estimate.segments import SegmentTables
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.plan_conversion import candidate_of, missing_in_executor, point_of
+from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.traffic.estimate import collective_seconds, collectives_of
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.pipeline_schedule import PipelineSchedule
+from headway.simulator.ranks import RankGrid
+from headway.simulator.work import StageSegment, StageWork, StepWork
+
+
+def table_of(plan: Plan) -> PipelineSchedule:
+    """Who does what in which order, in one pipeline of a plan: that with the largest share."""
+    ranks, copies = plan.pipe_degree, range(plan.data_degree)
+    share = max((plan.batch.share(copy, plan.data_degree) for copy in copies), key=len)
+    parts = len(plan.batch.microbatches(share))
+    if ranks == 1:
+        return make_schedule("1f1b", stages=1, microbatches=parts)
+    return plan.pipeline.make(ranks, parts)
+
+
+def one_stage_per_rank(plan: Plan) -> Plan:
+    """The plan with a stage on each rank of its pipeline, so that the search has its price."""
+    table = table_of(plan)
+    axes = [a for a in plan.mesh.axes if a.name != PIPE_AXIS]
+    pipeline = replace(
+        plan.pipeline,
+        schedule="1f1b",
+        table="",
+        recompute="blocks" if table.recompute else False,
+        recompute_stages=table.recompute,
+    )
+    if table.stages > 1:
+        axes.append(Axis(name=PIPE_AXIS, size=table.stages))
+    return replace(plan, mesh=Mesh(axes=tuple(axes)), pipeline=pipeline)
+
+
+def step_of_plan(plan: Plan, search: PlanSearch) -> tuple[StepWork, Point | None]:
+    """A step as today's executor carries out the plan; and its price, where the search has one.
+
+    Args:
+        plan: A legal one; any schedule, or a table.
+        search: Of its model, batch and cluster.
+
+    Raises:
+        PlanError: The model has no such borders.
+    """
+    table = table_of(plan)
+    try:
+        point, priced = point_of(plan, search), True
+    except PlanError:  # a schedule without a price, or the same fault again
+        point, priced = point_of(one_stage_per_rank(plan), search), False
+    return _step(search, point, table, grid_of_plan(plan), plan), point if priced else None
+
+
+def step_of_point(point: Point, search: PlanSearch) -> StepWork:
+    """A step of a plan that was found. What today's executor cannot run sums the gradients of
+    every unit as they come."""
+    again = tuple(number for number, stage in enumerate(point.stages) if stage.recompute)
+    return _step(
+        search, point, table_of_degrees(point.degrees, again), grid_of(point.degrees), None
+    )
+
+
+def table_of_degrees(degrees: Degrees, again: tuple[int, ...]) -> PipelineSchedule:
+    """The table of a point whose stages with these numbers compute their blocks again."""
+    table = make_schedule(
+        degrees.schedule,
+        stages=degrees.pipeline,
+        microbatches=degrees.microbatches,
+        virtual=degrees.virtual,
+        pipes=degrees.pipes,
+    )
+    return replace(table, recompute=again, blockwise=bool(again))
+
+
+def _step(
+    search: PlanSearch, point: Point, table: PipelineSchedule, grid: RankGrid, plan: Plan | None
+) -> StepWork:
+    machine = search.question.machine
+    found = StepWork(
+        table=table,
+        stages=stages_of(search, point),
+        grid=grid,
+        network=machine.network,
+        zero=point.degrees.zero,
+        overlap=getattr(machine.device, "overlap", 1.0),
+    )
+    return place_reductions(found, plan, missing_in_executor(point))
+
+
+def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
+    """With the sums where the executor has them.
+
+    Args:
+        work: Of any step.
+        plan: Whose; None: of a point that was found.
+        lacks: What the executor lacks for such a point.
+    """
+    if work.grid.pipeline == 1:
+        overlap = plan is None or plan.exchange.overlap
+        return replace(work, bucket=0.0) if overlap else replace(work, sync="post")
+    if plan is not None:
+        return replace(work, sync=plan.pipeline.sync)
+    return replace(work, bucket=0.0) if lacks else work
+
+
+def stages_of(search: PlanSearch, point: Point) -> tuple[StageWork, ...]:
+    """All stages of a point."""
+    inside = _collectives(search, point)
+    pricing = candidate_of(search, point.degrees).pricing
+    return tuple(_stage(search, point, number, own, pricing) for number, own in enumerate(inside))
+
+
+def grid_of_plan(plan: Plan) -> RankGrid:
+    """The ranks of a plan, in the order of its mesh."""
+    return RankGrid(
+        tensor=plan.mesh.degree(TENSOR),
+        data=plan.data_degree,
+        pipeline=plan.pipe_degree,
+        strides=_strides(plan),
+    )
+
+
+def grid_of(degrees: Degrees) -> RankGrid:
+    """The ranks of a point."""
+    return RankGrid(
+        tensor=degrees.tensor,
+        data=degrees.data,
+        pipeline=degrees.pipeline,
+        strides=(degrees.stride("tensor"), degrees.stride("data"), degrees.stride("pipe")),
+    )
+
+
+def _strides(plan: Plan) -> tuple[int, int, int]:
+    """Of the tensor axis, of data and of pipe: the last axis of a mesh varies fastest."""
+    sizes = [axis.size for axis in reversed(plan.mesh.axes)]
+    names = [axis.name for axis in reversed(plan.mesh.axes)]
+    inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
+    return (
+        inside.get(TENSOR, 1),
+        inside.get(SHARD_AXIS, inside[plan.exchange.axis]),
+        inside.get(PIPE_AXIS, plan.ranks),
+    )
+
+
+def _stage(
+    search: PlanSearch, point: Point, number: int, inside: tuple[float, float], pricing: Pricing
+) -> StageWork:
+    degrees, stage = point.degrees, point.stages[number]
+    tables = search.tables_of(degrees.tensor, degrees.microbatch)
+    units = list(_units(tables, point, stage))
+    held = _held([line[3] for line in units], stage.params)
+    pieces = tuple(
+        StageSegment(forward=line[0], backward=line[1], params=own)
+        for line, own in zip(units, held, strict=True)
+    )
+    beside = pricing.host_microbatch(len(point.stages)) / 2
+    forward = math.fsum(piece.forward for piece in pieces)
+    backward = math.fsum(piece.backward for piece in pieces)
+    weight = min(stage.weight, backward)
+    step = sum(line[2] for line in units)
+    alone = degrees.pipeline == 1 and degrees.zero < 2
+    return StageWork(
+        forward=forward + beside,
+        input_grad=backward - weight + beside,
+        weight_grad=weight,
+        pieces=pieces,
+        leaving=tuple(_leaving(search, point, [line[3] for line in units])) if alone else (),
+        collectives=inside,
+        message=_message(tables, point, number),
+        params=stage.params,
+        step=step,
+        update=max(0.0, stage.after - step - _gathered(search, point, stage)),
+        host=pricing.reading + pricing.host,
+        state=stage.state,
+        kept=sum(line[4] for line in units),
+        transient=stage.transient,
+        gradients=stage.gradients,
+        first=stage.first,
+        passing=stage.passing,
+    )
+
+
+def _gathered(search: PlanSearch, point: Point, stage: PointStage) -> float:
+    """Seconds in which ZeRO 1 and 2 gather the new weights, which `Stage.after` has with the
+    update."""
+    degrees, network = point.degrees, search.question.machine.network
+    if degrees.zero not in (1, 2):
+        return 0.0
+    return float(network.all_gather(stage.params, degrees.data, degrees.stride("data")))
+
+
+def _held(params: list[float], whole: float) -> list[float]:
+    """Bytes of parameters of each unit; what is tied counts where it is used first."""
+    twice = sum(params) - whole
+    for number in reversed(range(len(params))):
+        less = min(params[number], max(twice, 0.0))
+        params[number] -= less
+        twice -= less
+    return params
+
+
+def _leaving(search: PlanSearch, point: Point, held: list[float]) -> Iterator[tuple[int, float]]:
+    """The buckets of a model that is not cut, as `comm` fills them."""
+    shared = candidate_of(search, point.degrees).shared
+    whole = np.maximum(shared.held, 1.0)
+    sizes, units = shared.gradients.messages(point.bucket or BUCKETS[0], np.array(held) / whole)
+    yield from zip(units.tolist(), sizes.tolist(), strict=True)
+
+
+def _collectives(search: PlanSearch, point: Point) -> tuple[tuple[float, float], ...]:
+    """Of each stage: seconds of the tensor axis in the passes of one micro-batch."""
+    degrees = point.degrees
+    if degrees.tensor == 1:
+        return ((0.0, 0.0),) * len(point.stages)
+    network, found = search.question.machine.network, []
+    for stage, calls in zip(point.stages, collectives_of(search, point), strict=True):
+        own = [call for call in calls if call.axis == "tensor"]
+        ahead, back = (
+            collective_seconds([call for call in own if call.phase == phase], network, degrees)
+            for phase in ("forward", "backward")
+        )
+        m = degrees.microbatches
+        found.append((ahead / m / (2 if stage.recompute else 1), back / m))
+    return tuple(found)
+
+
+def _ends(tables: SegmentTables, point: Point, stage: PointStage) -> tuple[int, int]:
+    first, last = tables.row[stage.start].entry, tables.row[stage.stop - 1].exit
+    return tables.place(first, point.border), tables.place(last, point.border)
+
+
+def _units(tables: SegmentTables, point: Point, stage: PointStage) -> Iterator[tuple[float, ...]]:
+    """`operators.PARTS` of each unit of a stage."""
+    again = int(stage.recompute)
+    ends = _ends(tables, point, stage)
+    way = tables.path(stage.start, stage.stop, again, stage.price, ends)
+    for unit, (entry, exit_) in zip(tables.row[stage.start : stage.stop], way, strict=True):
+        yield tuple(tables.solved(unit.kind).rows[again, stage.price, entry, exit_].tolist())
+
+
+def _message(tables: SegmentTables, point: Point, number: int) -> float:
+    """Bytes that a stage hands to the next one."""
+    if number + 1 == len(point.stages):
+        return 0.0
+    tensor = tables.row[point.stages[number + 1].start].entry
+    split = point.border.startswith("S") and point.border in tables.states(tensor)
+    return tables.setting.bytes_of(tensor) / (point.degrees.tensor if split else 1)

@@ -1,0 +1,304 @@
+"""Points of the search as plans for the executor, and plans as points of the search.
+`to_plan` makes the `Plan` of a point, `missing` says what the executor lacks for it. `point_of`
+prices a plan that somebody has decided already with the search's own cost model; a plan that
+`to_plan` has made becomes its point again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from headway.errors import PlanError
+from headway.plan import ExchangePlan, LayerSplit, Plan, pipelined
+from headway.plan.layer_split import TENSOR
+from headway.plan.mesh import Mesh
+from headway.plan.pipeline import PipelinePlan
+from headway.plan.plan import SHARD_AXIS, Zero
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.gradient_exchange import BUCKETS
+from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_module
+from headway.planner.estimate.pipeline_time import PLAIN, SCHEDULE_OPTIONS, schedule_option
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.candidate import PlanCandidate
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import PlanRequest
+from headway.units import format_bytes
+
+RUNNABLE_SCHEDULES = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
+"""Schedules that the executor runs and the search can price."""
+
+
+def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
+    """The same question about plans that today's executor can run.
+
+    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
+    may be that of another split.
+
+    Args:
+        question: Any.
+        zero: Degrees of ZeRO to look at.
+    """
+    return replace(question, tensor=(1,), zero=zero, recompute="pipeline")
+
+
+def missing_in_executor(point: Point) -> str:
+    """What the executor lacks for a point; "" where it can run it."""
+    return executor_lacks(point.degrees, any(stage.recompute for stage in point.stages))
+
+
+def executor_lacks(degrees: Degrees, recompute: bool) -> str:
+    """The same of degrees, and whether some stage recomputes."""
+    return "recomputation without a pipeline" if degrees.pipeline == 1 and recompute else ""
+
+
+def check_executor(lacks: str) -> None:
+    """Nothing where nothing is lacking.
+
+    Raises:
+        PlanError: Today's executor cannot run it.
+    """
+    if lacks:
+        raise PlanError(
+            "today's executor cannot run this point of the frontier",
+            problems=[f"no mechanism yet: {lacks}"],
+            fix="Take a point that is marked as runnable, or search with --runnable.",
+        )
+
+
+def zero_of(degrees: Degrees) -> Zero:
+    """As a plan has it."""
+    return cast(Zero, degrees.zero)
+
+
+def _split(question: PlanRequest, tensor: int) -> LayerSplit | None:
+    """Of the tensor axis; what is forced to be replicated is left whole."""
+    whole = tuple(pattern for pattern, how in question.force if how == "replicate")
+    return LayerSplit(tensor=(tensor,), whole=whole) if tensor > 1 else None
+
+
+def to_plan(outcome: SearchResult, point: Point) -> Plan:
+    """The plan of a point; `missing_in_executor` says what the executor lacks for it.
+
+    Which layers a tensor axis splits, and how, is not in the plan: the executor finds that out.
+
+    Raises:
+        PlanError: It recomputes without a pipeline, which no plan can say yet.
+    """
+    if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
+        check_executor(missing_in_executor(point))
+    degrees, row = point.degrees, outcome.search.row
+    again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
+    default = PipelinePlan()
+    pipeline = PipelinePlan(
+        schedule=degrees.schedule,
+        microbatches=degrees.microbatches,
+        virtual=degrees.virtual if degrees.virtual > 1 else default.virtual,
+        pipes=degrees.pipes if degrees.pipes > 1 else default.pipes,
+        recompute="blocks" if again else None,
+        recompute_stages=again,
+        cut=tuple(
+            border_name(row[stage.start], outcome.question.force) for stage in point.stages[1:]
+        ),
+    )
+    bucket = point.bucket if point.bucket not in (0.0, BUCKETS[0]) else None
+    plan = pipelined(
+        outcome.question.batch,
+        processes=degrees.devices,
+        stages=degrees.pipeline,
+        pipeline=pipeline,
+        microbatch=degrees.microbatch,
+        precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
+        exchange=ExchangePlan(bucket=format_bytes(bucket)) if bucket else None,
+        zero=zero_of(degrees),
+        split=_split(outcome.question, degrees.tensor),
+    )
+    if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
+        # The last axis of a mesh varies fastest: data inside of pipe.
+        data, pipe, *rest = plan.mesh.axes
+        plan = replace(plan, mesh=Mesh(axes=(pipe, data, *rest)))
+        plan.check()
+    return plan
+
+
+# A plan as a point of the search: the same cost model prices what somebody has decided already.
+
+
+PRICED = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
+"""Schedules of which the search knows the price."""
+
+
+def degrees_of(plan: Plan) -> Degrees:
+    """Its degrees, with the micro-batches of the largest share.
+
+    Raises:
+        PlanError: The search has no price for such a plan.
+    """
+    pipeline, several = plan.pipeline, plan.pipe_degree > 1
+    problems = []
+    grid = plan.split.grid
+    if plan.split.spatial:
+        problems.append("split.spatial")
+    if grid is not None and (grid.form != "classic" or plan.split.by):
+        problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
+    if several and pipeline.table:
+        problems.append("pipeline.table: a table of one's own")
+    elif several and pipeline.schedule not in PRICED:
+        problems.append(f"pipeline.schedule: {pipeline.schedule}")
+    elif several and pipeline.schedule == "chimera" and pipeline.mode != "direct":
+        problems.append(f"pipeline.mode: {pipeline.mode}")
+    if problems:
+        raise PlanError(
+            "the search has no price for this plan",
+            problems=problems,
+            fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
+        )
+    parts = plan.batch.microbatches(max(_shares(plan), key=len))
+    scheme = (
+        schedule_option(pipeline.schedule, pipeline.virtual, pipeline.pipes) if several else PLAIN
+    )
+    names = [name for name in plan.mesh.names if name != TENSOR]
+    inside = several and plan.data_degree > 1 and names[-1] == plan.exchange.axis
+    return Degrees(
+        tensor=plan.mesh.degree(TENSOR),
+        data=plan.data_degree,
+        pipeline=plan.pipe_degree,
+        microbatch=len(parts[0]),
+        microbatches=len(parts),
+        schedule=scheme.name,
+        virtual=scheme.virtual,
+        pipes=scheme.pipes,
+        zero=plan.memory.zero if plan.data_degree > 1 else 0,
+        order="tdp" if inside else "tpd",
+    )
+
+
+def candidate_of(search: PlanSearch, degrees: Degrees) -> PlanCandidate:
+    """A combination of degrees on the tables of a search."""
+    return search.candidate(degrees)
+
+
+def point_of(plan: Plan, search: PlanSearch) -> Point:
+    """The plan's price. A plan that names no cut gets the fastest that needs the least memory; how
+    a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
+
+    Args:
+        plan: A legal one.
+        search: Of its model, batch and cluster.
+
+    Raises:
+        PlanError: The search has no price for it, or the model has no such borders.
+    """
+    degrees = degrees_of(plan)
+    candidate = candidate_of(search, degrees)
+    borders = borders_of(plan, search.row, candidate)
+    recompute = recomputed_of(plan, len(borders) - 1)
+    bucket = plan.exchange.bucket_bytes
+    buckets = BUCKETS if bucket is None else (float(bucket),)
+    overlap = plan.exchange.overlap
+    point = candidate.planned(borders, recompute, buckets=buckets, overlap=overlap)
+    fits = point.bytes <= search.question.cap
+    if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
+        return point
+    found = _fastest_split(plan, search, degrees)
+    return found if found is not None and _alike(found, point) else point
+
+
+def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees) -> Point | None:
+    """What the search takes where stages must begin as the plan says; None: nothing fits."""
+    cut = tuple((name, "stage") for name in plan.pipeline.cut if plan.pipe_degree > 1)
+    question = search.question
+    engine = PlanSearch(replace(question, force=(*question.force, *cut))) if cut else search
+    return candidate_of(engine, degrees).fastest(question.cap)
+
+
+def _alike(one: Point, other: Point) -> bool:
+    """Whether both cut the model alike, and compute the same stages again."""
+    first, second = (
+        [(stage.start, stage.stop, stage.recompute) for stage in point.stages]
+        for point in (one, other)
+    )
+    return first == second
+
+
+def recomputed_of(plan: Plan, stages: int) -> tuple[int, ...]:
+    """Numbers of the stages that compute again in backward."""
+    again = plan.pipeline.recompute_stages or tuple(range(stages))
+    return again if plan.pipe_degree > 1 and plan.pipeline.recompute else ()
+
+
+def borders_of(plan: Plan, row: tuple[LayerUnit, ...], candidate: PlanCandidate) -> tuple[int, ...]:
+    """The first unit of each stage, and the number of units.
+
+    Raises:
+        PlanError: The model has no such borders, or too few.
+    """
+    if plan.pipe_degree == 1:
+        return 0, len(row)
+    if not plan.pipeline.cut:
+        free = candidate.fastest(float("inf"))
+        if free is None:
+            raise PlanError(
+                "the model cannot be cut into so many stages",
+                problems=[
+                    f"{len(row)} units for {candidate.degrees.stages} stages of "
+                    f"{plan.pipeline.schedule}"
+                ],
+                fix="Take fewer stages, or a number of micro-batches that the schedule can have.",
+            )
+        return 0, *(stage.stop for stage in free.stages)
+    starts = [unit_of_module(name, row) for name in plan.pipeline.cut]
+    problems = [
+        f"pipeline.cut: no border in front of {name}"
+        for name, start in zip(plan.pipeline.cut, starts, strict=True)
+        if start is None
+    ]
+    found = (0, *(start for start in starts if start is not None), len(row))
+    if not problems and list(found) != sorted(set(found)):
+        problems.append(f"pipeline.cut: {', '.join(plan.pipeline.cut)} are not in order")
+    if problems:
+        names = ", ".join(dict.fromkeys(unit.module for unit in row[1:] if unit.module))
+        raise PlanError(
+            "this model cannot be cut there",
+            problems=problems,
+            fix=f"The recipe may be another one. Its borders: {names}.",
+        )
+    return found
+
+
+def unpriced_parts(plan: Plan, *, unlike: bool = False) -> Iterator[str]:
+    """What of a plan the price does not count, one sentence each.
+
+    Args:
+        plan: Any.
+        unlike: Devices are of several types: every share has a price of its own.
+    """
+    exchange = plan.exchange
+    sizes = [[len(part) for part in plan.batch.microbatches(own)] for own in _shares(plan)]
+    if unlike:
+        if any(len({*own}) > 1 for own in sizes):
+            yield "micro-batches of a share are not all alike: all count as its largest"
+    elif len({tuple(own) for own in sizes}) > 1 or len({*sizes[0]}) > 1:
+        yield "shares or micro-batches are not all alike: all count as the largest"
+    special = exchange.compress != "none" or exchange.parts or exchange.priority or exchange.carried
+    if special and plan.exchange_degree > 1:
+        yield "the exchange counts as a plain sum: no compression, no priority, no program"
+    if plan.split.tensor:
+        between = "; so are tensors between stages, which are sent whole" * (plan.pipe_degree > 1)
+        yield f"which layers the tensor axis splits, and how, is taken as what is fastest{between}"
+    if plan.memory.zero and plan.mesh.degree(SHARD_AXIS) > 1:
+        yield "hybrid sharding counts as sharding over all ranks that share the batch"
+    if plan.pipe_degree > 1:
+        if not plan.pipeline.cut:
+            yield "the plan names no cut: the fastest one counts"
+        if plan.pipeline.recompute in (True, "stages"):
+            yield "recomputation of whole stages counts as that of blocks, which holds less"
+    if plan.memory.precision == "bfloat16":
+        yield "autocast to bfloat16 counts for products; activations count in 32 bits"
+
+
+def _shares(plan: Plan) -> tuple[range, ...]:
+    """The samples of each data rank."""
+    ranks = plan.data_degree
+    return tuple(plan.batch.share(rank, ranks) for rank in range(ranks))

@@ -1,0 +1,297 @@
+"""The request of a search: model, machine, batch, objective, limits, and forced modules.
+`PlanRequest` is for devices of one type, `MixedPlanRequest` for several. Modules may be forced to a
+strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022); what is forced is
+checked against the model before
+anything is searched: every pattern must mean modules with parameters, and each tensor degree must
+    be legal for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from headway.cost.transformer import Machine
+from headway.documents import nearest
+from headway.errors import PlanError
+from headway.planner.estimate.operators import (
+    OperatorSetting,
+    PlanningWorkload,
+    check_force,
+    forcible_names,
+)
+from headway.planner.estimate.partition import forced_stage_starts, make_units
+
+Objective = Literal["fastest", "fewest-devices", "cheapest", "frontier"]
+ORDERS = ("tpd", "tdp")
+"""Of axes: the tensor axis is the innermost one, as `operators` prices it."""
+AUTOCAST = {"bfloat16": ("bf16", "fp16")}
+"""Formats of the products, by the precision of a recipe: the first of which a peak is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is asked.
+
+    Attributes:
+        work: The model.
+        machine: Devices and links.
+        devices: Numbers of devices that may be used, ascending.
+        batch: Samples of a step.
+        memory: Bytes of a device that a plan may use; None: the device's.
+        objective: What the chosen plan must be best in.
+        price: Of one device and hour; None: not known.
+        tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
+        zero: Stages of ZeRO.
+        schedules: Of pipelines: names of `schemes.SCHEMES`, or "all".
+        orders: Of the axes, as in `Degrees`.
+        recompute: "any": every stage may; "pipeline": not without a pipeline.
+        precision: Of the recipe: "bfloat16" for autocast; "": that of the model's tensors.
+        force: As in `Setting`.
+        seconds: Of searching, after which nothing more is opened once a plan is found: what is
+            found then depends on the machine, its bound holds. None: as long as it takes.
+    """
+
+    work: PlanningWorkload
+    machine: Machine
+    devices: tuple[int, ...]
+    batch: int
+    memory: float | None = None
+    objective: Objective = "frontier"
+    price: float | None = None
+    tensor: tuple[int, ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 3)
+    schedules: tuple[str, ...] = ("1f1b",)
+    orders: tuple[str, ...] = ORDERS
+    recompute: Literal["any", "pipeline"] = "any"
+    precision: str = ""
+    force: tuple[tuple[str, str], ...] = ()
+    seconds: float | None = None
+
+    @property
+    def cap(self) -> float:
+        return self.memory or self.machine.device.memory
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a parameter."""
+        specs = self.work.graph.parameters.values()
+        return max((spec.itemsize for spec in specs), default=4)
+
+    @cached_property
+    def priced(self) -> Machine:
+        """The machine as the recipe's precision finds it: autocast computes 32-bit products in 16
+        bits. What streams through memory stays as captured."""
+        device = self.machine.device
+        known = [name for name in AUTOCAST.get(self.precision, ()) if name in device.peak]
+        if not known or self.itemsize != 4:
+            return self.machine
+        peak = {**device.peak, "fp32": device.peak[known[0]]}
+        return replace(self.machine, device=replace(device, peak=peak))
+
+    def cost(self, devices: int, seconds: float) -> float:
+        """Of a step; in seconds of devices where no price is known."""
+        return devices * seconds * (1.0 if self.price is None else self.price / 3600.0)
+
+
+# What is asked of the search on devices of several types.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPlanRequest:
+    """What is asked.
+
+    Attributes:
+        work: The model.
+        machines: Of each type of devices, with one network for all; in an order that
+            `balance = "whale"` may change.
+        counts: Devices that there are of each type.
+        devices: Numbers of devices in all; None: every type whole or not at all.
+        batch: Samples of a step.
+        memory: Bytes of a device that a plan may use, of any type; None: all of it.
+        objective: What the chosen plan must be best in.
+        prices: Of a device of each type and hour; empty: not known.
+        tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
+        zero: Stages of ZeRO.
+        force: As in `Setting`, and (module, "stage"): a stage begins there.
+        balance: "exact": the best sizes of micro-batches; "whale": those of Algorithm 1, and
+            devices in the order of their memory.
+        runnable: Only what today's executor can run.
+        proof: Price all shares that the bound leaves, not `mixed.TRIES` of them.
+        precision: As in `PlanRequest`.
+        seconds: As in `PlanRequest`.
+
+    Raises:
+        PlanError: The types have different networks: which one joins two types, nobody says.
+    """
+
+    work: PlanningWorkload
+    machines: Mapping[str, Machine]
+    counts: Mapping[str, int]
+    batch: int
+    devices: tuple[int, ...] | None = None
+    memory: float | None = None
+    objective: Objective = "frontier"
+    prices: Mapping[str, float] = field(default_factory=dict)
+    tensor: tuple[int, ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 3)
+    force: tuple[tuple[str, str], ...] = ()
+    balance: Literal["exact", "whale"] = "exact"
+    runnable: bool = False
+    proof: bool = False
+    precision: str = ""
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        first, *others = self.machines
+        network = self.machines[first].network
+        differ = [kind for kind in others if self.machines[kind].network != network]
+        if differ:
+            raise PlanError(
+                "types of devices have different networks",
+                problems=[f"machines.{kind}: not that of {first}" for kind in differ],
+                fix="Give all the one network that joins them, of the slowest nodes' levels.",
+            )
+
+    @cached_property
+    def caps(self) -> Mapping[str, float]:
+        """Bytes by type."""
+        limit = np.inf if self.memory is None else self.memory
+        return {kind: min(limit, m.device.memory) for kind, m in self.machines.items()}
+
+    def of(self, kind: str) -> PlanRequest:
+        """As if there were only one type."""
+        return PlanRequest(
+            work=self.work,
+            machine=self.machines[kind],
+            devices=(self.counts[kind],),
+            batch=self.batch,
+            force=self.force,
+            precision=self.precision,
+            recompute="pipeline" if self.runnable else "any",
+        )
+
+    def cost(self, amounts: Sequence[tuple[str, int]], seconds: float) -> float:
+        """Of a step; in seconds of devices where prices are not known."""
+        return seconds * sum(
+            number * (self.prices[kind] / 3600.0 if self.prices else 1.0)
+            for kind, number in amounts
+        )
+
+
+# What modules are forced to do, checked against a model before anything is searched.
+
+
+KINDS = ("replicate", "split", "stage")
+WORDS = ("replicate", "split", "split:tensor", "split:AXIS", "stage")
+ForcedModules = tuple[tuple[str, str], ...]
+
+
+def parse_force(words: Sequence[str]) -> tuple[ForcedModules, list[str]]:
+    """Of "MODULES=HOW" the pairs, and what is wrong with the others, one line each."""
+    found, problems = [], []
+    for word in words:
+        pattern, sign, how = word.rpartition("=")
+        kind, colon, axis = how.partition(":")
+        if not sign or not pattern:
+            problems.append(f"--force {word}: write MODULES=HOW, as in blocks.*=split")
+        elif kind not in KINDS:
+            hint = nearest(kind, KINDS)
+            problems.append(f"--force {word}: nothing is called {kind!r}{hint}")
+        elif colon and (kind != "split" or not axis):
+            problems.append(f"--force {word}: write one of {', '.join(WORDS)}")
+        else:
+            found.append((pattern, how))
+    seen = {pattern: how for pattern, how in found if how != "stage"}
+    problems += [
+        f"--force {pattern}={how}: {pattern}={seen[pattern]} is forced, too"
+        for pattern, how in found
+        if how != "stage" and seen[pattern] != how
+    ]
+    return tuple(dict.fromkeys(found)), problems
+
+
+def resolve_force(work: PlanningWorkload, force: ForcedModules) -> tuple[ForcedModules, list[str]]:
+    """The same with a module standing for all that it holds; and which patterns mean nothing. A
+    stage begins at one module, where one tensor crosses."""
+    names = _names(work)
+    found, problems = [], []
+    for pattern, how in force:
+        if how == "stage" or any(fnmatchcase(name, pattern) for name in names):
+            found.append((pattern, how))
+        elif any(fnmatchcase(name, f"{pattern}.*") for name in names):
+            found.append((f"{pattern}.*", how))
+        else:
+            hint = _nearest(pattern, names)
+            problems.append(
+                f"--force {pattern}={how}: no module with parameters has this name{hint}"
+            )
+    try:
+        forced_stage_starts(found, make_units(work))
+    except PlanError as error:
+        problems += [f"--force {problem}" for problem in error.problems]
+    return tuple(found), problems
+
+
+def _names(work: PlanningWorkload) -> list[str]:
+    found = (forcible_names(o) for o in work.graph.operators if o.parameters)
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Of modules, and of what they lie in."""
+    outer = {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)}
+    legal = sorted({*names, *outer})
+    hint = nearest(pattern.removesuffix(".*"), legal)
+    if not hint.startswith("; legal"):
+        return hint
+    tops = sorted({name.split(".")[0] for name in names})
+    return f"; legal: {', '.join(tops)}"
+
+
+def restrict_to_force(
+    question: PlanRequest, degrees: Sequence[int]
+) -> tuple[PlanRequest, list[str]]:
+    """The question with those degrees of the tensor axis that what is forced allows.
+
+    Args:
+        question: With `force`.
+        degrees: That may be taken, ascending.
+
+    Returns:
+        The question, and the problems where none is left.
+    """
+    above = [t for t in degrees if t > 1]
+    force = tuple(pair for pair in question.force if pair[1] != "stage")
+    if not force or not above:
+        return question, list(_alone(question))
+    legal, problems = [], []
+    for t in above:
+        setting = OperatorSetting(
+            work=question.work,
+            machine=question.machine,
+            tensor=t,
+            samples=question.work.samples,
+            force=force,
+        )
+        try:
+            check_force(setting)
+        except PlanError as error:
+            problems += [f"--force {problem}" for problem in error.problems]
+        else:
+            legal.append(t)
+    replicated = all(how == "replicate" for _, how in force)
+    if replicated and 1 in degrees:
+        legal.insert(0, 1)
+    return replace(question, tensor=tuple(legal)), [] if legal else problems
+
+
+def _alone(question: PlanRequest) -> Iterator[str]:
+    for pattern, how in question.force:
+        if how.startswith("split"):
+            yield f"--force {pattern}={how}: without a tensor axis nothing is split; more devices?"

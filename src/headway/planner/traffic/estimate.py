@@ -1,0 +1,260 @@
+"""The collectives by which a point of the search is priced, for each of its stages.
+Every collective of the operators, of the re-layouts between them, of the gradients, and every
+message between stages, with the bytes that `Network` is given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from headway.collective.collective_calls import CollectiveCall, CollectiveCalls, Phase, merge_calls
+from headway.cost.network import HierarchicalNetwork
+from headway.graph.model_graph import Operator
+from headway.graph.sharding_rules import Rule
+from headway.planner.estimate.degrees import Degrees
+from headway.planner.estimate.operators import OperatorSetting, gradient_placement, parameter_bytes
+from headway.planner.estimate.partition import LayerUnit
+from headway.planner.estimate.segments import ENDS, SegmentTables
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.candidate import PlanCandidate
+from headway.planner.search.plan_conversion import candidate_of
+from headway.planner.search.plan_point import Point, PointStage
+
+
+def collective_seconds(
+    calls: Iterable[CollectiveCall], network: HierarchicalNetwork, degrees: Degrees
+) -> float:
+    """What the cost model asks for the collectives, one after the other; messages count once, at
+    their sender."""
+    total = 0.0
+    for call in calls:
+        far = degrees.stride(call.axis)  # type: ignore[arg-type]
+        if call.kind == "send":
+            total += call.count * float(network.send(call.bytes, far))
+        elif call.kind != "receive":
+            price = getattr(network, call.kind)
+            total += call.count * float(price(call.bytes, call.ranks, far))
+    return total
+
+
+# -- a point of the search ------------------------------------------------------------------------
+
+
+def collectives_of(search: PlanSearch, point: Point) -> tuple[CollectiveCalls, ...]:
+    """For each stage what one of its ranks does in one step.
+
+    Args:
+        search: That found the point, or has its model, batch and cluster.
+        point: Priced by it.
+    """
+    candidate = candidate_of(search, point.degrees)
+    return tuple(
+        merge_calls(
+            [
+                *_of_messages(candidate.tables, point, number),
+                *_of_tensors(candidate.tables, point, stage),
+                *of_gradients(point.degrees, _messages(candidate, point, stage), stage.params),
+                *_of_ties(candidate, point, number),
+            ]
+        )
+        for number, stage in enumerate(point.stages)
+    )
+
+
+def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Iterator[CollectiveCall]:
+    """Over the data axis, and all copies of a stage: each message one sum; with ZeRO 1 a
+    reduce-scatter, and an all-gather of all; the first for each micro-batch with ZeRO 2, and with
+    ZeRO 3 also two all-gathers of each message for each (Rajbhandari et al. 2020, section 7).
+
+    Args:
+        degrees: With their data axis and ZeRO.
+        sizes: Bytes of each message.
+        held: Bytes of all parameters of a device.
+    """
+    m, zero = _passes(degrees), degrees.zero
+    axis = "data" if degrees.data > 1 else "pipe"
+    ranks = degrees.data * (degrees.pipes if zero < 2 else 1)
+    for size in sizes:
+        one = CollectiveCall(
+            kind="all_reduce", axis=axis, ranks=ranks, bytes=size, phase="gradients"
+        )
+        if zero == 0:
+            yield one
+            continue
+        yield replace(one, kind="reduce_scatter", count=1 if zero == 1 else m)
+        if zero == 3:
+            yield replace(one, kind="all_gather", phase="forward", count=m)
+            yield replace(one, kind="all_gather", phase="backward", count=m)
+    if zero in (1, 2):
+        yield CollectiveCall(
+            kind="all_gather", axis="data", ranks=degrees.data, bytes=held, phase="forward"
+        )
+
+
+def _passes(degrees: Degrees) -> int:
+    """Micro-batches of a step that a rank computes of one stage: of several pipes each its share,
+    the largest."""
+    return -(-degrees.microbatches // degrees.pipes)
+
+
+def _messages(candidate: PlanCandidate, point: Point, stage: PointStage) -> list[float]:
+    """In which the gradients of a stage travel: units with ZeRO 2 and 3, else the buckets of a
+    model that is not cut, one of a stage."""
+    degrees, pricing, shared = point.degrees, candidate.pricing, candidate.shared
+    if degrees.zero < 2 and not point.bucket:
+        return [stage.params]
+    units = pricing.units(stage.start, stage.stop, int(stage.recompute), stage.price, point.border)[
+        :, 3
+    ]
+    if degrees.zero >= 2:
+        found: list[float] = pricing.own(units, stage.start).tolist()
+        return found
+    parts = np.where(shared.held > 0, units / np.maximum(shared.held, 1.0), 0.0)
+    sizes, _ = shared.gradients.messages(point.bucket, parts)
+    return [float(size) for size in sizes]
+
+
+def _of_ties(candidate: PlanCandidate, point: Point, number: int) -> Iterator[CollectiveCall]:
+    """Sums of what several stages use."""
+    starts = [other.start for other in point.stages]
+    for tie in candidate.shared.ties:
+        stages = {bisect_right(starts, unit) - 1 for unit in tie.units}
+        if number in stages:
+            yield CollectiveCall(
+                kind="all_reduce",
+                axis="pipe",
+                ranks=len(stages),
+                bytes=tie.bytes / point.degrees.tensor,
+                phase="gradients",
+            )
+
+
+def _of_messages(tables: SegmentTables, point: Point, number: int) -> Iterator[CollectiveCall]:
+    """A micro-batch that goes on, and the gradient that comes back."""
+    m = _passes(point.degrees)
+    for border, ways in ((number, ("receive", "send")), (number + 1, ("send", "receive"))):
+        if not 0 < border < len(point.stages):
+            continue
+        tensor = tables.row[point.stages[border].start].entry
+        split = point.border.startswith("S") and point.border in tables.states(tensor)
+        size = tables.setting.bytes_of(tensor) / (point.degrees.tensor if split else 1)
+        for kind, phase in zip(ways, ("forward", "backward"), strict=True):
+            yield CollectiveCall(kind=kind, axis="pipe", ranks=2, bytes=size, count=m, phase=phase)  # type: ignore[arg-type]
+
+
+def _of_tensors(tables: SegmentTables, point: Point, stage: PointStage) -> Iterator[CollectiveCall]:
+    """Of the tensor axis; units of one structure and one strategy are looked at once."""
+    if point.degrees.tensor == 1:
+        return
+    row, again = tables.row, int(stage.recompute)
+    ends = (
+        tables.place(row[stage.start].entry, point.border),
+        tables.place(row[stage.stop - 1].exit, point.border),
+    )
+    way = tables.path(stage.start, stage.stop, again, stage.price, ends)
+    alike: Counter[tuple[int, tuple[int, int]]] = Counter()
+    for unit, pair in zip(row[stage.start : stage.stop], way, strict=True):
+        alike[unit.kind, pair] += 1
+    m, strategy = _passes(point.degrees), again * tables.weights.shape[1] + stage.price
+    times = {"forward": m * (1 + again), "backward": m, "gradients": 1}
+    for (kind, pair), units in alike.items():
+        unit = next(unit for unit in row if unit.kind == kind)
+        solved = tables.solved(kind)
+        picks = {name: int(some[(*pair, strategy)]) for name, some in solved.strategies.items()}
+        rules = {name: some[picks[name]] for name, some in solved.rules.items()}
+        for call in of_unit(tables.setting, unit, rules, picks):
+            yield replace(call, count=call.count * units * times[call.phase])
+
+
+def of_unit(
+    setting: OperatorSetting, unit: LayerUnit, rules: Mapping[str, Rule], picks: Mapping[str, int]
+) -> Iterator[CollectiveCall]:
+    """Of one micro-batch's passes through a unit, once each, and of a step's end.
+
+    Args:
+        setting: Its tensor axis.
+        unit: The unit.
+        rules: Of each operator.
+        picks: Of each tensor that several use ("=name") and of the ends the number of its state.
+    """
+    operators = setting.work.graph.operators[unit.start : unit.stop]
+    for operator in operators:
+        yield from _own(setting, operator, rules[operator.name])
+    for tensor, (lies, wants), (needs, gives) in _edges(setting, unit, operators, rules, picks):
+        size = setting.bytes_of(tensor)
+        yield from _moved(setting, lies, needs, size, "forward")
+        if setting.work.graph.tensors[tensor].floating:
+            yield from _moved(setting, gives, wants, size, "backward")
+
+
+def _own(setting: OperatorSetting, operator: Operator, rule: Rule) -> Iterator[CollectiveCall]:
+    """What an operator itself sends: halos, statistics, gradients of whole parameters."""
+    plain = CollectiveCall(
+        kind="all_reduce", axis="tensor", ranks=setting.tensor, bytes=0, phase="forward"
+    )
+    scale = setting.scale if operator.name in setting.work.batch_loops else 1.0
+    passes: tuple[Phase, Phase] = ("forward", "backward")
+    for phase in passes:
+        if rule.halo and rule.parts > 1:
+            yield replace(plain, kind="send", ranks=2, bytes=rule.halo * scale, phase=phase)
+        if rule.exchange:
+            yield replace(plain, bytes=rule.exchange, phase=phase)
+    for size in parameter_bytes(setting, operator, rule)[1]:
+        yield replace(plain, bytes=size, phase="gradients")
+
+
+def _moved(
+    setting: OperatorSetting, source: str, target: str, size: float, phase: Phase
+) -> Iterator[CollectiveCall]:
+    found = setting.relayout.needed(source, target, size)
+    if found is not None:
+        yield CollectiveCall(
+            kind=found.kind,  # type: ignore[arg-type]
+            axis="tensor",
+            ranks=setting.tensor,
+            bytes=found.bytes,
+            phase=phase,
+        )
+
+
+_Placed = tuple[str, str]
+"""Where a tensor lies, and how its maker wants the gradient; or how it is needed, and how its
+gradient comes."""
+
+
+def _edges(
+    setting: OperatorSetting,
+    unit: LayerUnit,
+    operators: tuple[Operator, ...],
+    rules: Mapping[str, Rule],
+    picks: Mapping[str, int],
+) -> Iterator[tuple[str, _Placed, _Placed]]:
+    """All ways of a tensor inside of a unit, as `stages` prices them."""
+    made = {tensor: o for o in operators for tensor in o.outputs}
+    ends = {unit.entry: ENDS[0], unit.exit: ENDS[1]}
+    states: dict[str, _Placed] = {}
+    for tensor in dict.fromkeys([unit.entry, unit.exit, *made]):
+        number = picks.get(ends.get(tensor, f"={tensor}"))
+        if tensor and number is not None:
+            places = setting.placements(tensor)
+            states[tensor] = (places[number],) * 2 if number < len(places) else ("R", "P")
+
+    def source(tensor: str) -> _Placed:
+        maker = made[tensor]
+        lies = rules[maker.name].outputs[maker.outputs.index(tensor)]
+        return lies, gradient_placement(lies)
+
+    for operator in operators:
+        rule = rules[operator.name]
+        for number, tensor in enumerate(operator.inputs):
+            if tensor not in setting.work.fixed and (tensor in states or tensor in made):
+                lies = states[tensor] if tensor in states else source(tensor)
+                yield tensor, lies, (rule.inputs[number], rule.gradients[number])
+    for tensor, state in states.items():
+        if tensor in made:
+            yield tensor, source(tensor), state

@@ -1,0 +1,307 @@
+"""Pareto frontier of plans: step time against memory, by device count.
+
+SVG and PNG are drawn from one `FrontierPlot`, plain data that hold all that is in the picture. The
+ground is darker where plans are dominated at any device count. SVG has light and dark colours and
+tooltips on the marks; PNG has the light colours.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.explain.alternatives import label_points
+from headway.planner.explain.infeasible import describe_recomputation
+from headway.planner.search.branch_and_bound import SearchResult
+from headway.report.pictures.canvas import COLOURS, NUM_SERIES, colour, draw, stack_svg
+from headway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+Hue = Callable[[str], str]
+LabelSide = tuple[bool, bool]
+SIZE = (820, 480)
+MARKS = "os^Dv<>pPXdh"
+_BOX = (0.48, 0.2)
+"""About what the label of the chosen plan takes of the axes."""
+WIDE = 5.0
+"""From this ratio of the largest to the least on, an axis is logarithmic."""
+NEAR = 2.5
+"""The allowed memory is drawn where it is at most so many times the most that a plan needs."""
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierMark:
+    """A plan in the picture.
+
+    Attributes:
+        seconds: Of a step.
+        bytes: On the fullest device.
+        devices: In all.
+        words: What it is.
+        chosen: Whether it meets the objective.
+    """
+
+    seconds: float
+    bytes: float
+    devices: int
+    words: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPlot:
+    """All that is in the picture.
+
+    Attributes:
+        title: Model and cluster.
+        spots: The plans.
+        allowed: Bytes of a device that a plan may use.
+    """
+
+    title: str
+    spots: tuple[FrontierMark, ...]
+    allowed: float
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of devices, ascending."""
+        return tuple(sorted({spot.devices for spot in self.spots}))
+
+
+def frontier_plot(outcome: SearchResult, *, model: str, cluster: str) -> FrontierPlot:
+    """What there is to draw of an answer.
+
+    Args:
+        outcome: Of the search.
+        model: Its name.
+        cluster: Its name.
+    """
+    question, notes = outcome.question, label_points(outcome.search, outcome.points)
+    spots = [
+        FrontierMark(
+            seconds=point.seconds,
+            bytes=point.bytes,
+            devices=point.devices,
+            words=f"{describe_degrees(point.degrees)}{describe_recomputation(point)}"
+            f"{said and f' ({said})'}",
+            chosen=number == outcome.chosen,
+        )
+        for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
+    ]
+    return FrontierPlot(
+        title=f"{model} on {cluster}, batch {question.batch}: {question.objective}",
+        spots=tuple(spots),
+        allowed=question.cap,
+    )
+
+
+def frontier_svg(shown: FrontierPlot) -> str:
+    """SVG text, a file of its own."""
+    best = next(spot for spot in shown.spots if spot.chosen)
+    alt = (
+        f"{shown.title}. {len(shown.spots)} plans by step time and memory; chosen: {_words(best)}."
+    )
+    titles = {f"plan-{n}": _words(spot) for n, spot in enumerate(shown.spots)}
+    svg = draw(
+        "frontier", SIZE, lambda figure: _paint(figure, shown, "", colour), alt=alt, titles=titles
+    )
+    return stack_svg([(html.escape(shown.title), svg)])
+
+
+def frontier_png(shown: FrontierPlot) -> bytes:
+    """The same as PNG, at two pixels a point."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"font.family": ["sans-serif"], "font.size": 11}):
+        figure = Figure(figsize=(SIZE[0] / 72, SIZE[1] / 72), layout="constrained")
+        figure.patch.set_facecolor(_light("card"))
+        _paint(figure, shown, shown.title, _light)
+        figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _light(name: str) -> str:
+    return COLOURS[name][0]
+
+
+def _words(spot: FrontierMark) -> str:
+    devices = f"{spot.devices} device{'s' if spot.devices > 1 else ''}"
+    time, size = format_seconds(spot.seconds), format_bytes(spot.bytes)
+    return f"{time}, {size}, {devices}\n{spot.words}"
+
+
+def _paint(figure: Figure, shown: FrontierPlot, title: str, hue: Hue) -> None:
+    axes = _axes(figure, title, hue)
+    time, size = _unit(_TIMES, [s.seconds for s in shown.spots]), _unit(_SIZES, _sizes(shown))
+    axes.set_xlabel(f"step time, {time[1]}", color=hue("muted"))
+    axes.set_ylabel(f"memory of the fullest device, {size[1]}", color=hue("muted"))
+    places = [(spot.seconds / time[0], spot.bytes / size[0]) for spot in shown.spots]
+    _limits(axes, places, shown.allowed / size[0])
+    fewest = [p for p, s in zip(places, shown.spots, strict=True) if s.devices == shown.counts[0]]
+    _dominated(axes, fewest, len(shown.counts) > 1, hue)
+    for number, devices in enumerate(shown.counts):
+        mine = [n for n, spot in enumerate(shown.spots) if spot.devices == devices]
+        series = hue(f"series-{number % NUM_SERIES}")
+        _staircase(axes, [places[n] for n in mine], series)
+        label = f"{devices} device{'s' if devices > 1 else ''}"
+        for place, n in enumerate(mine):
+            axes.plot(
+                *places[n],
+                marker=MARKS[number % len(MARKS)],
+                markersize=7,
+                color=series,
+                markeredgecolor=hue("card"),
+                linestyle="none",
+                label="" if place else label,
+                gid=f"plan-{n}",
+                zorder=4,
+            )
+    _allowed(axes, shown.allowed / size[0], size[1], hue)
+    best = next(n for n, spot in enumerate(shown.spots) if spot.chosen)
+    _ring(axes, places[best], shown.spots[best], _label_side(axes, places, best), hue)
+    _legend(axes, hue)
+
+
+def _sizes(shown: FrontierPlot) -> list[float]:
+    return [spot.bytes for spot in shown.spots]
+
+
+def _unit(units: Sequence[tuple[float, str]], values: Sequence[float]) -> tuple[float, str]:
+    """The unit in which the least value is at least 1, else the smallest."""
+    return next((unit for unit in units if unit[0] <= min(values)), units[-1])
+
+
+def _axes(figure: Figure, title: str, hue: Hue) -> Axes:
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(hue("grid"))
+    axes.grid(True, color=hue("grid"), linewidth=0.8)
+    axes.tick_params(which="both", length=0, colors=hue("muted"), labelcolor=hue("muted"))
+    if title:
+        axes.set_title(title, loc="left", color=hue("ink"), fontsize=11, pad=30)
+    return axes
+
+
+def _limits(axes: Axes, places: Sequence[tuple[float, float]], allowed: float) -> None:
+    """Room around all marks; what spans much is logarithmic, with ticks at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for number, axis in enumerate((axes.xaxis, axes.yaxis)):
+        values = [place[number] for place in places]
+        low, high = min(values), max(values)
+        if number and allowed <= NEAR * high:
+            high = max(high, allowed)
+        log = high > WIDE * low
+        margin = (high / low) ** 0.08 if log else 0.08 * (high - low) or 0.1 * high
+        ends = (low / margin, high * margin) if log else (max(0.0, low - margin), high + margin)
+        (axes.set_ylim if number else axes.set_xlim)(*ends)
+        if log:
+            (axes.set_yscale if number else axes.set_xscale)("log")
+            axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _staircase(axes: Axes, places: Sequence[tuple[float, float]], series: str) -> None:
+    """What these plans reach: from each to the right, at its memory."""
+    ordered = sorted(places)
+    axes.step(*zip(*ordered, strict=True), where="post", color=series, linewidth=1.2, alpha=0.7)
+
+
+def _dominated(axes: Axes, places: Sequence[tuple[float, float]], several: bool, hue: Hue) -> None:
+    """All that is slower and takes more memory than a plan of the fewest devices."""
+    ordered = sorted(places)
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    across = [*(x for x, _ in ordered), right]
+    up = [*(y for _, y in ordered), ordered[-1][1]]
+    words = "dominated, with any number of devices" if several else "dominated"
+    axes.fill_between(
+        across, up, top, step="post", color=hue("grid"), alpha=0.45, linewidth=0, label=words
+    )
+
+
+def _allowed(axes: Axes, allowed: float, unit: str, hue: Hue) -> None:
+    if allowed <= axes.get_ylim()[1]:
+        axes.axhline(allowed, color=hue("wait"), linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"allowed: {allowed:.3g} {unit}",
+            (1.0, allowed),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=hue("wait"),
+        )
+
+
+def _ring(
+    axes: Axes, place: tuple[float, float], spot: FrontierMark, room: LabelSide, hue: Hue
+) -> None:
+    """Around the chosen plan, with what it is beside it."""
+    axes.plot(
+        *place,
+        marker="o",
+        markersize=15,
+        markerfacecolor="none",
+        markeredgecolor=hue("ink"),
+        markeredgewidth=1.5,
+        linestyle="none",
+        zorder=5,
+    )
+    right, up = room
+    axes.annotate(
+        f"chosen: {_words(spot)}",
+        place,
+        xytext=(16 if right else -16, 20 if up else -20),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="bottom" if up else "top",
+        fontsize=9.5,
+        color=hue("ink"),
+        arrowprops={"arrowstyle": "-", "color": hue("muted"), "linewidth": 0.8, "shrinkB": 8},
+        zorder=6,
+    )
+
+
+def _label_side(axes: Axes, places: Sequence[tuple[float, float]], best: int) -> LabelSide:
+    """On which side of the chosen plan (right, up) a label hides the fewest marks."""
+    spots = axes.transAxes.inverted().transform(axes.transData.transform(places))
+    x, y = spots[best]
+
+    def hidden(room: LabelSide) -> tuple[float, int]:
+        left, bottom = (x if room[0] else x - _BOX[0]), (y if room[1] else y - _BOX[1])
+        outside = max(0.0, -left, left + _BOX[0] - 1) + max(0.0, -bottom, bottom + _BOX[1] - 1)
+        inside = (spots >= (left, bottom)) & (spots <= (left + _BOX[0], bottom + _BOX[1]))
+        return outside, int(inside.all(axis=1).sum())
+
+    return min(((right, up) for up in (True, False) for right in (True, False)), key=hidden)
+
+
+def _legend(axes: Axes, hue: Hue) -> None:
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=7,
+        frameon=False,
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.0,
+        fontsize=9,
+        labelcolor=hue("ink"),
+    )

@@ -1,0 +1,199 @@
+"""Failure records: what went wrong in one rank, for the launcher and the report.
+
+A record is one JSON file per rank and attempt, written aside and renamed, so that it is whole or
+absent. Records of ranks that only noticed the end of another rank are secondary; the root cause is
+the first primary one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import headway
+from headway import errors
+from headway.errors import HeadwayError, PeerLost, WorkerFailed
+from headway.run.distributed.launch_env import LaunchEnv
+
+FAILURES_FOLDER = "failures"
+_STEP = "headway_step"
+_SPEAKS = "headway_speaks"
+_ELSEWHERE = "headway_told_elsewhere"
+_OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """One rank's failure.
+
+    Attributes:
+        rank: The rank that failed.
+        attempt: In which attempt.
+        step: The optimiser step that was being computed; None: outside of the steps.
+        kind: Name of the class of errors.py that explains it.
+        what: See `HeadwayError`, as are `where` (already with rank and step), `why`, `fix`.
+        code: "HW-...".
+        exit_code: With which the command ends.
+        secondary: The rank only noticed that another one failed.
+        time: Unix seconds.
+        trace: The stack trace, for developers.
+        problems: Of errors that list several.
+    """
+
+    rank: int
+    attempt: int
+    step: int | None
+    kind: str
+    what: str
+    where: str
+    why: str
+    fix: str
+    code: str
+    exit_code: int
+    secondary: bool
+    time: float
+    trace: str
+    problems: tuple[str, ...] = ()
+
+    def error(self) -> HeadwayError:
+        """The error to raise in the launcher: of the same class, with rank and step in `where`."""
+        kind = getattr(errors, self.kind, WorkerFailed)
+        error: HeadwayError = kind.__new__(kind)
+        HeadwayError.__init__(error, self.what, where=self.where, why=self.why, fix=self.fix)
+        if self.problems:
+            error.__dict__["problems"] = self.problems
+        return error
+
+
+def mark_step(error: BaseException, step: int) -> None:
+    """Note on an exception in which optimiser step it was raised; the first note holds."""
+    if not hasattr(error, _STEP):
+        setattr(error, _STEP, step)
+
+
+def step_of(error: BaseException) -> int | None:
+    """The step noted on an exception, or on one that it was raised from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        step = getattr(seen, _STEP, None)
+        if isinstance(step, int):
+            return step
+        seen = seen.__cause__
+    return None
+
+
+def mark_as_job_error(error: HeadwayError) -> HeadwayError:
+    """Mark an error as the one that the user is told, although it began in another rank."""
+    setattr(error, _SPEAKS, True)
+    return error
+
+
+def mark_reported_elsewhere(error: HeadwayError) -> HeadwayError:
+    """Mark an error as that of another rank, which tells it itself."""
+    setattr(error, _ELSEWHERE, True)
+    return error
+
+
+def should_report(record: FailureRecord, error: BaseException) -> bool:
+    """Whether this rank tells the user: of its own errors, and where it speaks for all."""
+    return not record.secondary or getattr(error, _SPEAKS, False) is True
+
+
+def describe_failure(
+    place: LaunchEnv, step: int | None, error: BaseException, *, secondary: bool = False
+) -> FailureRecord:
+    """The record of an exception; anything but a HeadwayError becomes a WorkerFailed."""
+    known = error if isinstance(error, HeadwayError) else _explained(error)
+    noted = re.search(r"\bstep (\d+)", known.where)
+    if step is None:
+        step = int(noted.group(1)) if noted else step_of(error)
+    where = f"rank {place.rank}" if step is None else f"rank {place.rank}, step {step}"
+    if known.where.startswith(where):
+        where = known.where
+    elif known.where and known.where not in (f"step {step}", f"rank {place.rank}"):
+        where = f"{where}, {known.where}"
+    return FailureRecord(
+        rank=place.rank,
+        attempt=place.attempt,
+        step=step,
+        kind=type(known).__name__,
+        what=known.what,
+        where=where,
+        why=known.why,
+        fix=known.fix,
+        code=known.code,
+        exit_code=known.exit_code,
+        secondary=secondary or isinstance(error, PeerLost) or hasattr(error, _ELSEWHERE),
+        time=time.time(),
+        trace="".join(traceback.format_exception(error)),
+        problems=tuple(getattr(known, "problems", ())),
+    )
+
+
+def summarize_exception(error: BaseException) -> str:
+    """Type and text of an exception; of a long text (torch lists its kernels) the beginning."""
+    lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
+    return "\n  ".join([*lines[:4], "..."] if len(lines) > 5 else lines)
+
+
+def _explained(error: BaseException) -> WorkerFailed:
+    """A foreign exception, with the line of the user's code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [f for f in frames if not any(part in f.filename for part in _OWN_CODE)]
+    why = summarize_exception(error)
+    for frame in (foreign or frames)[-1:]:
+        why += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return WorkerFailed("an exception stopped this rank", why=why)
+
+
+def record_failure(
+    directory: Path,
+    place: LaunchEnv,
+    step: int | None,
+    error: BaseException,
+    secondary: bool = False,
+) -> FailureRecord:
+    """Write the record of an exception to DIRECTORY/failures.
+
+    Args:
+        directory: The run directory.
+        place: Of this rank; its attempt and rank name the file.
+        step: None: the step noted by `mark_step`, if any.
+        error: The exception.
+        secondary: The rank only noticed another one's failure; always so for PeerLost.
+
+    Raises:
+        OSError: The disk is full or the directory cannot be written.
+    """
+    record = describe_failure(place, step, error, secondary=secondary)
+    folder = directory / FAILURES_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"attempt-{record.attempt}-rank-{record.rank:05d}.json"
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    aside.replace(path)
+    return record
+
+
+def read_failures(directory: Path, attempt: int) -> list[FailureRecord]:
+    """All records of one attempt, by rank."""
+    paths = sorted((directory / FAILURES_FOLDER).glob(f"attempt-{attempt}-rank-*.json"))
+    facts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [FailureRecord(**{**fact, "problems": tuple(fact["problems"])}) for fact in facts]
+
+
+def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
+    """The first primary record by time, then rank; None where all are secondary."""
+    primary = [record for record in records if not record.secondary]
+    return min(primary, key=lambda record: (record.time, record.rank), default=None)
+
+
+def failed_ranks(records: Sequence[FailureRecord]) -> tuple[int, ...]:
+    """The ranks that have a record, ascending."""
+    return tuple(sorted({record.rank for record in records}))

@@ -1,0 +1,727 @@
+"""Heartbeat: detects a lost rank while main threads compute, and says who it was and why.
+
+A thread of each rank beats once a second on a connection of its own to rank 0, and rank 0 beats
+back. Rank 0 alone judges the others and sends its verdict to all; they judge only rank 0. A closed
+connection is noticed at once, a cut or frozen one by its silence. Nothing here blocks, so a dead
+network cannot hold up the judge, and a process that stood still itself (a suspended machine, a
+debugger on all ranks) judges nobody for that time. Beats are single bytes; a rank that has been at
+one thing for more than a second also says what, for messages about a stall.
+
+`HeartbeatConnection` tells a cut network from a frozen process: the other machine's kernel
+acknowledges what is sent as long as it can be reached (TCP_INFO), and this machine's kernel knows
+what a process on it does (/proc). Both are evidence only; other systems have silence alone.
+
+`RankFailure` is the verdict, given once for the whole job, by rank 0 or by those whom rank 0 has
+left, and sent as JSON. One rank (where rank 0 is lost: one on each machine) reports it to the user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.errors import HeadwayError, PeerLost, Stalled
+from headway.run.distributed.failure_record import mark_as_job_error
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.rendezvous import name_ranks
+
+_CHUNK = 65536
+_UNACKED = 24
+_RETRANSMITS = 2
+"""Offsets in Linux's struct tcp_info."""
+_SUSPICIOUS_SECONDS = 2.0
+_LENIENCE = 10.0
+_BUSY_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """Who a process is.
+
+    Attributes:
+        rank: Its rank.
+        local_rank: Its number on its machine.
+        node: Number of its machine, as the launcher counts.
+        host: Name of its machine, as the launcher calls it, or else the machine itself.
+        machine: The same text for all processes that can see each other in /proc; "" elsewhere.
+        pid: Its process id.
+        started: When it started, in the kernel's count; tells it from a later process of its id.
+    """
+
+    rank: int
+    local_rank: int
+    node: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def here(cls, place: LaunchEnv) -> ProcessIdentity:
+        """The identity of this process."""
+        machine = ""
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return cls(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            node=place.node_rank,
+            host=place.node_name or socket.gethostname(),
+            machine=machine,
+            pid=os.getpid(),
+            started=_facts(os.getpid())[2],
+        )
+
+
+class HeartbeatConnection:
+    """A connection to another rank; used by the heartbeat's thread only.
+
+    Attributes:
+        link: The socket, which never blocks.
+        identity: Who it is; None until it has said so.
+        heard: When something came from it, in `time.monotonic` seconds.
+        doing: What it has been doing for more than a second, and since when; "" where it moves on.
+        preparing: It has not begun its first step.
+        left: It said goodbye: nothing is expected of it any more.
+    """
+
+    def __init__(self, link: socket.socket, now: float) -> None:
+        link.setblocking(False)
+        with suppress(OSError):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.link = link
+        self.identity: ProcessIdentity | None = None
+        self.heard = now
+        self.doing: tuple[str, float] = ("", now)
+        self.preparing = True
+        self.left = False
+        self._in = b""
+        self._out = b""
+        self._cpu: tuple[float, float] | None = None
+
+    # -- the line ----------------------------------------------------------------------------
+
+    def send(self, message: Mapping[str, Any] | None = None) -> None:
+        """Send a message, or without one a beat: a single byte."""
+        text = b"" if message is None else json.dumps(message).encode()
+        self._out += text + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the network did not take yet."""
+        if self._out:
+            with suppress(OSError):
+                self._out = self._out[self.link.send(self._out) :]
+
+    def receive(self, now: float) -> list[dict[str, Any]] | None:
+        """The messages that have come (a beat is an empty one); None: the connection is closed."""
+        try:
+            data = self.link.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        self.heard, self._cpu = now, None
+        *lines, self._in = (self._in + data).split(b"\n")
+        messages = []
+        for line in lines:
+            with suppress(ValueError):
+                message = json.loads(line) if line else {}
+                if isinstance(message, dict):
+                    messages.append(message)
+        return messages
+
+    def take_beat(self, message: Mapping[str, Any], now: float) -> None:
+        """Note what a beat says: nothing (it moves on), or what it has been doing for how long."""
+        self.preparing = bool(message.get("preparing"))
+        self.doing = (str(message.get("doing", "")), now - float(message.get("seconds", 0.0)))
+
+    def forgive(self, now: float) -> None:
+        """Begin to count anew: this process stood still itself."""
+        self.heard, self._cpu = now, None
+
+    # -- the evidence ------------------------------------------------------------------------
+
+    def overdue(self, now: float, patience: float, machine: str) -> bool:
+        """Whether it is to be given up: silent for longer than its excuses last.
+
+        Args:
+            now: `time.monotonic` seconds.
+            patience: Seconds of silence without an excuse. Where its machine answers, a process
+                that prepares (reads data, builds a model) or computes has ten times as much: code
+                may hold Python's lock.
+            machine: Of this process, see `ProcessIdentity.machine`.
+        """
+        silent = now - self.heard
+        if self.left or self.identity is None or silent < min(patience / 2, _SUSPICIOUS_SECONDS):
+            return False
+        excused = self.busy(now, machine) or self.preparing
+        if excused and self.answers() is not False:
+            patience *= _LENIENCE
+        return silent > patience
+
+    def answers(self) -> bool | None:
+        """Whether the other machine acknowledges what is sent to it; None: not known."""
+        if not hasattr(socket, "TCP_INFO"):
+            return None
+        try:
+            info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        except OSError:
+            return None
+        (unacknowledged,) = struct.unpack_from("=I", info, _UNACKED)
+        return not (unacknowledged and info[_RETRANSMITS])
+
+    def busy(self, now: float, machine: str) -> bool:
+        """Whether it is a process of this machine that computes, or waits for a core or a disk."""
+        if not self.is_here(machine):
+            return False
+        assert self.identity is not None
+        state, seconds, _ = _facts(self.identity.pid)
+        if self._cpu is None:
+            self._cpu = (now, seconds)
+        since, before = self._cpu
+        return state in ("R", "D") or seconds - before > _BUSY_SHARE * (now - since)
+
+    def is_here(self, machine: str) -> bool:
+        """Whether its process lives, and this one can see it."""
+        known = self.identity
+        if known is None or not machine or known.machine != machine:
+            return False
+        return bool(known.started) and _facts(known.pid)[2] == known.started
+
+
+def hello_message(identity: ProcessIdentity, token: str) -> dict[str, Any]:
+    """What a rank says first."""
+    return {"hello": asdict(identity), "token": token}
+
+
+def read_identity(message: Mapping[str, Any]) -> ProcessIdentity | None:
+    """Who says hello; None where it is none."""
+    try:
+        return ProcessIdentity(**message["hello"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _facts(pid: int) -> tuple[str, float, str]:
+    """State letter, CPU seconds and start of a process; empty where it is gone or unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return fields[0], seconds, fields[19]
+    except (OSError, ValueError, IndexError):
+        return "", 0.0, ""
+
+
+# The loss of a rank: who, how it was noticed, and the error that says so.
+
+
+FailureKind = Literal["silent", "gone", "failed"]
+MachineNaming = Literal["", "node", "host"]
+"""How machines are named: not at all (there is one), by number, by host name."""
+_RESUME = "Then go on with --resume."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """Why the job cannot go on.
+
+    Attributes:
+        kind: "silent": nothing was heard for too long; "gone": the connection was closed without a
+            word; "failed": the rank said so itself.
+        ranks: Who is lost.
+        what: See `HeadwayError`, as are `why` and `fix`.
+        first: This rank has found it out itself.
+        speaks: This rank tells it to the user.
+        frozen: Process ids on this machine of silent ranks, which nobody else would end.
+    """
+
+    kind: FailureKind
+    ranks: tuple[int, ...]
+    what: str
+    why: str = ""
+    fix: str = ""
+    first: bool = field(default=False, compare=False)
+    speaks: bool = field(default=False, compare=False)
+    frozen: tuple[int, ...] = field(default=(), compare=False)
+
+    def error(self, where: str = "") -> HeadwayError:
+        """The error to raise: silence is a wait without an end, the rest is a lost peer.
+
+        Args:
+            where: "step 17".
+        """
+        kind = Stalled if self.kind == "silent" and self.first else PeerLost
+        error = kind(self.what, where=where, why=self.why, fix=self.fix)
+        return mark_as_job_error(error) if self.speaks else error
+
+    def message(self) -> dict[str, Any]:
+        """The verdict for the other ranks."""
+        return {name: asdict(self)[name] for name in ("kind", "ranks", "what", "why", "fix")}
+
+    @classmethod
+    def heard(cls, verdict: Mapping[str, Any]) -> RankFailure:
+        """The verdict of another rank."""
+        kind: FailureKind = verdict["kind"]
+        return cls(
+            kind=kind,
+            ranks=tuple(int(rank) for rank in verdict["ranks"]),
+            what=str(verdict["what"]),
+            why=str(verdict["why"]),
+            fix=str(verdict["fix"]),
+        )
+
+
+def silent_ranks(
+    peers: Collection[HeartbeatConnection], own: ProcessIdentity, now: float, spread: MachineNaming
+) -> RankFailure:
+    """Nothing is heard of some ranks.
+
+    Args:
+        peers: Their connections.
+        own: This rank.
+        now: `time.monotonic` seconds.
+        spread: How machines are named.
+    """
+    seconds = min(now - peer.heard for peer in peers)
+    names = name_rank_machines((_known(peer) for peer in peers), spread)
+    to_hub = own.rank != 0
+    if to_hub:
+        what = f"{names} cannot be reached from {name_rank_machines([own], spread)}"
+        why = f"Nothing has been heard of it for {seconds:.0f} s. "
+    else:
+        have = "has" if len(peers) == 1 else "have"
+        what = f"{names} {have} not been heard of for {seconds:.0f} s"
+        why = ""
+    answers = {peer.answers() for peer in peers}
+    why += _reason(answers)
+    words = [_last_words(peer) for peer in peers if peer.doing[0]]
+    return RankFailure(
+        kind="silent",
+        ranks=tuple(sorted(_known(peer).rank for peer in peers)),
+        what=what,
+        why="\n  ".join([why, *words[:4]]),
+        fix="Look at these processes, their machine and its link. Code that holds Python's lock "
+        f"for long needs more --patience. {_RESUME}",
+        first=True,
+        speaks=not to_hub or _speaks_for_node(own, _known(next(iter(peers)))),
+        frozen=tuple(
+            _known(peer).pid
+            for peer in peers
+            if peer.is_here(own.machine) and peer.answers() is not False
+        ),
+    )
+
+
+def closed_connection(
+    peer: HeartbeatConnection, own: ProcessIdentity, spread: MachineNaming
+) -> RankFailure:
+    """A connection was closed without a word."""
+    lost = _known(peer)
+    return RankFailure(
+        kind="gone",
+        ranks=(lost.rank,),
+        what=f"{name_rank_machines([lost], spread)} vanished",
+        why="Its connection was closed without a word: the process was killed, or it crashed.",
+        fix="Its own error, or the signal that killed it (see dmesg), is the cause. " + _RESUME,
+        first=True,
+        speaks=own.rank == 0 or _speaks_for_node(own, lost),
+    )
+
+
+def reported_failure(rank: ProcessIdentity, text: str, spread: MachineNaming) -> RankFailure:
+    """A rank has said that it ends with an error; it tells that itself."""
+    return RankFailure(
+        kind="failed",
+        ranks=(rank.rank,),
+        what=f"{name_rank_machines([rank], spread)} failed: {text}",
+        fix="Its own error is the cause.",
+    )
+
+
+def name_rank_machines(ranks: Iterable[ProcessIdentity], spread: MachineNaming) -> str:
+    """ "rank 1"; in a job of several machines "rank 1 on node-a and ranks 2 and 3 on node-b"."""
+    known = sorted(ranks, key=lambda identity: identity.rank)
+    if not spread:
+        return name_ranks(identity.rank for identity in known)
+    places: dict[str, list[int]] = {}
+    for identity in known:
+        place = identity.host if spread == "host" else f"node {identity.node}"
+        places.setdefault(place, []).append(identity.rank)
+    return " and ".join(f"{name_ranks(ranks)} on {place}" for place, ranks in places.items())
+
+
+def machine_naming(ranks: Iterable[ProcessIdentity]) -> MachineNaming:
+    """How machines are to be named in a job of these ranks."""
+    known = list(ranks)
+    if len({identity.host for identity in known}) > 1:
+        return "host"
+    return "node" if len({identity.node for identity in known}) > 1 else ""
+
+
+def _reason(answers: set[bool | None]) -> str:
+    if answers == {False}:
+        return "What is sent there is not acknowledged: the network is cut, or the machine is down."
+    if answers == {True}:
+        return (
+            "The machine answers, the process does not: it was stopped, it swaps, or its code "
+            "holds Python's lock."
+        )
+    return "It was killed or stopped, or its network is cut."
+
+
+def _last_words(peer: HeartbeatConnection) -> str:
+    return f"The last that rank {_known(peer).rank} said: {peer.doing[0]}."
+
+
+def _speaks_for_node(own: ProcessIdentity, hub: ProcessIdentity) -> bool:
+    """Of those whom rank 0 has left, the first of each machine tells it there."""
+    return own.local_rank == (1 if own.node == hub.node else 0)
+
+
+def _known(peer: HeartbeatConnection) -> ProcessIdentity:
+    assert peer.identity is not None
+    return peer.identity
+
+
+# Every rank hears of every other one, whatever their main threads are doing.
+
+
+HEARTBEAT_TIMEOUT_SECONDS = 5.0
+_BEAT_SECONDS = 1.0
+_TICK_SECONDS = 0.25
+_STOOD_STILL_SECONDS = 2.0
+_TOGETHER_SECONDS = 1.5
+"""Ranks that fell silent this shortly after each other belong to one verdict."""
+_AFTER_RANK_0_SECONDS = 0.75
+"""Where a link is cut in the middle, rank 0, who sees most, is to speak first."""
+_CONNECT_SECONDS = 5.0
+
+StatusSource = Callable[[], tuple[str, float, bool]]
+"""What a rank is doing, since when (`time.monotonic`), and whether it still prepares."""
+
+
+@dataclass(frozen=True)
+class HeartbeatListener:
+    """Where rank 0 waits for the others.
+
+    Attributes:
+        socket: Bound to a free port of all interfaces.
+        token: What the ranks of this job know.
+    """
+
+    socket: socket.socket
+    token: str
+
+    @classmethod
+    def open(cls) -> HeartbeatListener:
+        """Listen at a free port."""
+        if socket.has_dualstack_ipv6():
+            server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            server = socket.create_server(("", 0))
+        server.setblocking(False)
+        return cls(server, secrets.token_hex(16))
+
+    @property
+    def notice(self) -> str:
+        """For the others: port and token."""
+        return f"{self.socket.getsockname()[1]} {self.token}"
+
+
+def connect_heartbeat(host: str, notice: str, own: ProcessIdentity) -> HeartbeatConnection:
+    """The connection of another rank to rank 0.
+
+    Raises:
+        OSError: It cannot be reached there.
+    """
+    port, token = notice.split()
+    link = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+    peer = HeartbeatConnection(link, time.monotonic())
+    peer.send(hello_message(own, token))
+    return peer
+
+
+class Heartbeat:
+    """The thread of one rank; `start`, then `stop` in the end.
+
+    Args:
+        own: This rank.
+        listener: Of rank 0.
+        hub: Of the others: the connection to rank 0.
+        patience: Seconds of silence until a rank is lost.
+        said: What this rank is doing.
+        on_loss: Called once, in the thread, when somebody is lost.
+    """
+
+    def __init__(
+        self,
+        own: ProcessIdentity,
+        *,
+        listener: HeartbeatListener | None = None,
+        hub: HeartbeatConnection | None = None,
+        patience: float = HEARTBEAT_TIMEOUT_SECONDS,
+        said: StatusSource = lambda: ("", time.monotonic(), False),
+        on_loss: Callable[[RankFailure], None] = lambda loss: None,
+    ) -> None:
+        self.loss: RankFailure | None = None
+        self.lost = threading.Event()
+        self._own = own
+        self._listener = listener
+        self._patience = patience + (_AFTER_RANK_0_SECONDS if listener is None else 0.0)
+        self._said = said
+        self._on_loss = on_loss
+        self._peers: list[HeartbeatConnection] = [] if hub is None else [hub]
+        self._states: dict[int, tuple[str, float]] = {}
+        self._answered = threading.Event()
+        self._question = False
+        self._ended = False
+        self._farewell: dict[str, Any] | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        if listener is not None:
+            self._selector.register(listener.socket, selectors.EVENT_READ)
+        for peer in self._peers:
+            self._selector.register(peer.link, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, name="headway-heartbeat", daemon=True)
+        _close_in_children(self)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self, failure: str | None = None) -> None:
+        """End the thread; the others hear a goodbye, or with `failure` why this rank fails.
+
+        Args:
+            failure: One line about this rank's own error.
+        """
+        if self._ended or (failure is not None and self.loss is not None):
+            return
+        self._farewell = {"bye": 1} if failure is None else {"failed": failure}
+        self._ended = True
+        self.beat_now()
+        atexit.unregister(self.stop)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_BEAT_SECONDS)
+
+    def beat_now(self) -> None:
+        """Have the thread say at once what this rank does, and not at its next second."""
+        with suppress(OSError):
+            self._wake.send(b"\0")
+
+    def states(self, seconds: float = 1.0) -> dict[int, tuple[str, float]]:
+        """What the ranks do and for how many seconds; "" for those that move on.
+
+        Args:
+            seconds: Longest wait for rank 0, which knows.
+        """
+        if self._listener is None:
+            self._answered.clear()
+            self._question = True
+            self.beat_now()
+            self._answered.wait(seconds)
+            return dict(self._states)
+        return self._known_states(time.monotonic())
+
+    def close_copies(self) -> None:
+        """In a forked child: it must not hold the connections open when this rank dies."""
+        sockets = [self._wake, self._woken, *(peer.link for peer in list(self._peers))]
+        if self._listener is not None:
+            sockets.append(self._listener.socket)
+        for copy in sockets:
+            with suppress(OSError):
+                os.close(copy.detach())
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = beat = time.monotonic()
+        while not self._ended and self.loss is None:
+            ready = self._selector.select(_TICK_SECONDS)
+            now = time.monotonic()
+            for key, _ in ready:
+                self._take(key, now)
+            if now - last > _STOOD_STILL_SECONDS:
+                for peer in self._peers:
+                    peer.forgive(now)
+            last = now
+            if now >= beat:
+                self._beat(now)
+                beat = now + _BEAT_SECONDS
+            if self.loss is None:
+                self._judge(now)
+        if self.loss is None:
+            self._say_goodbye()
+        else:
+            self._on_loss(self.loss)
+        self._close()
+
+    def _beat(self, now: float) -> None:
+        text, since, preparing = self._said()
+        long = text and now - since > _BEAT_SECONDS
+        facts: dict[str, Any] = {"doing": text, "seconds": now - since} if long else {}
+        if preparing:
+            facts["preparing"] = True
+        for peer in self._partners():
+            peer.send(facts or None)
+
+    def _take(self, key: selectors.SelectorKey, now: float) -> None:
+        """Something is ready: a word to the thread, a new connection, or a message."""
+        if key.fileobj is self._woken:
+            with suppress(BlockingIOError):
+                self._woken.recv(64)
+            self._beat(now)
+            if self._question:
+                self._question = False
+                for peer in self._peers:
+                    peer.send({"ask": 1})
+        elif isinstance(key.data, HeartbeatConnection):
+            self._hear(key.data, now)
+        else:
+            self._welcome(now)
+
+    def _welcome(self, now: float) -> None:
+        assert self._listener is not None
+        with suppress(OSError):
+            link, _ = self._listener.socket.accept()
+            peer = HeartbeatConnection(link, now)
+            self._peers.append(peer)
+            self._selector.register(link, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: HeartbeatConnection, now: float) -> None:
+        messages = peer.receive(now)
+        if messages is None:
+            if peer.identity is not None and not peer.left:
+                # A frozen process that somebody else has just given up and killed was silent.
+                quiet = now - peer.heard > max(self._patience - _TOGETHER_SECONDS, _BEAT_SECONDS)
+                loss = silent_ranks([peer], self._own, now, self._spread()) if quiet else None
+                self._lose(loss or closed_connection(peer, self._own, self._spread()))
+            self._drop(peer)
+            return
+        for message in messages:
+            if peer.identity is None and not self._introduced(peer, message):
+                return
+            self._obey(peer, message, now)
+
+    def _introduced(self, peer: HeartbeatConnection, message: dict[str, Any]) -> bool:
+        """Whether a connection says who it is; a stranger is turned away."""
+        known = self._listener is None or secrets.compare_digest(
+            str(message.get("token")), self._listener.token
+        )
+        peer.identity = read_identity(message) if known else None
+        if peer.identity is None:
+            self._drop(peer)
+        elif self._listener is not None:
+            peer.send({"hello": asdict(self._own)})
+        return peer.identity is not None
+
+    def _obey(self, peer: HeartbeatConnection, message: dict[str, Any], now: float) -> None:
+        if "verdict" in message:
+            with suppress(KeyError, TypeError, ValueError):
+                self._lose(RankFailure.heard(message["verdict"]))
+        elif "failed" in message:
+            assert peer.identity is not None
+            self._lose(reported_failure(peer.identity, str(message["failed"]), self._spread()))
+        elif "bye" in message:
+            peer.left = True
+        elif "ask" in message:
+            states = {str(rank): state for rank, state in self._known_states(now).items()}
+            peer.send({"states": states})
+        elif "states" in message:
+            self._states = {int(rank): (s[0], s[1]) for rank, s in message["states"].items()}
+            self._answered.set()
+        elif "hello" not in message:
+            peer.take_beat(message, now)
+
+    def _drop(self, peer: HeartbeatConnection) -> None:
+        self._selector.unregister(peer.link)
+        self._peers.remove(peer)
+        peer.link.close()
+
+    # -- judging -----------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> None:
+        for peer in self._peers:
+            peer.flush()
+        machine = self._own.machine
+        if not any(peer.overdue(now, self._patience, machine) for peer in self._peers):
+            return
+        shorter = max(self._patience - _TOGETHER_SECONDS, 0.0)
+        late = [peer for peer in self._peers if peer.overdue(now, shorter, machine)]
+        self._lose(silent_ranks(late, self._own, now, self._spread()))
+
+    def _lose(self, loss: RankFailure) -> None:
+        """The first loss counts; rank 0 tells it to all, also to those that are given up."""
+        if self.loss is not None:
+            return
+        self.loss = loss
+        if self._listener is not None:
+            for peer in self._partners():
+                peer.send({"verdict": loss.message()})
+        self.lost.set()
+
+    def _say_goodbye(self) -> None:
+        if self._listener is not None and self._farewell and "failed" in self._farewell:
+            text = self._farewell["failed"]
+            loss = reported_failure(self._own, text, self._spread())
+            self._farewell = {"verdict": loss.message()}
+        for peer in self._partners():
+            peer.send(self._farewell)
+
+    def _close(self) -> None:
+        for peer in self._peers:
+            peer.link.close()
+        self._peers.clear()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+        if self._listener is not None:
+            self._listener.socket.close()
+
+    def _partners(self) -> list[HeartbeatConnection]:
+        """Those to talk to: everybody who has said who it is, and rank 0 in any case."""
+        return [p for p in self._peers if p.identity is not None or self._listener is None]
+
+    def _spread(self) -> MachineNaming:
+        known = [peer.identity for peer in self._peers if peer.identity is not None]
+        return machine_naming([self._own, *known])
+
+    def _known_states(self, now: float) -> dict[int, tuple[str, float]]:
+        text, since, _ = self._said()
+        states = {self._own.rank: (text, now - since)}
+        for peer in list(self._peers):
+            if peer.identity is not None:
+                states[peer.identity.rank] = (peer.doing[0], now - peer.doing[1])
+        return states
+
+
+def _close_in_children(heartbeat: Heartbeat) -> None:
+    """Data-loading children are forked: with a copy of the connection they would hide a death."""
+    reference = weakref.ref(heartbeat)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close_copies()
+
+    os.register_at_fork(after_in_child=close)

@@ -1,0 +1,335 @@
+"""The launch environment: rank, world size and master address of this process.
+
+Understood are torchrun and everything that sets the same variables (headway's own workers,
+Kubernetes operators, Ray), Open MPI, Slurm's srun and PMI; without any of them the process is
+alone. Contradictory variables are an error that names them, never a guess. Outside of the launchers
+and of Gloo's interface settings, no other module of the library reads `os.environ` for these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.errors import HeadwayError, UsageError
+
+LOOPBACK = "127.0.0.1"
+ATTEMPT = "HEADWAY_ATTEMPT"
+NODE = "HEADWAY_NODE"
+DEFAULT_PORT = 29500
+# Derived ports lie below 32768, where the kernel starts to hand out ports to clients by itself.
+PORT_RANGE = range(12000, 32000)
+_STEP_MARKS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnv:
+    """The place of this process in its world.
+
+    Attributes:
+        rank: 0 to ranks - 1.
+        ranks: Number of processes of the whole world.
+        local_rank: Number of this process on its machine, from 0; chooses the GPU.
+        local_ranks: Number of processes on this machine.
+        node_rank: Number of this machine.
+        attempt: How often the launcher has restarted the workers; agents of several machines may
+            count differently (`World.join` agrees on one number).
+        launcher: "headway", "torchrun", "environment", "mpi", "slurm" or "alone".
+        master_address: Host of the meeting point.
+        master_port: Port of the meeting point; 0 when alone.
+        agent_store: A store of the launching agent already listens at the meeting point (else
+            rank 0 opens one there).
+        node_name: What the launcher calls this machine; empty: nothing, see `node`.
+        pace: Given by an emulation without root: the file by which the ranks of this node share
+            one interface, and its rate in bytes per second, for `comm.pacing.Pace.of`.
+        emergency: Reports an error and ends this process, from any thread; does not return. Given
+            by who called the rank's program; None: nobody, the program is the user's own.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    node_rank: int
+    attempt: int
+    launcher: str
+    master_address: str
+    master_port: int
+    agent_store: bool
+    node_name: str = ""
+    pace: tuple[Path, float] | None = None
+    emergency: Callable[[HeadwayError], None] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    @classmethod
+    def alone(cls) -> LaunchEnv:
+        """The place of a process without a launcher."""
+        return cls(
+            rank=0,
+            ranks=1,
+            local_rank=0,
+            local_ranks=1,
+            node_rank=0,
+            attempt=0,
+            launcher="alone",
+            master_address=LOOPBACK,
+            master_port=0,
+            agent_store=False,
+        )
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
+        """Read the place of this process.
+
+        Args:
+            environ: The environment variables; None: those of the process.
+
+        Raises:
+            UsageError: Variables are missing, are no numbers, or contradict each other.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" in env or "WORLD_SIZE" in env:
+            place = _from_torchrun(env)
+        elif "OMPI_COMM_WORLD_RANK" in env:
+            place = _from_mpi(
+                env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_"
+            )
+        elif _in_slurm_step(env):
+            place = _from_slurm(env)
+        elif "PMI_RANK" in env:
+            place = _from_mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_")
+        else:
+            place = cls.alone()
+        return place
+
+    @property
+    def node(self) -> str:
+        """The name of this machine among those of the job: ranks that share it have the same."""
+        return self.node_name or f"node-{self.node_rank}"
+
+    @property
+    def found_world(self) -> bool:
+        """Whether a launcher has started this process as a part of a world."""
+        return self.launcher != "alone"
+
+
+def user_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """The user's own OMP_NUM_THREADS, or None where it is not set (or is no number)."""
+    text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable as a number >= 0."""
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text:
+        raise UsageError(
+            f"the environment variable {name} is missing",
+            why="Other variables say that this process belongs to a larger world.",
+            fix=f"Set {name}, or start the job with torchrun, srun or `headway train --processes`.",
+        )
+    if not text.isdigit():
+        raise UsageError(
+            f"the environment variable {name} is not a number: {text!r}",
+            fix=f"Unset {name} or correct it.",
+        )
+    return int(text)
+
+
+def _below(env: Mapping[str, str], rank_name: str, rank: int, size_name: str, size: int) -> None:
+    """Raise unless 0 <= rank < size, naming both variables."""
+    if rank < size:
+        return
+    raise UsageError(
+        f"the environment variables {rank_name} and {size_name} contradict each other",
+        why=f"{rank_name}={rank} must be less than {size_name}={env.get(size_name, size)}.",
+        fix="Usually one of them is left over from another job: unset both.",
+    )
+
+
+def _port(env: Mapping[str, str], default: int) -> int:
+    port = _number(env, "MASTER_PORT", default)
+    if port < 65536:
+        return port
+    raise UsageError(f"the environment variable MASTER_PORT is no port: {port}")
+
+
+def _from_torchrun(env: Mapping[str, str]) -> LaunchEnv:
+    """torchrun's variables; headway's launch, Kubernetes operators and Ray set them, too."""
+    rank, ranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    _below(env, "RANK", rank, "WORLD_SIZE", ranks)
+    local_ranks = _number(env, "LOCAL_WORLD_SIZE", 1)
+    local_rank = _number(env, "LOCAL_RANK", 0)
+    if "LOCAL_WORLD_SIZE" in env:
+        _below(env, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)
+    _below(env, "LOCAL_WORLD_SIZE", local_ranks - 1, "WORLD_SIZE", ranks)
+    if ranks > 1 and not env.get("MASTER_ADDR"):
+        raise UsageError(
+            "the environment variable MASTER_ADDR is missing",
+            why=f"WORLD_SIZE={ranks} says that there are other ranks to meet.",
+            fix="Set MASTER_ADDR to the host of rank 0, or start the job with torchrun.",
+        )
+    node_default = _number(env, "NODE_RANK", rank // max(local_ranks, 1))
+    if ATTEMPT in env:
+        launcher = "headway"
+    else:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+    return LaunchEnv(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=local_ranks,
+        node_rank=_number(env, "GROUP_RANK", node_default),
+        attempt=_number(env, ATTEMPT, _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
+        launcher=launcher,
+        master_address=env.get("MASTER_ADDR") or LOOPBACK,
+        master_port=_port(env, DEFAULT_PORT),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        node_name=env.get(NODE, ""),
+    )
+
+
+def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, family: str) -> LaunchEnv:
+    """Open MPI's mpirun, or MPICH's (PMI) whose local variables are called otherwise."""
+    rank, ranks = _number(env, rank_name), _number(env, size_name)
+    _below(env, rank_name, rank, size_name, ranks)
+    if ranks == 1:
+        return LaunchEnv.alone()
+    open_mpi = family == "OMPI_COMM_WORLD_"
+    rank_here = "OMPI_COMM_WORLD_LOCAL_RANK" if open_mpi else "MPI_LOCALRANKID"
+    size_here = "OMPI_COMM_WORLD_LOCAL_SIZE" if open_mpi else "MPI_LOCALNRANKS"
+    local_rank, local_ranks = _number(env, rank_here, 0), _number(env, size_here, 1)
+    _below(env, rank_here, local_rank, size_here, local_ranks)
+    one_machine = local_ranks == ranks
+    if not env.get("MASTER_ADDR") and not one_machine:
+        raise UsageError(
+            "the environment variable MASTER_ADDR is missing",
+            why=f"{size_name}={ranks}, {size_here}={local_ranks}: there are several machines.",
+            fix="Give the host of rank 0: mpirun -x MASTER_ADDR=... (and -x MASTER_PORT=...).",
+        )
+    job = "".join(env.get(name, "") for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+    return LaunchEnv(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=local_ranks,
+        node_rank=0 if one_machine else rank // local_ranks,
+        attempt=0,
+        launcher="mpi",
+        master_address=env.get("MASTER_ADDR") or LOOPBACK,
+        master_port=_port(env, derive_port(job) if job else DEFAULT_PORT),
+        agent_store=False,
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun has started this process as one of several tasks.
+
+    A batch script, too, sees SLURM_PROCID=0 and the SLURM_NTASKS of its allocation; only srun sets
+    the SLURM_STEP variables. Where MPICH's own launcher runs inside Slurm, SLURM_PROCID counts its
+    daemons: then PMI's numbers differ and are the ones that hold.
+    """
+    if "SLURM_PROCID" not in env:
+        return False
+    if not any(name in env for name in _STEP_MARKS) and env["SLURM_PROCID"] == "0":
+        return False
+    if _number(env, _tasks_name(env), 1) <= 1:
+        return False
+    pmi = (env.get("PMI_RANK"), env.get("PMI_SIZE"))
+    return None in pmi or pmi == (env["SLURM_PROCID"], env[_tasks_name(env)])
+
+
+def _tasks_name(env: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
+def _from_slurm(env: Mapping[str, str]) -> LaunchEnv:
+    rank, ranks = _number(env, "SLURM_PROCID"), _number(env, _tasks_name(env))
+    _below(env, "SLURM_PROCID", rank, _tasks_name(env), ranks)
+    node_rank, local_rank = _number(env, "SLURM_NODEID", 0), _number(env, "SLURM_LOCALID", 0)
+    per_node = "SLURM_STEP_TASKS_PER_NODE"
+    per_node = per_node if per_node in env else "SLURM_TASKS_PER_NODE"
+    counts = _tasks_per_node(env.get(per_node, ""), per_node)
+    if counts:
+        _below(env, "SLURM_NODEID", node_rank, per_node, len(counts))
+        _below(env, "SLURM_LOCALID", local_rank, per_node, counts[node_rank])
+    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+    return LaunchEnv(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=counts[node_rank] if counts else _number(env, "SLURM_NTASKS_PER_NODE", 1),
+        node_rank=node_rank,
+        attempt=_number(env, "SLURM_RESTART_COUNT", 0),
+        launcher="slurm",
+        master_address=env.get("MASTER_ADDR") or _slurm_host(env),
+        master_port=_port(env, derive_port(f"{job}.{step}")),
+        agent_store=False,
+    )
+
+
+def _slurm_host(env: Mapping[str, str]) -> str:
+    """The first host of the step, where rank 0 runs.
+
+    SLURM_LAUNCH_NODE_IPADDR comes last: it is where srun was typed, often a login node.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if env.get(name):
+            return expand_slurm_hosts(env[name], name)[0]
+    return env.get("SLURM_LAUNCH_NODE_IPADDR") or LOOPBACK
+
+
+def _tasks_per_node(text: str, name: str) -> list[int]:
+    """Slurm's short form of task counts: "2(x3),1" -> [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError(f"the environment variable {name} cannot be read: {text!r}")
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts
+
+
+def expand_slurm_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
+    """Slurm's short form of host names: "node[01-02,07],gpu3" -> node01, node02, node07, gpu3.
+
+    Args:
+        text: The list; several bracket groups in one name are multiplied out.
+        name: The variable that it came from, for the message.
+
+    Raises:
+        UsageError: The text is no such list.
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        hosts += _expand(part.strip())
+    if not hosts or text.count("[") != text.count("]") or "[" in "".join(hosts):
+        raise UsageError(f"the environment variable {name} is no list of hosts: {text!r}")
+    return hosts
+
+
+def _expand(pattern: str) -> list[str]:
+    match = re.search(r"\[([0-9,\-]+)\]", pattern)
+    if match is None:
+        return [pattern]
+    head, tail = pattern[: match.start()], _expand(pattern[match.end() :])
+    numbers: list[str] = []
+    for part in match.group(1).split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            return [pattern]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return [head + number + end for number in numbers for end in tail]
+
+
+def derive_port(job: str) -> int:
+    """A port that all ranks of one job compute alike, and that another job is unlikely to get."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return PORT_RANGE[int.from_bytes(digest[:8], "big") % len(PORT_RANGE)]

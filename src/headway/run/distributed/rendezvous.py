@@ -1,0 +1,298 @@
+"""Rendezvous: one fresh store, opened by rank 0, in which every rank reports.
+
+No key of an earlier attempt is ever believed. torch's agents keep one store over all restarts of
+their workers, so the addresses that a dead attempt left there would be used again (torch 2.13: a
+restart fails or hangs). Here the agents' store carries only questions and answers: a rank asks
+under a random word, and only a living rank 0 can answer this word with the address of its fresh
+store. Without an agent (Slurm, MPI) rank 0 opens the store at the agreed address itself.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from headway.errors import Stalled, UsageError
+from headway.run.distributed.launch_env import LaunchEnv
+
+_VERDICT = "headway/verdict"
+_PROBE_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
+_FIX = "Look for errors of these ranks above; check that all machines can reach each other."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousResult:
+    """The ranks have met.
+
+    Attributes:
+        store: The fresh store; rank 0 hosts it.
+        attempt: The highest restart count that any rank was told.
+        notice: What rank 0 wanted all to know.
+    """
+
+    store: TCPStore
+    attempt: int
+    notice: str = ""
+
+
+def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> RendezvousResult:
+    """Wait until all ranks have arrived in one fresh store; collective.
+
+    Args:
+        place: Of this rank, with ranks > 1.
+        seconds: Longest wait for all ranks together.
+        notice: Of rank 0: a text for all.
+
+    Raises:
+        Stalled: Names the ranks that have not arrived.
+        UsageError: The agreed port of rank 0 is taken.
+    """
+    deadline = time.monotonic() + seconds
+    if place.rank == 0:
+        return _gather(place, seconds, deadline, notice)
+    found = _invitations(place, deadline) if place.agent_store else _encounters(place, deadline)
+    for store in found:
+        # A count above one: this process reported here before, so it is the store of an old world.
+        if store.add(_arrived(place.rank), 1) > 1:
+            continue
+        store.set(_told(place.rank), str(place.attempt))
+        meeting = _await_verdict(store, place, seconds, deadline)
+        if meeting is not None:
+            return meeting
+    raise _absent([0], place, seconds)
+
+
+def reachable_address(place: LaunchEnv) -> str:
+    """The address under which the others reach this rank: its own end of the way to the master.
+
+    Where that way ends in this very machine (a host name that stands for 127.0.1.1, say) and there
+    are other machines, they use the master's name.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(
+        place.master_address, place.master_port or 1, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
+        probe.connect(target)
+        own = str(probe.getsockname()[0])
+    loopback = own.startswith("127.") or own == "::1"
+    return place.master_address if loopback and place.local_ranks < place.ranks else own
+
+
+# -- rank 0 ------------------------------------------------------------------------------------
+
+
+def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> RendezvousResult:
+    """Open the fresh store, wait for the others, then tell that all are here, or who is not."""
+    if place.agent_store:
+        address = reachable_address(place)
+        store = _host(address, 0)
+        answers = _Answers(_agent_store(place, deadline), f"{address} {store.port}")
+    else:
+        store, answers = _host(place.master_address, place.master_port), None
+    waiting = set(range(1, place.ranks))
+    for _ in _polls(deadline):
+        if answers is not None:
+            answers.give(waiting)
+        waiting -= {rank for rank in waiting if store.check([_told(rank)])}
+        if not waiting:
+            break
+    if waiting:
+        store.set(_VERDICT, json.dumps({"missing": sorted(waiting), "attempt": 0}))
+        time.sleep(1.0)  # the store ends with this process: let the others read the verdict
+        raise _absent(sorted(waiting), place, seconds)
+    told = (int(store.get(_told(rank))) for rank in range(1, place.ranks))
+    attempt = max([place.attempt, *told])
+    store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt, "notice": notice}))
+    return RendezvousResult(store=store, attempt=attempt, notice=notice)
+
+
+class _Answers:
+    """Rank 0's answers to the questions that it finds in the agents' store."""
+
+    def __init__(self, agents: Store, address: str) -> None:
+        self._agents = agents
+        self._address = address
+        self._answered: set[str] = set()
+
+    def give(self, waiting: Iterable[int]) -> None:
+        """Answer what is new; questions of dead processes are answered, too, and read by nobody."""
+        for rank in waiting:
+            word = _read(self._agents, _question(rank))
+            if word is not None and word not in self._answered:
+                self._agents.set(_answer(word), self._address)
+                self._answered.add(word)
+
+
+def _host(address: str, port: int) -> TCPStore:
+    """Listen at a port; a store of this process that is being left frees it within moments."""
+    patience = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return TCPStore(
+                address,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=_PATIENCE_SECONDS),
+                wait_for_workers=False,
+            )
+        except DistNetworkError as error:
+            if time.monotonic() < patience and "EADDRINUSE" in str(error):
+                time.sleep(0.1)
+                continue
+            raise UsageError(
+                f"rank 0 cannot listen at {address}:{port}",
+                where="rank 0",
+                why=str(error).splitlines()[0],
+                fix="Set MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0.",
+            ) from None
+
+
+# -- the other ranks ---------------------------------------------------------------------------
+
+
+def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
+    """Ask for the fresh store in the agents' store until rank 0 answers; again if it is lost."""
+    agents = _agent_store(place, deadline)
+    address = ""
+    for _ in _polls(deadline):
+        word = secrets.token_hex(8)
+        agents.set(_question(place.rank), word)
+        for _ in _polls(deadline):
+            text = _read(agents, _answer(word))
+            if text is not None:
+                break
+        else:
+            return
+        address, port = text.split()
+        store = _connect(address, int(port))
+        if store is not None:
+            yield store
+    if address:
+        raise _unreachable(f"rank 0 listens at {address}, but cannot be reached there", place)
+
+
+def _encounters(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
+    """The store at the agreed address, as soon as somebody listens there."""
+    for _ in _polls(deadline):
+        store = _connect(place.master_address, place.master_port)
+        if store is not None:
+            yield store
+
+
+def _connect(host: str, port: int) -> TCPStore | None:
+    """A client of the store at an address; None where nobody listens.
+
+    A plain connection is tried first: torch's client would retry for long and fill the terminal.
+    """
+    with suppress(OSError, DistNetworkError, DistStoreError):
+        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=_PATIENCE_SECONDS),
+            wait_for_workers=False,
+        )
+    return None
+
+
+def _await_verdict(
+    store: TCPStore, place: LaunchEnv, seconds: float, deadline: float
+) -> RendezvousResult | None:
+    """Wait for rank 0's word that all are here; None: the store has gone."""
+    # Rank 0 gives up first and says who is missing; the others wait a little longer for that.
+    for _ in _polls(deadline + 2.0):
+        try:
+            text = _read(store, _VERDICT)
+        except (DistNetworkError, DistStoreError):
+            return None
+        if text is not None:
+            verdict = json.loads(text)
+            if verdict["missing"]:
+                raise _absent(verdict["missing"], place, seconds)
+            return RendezvousResult(
+                store=store, attempt=int(verdict["attempt"]), notice=verdict["notice"]
+            )
+    raise _absent([0], place, seconds)
+
+
+# -- small parts -------------------------------------------------------------------------------
+
+
+def _agent_store(place: LaunchEnv, deadline: float) -> TCPStore:
+    """A client of the store that the launching agent keeps."""
+    for _ in _polls(deadline):
+        store = _connect(place.master_address, place.master_port)
+        if store is not None:
+            return store
+    address = f"{place.master_address}:{place.master_port}"
+    raise _unreachable(f"nobody answers at {address} (MASTER_ADDR, MASTER_PORT)", place)
+
+
+def _unreachable(what: str, place: LaunchEnv) -> Stalled:
+    return Stalled(
+        what,
+        where=f"rank {place.rank}",
+        fix="Check that this machine can reach the other one, and that its firewall lets it.",
+    )
+
+
+def _read(store: Store, key: str) -> str | None:
+    """A key's text, or None; never waits (torch writes a page to the terminal when it gives up)."""
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _polls(deadline: float) -> Iterator[int]:
+    """0, 1, 2, ... until the deadline, with pauses of 2 ms that grow to 50 ms; at least once."""
+    number, pause = 0, 0.002
+    while True:
+        yield number
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(pause)
+        number, pause = number + 1, min(pause * 1.5, 0.05)
+
+
+def _arrived(rank: int) -> str:
+    return f"headway/arrived/{rank}"
+
+
+def _question(rank: int) -> str:
+    return f"headway/question/{rank}"
+
+
+def _answer(word: str) -> str:
+    return f"headway/answer/{word}"
+
+
+def _told(rank: int) -> str:
+    return f"headway/attempt/{rank}"
+
+
+def _absent(missing: Iterable[int], place: LaunchEnv, seconds: float) -> Stalled:
+    names = name_ranks(missing)
+    return Stalled(
+        f"{names} did not arrive",
+        where=f"rank {place.rank}",
+        why=f"All {place.ranks} ranks should have met within {seconds:g} s.",
+        fix=_FIX,
+    )
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 1 and 3", "ranks 1, 2, 3 and 9 more"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > 8:
+        return f"ranks {', '.join(names[:6])} and {len(names) - 6} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

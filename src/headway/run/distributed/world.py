@@ -1,0 +1,592 @@
+"""The world: ranks, device, process groups, store, and the watchdog over them.
+
+A world of one rank has no process group and no store. Larger ones use torch's own process groups
+(gloo on CPUs, NCCL beside it on GPUs). What torch raises when an exchange breaks becomes one of two
+errors: a peer vanished (`PeerLost`), or somebody does not come (`Stalled`).
+
+`Watchdog`: after the loss of a rank this process ends within seconds, and the reason is reported
+before. A main thread that comes to an exchange raises there; one that waits in an exchange is
+released by breaking its connections; one that does neither (slow user code, a hang) is ended. A
+thread that waits inside gloo cannot be interrupted, but a connection that closes makes torch raise
+as if the peer had died. Only sockets opened since the watchdog started and not owned by a socket
+object of Python are closed; on Linux only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from headway.errors import HeadwayError, PeerLost, Stalled, UsageError
+from headway.run.distributed.failure_record import summarize_exception
+from headway.run.distributed.heartbeat import (
+    HEARTBEAT_TIMEOUT_SECONDS,
+    Heartbeat,
+    HeartbeatListener,
+    ProcessIdentity,
+    RankFailure,
+    connect_heartbeat,
+)
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.rendezvous import join_rendezvous, name_ranks
+
+
+def open_sockets() -> dict[int, str]:
+    """File descriptor -> identity of every socket of this process; empty where that is unknown."""
+    found: dict[int, str] = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def break_connections(kept: frozenset[str]) -> int:
+    """End all connections of foreign code that are not among `kept`; returns how many.
+
+    Args:
+        kept: Identities of sockets that are left alone.
+    """
+    # Not isinstance: it asks objects for their __class__, which runs code of lazy ones.
+    of_python = {
+        thing.fileno() for thing in gc.get_objects() if issubclass(type(thing), socket.socket)
+    }
+    broken = 0
+    for number, identity in open_sockets().items():
+        if identity in kept or number in of_python:
+            continue
+        with suppress(OSError):
+            copy = socket.socket(fileno=os.dup(number))
+            try:
+                copy.getpeername()  # raises where it is not connected: a listening one stays
+                copy.shutdown(socket.SHUT_RDWR)
+                broken += 1
+            finally:
+                copy.close()
+    return broken
+
+
+# What a rank does when another one is lost: it raises in its main thread, or ends the process.
+
+
+MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
+_BY_ITSELF_SECONDS = 1.0
+"""For the main thread to notice a closed connection, or its own error, before it is made to."""
+_LET_GO_SECONDS = 1.5
+"""For the main thread to report once its connections are broken."""
+
+
+def check_heartbeat_timeout(seconds: float) -> None:
+    """Refuse a patience in which a few lost packets would end a job.
+
+    Raises:
+        UsageError: Less than two seconds, and not 0 (no heartbeat).
+    """
+    if seconds and not seconds >= MIN_HEARTBEAT_TIMEOUT_SECONDS:
+        raise UsageError(
+            f"a patience of {seconds:g} s is too short",
+            why="Ranks beat once a second.",
+            fix=f"Give at least {MIN_HEARTBEAT_TIMEOUT_SECONDS:g} s, or 0 to rely on "
+            "time-outs alone.",
+        )
+
+
+class Watchdog:
+    """One rank's, for as long as its world lasts.
+
+    Args:
+        place: Where this rank is; its `emergency` ends the process.
+    """
+
+    def __init__(self, place: LaunchEnv) -> None:
+        self._place = place
+        self._said: tuple[str, tuple[object, ...], float] = ("", (), time.monotonic())
+        self._begun = False
+        self._waiting = 0
+        self._over = threading.Event()
+        self._kept: frozenset[str] = frozenset()
+        self._heartbeat: Heartbeat | None = None
+
+    def start(
+        self,
+        listener: HeartbeatListener | None,
+        host: str,
+        notice: str,
+        patience: float = HEARTBEAT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Begin to hear of the other ranks; later connections may be broken to let go of torch.
+
+        Args:
+            listener: Of rank 0.
+            host: Where the others reach rank 0.
+            notice: What rank 0's listener wants them to know; "": there is no heartbeat.
+            patience: Seconds of silence until a rank is lost.
+        """
+        self._kept = frozenset(open_sockets().values())
+        if not notice:
+            return
+        own = ProcessIdentity.here(self._place)
+        hub = None
+        if listener is None:
+            try:
+                hub = connect_heartbeat(host, notice, own)
+            except OSError as error:
+                warnings.warn(
+                    f"rank {own.rank} cannot reach the heartbeat of rank 0 ({error}): a lost rank "
+                    "will only be noticed by the time-out",
+                    stacklevel=2,
+                )
+                return
+        self._heartbeat = Heartbeat(
+            own,
+            listener=listener,
+            hub=hub,
+            patience=patience,
+            said=self.said,
+            on_loss=self._end_all,
+        )
+        self._heartbeat.start()
+
+    def stop(self, failure: str | None = None) -> None:
+        """Say goodbye to the others, or with `failure` why this rank ends."""
+        if failure is None:
+            self._over.set()
+        if self._heartbeat is not None:
+            self._heartbeat.stop(failure)
+
+    def doing(self, text: str, arguments: tuple[object, ...]) -> None:
+        """Note what this rank does; the text is put together only if somebody asks."""
+        self._said = (text, arguments, time.monotonic())
+        if not self._begun:
+            self._begun = True
+            if self._heartbeat is not None:
+                self._heartbeat.beat_now()
+
+    def said(self) -> tuple[str, float, bool]:
+        """What this rank does, since when, and whether it still prepares."""
+        text, arguments, since = self._said
+        return (text % arguments if arguments else text), since, not self._begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the main thread is in an exchange."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def lost(self, seconds: float = 0.0) -> HeadwayError | None:
+        """The error of a lost rank, if there is one.
+
+        Args:
+            seconds: For the news to arrive.
+        """
+        if self._heartbeat is None:
+            return None
+        if seconds:
+            self._heartbeat.lost.wait(seconds)
+        loss = self._heartbeat.loss
+        return None if loss is None else self._error(loss)
+
+    def states(self) -> dict[int, str]:
+        """What each rank has been doing for how long; without those that nothing is known of."""
+        if self._heartbeat is None:
+            return {}
+        found = self._heartbeat.states().items()
+        return {rank: f"{text}, for {seconds:.0f} s" for rank, (text, seconds) in found if text}
+
+    def _error(self, loss: RankFailure) -> HeadwayError:
+        step = re.search(r"\bstep \d+", self.said()[0])
+        error = loss.error(where=step.group() if step else "")
+        error.__dict__["frozen"] = loss.frozen
+        return error
+
+    def _end_all(self, loss: RankFailure) -> None:
+        """In the heartbeat's thread: see to it that this process ends.
+
+        After a silence the launcher's way is taken at once: the main thread's own report could
+        come too late, when the end of frozen siblings has been noticed already.
+        """
+        error = self._error(loss)
+        if loss.kind == "silent" and self._place.emergency is not None:
+            self._place.emergency(error)
+        if loss.kind != "silent" and self._over.wait(_BY_ITSELF_SECONDS):
+            return
+        break_connections(self._kept)
+        if self._over.wait(_LET_GO_SECONDS):
+            return
+        if self._place.emergency is not None:
+            self._place.emergency(error)
+        elif self._waiting:
+            # A program of the user's own that even a broken connection does not let go.
+            os.write(2, f"{error.code} {error}\n".encode())
+            os._exit(error.exit_code)
+
+
+# The processes that train together, as one of them sees them: ranks, device, groups, store.
+
+
+_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_BROKEN = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|read error|write error"
+    r"|remote peer|peer closed|no route to host|network is unreachable|ncclRemoteError"
+    r"|ncclSystemError|connectFullMesh|pair .* (closed|error)|failed to (send|recv|connect)"
+    r"|recvValue failed|aborted",
+    re.IGNORECASE,
+)
+_EXCHANGE = re.compile(
+    r"gloo|nccl|c10d|connection|socket|wait timeout|pair closure|store|pipe", re.IGNORECASE
+)
+_FAREWELL_SECONDS = 2.0
+_NEWS_SECONDS = 1.0
+"""For rank 0's word who it was, after an exchange broke."""
+_MOST_STATES = 8
+
+
+class World:
+    """A context manager; leaving it in order destroys the process groups.
+
+    Attributes:
+        place: Where this process is; its `attempt` is the same on all ranks.
+        device: The device of this rank.
+        backend: "gloo", "cpu:gloo,cuda:nccl", or "none" in a world of one rank.
+        store: The store that rank 0 hosts; None in a world of one rank.
+        side_group: A second group of all ranks, always gloo, for collectives of another thread
+            (checkpoints); None in a world of one rank.
+        timeout_seconds: Longest wait for another rank in an exchange.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: LaunchEnv,
+        device: torch.device,
+        backend: str = "none",
+        store: Store | None = None,
+        side_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.place = place
+        self.device = device
+        self.backend = backend
+        self.store = store
+        self.side_group = side_group
+        self.timeout_seconds = timeout_seconds
+        self._lifeline = Watchdog(place)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.place.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.place.ranks
+
+    @classmethod
+    def join(
+        cls,
+        place: LaunchEnv,
+        *,
+        device: str = "cpu",
+        timeout_seconds: float = 300.0,
+        join_seconds: float | None = None,
+        patience_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+    ) -> World:
+        """Meet the other ranks; collective.
+
+        Args:
+            place: From `Place.here()`.
+            device: "cpu", "cuda", or "auto" (GPUs where every rank of the machine has one).
+            timeout_seconds: Longest wait for another rank in an exchange.
+            join_seconds: Longest wait for all ranks to arrive; None: `timeout_seconds`.
+            patience_seconds: Of which nothing is heard for so long, that rank is lost (a slow one
+                is not: it goes on beating); 0: only time-outs notice.
+
+        Raises:
+            UsageError: No such device, or a process group exists already, or no patience.
+            Stalled: Names the ranks that did not arrive.
+            PeerLost: A rank vanished while the groups were made.
+        """
+        chosen = _device(place, device)
+        if place.ranks == 1:
+            return cls(place=place, device=chosen, timeout_seconds=timeout_seconds)
+        if dist.is_initialized():
+            raise UsageError(
+                "this process already belongs to a process group",
+                why="headway makes the groups of its world itself.",
+                fix="Call dist.destroy_process_group() before, or leave the init to headway.",
+            )
+        check_heartbeat_timeout(patience_seconds)
+        listener = HeartbeatListener.open() if place.rank == 0 and patience_seconds else None
+        try:
+            meeting = join_rendezvous(
+                place,
+                timeout_seconds if join_seconds is None else join_seconds,
+                notice="" if listener is None else listener.notice,
+            )
+        except BaseException:
+            if listener is not None:
+                listener.socket.close()
+            raise
+        world = cls(
+            place=replace(place, attempt=meeting.attempt),
+            device=chosen,
+            backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=meeting.store,
+            timeout_seconds=timeout_seconds,
+        )
+        world._lifeline.start(listener, meeting.store.host, meeting.notice, patience_seconds)
+        with world.explained("making the process groups"):
+            world._make_groups(meeting.store)
+        return world
+
+    @classmethod
+    def adopt(cls) -> World:
+        """The world of the process group that the user's own program has made; collective.
+
+        Leaving it leaves the program's group alone.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
+        return cls(
+            place=replace(LaunchEnv.alone(), rank=rank, ranks=ranks, launcher="program"),
+            device=torch.device("cuda", torch.cuda.current_device())
+            if gpu
+            else torch.device("cpu"),
+            backend=dist.get_backend(),
+            side_group=dist.new_group(backend="gloo") if ranks > 1 else None,
+        )
+
+    def leave(self) -> None:
+        """Leave in order: all ranks, then rank 0, which hosts the store. May be called again."""
+        if self.store is None:
+            return
+        self._lifeline.stop()
+        self._farewell()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.store = self.side_group = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error the other ranks may be gone or in the middle of an exchange: destroying
+        # the groups could wait for them. The process ends, and with it everything.
+        if error is None:
+            self.leave()
+        elif not isinstance(error, PeerLost):
+            self._lifeline.stop(summarize_exception(error).partition("\n")[0])
+
+    def doing(self, text: str, *arguments: object) -> None:
+        """Say what this rank does from now on; costs no more than an assignment.
+
+        Args:
+            text: "waits for bucket %d (%s) of step %d"; read if a rank is missed somewhere.
+            arguments: For the text, as in `logging`.
+        """
+        self._lifeline.doing(text, arguments)
+
+    def lost(self, seconds: float = 0.0) -> HeadwayError | None:
+        """The error of a rank that has been lost, if there is one.
+
+        Args:
+            seconds: For the news to arrive.
+        """
+        return self._lifeline.lost(seconds)
+
+    def states(self) -> dict[int, str]:
+        """What each rank has been doing for how long, as far as it stands still."""
+        return self._lifeline.states()
+
+    def sum(self, tensor: torch.Tensor, doing: str) -> None:
+        """Sum a small tensor of the host over all ranks, in place; collective."""
+        if self.ranks > 1:
+            with self.explained(doing):
+                shared = tensor.to(self.device)
+                dist.all_reduce(shared)
+                tensor.copy_(shared)
+
+    def barrier(self, doing: str) -> None:
+        """Wait for all ranks; collective.
+
+        Args:
+            doing: What for, for the error message: "opening the run directory".
+        """
+        if self.side_group is not None:
+            with self.explained(doing):
+                dist.barrier(group=self.side_group)
+
+    @contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Turn torch's errors of broken or late exchanges into PeerLost or Stalled.
+
+        Args:
+            doing: What the exchange is for: "the exchange of step 17".
+
+        Raises:
+            HeadwayError: A rank has been lost already.
+        """
+        lost = self.lost()
+        if lost is not None:
+            raise lost
+        try:
+            with self._lifeline.waiting():
+                yield
+        except RuntimeError as error:
+            known = translate_exception(error, self, doing)
+            if known is None:
+                raise
+            raise known from error
+
+    def missing(self, waiting_for: str, *, grace_seconds: float = 2.0) -> tuple[int, ...]:
+        """After a time-out: which ranks do not wait, as this one does; not collective.
+
+        Every rank whose exchange timed out notes in the store what it waits for; after a short
+        grace those without a note are the ones that somebody waits for.
+
+        Args:
+            waiting_for: The note of this rank.
+            grace_seconds: For the notes of the others.
+        """
+        found: list[tuple[int, ...]] = []
+
+        def look() -> None:
+            found.append(self._without_note(waiting_for, grace_seconds))
+
+        # The store's host may be the rank that hangs: then its answer does not come.
+        thread = threading.Thread(target=look, name="headway-missing", daemon=True)
+        thread.start()
+        thread.join(grace_seconds + 2.0)
+        return found[0] if found else (0,)
+
+    def _without_note(self, waiting_for: str, grace_seconds: float) -> tuple[int, ...]:
+        if self.store is None:
+            return ()
+        try:
+            self.store.set(f"stalled/{self.rank}", waiting_for)
+            deadline = time.monotonic() + grace_seconds
+            while True:
+                notes = [self.store.check([f"stalled/{rank}"]) for rank in range(self.ranks)]
+                if all(notes) or time.monotonic() > deadline:
+                    return tuple(rank for rank, note in enumerate(notes) if not note)
+                time.sleep(0.05)
+        except RuntimeError:
+            return () if self.rank == 0 else (0,)
+
+    def _make_groups(self, store: Store) -> None:
+        timeout = timedelta(seconds=self.timeout_seconds)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self.backend,
+            store=PrefixStore("groups", store),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timeout,
+        )
+        self.side_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def _farewell(self) -> None:
+        """Say goodbye; rank 0 waits shortly for the goodbyes of the others, who need its store."""
+        if self.store is None:
+            return
+        try:
+            self.store.set(f"left/{self.rank}", "")
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            keys = [f"left/{rank}" for rank in range(self.ranks)]
+            while self.rank == 0 and time.monotonic() < deadline and not self.store.check(keys):
+                time.sleep(0.002)
+        except RuntimeError:
+            return  # the host of the store is gone already: nobody needs the goodbye
+
+
+def translate_exception(error: RuntimeError, world: World, doing: str) -> HeadwayError | None:
+    """What an exception of torch.distributed means; None: no trouble with other ranks.
+
+    Args:
+        error: What torch raised.
+        world: Asked who is lost, or after a time-out who is missing; this takes up to 5 s.
+        doing: What the exchange was for.
+    """
+    text = str(error)
+    if not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):
+        return None
+    if _TIMED_OUT.search(text):
+        return world.lost() or _stalled(world, doing)
+    if isinstance(error, dist.DistError) or _BROKEN.search(text):
+        return world.lost(_NEWS_SECONDS) or PeerLost(
+            f"another rank vanished during {doing}",
+            why=_first_line(text),
+            fix="Its own error, or the signal that killed it, is the cause.",
+        )
+    return None
+
+
+def _stalled(world: World, doing: str) -> Stalled:
+    """Nobody is lost, and yet nothing moves: who is missing, and what those do instead."""
+    missing = world.missing(doing)
+    states = world.states()
+    who = f"{name_ranks(missing)} did not come" if missing else "the exchange took too long"
+    why = f"Rank {world.rank} waited {world.timeout_seconds:g} s. "
+    why += "All other ranks wait, too." if missing else "All ranks wait: a link is broken."
+    concerned = [rank for rank in missing or sorted(states) if rank in states]
+    lines = [f"rank {rank}: {states[rank]}" for rank in concerned[:_MOST_STATES]]
+    return Stalled(
+        f"{doing}: {who}",
+        why="\n  ".join([why, *lines]),
+        fix="Look for what those ranks do instead (slow data, a hang, another number of "
+        "batches), or allow more time (--timeout, timeout_seconds).",
+    )
+
+
+def _first_line(text: str) -> str:
+    """The first line without gloo's "[path/to/file.cc:123]" in front and advice behind."""
+    line = text.strip().partition("\n")[0].partition(" This is typically")[0]
+    return re.sub(r"^(\[[^\]]*\]\s*)+", "", line)
+
+
+def _device(place: LaunchEnv, wish: str) -> torch.device:
+    """The device of a rank.
+
+    Raises:
+        UsageError: Not one of the three words, or fewer GPUs than ranks on this machine.
+    """
+    if wish not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"there is no device {wish!r}", fix="Use cpu, cuda or auto.")
+    if wish == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.local_rank < found and place.local_ranks <= found:
+        return torch.device("cuda", place.local_rank)
+    if wish == "auto":
+        return torch.device("cpu")
+    raise UsageError(
+        f"{place.local_ranks} ranks on this machine need as many GPUs; torch sees {found}",
+        where=f"rank {place.rank}",
+        fix="Start fewer processes, or use --device cpu.",
+    )

@@ -1,0 +1,238 @@
+"""Gradient exchange for the user's own training loop, in place of DistributedDataParallel.
+
+The model stays as it is; `Exchange.step()` takes the place of `optimizer.step()`. As with DDP,
+every rank updates with the mean of all ranks' gradients. How they are exchanged is the plan's
+choice: compressed, hierarchical, or with priority across steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway import plan as plans
+from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.errors import PlanError, UsageError
+from headway.plan import data_parallel
+from headway.run.distributed import replica_sync
+from headway.run.distributed.world import World
+from headway.run.step import components
+from headway.run.step.defaults import find_world
+from headway.run.step.record import StepRecord
+from headway.run.strategy.data_parallel import DataParallelStrategy
+
+
+class Exchange:
+    """Makes a training loop data-parallel.
+
+        exchange = headway.Exchange(model, optimizer, compress="fp16")
+        for x, y in batches_of_this_rank:
+            criterion(model(x), y).backward()
+            exchange.step()                       # in place of optimizer.step() and zero_grad()
+
+    Args:
+        model: Any module; its parameters and buffers become those of rank 0.
+        optimizer: Any torch optimiser over its parameters.
+        description: The plan's `Exchange`, instead of the choices.
+        seed: Of random compressors.
+        world: The processes; found in the environment or in torch.distributed if not given.
+        choices: Fields of `headway.plan.ExchangePlan`: compress, reduce, collective, priority,
+            bucket.
+
+    Raises:
+        PlanError: These choices cannot be combined.
+        RecipeError: The optimiser cannot be used; see `headway.run.step.components`.
+        UsageError: An unknown choice, or both a description and choices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        description: plans.ExchangePlan | None = None,
+        *,
+        seed: int = 0,
+        world: World | None = None,
+        **choices: Any,
+    ) -> None:
+        self.world = world or find_world()
+        self.description = _described(description, choices)
+        ranks = self.world.ranks
+        problems = self.description.problems(ranks)
+        if problems:
+            raise PlanError(
+                "this exchange cannot be", problems=problems, fix="Change these choices."
+            )
+        if self.description.values == "updates":
+            raise PlanError(
+                "this exchange cannot be",
+                problems=["exchange.values updates: only headway's own step can take it back"],
+                fix="Use headway.Executor.",
+            )
+        components.check_components(model, optimizer, None, ranks)
+        self._optimizer = optimizer
+        self._synchronized = False
+        self._accumulating = False
+        self._joining = False
+        if ranks > 1:
+            replica_sync.sync_initial_state(model, self.world)
+        self._gradients = DataParallelStrategy(
+            model,
+            optimizer,
+            None,
+            plan=data_parallel(ranks, processes=ranks, exchange=self.description),
+            world=self.world,
+            clip=None,
+            seed=seed,
+            weight=1.0 / ranks if self.description.reduce != "adasum" else 1.0,
+        )
+        self.steps_done = 0
+        self._last: list[BucketTiming] = []
+        self._record = StepRecord(samples=1)
+        self._begin()
+        self._guards = [
+            model.register_state_dict_pre_hook(lambda *_: self.flush()),
+            optimizer.register_state_dict_pre_hook(lambda *_: self.flush()),
+        ]
+
+    def _begin(self) -> None:
+        self._synchronized = False
+        self._record = StepRecord(samples=1)
+        self._gradients.begin(self._record, 1, f"step {self.steps_done + 1}")
+        if not self._accumulating:
+            self._gradients.arm()
+
+    @property
+    def flights(self) -> tuple[BucketTiming, ...]:
+        """What happened to the buckets: of the last step, of the one before it with priority."""
+        return tuple(self._last)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences that say how the exchange has been re-arranged."""
+        return self._gradients.remarks
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to the gradients; the next one outside sends them."""
+        exchange = self._gradients.exchange
+        self._accumulating = True
+        if exchange is not None:
+            exchange.now.disarm()
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            self._gradients.arm()
+
+    def synchronize(self) -> None:
+        """Wait for the mean gradients in `parameter.grad`, to clip or look at them before `step`.
+
+        Parameters that no rank has used have no gradient then.
+        """
+        if not self._synchronized:
+            self._gradients.send()
+            self._gradients.receive()
+            self._synchronized = True
+
+    def step(self) -> None:
+        """Update the parameters with the mean gradients, and begin the next step.
+
+        With priority it returns while gradients are still on their way.
+
+        Raises:
+            PeerLost: Another rank vanished.
+            Stalled: The exchange ran into its time-out; names who is missing.
+        """
+        self._step(active=True)
+
+    def _step(self, *, active: bool) -> bool:
+        """One step; whether any rank had a batch for it (known only while joining)."""
+        going = True
+        crosses = self._gradients.crosses and not self._synchronized
+        if not self._synchronized:
+            self._gradients.send()
+        if self._joining:
+            going = self._anybody(active)
+        if crosses:
+            self._gradients.hand_over()
+        else:
+            if not self._synchronized:
+                self._gradients.receive()
+            self._optimizer.step()
+            self._gradients.skip()
+        self.steps_done += going
+        self._last = self._record.flights
+        self._begin()
+        return going
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """A loop inside may have fewer steps on some ranks; they take part without gradients.
+
+        The mean is over all ranks, as in DDP: a rank without a batch counts as zero.
+        """
+        self._joining = True
+        try:
+            yield
+            while self._step(active=False):
+                pass
+        finally:
+            self._joining = False
+
+    def _anybody(self, active: bool) -> bool:
+        """Whether any rank still has batches; collective."""
+        count = torch.tensor(float(active), device=self.world.device)
+        if self.world.ranks > 1:
+            with self._gradients.exchanging():
+                dist.all_reduce(count)
+        return bool(count > 0)
+
+    def flush(self) -> None:
+        """Wait until every update has been made (priority); call it before you read parameters."""
+        self._gradients.flush()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Residuals and factors of this rank's compressors; empty for exact exchanges."""
+        self.flush()
+        exchange = self._gradients.exchange
+        return exchange.state() if exchange is not None else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state_dict` returned on this rank."""
+        exchange = self._gradients.exchange
+        if exchange is not None:
+            exchange.restore(state)
+
+    def close(self) -> None:
+        """Finish what is under way; take the hooks off the model and the optimiser."""
+        for guard in self._guards:
+            guard.remove()
+        self._gradients.close()
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _described(given: plans.ExchangePlan | None, choices: dict[str, Any]) -> plans.ExchangePlan:
+    if given is not None and choices:
+        raise UsageError(
+            "an Exchange takes a description or choices, not both",
+            fix="Write Exchange(model, optimizer, compress='fp16').",
+        )
+    legal = plans.ExchangePlan.__dataclass_fields__
+    if unknown := sorted(choices.keys() - legal.keys()):
+        raise UsageError(
+            f"an Exchange has no choice {', '.join(unknown)}", fix=f"Legal: {', '.join(legal)}."
+        )
+    return given or plans.ExchangePlan(**choices)

@@ -1,0 +1,221 @@
+"""A recipe's model as input of the planner: its captured graph, and its measured cost.
+
+The graph is captured on the meta device: nothing is allocated. The cost is measured on this
+machine, with the model as a chain of equal layers: as many as the parts of the most common size,
+over which the cost of the others is spread. Forward and backward together are as measured; they are
+divided by the rule B = 2F of the performance model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.capture import capture
+from headway.capture.annotations import annotations_of, building
+from headway.capture.fake_tensors import FakeContext
+from headway.data import Cursor, Loader, as_source
+from headway.errors import PlanError
+from headway.graph.annotations import Annotations
+from headway.graph.model_graph import ModelGraph
+from headway.graph.operator_fusion import fuse_light_operators
+from headway.parallel import StageCost, cut, list_units, measure_stage_costs
+from headway.parallel.fsdp import fsdp_units
+from headway.parallel.pipeline.partition.cut import check_cut
+from headway.plan import BatchSplit
+from headway.run.recipe.batch_units import resolve_batch
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.recipe import Recipe
+from headway.run.step.batch import to_device
+from headway.run.step.components import to_float64
+from headway.run.training.loop import build_model
+
+_FORWARDS = 3
+"""Of forward and backward, which takes two."""
+_SAMPLES = 8
+"""Of a measurement, where the recipe does not state a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """A recipe's model as equal layers.
+
+    Attributes:
+        batch: Samples of the recipe's global batch.
+        layers: How many.
+        forward: Seconds of the forward of one layer for one sample.
+        activation: Bytes that go from a layer to the next, per sample; the most anywhere.
+        held: Bytes that a layer keeps for its backward, per sample.
+        weights: Bytes of the parameters of a layer.
+    """
+
+    batch: int
+    layers: int
+    forward: float
+    activation: float
+    held: float
+    weights: float
+
+    def in_layers(self, layers: int) -> ModelCosts:
+        """The same model in another number of pieces."""
+        part = self.layers / layers
+        return replace(
+            self,
+            layers=layers,
+            forward=self.forward * part,
+            held=self.held * part,
+            weights=self.weights * part,
+        )
+
+
+def measure_model_costs(reference: str, ranks: int) -> ModelCosts:
+    """What the layers of a model cost.
+
+    Args:
+        reference: As for `headway train`.
+        ranks: Most stages that the model may be cut into.
+
+    Raises:
+        PlanError: The model cannot be cut into stages.
+        RecipeError: The recipe cannot be used.
+    """
+    recipe = load_recipe(reference)
+    batch = resolve_batch(recipe)
+    samples = min(batch, recipe.microbatch or _SAMPLES)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(recipe).to(device)
+    exact = recipe.precision == "float64"
+    if exact:
+        to_float64(model)
+    data = to_device(example_batch(recipe, samples), device, torch.float64 if exact else None)
+
+    def arithmetic() -> AbstractContextManager[Any]:
+        if recipe.precision == "bfloat16":
+            return torch.autocast(device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    with arithmetic():
+        units = _units(model, recipe, data, ranks)
+        stages = cut(model, recipe.loss, data, stages=units)
+    return _as_layers(
+        measure_stage_costs(stages, recipe.loss, data, arithmetic=arithmetic), samples, batch
+    )
+
+
+def example_batch(recipe: Recipe, samples: int) -> Any:
+    """The first samples of a recipe's data as one micro-batch, as its loss takes them."""
+    with Loader(
+        as_source(recipe.data()),
+        BatchSplit(samples=samples),
+        rank=0,
+        ranks=1,
+        cursor=Cursor(seed=recipe.seed),
+        epochs=1,
+    ) as loader:
+        return next(iter(loader)).micros[0].data
+
+
+def _units(model: nn.Module, recipe: Recipe, data: Any, ranks: int) -> int:
+    """Into how many parts a cut can be, at the level that the most stages need."""
+    for stages in range(ranks, 2, -1):
+        if ranks % stages == 0:
+            try:
+                return len(list_units(model, recipe.loss, data, stages))
+            except PlanError:
+                continue
+    return len(list_units(model, recipe.loss, data, 2))
+
+
+def _as_layers(costs: tuple[StageCost, ...], samples: int, batch: int) -> ModelCosts:
+    alike = Counter(cost.weight for cost in costs).most_common(1)[0][1]
+    layers = alike if alike > 1 else len(costs)
+    return ModelCosts(
+        batch=batch,
+        layers=layers,
+        forward=sum(cost.seconds for cost in costs) / _FORWARDS / layers / samples,
+        activation=max(cost.message for cost in costs) / samples,
+        held=sum(cost.activation for cost in costs) / layers / samples,
+        weights=sum(cost.weight for cost in costs) / layers,
+    )
+
+
+# A recipe's model as data for the planner: captured on the meta device, nothing is allocated.
+
+
+CAPTURE_SAMPLES = 64
+"""Of the micro-batch with which a model is captured, so that every small divisor can be tried."""
+
+
+def recipe_graph(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGraph, int, int]:
+    """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
+
+    Args:
+        reference: As for `headway train`.
+        overrides: KEY=VALUE, likewise.
+
+    Raises:
+        PlanError: The model cannot be captured.
+        RecipeError: The recipe cannot be used.
+    """
+    graph, samples, batch, _ = annotated_recipe_graph(reference, overrides)
+    return graph, samples, batch
+
+
+def annotated_recipe_graph(
+    reference: str, overrides: Sequence[str] = ()
+) -> tuple[ModelGraph, int, int, Annotations]:
+    """As `recipe_graph`, and what the recipe's model says of its parts.
+
+    Raises:
+        PlanError: The model cannot be captured, or its annotations make no sense.
+        RecipeError: The recipe cannot be used.
+    """
+    recipe = load_recipe(reference, overrides)
+    batch = resolve_batch(recipe)
+    samples = min(batch, CAPTURE_SAMPLES)
+    with torch.device("meta"), building():
+        model = recipe.model()
+        said = annotations_of(model)
+    graph = capture(model, example_batch(recipe, samples), loss=recipe.loss)
+    return fuse_light_operators(graph), samples, batch, said
+
+
+def check_stage_boundaries(recipe: Recipe, at: Sequence[str], samples: int) -> None:
+    """Whether the executor can cut a recipe's model there; nothing is allocated.
+
+    Args:
+        recipe: Its model and loss.
+        at: Modules with which the second and all later stages begin.
+        samples: Of a micro-batch.
+
+    Raises:
+        PlanError: The forward cannot be followed, or not be cut there.
+    """
+    with torch.device("meta"), building():
+        model = recipe.model()
+    pretence = FakeContext()
+    model, data = pretence.model(model), pretence.tree(example_batch(recipe, samples))
+    check_cut(model, recipe.loss, data, at)
+
+
+def fsdp_parameter_groups(reference: str) -> list[list[str]]:
+    """Names of the parameters that FSDP2 gathers together where state is kept in parts, group by
+    group; all others are in one more.
+
+    Args:
+        reference: As for `headway train`.
+
+    Raises:
+        RecipeError: The recipe cannot be used.
+    """
+    recipe = load_recipe(reference)
+    with torch.device("meta"), building():
+        model = recipe.model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[p] for p in module.parameters()] for module in fsdp_units(model)]

@@ -1,0 +1,584 @@
+"""One step of a pipeline: the plan's schedule over the user's model.
+
+The model is cut once, with data to call it with. All ranks of a pipeline read the same
+micro-batches. After `PipelineRunner.run` with a flush, the gradients of this rank's stages are the
+sums over all micro-batches of the global batch, as in the serial run.
+
+Without a flush every update is made of a group of micro-batches, and its loss is their own mean
+(`UpdateGroupWeights`): a learning rate means what it means in a serial run whose batch is one
+group. `PipelineEvaluation` runs forward passes only, with the model in eval mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from time import perf_counter, time
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headway.data import MicroBatch, RankBatch, SampleParts
+from headway.errors import PlanError, RecipeError
+from headway.parallel import (
+    ModelStages,
+    Pipeline,
+    PipelineCallbacks,
+    PipelineRanks,
+    StageGradientSync,
+    open_shared_memory_streams,
+)
+from headway.parallel.fsdp import ShardedParameterSite
+from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
+from headway.parallel.pipeline.runtime.executor import forward_only_schedule
+from headway.parallel.spatial import SpatialContext
+from headway.plan import Plan
+from headway.plan.layer_split import SPACE
+from headway.plan.pipeline import PIPE_AXIS
+from headway.plan.plan import SHARD_AXIS
+from headway.run.distributed.process_groups import find_nodes
+from headway.run.distributed.world import World
+from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
+from headway.run.recipe.recipe import Loss
+from headway.run.step.batch import SpatialInputs, spatial_context
+from headway.run.step.components import sum_and_count
+from headway.run.step.randomness import RandomDraws, StageRandomness
+from headway.run.step.record import PipelineTrace, StageGradientSum, StepRecord
+from headway.schedule.lowering import lower
+from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
+from headway.schedule.update_groups import Groups, common_update_groups
+
+
+class PipelineEvaluation:
+    """One rank's part of it.
+
+    Args:
+        stages: Of the model.
+        table: The lowered table of a step; its forwards are used.
+        team: The ranks.
+        loss: The recipe's.
+        arithmetic: The context of a forward pass (autocast).
+        doing: Told the action for which this rank is about to wait.
+    """
+
+    def __init__(
+        self,
+        stages: ModelStages,
+        table: PipelineSchedule,
+        team: PipelineRanks,
+        *,
+        loss: Loss,
+        arithmetic: Callable[[], AbstractContextManager[Any]],
+        doing: Callable[[Action], None],
+    ) -> None:
+        self._most = table.num_microbatches
+        self._micros: tuple[MicroBatch, ...] = ()
+        self._totals = torch.zeros(3, dtype=torch.float64)
+        calls = PipelineCallbacks(
+            loss=loss, share=self._add, around=lambda *_: arithmetic(), doing=doing, step=None
+        )
+        self._pipeline = Pipeline(stages, forward_only_schedule(table, self._most), team, calls)
+
+    def run(self, micros: tuple[MicroBatch, ...], prepare: Callable[[Any], Any]) -> Tensor:
+        """Sums over the micro-batches that end on this rank: loss, what it is over, samples.
+
+        Args:
+            micros: Of this rank's pipeline, the same on all its ranks; any number of them.
+            prepare: Puts the data of a micro-batch on the device.
+        """
+        self._totals = torch.zeros(3, dtype=torch.float64)
+        for first in range(0, len(micros), self._most):
+            self._micros = micros[first : first + self._most]
+            self._pipeline.evaluate([prepare(micro.data) for micro in self._micros])
+        self._micros = ()
+        return self._totals
+
+    def _add(self, value: Any, microbatch: int) -> Tensor:
+        samples = len(self._micros[microbatch].positions)
+        total, count = sum_and_count(value, samples)
+        found = float(total), float(count), samples
+        self._totals += torch.tensor(found, dtype=torch.float64)
+        return total
+
+
+# What a micro-batch's loss weighs where a pipeline updates its weights within a step.
+
+
+class UpdateGroupWeights:
+    """Of one rank.
+
+    Args:
+        plan: Without a flush.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._known: dict[int, Groups] = {}
+        self._samples = 0
+        self._own: list[int] = []
+        self._group: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._alone: list[bool] = []
+        self._per_sample: dict[int, float] = {}
+
+    def begin(self, batch: RankBatch) -> None:
+        """A step of the recipe begins.
+
+        Args:
+            batch: Of this rank's pipeline.
+
+        Raises:
+            PlanError: Copies of the pipeline have different numbers of micro-batches.
+        """
+        sizes = microbatch_sizes(self._plan, batch.samples)
+        groups = self._groups(len(batch.micros))
+        self._samples = batch.samples
+        self._own = [len(micro.positions) for micro in batch.micros]
+        self._group = {m: number for number, group in enumerate(groups) for m in group}
+        self._sizes = [sum(copy[m] for copy in sizes for m in group) for group in groups]
+        self._alone = [len(sizes) * len(group) == 1 for group in groups]
+        self._per_sample.clear()
+
+    def _groups(self, parts: int) -> Groups:
+        if parts not in self._known:
+            found = common_update_groups(self._plan.pipeline.make(self._plan.pipe_degree, parts))
+            assert found is not None  # the plan's check
+            self._known[parts] = found
+        return self._known[parts]
+
+    def factor(self, microbatch: int, count: Tensor | float) -> float:
+        """Makes of a share of the whole batch's mean one of the group's mean.
+
+        Args:
+            microbatch: Its number.
+            count: What its loss is a sum over; samples, or something else, such as words.
+
+        Raises:
+            RecipeError: The group has other counts per sample elsewhere, or nobody can know.
+        """
+        group = self._group[microbatch]
+        share = self._samples / self._sizes[group]
+        per_sample = float(count) / self._own[microbatch]
+        if per_sample == 1.0:
+            known = self._per_sample.setdefault(group, 1.0) == 1.0
+        elif self._alone[group]:
+            known = True
+        else:
+            first = self._per_sample.setdefault(group, per_sample)
+            known = self._plan.data_degree == 1 and first == per_sample
+        if not known:
+            raise _unknown_count()
+        return share / per_sample if per_sample else share
+
+
+def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
+    """For each copy of the pipeline the samples of its micro-batches.
+
+    Args:
+        plan: Of a pipeline.
+        samples: Of the global batch; fewer than planned where it is ragged.
+
+    Raises:
+        PlanError: The copies have different numbers of micro-batches: they would make different
+            numbers of steps.
+    """
+    copies, split = plan.data_degree, plan.batch
+    shares = [split.share(copy, copies, samples) for copy in range(copies)]
+    sizes = [[len(part) for part in split.microbatches(share)] for share in shares]
+    if len({len(copy) for copy in sizes}) > 1:
+        raise PlanError(
+            "a batch cannot be cut alike for all copies of the pipeline",
+            problems=[f"{samples} samples give them {_listed(sizes)} micro-batches; without a "
+                      "flush all must make the same steps"],
+            fix="Set drop_last = true, so that no epoch ends with a smaller batch.",
+        )  # fmt: skip
+    return sizes
+
+
+def check_last_batch(plan: Plan, length: int) -> None:
+    """Look at the ragged batch before the first step, not at the end of the first epoch.
+
+    Args:
+        plan: Any.
+        length: Samples of an epoch.
+
+    Raises:
+        PlanError: As `microbatch_sizes`.
+    """
+    if not plan.flushes and length % plan.batch.samples:
+        microbatch_sizes(plan, length % plan.batch.samples)
+
+
+def _listed(sizes: Sequence[Sequence[int]]) -> str:
+    return " and ".join(map(str, sorted({len(copy) for copy in sizes})))
+
+
+def _unknown_count() -> RecipeError:
+    return RecipeError(
+        "this loss cannot be used with updates of several micro-batches within a step",
+        why="It returns a sum and a count that differs between micro-batches; the count of all is "
+        "only known after the gradients have been made.",
+        fix="Return the mean over samples, or use pipedream in one pipeline, or a schedule with a "
+        "flush.",
+    )
+
+
+# A step of a pipeline: the plan's schedule over the user's model, as one instruction.
+
+
+class StageWeights(Protocol):
+    """Of the stages' weights and gradients; see `PipelineStrategy`."""
+
+    def step(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """STEP: updates a stage, where the table does that."""
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """What values between stages refer to, once the model is cut."""
+
+    def keep_own(
+        self, homes: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
+    ) -> Mapping[str, ShardedParameterSite]:
+        """The model has been cut."""
+
+    def entering(self, model: Any) -> Any:
+        """What a loss calls in place of a stage."""
+
+    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
+        """Around a step, or a batch of a validation."""
+
+    def at(self, stage: int) -> AbstractContextManager[None]:
+        """Around one action of a stage."""
+
+
+@dataclass(frozen=True)
+class PipelineContext:
+    """What the executor lends to a pipeline.
+
+    Attributes:
+        model: The whole model.
+        loss: The recipe's.
+        plan: With an axis "pipe".
+        world: The processes.
+        seed: Of the run.
+        arithmetic: The context of a forward pass (autocast).
+        prepare: Puts the data of a micro-batch on the device.
+        hands: Of weights and gradients.
+        probe: Finds the random draws of the whole model, from the data of a micro-batch and a loss.
+        remark: Told what the user should know about the cut.
+    """
+
+    model: nn.Module
+    loss: Loss
+    plan: Plan
+    world: World
+    seed: int
+    arithmetic: Callable[[], AbstractContextManager[Any]]
+    prepare: Callable[[Any], Any]
+    probe: Callable[[Any, Loss], RandomDraws]
+    remark: Callable[[str], None]
+    hands: StageWeights
+
+
+class PipelineRunner:
+    """All steps of a pipeline on this rank.
+
+    Args:
+        means: Of the executor.
+
+    Attributes:
+        losses: Of the last step: shares of the global loss, of the micro-batches that end here.
+        counts: What those are sums over.
+        homes: Who holds what; None before the model is cut.
+    """
+
+    def __init__(self, means: PipelineContext) -> None:
+        self._means = means
+        plan, rank = means.plan, means.world.rank
+        self._inputs = (
+            SpatialInputs(plan, spatial_context(plan, means.world)) if plan.split.spatial else None
+        )
+        self._team = PipelineRanks(
+            rank=plan.mesh.coordinate(rank)[PIPE_AXIS],
+            ranks=plan.mesh.peers(rank, PIPE_AXIS),
+            device=means.world.device,
+            own=() if self._inputs is None else _own(self._inputs.context),
+        )
+        self.losses: list[Tensor] = []
+        self.counts: list[Tensor | float] = []
+        self.homes: ParameterOwnership | None = None
+        self._stages: ModelStages | None = None
+        self._randomness: StageRandomness | None = None
+        self._sums: StageGradientSync | None = None
+        self._syncs: tuple[int, ...] = ()
+        self._pipelines: dict[int, Pipeline] = {}
+        self._notes: dict[int, PipelineTrace] = {}
+        self._summed: dict[int, StageGradientSum] = {}
+        self._evaluation: PipelineEvaluation | None = None
+        self._copies = _copies(plan, rank)
+        self._batch: RankBatch | None = None
+        self._shares: dict[int, tuple[Tensor, Tensor | float]] = {}
+        self._groups = None if plan.flushes else UpdateGroupWeights(plan)
+
+    @property
+    def stages(self) -> ModelStages | None:
+        """None before the first step."""
+        return self._stages
+
+    def run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
+        """Everything from the first forward to the summed gradients.
+
+        Args:
+            batch: Of this rank's pipeline; it may be empty in a ragged global batch.
+            record: Is told what was done when.
+            node: "step 12".
+        """
+        assert self._randomness is not None
+        self._batch = batch
+        self._randomness.begin(batch)
+        self._shares.clear()
+        self.losses, self.counts = [], []
+        if self._groups is not None:
+            self._groups.begin(batch)
+        ragged = batch.samples != self._means.plan.batch.samples
+        with self._means.hands.weights(each_action=not ragged):
+            self._run(batch, record, node)
+
+    def _run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
+        if not batch.micros:
+            self._sum_late()
+            return
+        pipeline = self._pipeline_of(len(batch.micros))
+        offset = time() - perf_counter()
+        losses = pipeline.run([self._means.prepare(micro.data) for micro in batch.micros])
+        if self._groups is None and len(batch.micros) != self._means.plan.batch.parts:
+            self._sum_late()
+        shares = [self._shares[number] for number in sorted(losses)]
+        self.losses = [share for share, _ in shares]
+        self.counts = [count for _, count in shares]
+        notes = self._notes[len(batch.micros)]
+        record.spans += notes.spans(offset, node)
+        record.messages += notes.messages()
+        record.flights += notes.flights()
+
+    def evaluate(self, batch: RankBatch) -> Tensor:
+        """Sums over what of a batch ends here: loss, what it is over, samples; in eval mode."""
+        assert self._evaluation is not None
+        with self._means.hands.weights():
+            return self._evaluation.run(batch.micros, self._means.prepare)
+
+    # -- once ------------------------------------------------------------------------------------
+
+    def cut(self, batch: RankBatch | None) -> None:
+        """Cut the model by the first micro-batch of rank 0, which always has one; collective.
+
+        This rank keeps what is its own. Of a sample that is read in parts each rank gets the one
+        at its own place, so that no rank has the whole.
+
+        Args:
+            batch: Only that of rank 0 is looked at, and of those that share its samples.
+
+        Raises:
+            PlanError: The model cannot be cut so.
+        """
+        means, mesh = self._means, self._means.plan.mesh
+        own = mesh.coordinate(means.world.rank).get(SPACE, 0)
+        data = None
+        for place, source in enumerate(mesh.peers(0, SPACE)):
+            found = [batch.micros[0].data if batch is not None and batch.micros else None]
+            dist.broadcast_object_list(found, src=source)
+            if place in (0, own):
+                data = found[0]
+            if not isinstance(found[0], SampleParts):
+                break
+        in_parts = isinstance(data, SampleParts)
+        if in_parts and means.plan.pipeline.balance == "time":
+            raise PlanError(
+                "the model cannot be cut into stages by measured time",
+                problems=["samples are read in parts, and no rank has one to measure it with"],
+                fix="Leave out pipeline.balance, name the cuts in pipeline.cut, or read whole "
+                "samples.",
+            )
+        self._cut(means.prepare(data), self._in_parts if in_parts else means.loss)
+
+    def _in_parts(self, model: Any, data: Any) -> Any:
+        """The loss of a micro-batch that was read in parts."""
+        assert self._inputs is not None
+        return self._means.loss(model, self._inputs(data))
+
+    def _cut(self, data: Any, loss: Loss) -> None:
+        means, plan = self._means, self._means.plan
+        assert plan.batch.parts is not None
+        full = self._schedule(plan.batch.parts)
+        self._stages = stages = partition_model(
+            means.model,
+            loss,
+            data,
+            how=plan.pipeline,
+            stages=full.stages,
+            arithmetic=means.arithmetic,
+            remark=means.remark,
+        )
+        full = replace(full, skips=stages.skips)
+        sites = means.probe(data, loss)
+        self._randomness = StageRandomness(
+            replace(sites, in_backward=sites.in_backward or full.blockwise),
+            stages,
+            lambda: self._run_all(stages, loss, data),
+            means.seed,
+        )
+        table = lower(full, sync=plan.pipeline.sync)
+        self._syncs = tuple(
+            a.stage for a in table.order[self._team.rank] if a.kind == ActionKind.SYNC
+        )
+        self.homes = parameter_ownership(stages, full, self._copies, means.world.rank)
+        kept = means.hands.keep_own(self.homes, stages, loss, data)
+        self._team = replace(self._team, own=self._team.own + means.hands.own)
+        self._team = self._with_streams(table)
+        self._sums = StageGradientSync(stages, table, self._team, copies=self._copies, kept=kept)
+        self._summed = _summed(stages, table, len(self._copies))
+        self._pipelines[table.num_microbatches] = self._make(stages, table)
+        self._evaluation = PipelineEvaluation(
+            stages,
+            table,
+            self._team,
+            loss=self._loss,
+            arithmetic=means.arithmetic,
+            doing=self._doing,
+        )
+
+    def _with_streams(self, table: PipelineSchedule) -> PipelineRanks:
+        world = self._means.world
+        if (
+            not self._means.plan.pipeline.shared_memory
+            or world.device.type != "cpu"
+            or world.backend != "gloo"
+        ):
+            return self._team
+        nodes = find_nodes(world)
+        return open_shared_memory_streams(
+            self._team, table, lambda a, b: b in nodes.inside(a), timeout=world.timeout_seconds
+        )
+
+    def _run_all(self, stages: ModelStages, loss: Loss, data: Any) -> None:
+        with self._means.arithmetic():
+            run_at_model_call(self._means.model, loss, data, lambda call: run_stages(stages, call))
+
+    def _schedule(self, parts: int) -> PipelineSchedule:
+        return self._means.plan.pipeline.make(self._means.plan.pipe_degree, parts)
+
+    def _pipeline_of(self, parts: int) -> Pipeline:
+        """Of the planned number of micro-batches; in a ragged batch made when met.
+
+        Then copies may have different tables, and their sums come behind them; without a flush all
+        have the same.
+        """
+        if parts not in self._pipelines:
+            assert self._stages is not None
+            schedule = replace(self._schedule(parts), skips=self._stages.skips)
+            sync = "none" if schedule.flush else self._means.plan.pipeline.sync
+            self._pipelines[parts] = self._make(self._stages, lower(schedule, sync=sync))
+        return self._pipelines[parts]
+
+    def _make(self, stages: ModelStages, table: PipelineSchedule) -> Pipeline:
+        row = table.order[self._team.rank]
+        steps = Counter(action.stage for action in row if action.kind == ActionKind.STEP)
+        made: Counter[int] = Counter()
+
+        def step(stage: int) -> None:
+            made[stage] += 1
+            last = made[stage] % steps[stage] == 0
+            self._means.hands.step(stages[stage].parameters.values(), last=last)
+
+        assert self._randomness is not None
+        calls = PipelineCallbacks(
+            loss=self._loss,
+            share=self._share,
+            around=self._around,
+            entering=self._randomness.entering,
+            sync=self._sums,
+            step=step,
+            doing=self._doing,
+        )
+        pipeline = Pipeline(stages, table, self._team, calls)
+        self._notes[table.num_microbatches] = PipelineTrace(
+            pipeline,
+            table,
+            self._team,
+            sums=self._summed,
+            steps=self._groups is not None,
+        )
+        return pipeline
+
+    # -- in a step -------------------------------------------------------------------------------
+
+    def _share(self, value: Any, microbatch: int) -> Tensor:
+        assert self._batch is not None
+        micro, groups = self._batch.micros[microbatch], self._groups
+        total, count = sum_and_count(value, len(micro.positions))
+        share = total / self._batch.samples
+        self._shares[microbatch] = share.detach(), count
+        if groups:
+            return share * groups.factor(microbatch, count)
+        return share / self._means.plan.mesh.degree(SPACE)  # all of them hold the whole loss
+
+    def _loss(self, model: Any, data: Any) -> Any:
+        model = self._means.hands.entering(model)
+        return self._means.loss(model, data if self._inputs is None else self._inputs(data))
+
+    def _around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
+        assert self._randomness is not None
+        stack = ExitStack()
+        stack.enter_context(self._means.hands.at(stage))
+        if phase != "backward":
+            stack.enter_context(self._means.arithmetic())
+        stack.enter_context(self._randomness.around(stage, microbatch, phase))
+        return stack
+
+    def _sum_late(self) -> None:
+        """The sums over the copies of this rank's stages, where the table has none."""
+        assert self._sums is not None
+        for stage in self._syncs:
+            self._sums.start(stage)
+        for stage in self._syncs:
+            self._sums.wait(stage)
+
+    def _doing(self, action: Action) -> None:
+        self._means.world.doing("waits in cell %s", action)
+
+
+def _own(context: SpatialContext) -> tuple[Any, ...]:
+    everyone = () if context.everyone is None else (context.everyone,)
+    return context, *context.axes.values(), *everyone
+
+
+def _copies(plan: Plan, rank: int) -> list[tuple[int, ...]]:
+    """The ranks of every copy of the pipeline that has this one's parts of layers."""
+    place = plan.mesh.coordinate(rank)
+    apart = [
+        name for name in plan.mesh.names if name not in (plan.exchange.axis, SHARD_AXIS, SPACE)
+    ]
+    first = {name: 0 if name == PIPE_AXIS else place[name] for name in apart}
+    return [
+        plan.mesh.peers(other, PIPE_AXIS)
+        for other in range(plan.ranks)
+        if all(plan.mesh.coordinate(other)[name] == first[name] for name in apart)
+    ]
+
+
+def _summed(
+    stages: ModelStages, table: PipelineSchedule, copies: int
+) -> dict[int, StageGradientSum]:
+    """The stages of which there are several copies."""
+    found = {}
+    for stage in stages:
+        holders = copies * len(table.holders(stage.number))
+        trained = {n: p for n, p in stage.parameters.items() if p.requires_grad}
+        if holders > 1 and trained:
+            size = sum(p.numel() * p.element_size() for p in trained.values())
+            found[stage.number] = StageGradientSum(tuple(trained), size, holders)
+    return found

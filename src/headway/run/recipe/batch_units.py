@@ -1,0 +1,123 @@
+"""Batch size and stopping rule as numbers of samples and of optimiser steps.
+
+A recipe may state them in samples, tokens, epochs or steps; here they become integers, exactly or
+with an error. Imports no torch, so that recipe files can be checked with it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headway.errors import DataError, RecipeError
+from headway.run.recipe.schema import BATCH_UNITS, STOP_UNITS
+from headway.units import Amount
+
+
+class StatesBatch(Protocol):
+    """What states a batch: a `Recipe`, or a recipe.toml that is not built yet."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def batch(self) -> int | str: ...
+    @property
+    def tokens_per_sample(self) -> int | None: ...
+
+
+class StatesStop(StatesBatch, Protocol):
+    """What states a batch and when to stop."""
+
+    @property
+    def stop(self) -> int | str: ...
+    @property
+    def drop_last(self) -> bool: ...
+
+
+def resolve_batch(recipe: StatesBatch) -> int:
+    """Samples of the global batch.
+
+    Raises:
+        RecipeError: The batch is not an amount, or not a whole number of samples.
+    """
+    amount = _amount(recipe.batch, BATCH_UNITS, "batch")
+    if amount.unit == "samples":
+        return amount.value
+    tokens = _tokens_per_sample(recipe, "batch")
+    samples, rest = divmod(amount.value, tokens)
+    if rest or not samples:
+        legal = [count * tokens for count in (samples, samples + 1) if count]
+        raise RecipeError(
+            f"batch of {amount} is not a whole number of samples",
+            where=f"recipe {recipe.name}",
+            why=f"A sample has {tokens} tokens: {amount.value} = {samples} x {tokens} + {rest}.",
+            fix=f"Nearest legal: {' or '.join(f'{count} tokens' for count in legal)}.",
+        )
+    return samples
+
+
+def steps_per_epoch(recipe: StatesStop, length: int) -> int:
+    """Optimiser steps of one pass over the data; the ragged last batch counts unless dropped.
+
+    Args:
+        recipe: States the global batch.
+        length: Samples of the training data.
+
+    Raises:
+        DataError: The data does not fill one batch.
+    """
+    batch = resolve_batch(recipe)
+    if length < batch:
+        raise DataError(
+            f"the training data has {length} samples, fewer than one batch of {batch}",
+            where=f"recipe {recipe.name}",
+            fix=f'Use more data, or batch = "{max(length, 1)} samples" at most.',
+        )
+    return length // batch if recipe.drop_last else -(-length // batch)
+
+
+def stop_steps(recipe: StatesStop, length: int) -> int:
+    """Optimiser steps after which the run is complete.
+
+    Samples and tokens are rounded up to whole batches; ragged last batches are counted as what they
+    are, so that the run ends with the first step at which the amount has been consumed.
+
+    Args:
+        recipe: States batch and stopping rule.
+        length: Samples of the training data.
+
+    Raises:
+        RecipeError: The rule is not an amount, or is in tokens of unknown number.
+        DataError: The data does not fill one batch.
+    """
+    amount = _amount(recipe.stop, STOP_UNITS, "stop")
+    per_epoch = steps_per_epoch(recipe, length)
+    batch = resolve_batch(recipe)
+    match amount.unit:
+        case "steps":
+            return amount.value
+        case "epochs":
+            return amount.value * per_epoch
+        case "samples":
+            samples = amount.value
+        case _:
+            samples = -(-amount.value // _tokens_per_sample(recipe, "stop"))
+    consumed = per_epoch * batch if recipe.drop_last else length
+    epochs, rest = divmod(samples, consumed)
+    return epochs * per_epoch + -(-rest // batch)
+
+
+def _amount(value: int | str, units: tuple[str, ...], key: str) -> Amount:
+    try:
+        return Amount.parse(value, units)
+    except ValueError as error:
+        raise RecipeError(f"{key}: {error}", fix=f'For example {key} = "300 {units[0]}".') from None
+
+
+def _tokens_per_sample(recipe: StatesBatch, key: str) -> int:
+    if recipe.tokens_per_sample is None:
+        raise RecipeError(
+            f"{key} is stated in tokens, and tokens_per_sample is not given",
+            where=f"recipe {recipe.name}",
+            fix="Set tokens_per_sample to the number of tokens of one sample of the data.",
+        )
+    return recipe.tokens_per_sample

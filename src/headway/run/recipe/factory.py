@@ -1,0 +1,324 @@
+"""Builds a `Recipe` from a checked recipe file or recipe function.
+
+The user's modules are imported here and their functions are bound to the arguments of the file.
+Models and data are not built yet: the functions that the `Recipe` holds do that where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway.errors import RecipeError
+from headway.optim.lr_scaling import Scaling, scale_rates
+from headway.run.recipe.batch_units import resolve_batch
+from headway.run.recipe.check import CheckedRecipe, check_recipe
+from headway.run.recipe.recipe import Loss, Recipe, criterion
+from headway.run.recipe.schema import (
+    CacheTable,
+    DataTable,
+    LossTable,
+    RecipeCall,
+    RecipeDocument,
+    RecipeReference,
+    nested_calls,
+    scalars_of,
+)
+from headway.run.recipe.user_code import (
+    UserCall,
+    call_user_function,
+    check_arguments,
+    describe_value,
+    resolve_reference,
+    user_line,
+)
+
+
+def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a reference names, with overrides laid over it.
+
+    Args:
+        reference: A path to a .toml file, "module:function", or a bundled workload's name.
+        overrides: "key=value" each: fields of the file, or scalar fields of the `Recipe` that the
+            function returns; "arguments.key=value" is a keyword argument of the function.
+
+    Raises:
+        DocumentError: The file or the overrides have problems; all are listed.
+        RecipeError: A module or function is missing or raises, or returns something else.
+    """
+    checked = check_recipe(reference, overrides)
+    with checked.importable():
+        recipe = _build(checked)
+        if recipe.pipeline is not None and recipe.pipeline.by_hand:
+            # Imported where it can be found: the model is cut later, when these folders are gone.
+            where = checked.where("pipeline.by_hand")
+            _Parts(checked).function(recipe.pipeline.by_hand, where)
+    samples = resolve_batch(recipe)
+    if recipe.scale_rate is None:
+        return recipe
+    return dataclasses.replace(recipe, optimizer=_scaled(recipe, samples))
+
+
+def _build(checked: CheckedRecipe) -> Recipe:
+    match checked.document:
+        case RecipeReference() as document:
+            return _from_function(document, checked.where("recipe"), checked.keys)
+        case RecipeDocument() as document:
+            return _from_tables(document, checked)
+
+
+def _from_function(
+    document: RecipeReference, where: str, keys: Mapping[str, tuple[str, ...]]
+) -> Recipe:
+    function = resolve_reference(document.recipe, where=where)
+    if not callable(function):
+        raise RecipeError(
+            f"{document.recipe} is {_article(function)}, not a function that returns a Recipe",
+            where=where,
+        )
+    recipe = call_user_function(function, where=where, **document.arguments)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(
+            f"{document.recipe} returned {_article(recipe)}, not a Recipe",
+            where=user_line(function) or where,
+            fix="Return headway.Recipe(name=..., model=..., ...).",
+        )
+    return dataclasses.replace(recipe, **(scalars_of(document) | _tables(recipe, document, keys)))
+
+
+def _tables(
+    recipe: Recipe, document: RecipeReference, keys: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """The function's own [exchange] and [pipeline], with the keys that are given laid over them."""
+    return {
+        name: dataclasses.replace(own, **{key: getattr(given, key) for key in keys[name]})
+        for name in keys
+        if (own := getattr(recipe, name)) is not None
+        and (given := getattr(document, name)) is not None
+    }
+
+
+def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
+    parts = _Parts(checked)
+    return Recipe(
+        model=parts.model(document.model),
+        data=parts.data("data", document.data),
+        loss=parts.loss(document.loss),
+        optimizer=parts.optimizer(document.optimizer),
+        validation=parts.data("validation", document.validation) if document.validation else None,
+        scheduler=parts.scheduler(document.scheduler) if document.scheduler else None,
+        showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
+        **_scalars(document),
+    )
+
+
+def _scalars(document: RecipeDocument) -> dict[str, Any]:
+    """A memory-mapped window says how many tokens a sample has."""
+    window = {"tokens_per_sample": document.data.window} if document.data.window else {}
+    return window | scalars_of(document)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Makes the functions of a `Recipe` from the tables of a file."""
+
+    checked: CheckedRecipe
+
+    def call(self, key: str, table: RecipeCall, given: int = 0) -> UserCall:
+        """A call that headway will make with `given` positional arguments."""
+        where = self.checked.where(f"{key}.call")
+        function = self.function(table.call, where)
+        check_arguments(function, (None,) * given, table.arguments, where)
+        return UserCall(function, table.arguments, where, self.checked.folders)
+
+    def model(self, table: RecipeCall) -> Callable[[], nn.Module]:
+        return cast("Callable[[], nn.Module]", _Checked(self.call("model", table), nn.Module))
+
+    def data(self, key: str, table: DataTable) -> Callable[[], Any]:
+        if table.call is not None:
+            data = self.call(key, RecipeCall(call=table.call, arguments=table.arguments))
+        else:
+            data = _memmap(table, self.checked.folders[0], self.checked.where(f"{key}.memmap"))
+        return self._cached(f"{key}.cache", table.cache, data) if table.cache else data
+
+    def _cached(self, key: str, table: CacheTable, data: UserCall) -> Callable[[], Any]:
+        """The data behind a cache; by default it has the name of what builds it, and where."""
+        given = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+        options = {name: value for name, value in given.items() if value is not None}
+        folder = self.checked.folders[0]
+        if table.disk is not None:
+            options["disk"] = folder / Path(table.disk).expanduser()
+        for name in ("prepare", "augment"):
+            if name in options:
+                where = self.checked.where(f"{key}.{name}")
+                options[name] = self.function(options[name], where)
+                check_arguments(options[name], (None,), {}, where)
+        return _Cached(data, options.pop("name", f"{data} in {folder}"), options)
+
+    def loss(self, table: LossTable) -> Loss:
+        """A class is built once with the arguments; a function gets them with every call."""
+        reference = table.criterion or table.call
+        assert reference is not None
+        where = self.checked.where("loss.criterion" if table.criterion else "loss.call")
+        function = self.function(reference, where)
+        if isinstance(function, type):
+            function = _Built(
+                call_user_function(function, where=where, **table.arguments),
+                str(UserCall(function, table.arguments)),
+            )
+        else:
+            check_arguments(function, (None, None), table.arguments, where)
+            function = functools.partial(function, **table.arguments)
+        return criterion(function) if table.criterion else cast("Loss", function)
+
+    def optimizer(self, table: RecipeCall) -> Callable[[nn.Module], Optimizer]:
+        """An optimiser class gets the parameters; a function gets the model, to make groups."""
+        built = self.call("optimizer", table, given=1)
+        if isinstance(built.function, type) and issubclass(built.function, Optimizer):
+            return _OfParameters(built)
+        return cast("Callable[[nn.Module], Optimizer]", _Checked(built, Optimizer))
+
+    def scheduler(self, table: RecipeCall, key: str = "scheduler") -> UserCall:
+        """Tables with `call_user_function` among the arguments become functions of the optimiser,
+        too.
+        """
+        inner = {
+            name: self.scheduler(call, f"{key}.{name}")
+            for name, call in nested_calls(table.arguments).items()
+        }
+        return self.call(
+            key, RecipeCall(call=table.call, arguments={**table.arguments, **inner}), 1
+        )
+
+    def function(self, reference: str, where: str) -> Callable[..., Any]:
+        function = resolve_reference(reference, where=where)
+        if not callable(function):
+            raise RecipeError(
+                f"{reference} is {_article(function)}, not a class or function", where=where
+            )
+        return cast("Callable[..., Any]", function)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A call whose result must be of a kind."""
+
+    call: UserCall
+    kind: type
+
+    def __call__(self, *values: Any) -> Any:
+        result = self.call(*values)
+        if not isinstance(result, self.kind):
+            raise RecipeError(
+                f"{describe_value(self.call.function)} returned {_article(result)}, "
+                f"not {_article_of(self.kind)}",
+                where=user_line(self.call.function) or self.call.where,
+            )
+        return result
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfParameters:
+    """An optimiser class, called with the model's parameters."""
+
+    call: UserCall
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        return cast("Optimizer", self.call(model.parameters()))
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """An optimiser whose rates are scaled from a reference batch to the recipe's."""
+
+    build: Callable[[nn.Module], Optimizer]
+    scaling: Scaling
+    samples: int
+    tokens: int | None
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.build(model)
+        scale_rates(optimizer, self.scaling, batch=self.samples, tokens_per_sample=self.tokens)
+        return optimizer
+
+    def __str__(self) -> str:
+        factor = self.scaling.factor(self.samples, self.tokens)
+        return f"{describe_value(self.build)}, rates x{factor:g}"
+
+
+def _scaled(recipe: Recipe, samples: int) -> _Scaled:
+    assert recipe.scale_rate is not None
+    try:
+        scaling = Scaling.parse(recipe.scale_rate)
+    except ValueError as error:
+        raise RecipeError(f"scale_rate: {error}", where=f"recipe {recipe.name}") from None
+    scaling.factor(samples, recipe.tokens_per_sample)  # what is missing is said here
+    return _Scaled(recipe.optimizer, scaling, samples, recipe.tokens_per_sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cached:
+    """Data behind a cache; built once, because validation asks for its data again and again."""
+
+    data: UserCall
+    name: str
+    options: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self._source
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        from headway.data.cache.cached_source import cached
+
+        return cached(self.data(), self.name, **self.options)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{key}={describe_value(value)}" for key, value in self.options.items())
+        return f"{self.data} behind a data cache ({inner})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A criterion or loss object, with the text that it was built from."""
+
+    function: Callable[..., Tensor]
+    text: str
+
+    def __call__(self, *values: Any) -> Tensor:
+        return self.function(*values)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _memmap(table: DataTable, folder: Path, where: str) -> UserCall:
+    from headway.data.source import MemmapSource
+
+    assert table.memmap is not None
+    options = {"window": table.window, "dtype": table.dtype}
+    given = {key: value for key, value in options.items() if value is not None}
+    check_arguments(MemmapSource, (None,), given, where)
+    path = folder / Path(table.memmap).expanduser()
+    return UserCall(MemmapSource, {"path": path, **given}, where)
+
+
+def _article(value: object) -> str:
+    return "None" if value is None else _article_of(type(value))
+
+
+def _article_of(kind: type) -> str:
+    name = kind.__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

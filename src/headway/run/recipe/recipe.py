@@ -1,0 +1,118 @@
+"""`Recipe`: model, data, loss, optimiser and global batch, without how they are split.
+
+A `Recipe` is plain data and functions; it holds no process group, no rank and no device. Nothing in
+the user's model or data set knows about headway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from headway.data.source import Source
+from headway.plan import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plan.plan import Zero
+
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
+"""`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
+
+The pair is for losses whose count is not the number of samples (padding, ignored labels): headway
+divides the sum over the global batch by the count over the global batch.
+"""
+
+Examples = Source | Dataset[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training job as the serial run would do it.
+
+    Attributes:
+        name: Heads the report; of a recipe.toml, it also names the run directory.
+        model: Builds the model; called once per process after seeding, so that every rank and
+            every plan starts from the same numbers.
+        data: Builds the training data: a `Source` or any map-style torch `Dataset`.
+        loss: See `Loss`; `criterion` turns a torch criterion into one.
+        optimizer: Builds the optimiser from the model.
+        batch: The global batch of one optimiser step: "64 samples", "8192 tokens", or a number of
+            samples.
+        stop: When the run is complete: "300 steps", "2 epochs", "1M samples".
+        microbatch: Most samples in one forward pass of one rank; more are accumulated.
+        validation: Builds the validation data.
+        validate_every: Steps between validations; 0: only at the end.
+        validation_samples: Most samples of one validation; None: all of them.
+        scheduler: Builds a learning-rate scheduler that is stepped after every optimiser step.
+        scale_rate: "linear from 256 samples", "square_root from 256 samples": the optimiser states
+            the rates that are good for that batch; they are scaled to `batch`. None: as stated.
+        seed: Decides initial parameters, sample order and dropout.
+        clip: Largest global norm of the gradients; None: not clipped.
+        precision: Arithmetic of the forward pass. "bfloat16" keeps float32 parameters (autocast).
+        checkpoint_every: Steps between checkpoints; 0: only at the end.
+        checkpoint_keep: How many checkpoints stay on disk.
+        workers: Data-loading processes of each rank; 0 reads in the rank's own process.
+        drop_last: Leave out the ragged last batch of each epoch.
+        tokens_per_sample: Needed where `batch` or `stop` is stated in tokens.
+        exchange: How gradients are exchanged, where no plan file says it; None: the default.
+        stages: Ranks over which the model is cut as a pipeline, where no plan file says it; the
+            rest of the ranks are copies of the pipeline.
+        pipeline: Schedule and cut of that pipeline; None: the default.
+        shares: Of unequal devices: how much of each batch the ranks (or copies of a pipeline) take,
+            in proportion, where no plan file says it; empty: all as much.
+        zero: What the ranks keep a part of instead of all, where no plan file says it: 1 the
+            optimiser's state, 2 gradients as well, 3 parameters, too.
+        shards: Ranks that keep that together; the rest are copies. None: all.
+        split: How layers are split by ranks that share their samples, where no plan file says it.
+        showcase: Makes a text from the trained model, shown at the end (a sample, a score).
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    data: Callable[[], Examples]
+    loss: Loss
+    optimizer: Callable[[nn.Module], Optimizer]
+    batch: int | str
+    stop: int | str
+    microbatch: int | None = None
+    validation: Callable[[], Examples] | None = None
+    validate_every: int = 0
+    validation_samples: int | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    scale_rate: str | None = None
+    seed: int = 0
+    clip: float | None = None
+    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    checkpoint_every: int = 0
+    checkpoint_keep: int = 2
+    workers: int = 0
+    drop_last: bool = False
+    tokens_per_sample: int | None = None
+    exchange: ExchangePlan | None = None
+    stages: int = 1
+    pipeline: PipelinePlan | None = None
+    shares: tuple[float, ...] = ()
+    zero: Zero = 0
+    shards: int | None = None
+    split: LayerSplit | None = None
+    showcase: Callable[[nn.Module], str] | None = None
+
+
+def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
+    """A torch criterion as a `Loss`, for data that yields (input, target).
+
+    Args:
+        function: For example `nn.CrossEntropyLoss()`: (output, target) -> mean over the samples.
+            Its mean must weigh every sample equally; for losses that ignore some labels write a
+            `Loss` that returns (sum, count).
+    """
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, target = batch
+        return function(model(inputs), target)
+
+    return loss

@@ -1,0 +1,327 @@
+"""The batches of a rank: pytree functions, data loader, spatial parts, padding batch.
+
+A batch is any nesting of tuples, lists and dicts of tensors. `rank_loader` yields the samples that
+a rank reads; where a plan splits samples and the data are slabs on disk, a rank reads its own part
+of each sample only, and `SlabStore` has each part read once in all epochs. Other data are read
+whole and cut by `SpatialInputs`. `PaddingBatch` is for passes that count nothing: with sharded
+state all ranks must take part in every forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headway.collective.collective_calls import CallListener
+from headway.data import (
+    Loader,
+    MicroBatch,
+    RankBatch,
+    SampleParts,
+    SlabCut,
+    SlabSource,
+    SlabStore,
+    Source,
+    as_source,
+)
+from headway.errors import DataError
+from headway.parallel.spatial import SpatialContext
+from headway.parallel.spatial.halo_exchange import SpatialAxis
+from headway.plan import Plan
+from headway.plan.layer_split import SPACE
+from headway.plan.plan import SHARD_AXIS
+from headway.run.distributed.process_groups import refined_mesh
+from headway.run.distributed.world import World
+from headway.run.recipe.recipe import Loss
+from headway.run.step.memory import share_of_memory
+
+
+def map_tensors(
+    value: Any,
+    function: Callable[[Tensor], Tensor],
+    texts: Callable[[Any], Any] = lambda found: found,
+) -> Any:
+    """The same structure with `function` applied to every tensor, `texts` to lists of texts."""
+    match value:
+        case Tensor():
+            return function(value)
+        case dict():
+            return {key: map_tensors(inner, function, texts) for key, inner in value.items()}
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*(map_tensors(inner, function, texts) for inner in value))
+        case list() | tuple() if value and all(isinstance(inner, str | bytes) for inner in value):
+            return texts(value)
+        case list() | tuple():
+            return type(value)(map_tensors(inner, function, texts) for inner in value)
+        case _:
+            return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor of the structure, in order."""
+    match value:
+        case Tensor():
+            yield value
+        case dict():
+            for inner in value.values():
+                yield from tensors_in(inner)
+        case list() | tuple():
+            for inner in value:
+                yield from tensors_in(inner)
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Move every tensor; floating-point tensors also change type where `dtype` is given."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wanted = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            wanted = dtype
+        elif dtype is not None and tensor.is_complex():
+            wanted = dtype.to_complex()
+        return tensor.to(device=device, dtype=wanted, non_blocking=True)
+
+    return map_tensors(value, move)
+
+
+def resize_batch(value: Any, samples: int) -> Any:
+    """The first sample of every tensor and list of texts, `samples` times along dimension 0."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:  # one number for the whole batch
+            return tensor
+        return tensor[:1].expand(samples, *tensor.shape[1:]).contiguous()
+
+    return map_tensors(value, repeat, texts=lambda texts: type(texts)(texts[:1] * samples))
+
+
+# Which samples a rank reads, and of split ones which part.
+
+
+RankLoader = Loader | SlabStore
+NO_SHOWCASE = "left out: it would read whole samples, of which no rank has one"
+
+
+def reads_sample_parts(source: Source, plan: Plan) -> bool:
+    """Whether a rank reads a part of each sample only."""
+    return isinstance(source, SlabSource) and bool(plan.split.spatial)
+
+
+def first_readers(source: Source, plan: Plan) -> tuple[int, ...]:
+    """The ranks that read the samples of rank 0, by which a model is cut."""
+    return plan.mesh.peers(0, SPACE) if reads_sample_parts(source, plan) else (0,)
+
+
+def rank_source(examples: Any, plan: Plan, rank: int) -> Source:
+    """What a rank reads: a source itself, or this rank's part of one of slabs.
+
+    Raises:
+        DataError: It is no data set, or its samples cannot be cut so.
+    """
+    source = as_source(examples)
+    if not (isinstance(source, SlabSource) and plan.split.spatial):
+        return source
+    return source.parted(SlabCut(plan.split.spatial, plan.mesh.coordinate(rank).get(SPACE, 0)))
+
+
+def rank_loader(
+    source: Source, plan: Plan, world: World, *, alone: bool = False, **options: Any
+) -> RankLoader:
+    """The batches of this rank; collective where parts of samples are kept in a store.
+
+    They are read again in each epoch where processes read ahead (`workers`), and where the shares
+    of a batch are uneven.
+
+    Args:
+        source: From `rank_source`.
+        plan: Of the run.
+        world: The processes.
+        alone: Other ranks do not come: no store.
+        options: See `headway.data.Loader`.
+    """
+    again = alone or options.get("workers") or plan.batch.shares
+    if isinstance(source, SlabSource) and source.cut.parts > 1 and plan.split.spatial and not again:
+        options.pop("workers", None)
+        return _store(source, plan, world, **options)
+    rank, ranks = plan.data_rank(world.rank), plan.data_degree
+    return Loader(source, plan.batch, rank=rank, ranks=ranks, **options)
+
+
+def _store(source: SlabSource, plan: Plan, world: World, **options: Any) -> SlabStore:
+    return SlabStore(
+        source,
+        plan.batch,
+        group=_ranks_of_the_part(plan, world),
+        memory=share_of_memory(world.place.local_ranks) if source.memory is None else source.memory,
+        keep=source.keep,
+        timeout=world.timeout_seconds,
+        **options,
+    )
+
+
+def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
+    """The ranks that read the same part, of other samples; collective.
+
+    A group of their own: slabs pass while gradients are summed.
+    """
+
+    def place(rank: int) -> Hashable:
+        axes = plan.mesh.coordinate(rank).items()
+        return tuple(c for axis, c in axes if axis not in (plan.exchange.axis, SHARD_AXIS))
+
+    ranks: dict[Hashable, list[int]] = {}
+    for rank in range(plan.ranks):
+        ranks.setdefault(place(rank), []).append(rank)
+    with world.explained("making the groups that share slabs"):
+        groups: dict[Hashable, dist.ProcessGroup] = {
+            key: dist.new_group(each, backend="gloo") for key, each in ranks.items()
+        }
+    return groups[place(world.rank)]
+
+
+# A micro-batch for passes that count nothing: where state is sharded, all ranks pass together.
+
+
+class PaddingBatch:
+    """The last micro-batch that this rank had.
+
+    Args:
+        plan: Of the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._wanted = plan.memory.zero > 0 and plan.data_degree > 1
+        self._ranks = plan.data_degree
+        self._micro: MicroBatch | None = None
+        self._met = False
+
+    def note(self, batch: RankBatch) -> None:
+        """Look at a batch before it is used.
+
+        Raises:
+            DataError: The very first one has no work for some rank; on all ranks.
+        """
+        if not self._wanted:
+            return
+        if not self._met and batch.samples < self._ranks:
+            raise DataError(
+                f"the first batch has {batch.samples} samples for {self._ranks} ranks",
+                why="With sharded state a rank can do without a sample only after its first one.",
+                fix="Set drop_last, or begin at another batch.",
+            )
+        self._met = True
+        if batch.micros:
+            self._micro = batch.micros[-1]
+
+    def lacking(self, batch: RankBatch) -> int:
+        """How many micro-batches some other rank has more; 0 where nothing is sharded."""
+        return batch.passes - len(batch.micros) if self._wanted else 0
+
+    @property
+    def micro(self) -> MicroBatch:
+        """The micro-batch."""
+        assert self._micro is not None
+        return self._micro
+
+
+# Samples that lie in parts on several ranks: what the executor gives to the loss.
+
+
+def spatial_context(plan: Plan, world: World) -> SpatialContext:
+    """This rank's, of a plan that splits samples; collective."""
+    sizes = plan.split.spatial
+    axes = {f"{SPACE}_{number}": size for number, size in enumerate(sizes)}
+    with world.explained("making the groups that split samples"):
+        mesh = refined_mesh(plan, world, SPACE, axes)
+        groups = {
+            number - len(sizes): mesh.get_group(name)
+            for number, (name, size) in enumerate(axes.items())
+            if size > 1
+        }
+        together = _together(plan, world) if len(groups) > 1 else None
+    return SpatialContext.of(
+        groups, min_width=plan.split.min_width, head=plan.split.head, together=together
+    )
+
+
+def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
+    """All ranks that share this one's samples; collective."""
+    if plan.split.head == "gathered":
+        return None
+    everyone = dict.fromkeys(plan.mesh.peers(rank, SPACE) for rank in range(plan.ranks))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks)) for ranks in everyone
+    }
+    return made[plan.mesh.peers(world.rank, SPACE)]
+
+
+def dry_run_spatial_context(plan: Plan, rank: int, tell: CallListener) -> SpatialContext:
+    """As `spatial_context`; nothing is moved.
+
+    Args:
+        plan: Splits samples.
+        rank: Whose it is.
+        tell: Told what would be started.
+    """
+    sizes = plan.split.spatial
+    place = plan.mesh.coordinate(rank)[SPACE]
+    axes, left = {}, place
+    for dim, size in zip(range(-1, -len(sizes) - 1, -1), reversed(sizes), strict=True):
+        left, own = divmod(left, size)
+        if size > 1:
+            axes[dim] = SpatialAxis(None, size, own, tell)
+    apart = len(axes) > 1 and plan.split.head != "gathered"
+    return SpatialContext(
+        axes=dict(sorted(axes.items())),
+        min_width=plan.split.min_width,
+        head=plan.split.head,
+        together=SpatialAxis(None, math.prod(sizes), place, tell) if apart else None,
+    )
+
+
+class SpatialInputs:
+    """Cuts the tensors of a batch that have the dimensions that are split, or adopts their parts.
+
+    Those are tensors with at least one dimension, the samples, in front of the split ones: [N, C,
+    D, H, W] and labels [N, D, H, W], but not targets [N, 4].
+
+    Args:
+        plan: Splits samples.
+        context: Of this rank.
+    """
+
+    def __init__(self, plan: Plan, context: SpatialContext) -> None:
+        self._least = len(plan.split.spatial) + 1
+        self.context = context
+
+    def __call__(self, data: Any) -> Any:
+        """This rank's parts of a micro-batch that it has whole, or has read in parts.
+
+        Raises:
+            PlanError: What it has read is not its part.
+        """
+        if isinstance(data, SampleParts):
+            return map_tensors(data.data, partial(self._adopted, extents=data.extents))
+        return map_tensors(data, self._cut)
+
+    def _cut(self, tensor: Tensor) -> Any:
+        return self.context.split(tensor) if tensor.ndim >= self._least else tensor
+
+    def _adopted(self, tensor: Tensor, extents: tuple[int, ...]) -> Any:
+        if tensor.ndim < self._least:
+            return tensor
+        return self.context.adopt(tensor, (*tensor.shape[: -len(extents)], *extents))
+
+
+def spatial_loss(loss: Loss, plan: Plan, world: World) -> Loss:
+    """The loss of samples that lie in parts, where the plan splits them; collective then."""
+    if not plan.split.spatial:
+        return loss
+    cut = SpatialInputs(plan, spatial_context(plan, world))
+    return lambda model, batch: loss(model, cut(batch))

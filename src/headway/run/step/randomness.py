@@ -1,0 +1,492 @@
+"""Random numbers per sample instead of per rank: dropout is the same for every plan.
+
+A random number drawn in a forward pass depends on (seed, step, number of the draw in the forward
+pass, sample, position in the sample) and on nothing else: not on the rank, not on the size of the
+micro-batch. A probe runs the model once with two and once with three samples; the dimension of each
+draw that changes is the one along which samples lie. During training every draw is then made
+sample by sample from a generator seeded with the key above.
+
+The number of a draw is itself a number from torch's global generator, which every micro-batch
+starts from the same state. Activation checkpointing restores that state before it recomputes a part
+of the forward pass, and so meets the same keys and the same masks.
+
+A pipeline stage begins at the draw that it has in the whole model (`StageRandomness` counts them
+once), so that dropout does not depend on the cut, the schedule, or recomputation.
+
+Touches `torch.utils._python_dispatch`; a test notices when that changes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.data import RankBatch
+from headway.parallel import ModelStages
+from headway.run.step.components import sum_and_count
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seeds(*parts: int) -> int:
+    """One 64-bit number from several (splitmix64, chained): equal parts give equal numbers."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state ^= state >> 27
+        state = (state + 0x9E3779B97F4A7C15) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_everything(*parts: int) -> None:
+    """Start the global generators of torch, numpy and random from a key."""
+    key = mix_seeds(*parts)
+    if _has_accelerator():
+        torch.manual_seed(key & (_MASK >> 1))
+    else:  # torch.manual_seed would queue it for accelerators to come, with a stack trace: 1 ms
+        torch.default_generator.manual_seed(key & (_MASK >> 1))
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraw:
+    """How the samples lie in the result of one draw of the forward pass.
+
+    Attributes:
+        dim: The dimension along which samples lie; None: the draw is shared by all samples.
+        block: Consecutive entries of `dim` that belong to one sample.
+        draws: False for an operator that could draw and does not (attention without dropout).
+    """
+
+    dim: int | None
+    block: int = 1
+    draws: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraws:
+    """All draws of a forward pass, in order, and whether backward draws again (recomputation)."""
+
+    forward: tuple[RandomDraw, ...]
+    in_backward: bool
+    doubts: tuple[str, ...] = ()
+
+
+def probe_random_draws(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    data: Any,
+    resize: Callable[[Any, int], Any],
+) -> RandomDraws:
+    """Find the random draws of a training pass of the model and how samples lie in them.
+
+    Args:
+        model: In training mode. Its buffers and gradients are left as they were.
+        loss: The recipe's loss.
+        data: One micro-batch, on the model's device.
+        resize: (data, n) -> a micro-batch of n samples made from the samples of `data`.
+    """
+    try:
+        two = _record(model, loss, resize(data, 2), backward=True)
+        if not any(two.drew):
+            return RandomDraws((), in_backward=False)
+        three = _record(model, loss, resize(data, 3), backward=False)
+    except Exception:
+        return _unresized(model, loss, data)
+    count = two.forward
+    if three.forward != count:
+        return RandomDraws(
+            (RandomDraw(0),) * count,
+            in_backward=two.again,
+            doubts=("the number of random draws depends on the batch",),
+        )
+    sites, doubts = [], []
+    for number, (a, b) in enumerate(zip(two.shapes[:count], three.shapes[:count], strict=True)):
+        site, doubt = _compare(a, b) if two.drew[number] else (RandomDraw(None, draws=False), "")
+        sites.append(site)
+        if site.dim is not None and two.names[number] in _OF_ALL_SAMPLES:
+            site, doubt = (
+                RandomDraw(None),
+                f"{two.names[number]} mixes the samples of a micro-batch",
+            )
+        if doubt:
+            doubts.append(f"draw {number} of shape {list(a)}: {doubt}")
+    return RandomDraws(tuple(sites), in_backward=two.again, doubts=tuple(doubts))
+
+
+_OF_ALL_SAMPLES = {"randperm"}
+"""Operators whose result for one sample depends on how many there are."""
+
+
+def _unresized(model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any) -> RandomDraws:
+    """For batches that are more than samples along dimension 0, such as graphs: their own size.
+
+    What fails here is no fault of the probe's: the exception is the user's to see.
+    """
+    own = _record(model, loss, data, backward=True)
+    if not any(own.drew):
+        return RandomDraws((), in_backward=False)
+    return RandomDraws(
+        (RandomDraw(0),) * own.forward,
+        in_backward=own.again,
+        doubts=("its batches cannot be cut into samples",),
+    )
+
+
+def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[RandomDraw, str]:
+    """Where samples lie, from the shapes of the same draw with two and with three samples."""
+    if len(two) != len(three):
+        return RandomDraw(None), "its number of dimensions depends on the batch"
+    changed = [dim for dim, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if not changed:
+        return RandomDraw(None), ""
+    dim = changed[0]
+    if len(changed) > 1 or two[dim] % 2 or two[dim] * 3 != three[dim] * 2:
+        return RandomDraw(None), "it cannot be cut into samples"
+    return RandomDraw(dim, two[dim] // 2), ""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the shape of the result of every operator that may draw, and whether it did.
+
+    Attributes:
+        forward: How many there are in the forward pass.
+        again: Backward runs parts of the forward pass again, or may do so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+        self.drew: list[bool] = []
+        self.names: list[str] = []
+        self.forward = 0
+        self.again = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = kwargs or {}
+        if not _may_draw(func, keywords):
+            return func(*args, **keywords)
+        generator = _generator(_device_of(args, keywords))
+        before = generator.get_state()
+        result = func(*args, **keywords)
+        self.shapes.append(tuple(_first_tensor(result).shape))
+        self.drew.append(not torch.equal(before, generator.get_state()))
+        self.names.append(func.__name__.partition(".")[0])
+        return result
+
+
+def _record(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any, *, backward: bool
+) -> _Recorder:
+    """Run a pass, put everything back, and return what was drawn."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    recorder = _Recorder()
+    with _buffers_restored(model), generators_restored(), recorder:
+        value = loss(model, data)
+        recorder.forward = len(recorder.shapes)
+        total, _ = sum_and_count(value, 1)
+        if backward and any(recorder.drew) and total.requires_grad:
+            try:
+                torch.autograd.grad(total, parameters, allow_unused=True)
+            except RuntimeError:  # reentrant activation checkpointing does not allow it
+                recorder.again = True
+            recorder.again |= len(recorder.shapes) > recorder.forward
+    return recorder
+
+
+def count_draws_before(
+    run: Callable[[Callable[[], None]], object], model: nn.Module
+) -> tuple[int, ...]:
+    """How many draws of a forward pass come before each of some moments.
+
+    Args:
+        run: A forward pass; calls its argument at those moments.
+        model: Its buffers are left as they were.
+    """
+    found: list[int] = []
+    recorder = _Recorder()
+    with _buffers_restored(model), generators_restored(), torch.no_grad(), recorder:
+        run(lambda: found.append(len(recorder.shapes)))
+    return tuple(found)
+
+
+@contextmanager
+def _buffers_restored(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the global generators of torch, numpy and random as they were."""
+    state, numpy_state, python_state = (
+        torch.get_rng_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+class LogicalRandomness(TorchDispatchMode):
+    """Draws random numbers by sample while it is active.
+
+    Args:
+        sites: From `probe_random_draws`.
+        positions: For each sample of the micro-batch, its key: position in the epoch.
+        epoch: Part of every sample's key.
+    """
+
+    def __init__(self, sites: RandomDraws, positions: Sequence[int], epoch: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sites = sites
+        self._positions = positions
+        self._epoch = epoch
+        self._met: dict[int, RandomDraw] = {}
+
+    def advance(self, number: int) -> None:
+        """Leave out draws, so that the next one has this number in the whole forward pass."""
+        while len(self._met) < number:
+            self._meet()
+
+    def _meet(self) -> tuple[int, RandomDraw]:
+        """The key and the site of the next draw."""
+        # With the generator named it is no draw of the model's, should this mode be active.
+        number = torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator)
+        token = int(number)
+        site = self._met.get(token)
+        if site is None:
+            place = len(self._met)
+            known = place < len(self._sites.forward)
+            site = self._met[token] = self._sites.forward[place] if known else RandomDraw(0)
+        return token, site
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = kwargs or {}
+        if not _may_draw(func, keywords):
+            return func(*args, **keywords)
+        device = _device_of(args, keywords)
+        token, site = self._meet()
+        if not site.draws:
+            return func(*args, **keywords)
+        generator = _generator(device)
+        state = generator.get_state()
+        try:
+            return self._draw(func, args, keywords, site, token, generator)
+        finally:
+            generator.set_state(state)
+
+    def _draw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        site: RandomDraw,
+        token: int,
+        generator: torch.Generator,
+    ) -> Any:
+        count = len(self._positions)
+        extent = None if site.dim is None else _extent(args, keywords, site.dim)
+        if extent is None or extent != count * site.block:
+            generator.manual_seed(mix_seeds(token) >> 1)
+            return func(*args, **keywords)
+        assert site.dim is not None
+        parts = []
+        for number, position in enumerate(self._positions):
+            generator.manual_seed(mix_seeds(token, self._epoch, position) >> 1)
+            cut = _Cut(site.dim, number * site.block, site.block, extent)
+            parts.append(func(*cut.all(args), **cut.named(keywords)))
+        if func.__name__.partition(".")[0].endswith("_"):
+            return args[0]
+        return _joined(parts, site.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One sample's part of the arguments of a draw."""
+
+    dim: int
+    start: int
+    length: int
+    extent: int
+
+    def all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self.one(arg) for arg in args)
+
+    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self.one(value) for key, value in keywords.items()}
+
+    def one(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.ndim > self.dim and value.shape[self.dim] == self.extent:
+                return value.narrow(self.dim, self.start, self.length)
+        elif _is_size(value) and len(value) > self.dim and value[self.dim] == self.extent:
+            return [*value[: self.dim], self.length, *value[self.dim + 1 :]]
+        return value
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(list(group), dim) for group in zip(*parts, strict=True))
+    return torch.cat(parts, dim=dim)
+
+
+def _may_draw(func: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether an operator may draw from the global generator (one of the user's own is theirs)."""
+    return torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(entry, int) for entry in value)
+
+
+def _extent(args: tuple[Any, ...], keywords: Mapping[str, Any], dim: int) -> int | None:
+    """The length along `dim` of what is drawn: of the first tensor, or of the size asked for."""
+    for value in (*args, *keywords.values()):
+        shape = value.shape if isinstance(value, Tensor) else value if _is_size(value) else None
+        if shape is not None:
+            return int(shape[dim]) if len(shape) > dim else None
+    return None
+
+
+def _first_tensor(result: Any) -> Tensor:
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    assert isinstance(first, Tensor)
+    return first
+
+
+def _device_of(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> torch.device:
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.device(keywords.get("device") or "cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+# Random draws of a model that is cut into stages: every stage draws what the whole model would.
+
+
+class StageRandomness:
+    """Contexts in which stages are carried out.
+
+    Args:
+        sites: Of the whole model.
+        stages: The same model, cut.
+        run_all: Runs all stages once, one after the other.
+        seed: Of the run.
+    """
+
+    def __init__(
+        self, sites: RandomDraws, stages: ModelStages, run_all: Callable[[], object], seed: int
+    ) -> None:
+        self._sites = sites
+        self._seed = seed
+        self._batch: RankBatch | None = None
+        self._modes: dict[tuple[int, int], LogicalRandomness] = {}
+        self._now: LogicalRandomness | None = None
+        self._offsets: tuple[int, ...] = ()
+        if not sites.forward:
+            return
+
+        def run(note: Callable[[], None]) -> None:
+            with ExitStack() as stack:
+                for stage in stages:
+                    stack.enter_context(_before_forward(stage.module, note))
+                run_all()
+
+        self._offsets = count_draws_before(run, stages.model)
+
+    def begin(self, batch: RankBatch) -> None:
+        """A step begins."""
+        self._batch = batch
+        self._modes.clear()
+
+    def around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
+        """The context of one action; see `headway.parallel.PipelineCallbacks`."""
+        if phase == "backward" and not (self._sites.in_backward and self._sites.forward):
+            return nullcontext()
+        assert self._batch is not None
+        if phase != "backward":  # else it finds again what its forward pass has met
+            positions = self._batch.micros[microbatch].positions
+            mode = LogicalRandomness(self._sites, positions, self._batch.start.epoch)
+            self._modes[stage, microbatch] = mode
+        return self._drawing(self._modes[stage, microbatch])
+
+    @contextmanager
+    def _drawing(self, mode: LogicalRandomness) -> Iterator[None]:
+        assert self._batch is not None
+        start = self._batch.start
+        seed_everything(self._seed, start.epoch, start.position)
+        if not self._sites.forward:
+            yield
+            return
+        self._now = mode
+        try:
+            with mode:
+                yield
+        finally:
+            self._now = None
+
+    def entering(self, stage: int) -> None:
+        """A stage begins, in one of these contexts: its first draw has the number that it has."""
+        if self._now is not None:
+            self._now.advance(self._offsets[stage])
+
+
+@contextmanager
+def _before_forward(module: nn.Module, do: Callable[[], None]) -> Iterator[None]:
+    """Do something before a module's forward, however it is called (hooks see `module()` only)."""
+    forward: Callable[..., Any] = module.forward
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        do()
+        return forward(*args, **kwargs)
+
+    module.__dict__["forward"] = both
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]

@@ -1,0 +1,288 @@
+"""The state of a training job under logical names, independent of the plan.
+
+Tensors: `model.<name>` for parameters and persistent buffers, `optimizer.<parameter name>.<key>`
+for the optimiser's tensors, `exchange.<parameter name>/<what>` for residuals of compressors.
+Facts (plain values): the optimiser's groups and scalars, the scheduler, the cursor, the number of
+steps. Random numbers need no state: they follow from (seed, epoch, position). Nothing here knows
+about ranks, so any number of processes can resume; a rank that holds a part of the model saves and
+restores that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.checkpoint.format import Manifest, TensorEntry
+from headway.comm.compress.state import STATE_PREFIX
+from headway.errors import CheckpointError, CheckpointMismatch
+
+Facts = dict[str, Any]
+
+
+class LogicalLayout(Protocol):
+    """Where parameters are held otherwise than they are named and saved."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What the optimiser has, by logical name."""
+
+    def logical(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or something of its shape, in the order of the unsplit model."""
+
+    def held(self, name: str, tensor: Tensor) -> Tensor:
+        """The inverse."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The objects whose state is saved and restored.
+
+    Attributes:
+        away: Parameters and buffers of the model that other ranks hold (stages of a pipeline).
+        layout: Of split layers; None: parameters are held as they are saved.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    away: frozenset[Tensor] = frozenset()
+    layout: LogicalLayout | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Logical name -> the live tensor; tied tensors once, under their first name."""
+        state = _optimizer_tensors(self.optimizer, self.names())
+        if self.layout is not None:
+            state = {name: self.layout.logical(_name(name), t) for name, t in state.items()}
+        return {**model_tensors(self.model, self.away), **state}
+
+    def numbers(self) -> dict[str, dict[str, Tensor]]:
+        """What there is to compare after a step: kind -> logical name -> live tensor.
+
+        Kinds: gradient, parameter, buffer, optimizer.
+        """
+        parameters = self._parameters()
+        state = _optimizer_tensors(self.optimizer, self.names())
+        return {
+            "gradient": {n: p.grad for n, p in parameters.items() if p.grad is not None},
+            "parameter": {n: p.detach() for n, p in parameters.items()},
+            "buffer": dict(self.model.named_buffers()),
+            "optimizer": {n.removeprefix("optimizer."): t for n, t in state.items()},
+        }
+
+    def facts(self) -> Facts:
+        """Everything that is not a tensor, as plain values."""
+        return {
+            "optimizer": _optimizer_facts(self.optimizer, self.names()),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def names(self) -> dict[Tensor, str]:
+        """Parameter -> logical name.
+
+        Raises:
+            CheckpointError: The optimiser holds a parameter that the model does not have.
+        """
+        names: dict[Tensor, str] = {p: name for name, p in self._parameters().items()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise CheckpointError(
+                        f"group {number} of the optimiser holds a parameter of shape "
+                        f"{list(parameter.shape)} that the model does not have",
+                        fix="Register it on the model, so that it has a name.",
+                    )
+        return names
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        found = self.layout.parameters if self.layout else {}
+        return found or dict(self.model.named_parameters())
+
+    def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Where a checkpoint's tensors go: the model's own tensors, new ones for the optimiser.
+
+        Of what other ranks hold nothing is asked for.
+
+        Raises:
+            CheckpointMismatch: Names, shapes or types differ; all differences are listed.
+        """
+        targets = model_tensors(self.model)
+        away = targets.keys() - model_tensors(self.model, self.away).keys()
+        places = {name: parameter for parameter, name in self.names().items()}
+        for name, entry in manifest.tensors.items():
+            if name.startswith(
+                (STATE_PREFIX, "optimizer.")
+            ):  # of compressors; this run may have none
+                targets[name] = self._place(name, entry, places)
+        _compare(targets, manifest)
+        return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
+
+    def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
+        """New memory for a tensor of a checkpoint; a form without memory where it is away."""
+        device = torch.device("cpu")
+        if name.startswith("optimizer."):
+            owner = places[_owner(name, places)]
+            if owner in self.away:
+                device = torch.device("meta")
+            elif isinstance(owner, DTensor) and tuple(entry.shape) == tuple(owner.shape):
+                return torch.empty_like(owner, dtype=getattr(torch, entry.dtype))
+            elif entry.shape:
+                device = owner.device
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return torch.empty(entry.shape, dtype=dtype, device=device)
+
+    def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Take up the optimiser's and the scheduler's state after `tensors` have been filled."""
+        facts = manifest.facts
+        if self.layout is not None:
+            tensors = self._laid_out(self.layout, tensors)
+        if facts.get("optimizer") is not None:
+            away = {name for p, name in self.names().items() if p in self.away}
+            _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors, away)
+        if self.scheduler is not None and facts.get("scheduler") is not None:
+            self.scheduler.load_state_dict(facts["scheduler"])
+
+    def _laid_out(self, layout: LogicalLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What has been read, as it is held; parameters are filled."""
+        for name, parameter in layout.parameters.items():
+            if parameter in self.away:
+                continue
+            with torch.no_grad():
+                parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
+        return {
+            name: layout.held(_name(name), tensor) if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
+            if name.startswith("optimizer.")
+        }
+
+
+def _name(name: str) -> str:
+    """Of the parameter to which a state of the optimiser belongs."""
+    return name.removeprefix("optimizer.").rpartition(".")[0]
+
+
+def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str, Tensor]:
+    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once.
+
+    Args:
+        model: The whole model.
+        away: Tensors of it that are left out.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"model.{name} is a {type(value).__name__}, not a tensor",
+                fix="Keep extra state of modules in buffers.",
+            )
+        if id(value) not in seen and value not in away:
+            seen.add(id(value))
+            found[f"model.{name}"] = value.detach()
+    return found
+
+
+def _optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    return {
+        f"optimizer.{names[parameter]}.{key}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _optimizer_facts(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Facts:
+    groups = [
+        {
+            "names": [names[p] for p in group["params"]],
+            "values": {key: _plain(value) for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    scalars = {
+        names[p]: {k: v for k, v in optimizer.state[p].items() if not isinstance(v, Tensor)}
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in optimizer.state
+    }
+    return {
+        "groups": groups,
+        "scalars": {name: values for name, values in scalars.items() if values},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A tensor learning rate as a number; everything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _owner(name: str, places: Mapping[str, Tensor]) -> str:
+    """The parameter to which an optimiser tensor belongs; parameter names contain dots."""
+    owner = name.removeprefix("optimizer.").rpartition(".")[0]
+    if owner not in places:
+        raise CheckpointMismatch(
+            f"the checkpoint has optimiser state for {owner}, which the model does not have",
+            fix="Resume with the model that was saved, or start from its weights only.",
+        )
+    return owner
+
+
+def _compare(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
+    problems = [f"missing in the checkpoint: {n}" for n in targets if n not in manifest.tensors]
+    for name, entry in manifest.tensors.items():
+        target = targets.get(name)
+        if target is None:
+            problems.append(f"unknown to the model: {name}")
+        elif list(target.shape) != list(entry.shape):
+            problems.append(f"{name}: saved {list(entry.shape)}, here {list(target.shape)}")
+        elif str(target.dtype) != f"torch.{entry.dtype}":
+            problems.append(f"{name}: saved {entry.dtype}, here {target.dtype}")
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise CheckpointMismatch(
+            f"checkpoint of step {manifest.step} is of another model",
+            why="\n  ".join([*problems[:8], *more]),
+            fix="Resume with the recipe that was saved, or use a new run directory.",
+        )
+
+
+def _restore_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    facts: Facts,
+    tensors: Mapping[str, Tensor],
+    away: Set[str],
+) -> None:
+    """Rebuild what `Optimizer.load_state_dict` wants: state by position instead of by name."""
+    live = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    saved = [list(group["names"]) for group in facts["groups"]]
+    if live != saved:
+        raise CheckpointMismatch(
+            "the optimiser groups the parameters differently than the saved one",
+            why=f"Saved groups of {[len(g) for g in saved]} parameters, here "
+            f"{[len(g) for g in live]}.",
+            fix="Resume with the optimiser that was saved.",
+        )
+    order = [name for group in live for name in group]
+    found: dict[str, dict[str, Any]] = {
+        name: {} if name in away else dict(facts["scalars"].get(name, {})) for name in order
+    }
+    for full, tensor in tensors.items():
+        owner, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and owner in found:
+            found[owner][key] = tensor
+    state = {number: found[name] for number, name in enumerate(order) if found[name]}
+    positions = iter(range(len(order)))
+    groups = [
+        {**group["values"], "params": [next(positions) for _ in group["names"]]}
+        for group in facts["groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,73 @@
+"""`TrainJob` and `TrainingOutcome`: what a training run is asked to do, and how it ended.
+
+Plain data that crosses process borders; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.collective.all_reduce.algorithm import AllReduceOptions
+from headway.plan import Plan
+from headway.plan.exchange import AllReduceName
+from headway.run.distributed.launch_env import LaunchEnv
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What `train` is asked to do; the same on every rank, and safe to send to a process.
+
+    Attributes:
+        recipe: Path of a recipe.toml, "module:function", or a bundled workload.
+        overrides: "key=value" changes to the recipe.
+        directory: The run directory; all ranks must see it.
+        plan: A plan file; None: data parallelism over all ranks.
+        find: Called on every rank instead, in the world that has been joined: the plan, the same
+            on all ranks, or None.
+        collective: Put into the plan's exchange, with `carrier`; None: the plan's own.
+        carrier: See `Exchange.carrier`.
+        resume: Go on from the newest sound checkpoint of the directory.
+        device: "cpu", "cuda" or "auto".
+        timeout_seconds: Longest wait for another rank.
+        patience_seconds: Of which nothing is heard for so long, that rank is lost.
+        trace_every: Steps between detailed timelines; the first steps are always traced.
+        before_step: Called on every rank before each step with the place and the step's number,
+            from 1: `launch.faults` makes things break there. None: nothing.
+    """
+
+    recipe: str
+    directory: Path
+    overrides: tuple[str, ...] = ()
+    plan: Path | None = None
+    find: Callable[[World], Plan | None] | None = None
+    collective: AllReduceName | None = None
+    carrier: AllReduceOptions | None = None
+    resume: bool = False
+    device: str = "auto"
+    timeout_seconds: float = 300.0
+    patience_seconds: float = 5.0
+    trace_every: int = 50
+    before_step: Callable[[LaunchEnv, int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOutcome:
+    """How a rank's training ended; the same on every rank.
+
+    Attributes:
+        steps: Optimiser steps done since the beginning of the run.
+        loss: Of the last step.
+        validation: Of the last validation; None where the recipe has no validation data.
+        stopped_by: The signal that stopped the run, or None when it is complete.
+    """
+
+    steps: int
+    loss: float
+    validation: float | None
+    stopped_by: str | None

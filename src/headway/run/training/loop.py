@@ -1,0 +1,443 @@
+"""The training loop of one rank: build, resume, train, validate, save, stop.
+
+Every rank runs the same lines; what only rank 0 does (the events of the run, the showcase) goes
+through its `Journal`. A restart is a start that finds a checkpoint.
+
+`CheckpointInventory`: in a pipeline each rank has a part of the checkpoint. Ranks agree on who has
+what by one exchange on the default group, from the main thread; the side group belongs to the
+checkpoint that is being written. Names and shapes are sent again only when they change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter, time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headway.checkpoint.format import Manifest
+from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
+from headway.checkpoint.staging import specs_of
+from headway.checkpoint.store import CheckpointStore
+from headway.data import CachedSource, Cursor, Loader, RankBatch, as_source
+from headway.errors import CheckpointError, CheckpointMismatch, UsageError
+from headway.plan import BatchSplit, explain, with_collective
+from headway.run.distributed.stop_request import StopRequest
+from headway.run.distributed.world import World, translate_exception
+from headway.run.executor import Executor
+from headway.run.recipe.batch_units import stop_steps
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.user_code import describe_recipe
+from headway.run.step.batch import NO_SHOWCASE, first_readers, rank_source, reads_sample_parts
+from headway.run.step.components import to_float64
+from headway.run.step.defaults import recipe_plan
+from headway.run.step.memory import keep_freed_memory
+from headway.run.step.randomness import generators_restored, seed_everything
+from headway.run.strategy.training_state import Facts, TrainingState
+from headway.run.training.job import TrainingOutcome, TrainJob
+from headway.run.training.journal import Journal
+from headway.run.training.run_directory import RunDirectory, describe_environment
+
+
+class CheckpointInventory:
+    """Keeps what the ranks have told each other.
+
+    Args:
+        world: The processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._told: dict[str, HeldTensorSpec] = {}
+        self._known: list[dict[str, HeldTensorSpec]] = [{}] * world.ranks
+
+    def agree(self, tensors: Mapping[str, Tensor], facts: Facts) -> tuple[Holdings, Facts]:
+        """Who has which tensors, and the facts of all ranks together; collective.
+
+        Args:
+            tensors: What this rank has, by logical name.
+            facts: As `TrainingState.facts` gives them on this rank.
+        """
+        own = specs_of(tensors)
+        news = own if own != self._told else None
+        self._told = own
+        found: list[Any] = [None] * self._world.ranks
+        with self._world.explained("agreeing on a checkpoint"):
+            dist.all_gather_object(found, (news, facts["optimizer"]["scalars"]))
+        self._known = [
+            known if specs is None else specs
+            for known, (specs, _) in zip(self._known, found, strict=True)
+        ]
+        scalars = {name: values for _, told in found for name, values in told.items()}
+        optimizer = {**facts["optimizer"], "scalars": dict(sorted(scalars.items()))}
+        return Holdings.of(self._known), {**facts, "optimizer": optimizer}
+
+
+# The training loop of one rank: build, resume, train, validate, save, stop in order.
+
+
+_INIT = 0x494E4954
+"""Keeps the numbers that initialise a model apart from those of its steps."""
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """The step that is being worked on, for messages."""
+
+    current: int = 0
+
+
+def build_model(recipe: Recipe) -> torch.nn.Module:
+    """The model with the initial parameters that every rank and every plan starts from."""
+    seed_everything(recipe.seed, _INIT)
+    return recipe.model().train()
+
+
+class Training:
+    """The training of one rank; `run` is its whole life."""
+
+    def __init__(
+        self, job: TrainJob, world: World, stop: StopRequest, counter: StepCounter, stack: ExitStack
+    ) -> None:
+        self._job = job
+        self._world = world
+        self._stop = stop
+        self._counter = counter
+        self._stack = stack
+        self._directory = RunDirectory(job.directory)
+        self._validation: float | None = None
+
+    def run(self) -> TrainingOutcome:
+        """Everything from the recipe to the last checkpoint."""
+        self.prepare()
+        with self._journal.warnings():
+            total = self.begin()
+            stopped_by = self._train(total)
+            return self._finish(stopped_by)
+
+    def prepare(self) -> None:
+        """Recipe, plan, and the run directory."""
+        self._recipe = load_recipe(self._job.recipe, self._job.overrides)
+        job, world = self._job, self._world
+        given = job.find(world) if job.find is not None else job.plan
+        self._plan = recipe_plan(self._recipe, given, world.ranks)
+        if job.collective is not None:
+            self._plan = with_collective(self._plan, job.collective, job.carrier)
+        self._open()
+
+    def begin(self) -> int:
+        """Build everything, take up a checkpoint if there is one; returns the steps of the run."""
+        self._build()
+        self._cut()
+        cursor = self._restore()
+        total = stop_steps(self._recipe, len(self._data))
+        self._announce(total)
+        loader = self._executor.loader(
+            self._data,
+            cursor=cursor,
+            epochs=None,
+            workers=self._recipe.workers,
+            drop_last=self._recipe.drop_last,
+        )
+        self._stack.enter_context(loader)
+        self._batches = iter(loader)
+        return total
+
+    # -- before the first step ---------------------------------------------------------------
+
+    def _open(self) -> None:
+        """The run directory: rank 0 writes what is run, everybody opens the journal."""
+        job, world = self._job, self._world
+        if world.rank == 0 and (world.place.attempt == 0 or job.resume):
+            self._directory.check_free(resume=job.resume)
+            self._directory.describe(
+                describe_recipe(self._recipe, job.recipe),
+                self._plan,
+                describe_environment(
+                    torch_version=torch.__version__,
+                    device=str(world.device),
+                    backend=world.backend,
+                    cores=os.cpu_count() or 1,
+                ),
+            )
+        world.barrier("opening the run directory")
+        if not self._directory.recipe_file.exists():
+            raise UsageError(
+                "the ranks do not see the same run directory",
+                where=f"rank {world.rank}, {self._directory.path.absolute()}",
+                fix="Give a --directory on a file system that all machines share.",
+            )
+        self._journal = Journal(
+            self._directory, world, trace_every=job.trace_every, stack=self._stack
+        )
+
+    def _build(self) -> None:
+        recipe = self._recipe
+        keep_freed_memory()
+        model = build_model(recipe).to(self._world.device)
+        if self._plan.memory.precision == "float64":
+            to_float64(model)
+        optimizer = recipe.optimizer(model)
+        scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+        self._data = as_source(recipe.data())
+        self._trained = TrainingState(model, optimizer, scheduler)
+        self._executor = Executor(
+            model,
+            optimizer,
+            loss=recipe.loss,
+            plan=self._plan,
+            scheduler=scheduler,
+            clip=recipe.clip,
+            seed=recipe.seed,
+            world=self._world,
+        )
+        self._store = CheckpointStore(
+            self._directory.checkpoints,
+            rank=self._world.rank,
+            ranks=self._world.ranks,
+            group=self._world.side_group,
+            keep=recipe.checkpoint_keep,
+        )
+        # After an error the peers of a save that is under way may never answer.
+        self._stack.push(lambda kind, *_: self._store.close(wait=kind is None))
+        if self._plan.ranks > 1 or self._plan.batch.microbatch:
+            self._warn_of_batch_norm(model)
+
+    def _cut(self) -> None:
+        """Each rank keeps its stages or parts of layers, before a checkpoint is read."""
+        self._inventory: CheckpointInventory | None = None
+        if self._plan.split.tensor or (self._plan.memory.zero and self._plan.ranks > 1):
+            self._inventory = CheckpointInventory(self._world)
+        if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
+            return
+        self._world.doing("cuts the model")
+        first: RankBatch | None = None
+        if self._world.rank in first_readers(self._data, self._plan):
+            options: dict[str, Any] = {"epochs": 1, "drop_last": self._recipe.drop_last}
+            with self._executor.loader(self._data, alone=True, **options) as loader:
+                first = next(iter(loader))
+        self._executor.cut(first)
+        gradients = self._executor.gradients
+        self._trained = replace(self._trained, away=gradients.away, layout=gradients.layout)
+        self._inventory = CheckpointInventory(self._world)
+
+    def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
+        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        if names:
+            self._journal.event(
+                "warning",
+                text=f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: batch "
+                "normalisation sees one micro-batch at a time, so this run is not exactly the "
+                "serial one; GroupNorm or LayerNorm would be",
+            )
+
+    def _restore(self) -> Cursor:
+        """Where to begin: the newest sound checkpoint, or the beginning."""
+        beginning = Cursor(seed=self._recipe.seed)
+        if not self._job.resume and self._world.place.attempt == 0:
+            return beginning
+        destinations: dict[str, torch.Tensor] = {}
+
+        def prepare(manifest: Manifest) -> dict[str, torch.Tensor]:
+            destinations.update(self._trained.destinations(manifest))
+            return destinations
+
+        with self._storing():
+            manifest = self._store.restore(prepare)
+        if manifest is None:
+            return beginning
+        # A checkpoint made from weights alone has no cursor: training begins with them.
+        cursor = Cursor.from_dict(manifest.facts.get("cursor", beginning.to_dict()))
+        if cursor.seed != self._recipe.seed:
+            raise CheckpointMismatch(
+                f"the checkpoint was made with seed {cursor.seed}, the recipe has "
+                f"{self._recipe.seed}",
+                why="Samples would be seen twice or never, because the seed decides their order.",
+                fix=f"Set seed = {cursor.seed}, or use a new run directory.",
+            )
+        self._trained.apply(manifest, destinations)
+        self._executor.gradients.take_up(destinations)
+        self._executor.steps_done = manifest.step
+        self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
+        return cursor
+
+    def _announce(self, total: int) -> None:
+        tokens = self._recipe.tokens_per_sample
+        expected = self._plan.prediction
+        self._journal.event(
+            "start",
+            step=self._executor.steps_done,
+            steps=total,
+            ranks=self._world.ranks,
+            batch=self._plan.batch.equation(
+                self._plan.data_degree, tokens, pipe=self._plan.pipe_degree
+            ),
+            plan=explain(self._plan, tokens),
+            predicted=None if expected is None else asdict(expected),
+        )
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def _train(self, total: int) -> str | None:
+        """Step until the recipe's end or a signal; returns the signal's name."""
+        run, recipe = self._executor, self._recipe
+        first = run.steps_done + 1
+        while run.steps_done < total:
+            self._counter.current = run.steps_done + 1
+            if self._job.before_step is not None:
+                self._job.before_step(self._world.place, self._counter.current)
+            with self._storing():
+                self._store.check()
+            self.step()
+            if run.steps_done == first:
+                tensors, _, holdings = self._contents()
+                self._store.reserve(tensors, holdings)
+            stopping, last = run.record.votes > 0, run.steps_done == total
+            if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
+                self._save()
+            if stopping:
+                return self._stop.requested or "another rank"
+            if last or _due(recipe.validate_every, run.steps_done):
+                self._validate()
+        return None
+
+    def step(self) -> None:
+        """One optimiser step, and its entry in the journal."""
+        run = self._executor
+        start = perf_counter()
+        self._world.doing("data of step %d", run.steps_done + 1)
+        batch = next(self._batches)
+        waited = perf_counter() - start
+        self._world.doing("computes step %d", run.steps_done + 1)
+        run.wants_stop = self._stop.requested is not None
+        run.step(batch)
+        self._after = batch.after
+        self._remark()
+        self._journal.step(
+            run.steps_done,
+            batch,
+            run.record,
+            seconds=perf_counter() - start,
+            waited=waited,
+            lr=float(self._trained.optimizer.param_groups[0]["lr"]),
+        )
+
+    def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
+        """What this rank has for a checkpoint, the facts, and who has what; collective."""
+        tensors = {**self._trained.tensors(), **self._executor.gradients.tensors()}
+        facts = self._trained.facts()
+        if self._inventory is None:
+            return tensors, facts, None
+        holdings, facts = self._inventory.agree(tensors, facts)
+        return tensors, facts, holdings
+
+    def _remark(self) -> None:
+        """What the exchange says of itself, into the journal."""
+        remarks = self._executor.gradients.remarks
+        while remarks:
+            self._journal.event("note", step=self._executor.steps_done, text=remarks.pop(0))
+
+    def _save(self) -> None:
+        step = self._executor.steps_done
+        self._executor.flush()
+        self._world.doing("the checkpoint of step %d", step)
+        self._executor.gradients.share_buffers()
+        start = time()
+        with self._storing():
+            tensors, facts, holdings = self._contents()
+            facts["cursor"] = self._after.to_dict()
+            receipt = self._store.save(step, tensors, facts, holdings)
+        self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
+        self._journal.event(
+            "checkpoint", step=step, bytes=receipt.bytes, held_seconds=receipt.held_seconds
+        )
+
+    def _validate(self) -> None:
+        recipe, plan = self._recipe, self._plan
+        if recipe.validation is None:
+            return
+        start = perf_counter()
+        self._world.doing("the validation after step %d", self._executor.steps_done)
+        source = rank_source(recipe.validation(), plan, self._world.rank)
+        samples = min(len(source), recipe.validation_samples or len(source))
+        batch = BatchSplit(
+            samples=min(samples, plan.batch.samples),
+            microbatch=plan.batch.largest(plan.data_degree),
+        ).shared_as(plan.batch, plan.data_degree)
+        with Loader(
+            source,
+            batch,
+            rank=plan.data_rank(self._world.rank),
+            ranks=plan.data_degree,
+            cursor=Cursor(seed=recipe.seed),
+            shuffle=False,
+            epochs=1,
+            limit=samples,
+        ) as loader:
+            self._validation, seen = self._executor.evaluate(loader)
+        self._journal.event(
+            "validation",
+            step=self._executor.steps_done,
+            loss=self._validation,
+            samples=seen,
+            seconds=perf_counter() - start,
+        )
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """A checkpoint that fails because a peer has died is not the cause of the trouble."""
+        try:
+            yield
+        except (CheckpointError, RuntimeError) as error:
+            cause = error if isinstance(error, RuntimeError) else error.__cause__
+            if isinstance(cause, RuntimeError):
+                lost = translate_exception(cause, self._world, "a checkpoint")
+                if lost is not None:
+                    raise lost from error
+            raise
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _finish(self, stopped_by: str | None) -> TrainingOutcome:
+        run, showcase = self._executor, self._recipe.showcase
+        self._world.doing("the end of the run after step %d", run.steps_done)
+        self._executor.flush()
+        with self._storing():
+            self._store.wait()
+        if stopped_by is None and showcase is not None:
+            with run.whole() as model:
+                self._show(model)
+        if isinstance(self._data, CachedSource):
+            self._journal.event(
+                "data_cache", step=run.steps_done, **self._data.statistics().to_dict()
+            )
+        self._journal.event("stop", step=run.steps_done, reason=stopped_by or "complete")
+        self._world.barrier("the end of the run")
+        return TrainingOutcome(
+            steps=run.steps_done,
+            loss=run.record.loss,
+            validation=self._validation,
+            stopped_by=stopped_by,
+        )
+
+    def _show(self, model: torch.nn.Module) -> None:
+        """What the recipe wants to show of a trained model; on rank 0."""
+        assert self._recipe.showcase is not None
+        if self._journal.is_first:
+            model.eval()
+            with torch.no_grad(), generators_restored():
+                left_out = reads_sample_parts(self._data, self._plan)
+                text = NO_SHOWCASE if left_out else self._recipe.showcase(model)
+            self._journal.event("showcase", step=self._executor.steps_done, text=text)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,151 @@
+"""The run directory: files of a run that people can read, and its event log.
+
+A directory holds one run. Events are JSON lines that the report and the progress display read; each
+line is handed to the kernel when `EventLog.write` returns. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import time
+from types import TracebackType
+from typing import Any
+
+from headway.errors import RunDirectoryTaken, RunError
+from headway.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run, and the rule that a directory holds one run only."""
+
+    path: Path
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rank_file(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank-{rank:05d}.jsonl"
+
+    def check_free(self, *, resume: bool) -> None:
+        """Refuse a directory that already holds a run, unless that run is to go on.
+
+        Raises:
+            RunDirectoryTaken: With the two ways out.
+        """
+        if self.recipe_file.exists() and not resume:
+            raise RunDirectoryTaken(
+                "already holds a run",
+                where=str(self.path),
+                fix="Go on with it by --resume, or choose another --directory.",
+            )
+
+    def describe(
+        self, recipe: Mapping[str, str], plan: Plan, environment: Mapping[str, object]
+    ) -> None:
+        """Write what is run, how it is split and where (rank 0 only)."""
+        for folder in (self.path, self.path / "ranks", self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        plan.save(self.plan_file)
+        _write_json(self.environment_file, environment)
+        _write_json(self.recipe_file, recipe)
+
+
+def describe_environment(
+    *, torch_version: str, device: str, backend: str, cores: int
+) -> dict[str, object]:
+    """The machine and the versions, for environment.json."""
+    from headway import __version__
+
+    return {
+        "headway": __version__,
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": cores,
+        "device": device,
+        "backend": backend,
+        "host": platform.node(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# Events of a run as JSON lines: what the report, the progress display and people read.
+
+
+class EventLog:
+    """Appends one JSON object per line; each line is on its way to the disk when `write` returns.
+
+    A file that a killed process left with half a last line is closed off first, so that the next
+    line stands alone.
+    """
+
+    def __init__(self, path: Path, *, attempt: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._attempt = attempt
+        self._file = path.open("ab+")
+        if self._file.tell() and not _ends_with_newline(path):
+            self._file.write(b"\n")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append {"event": event, "attempt": ..., "time": now, **values}.
+
+        Raises:
+            RunError: The disk is full or gone.
+        """
+        row = {"event": event, "attempt": self._attempt, "time": time(), **values}
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self._file.name}: {error.strerror}",
+                fix="Free space on this disk, then go on with --resume.",
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

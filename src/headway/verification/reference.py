@@ -1,0 +1,282 @@
+"""Reference runs in one process: the serial loop, and delayed updates of a pipeline.
+
+Written without the executor on purpose. The serial loop is that of any tutorial: model, loss,
+backward, clip, step. All that it shares with the split run is the meaning of a random number.
+
+For schedules without a flush the same table is carried out micro-batch by micro-batch on the whole
+model: each stage has the weights of the version that the table names, a STEP applies the mean
+gradient of its group to the newest version. The split run must equal it to 1e-12. Sources:
+PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2021).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.data import Loader, MicroBatch, RankBatch, as_source
+from headway.parallel import ModelStages
+from headway.plan import BatchSplit
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.recipe.batch_units import resolve_batch
+from headway.run.recipe.recipe import Recipe
+from headway.run.step.batch import resize_batch, to_device
+from headway.run.step.components import sum_and_count, to_float64
+from headway.run.step.defaults import recipe_plan
+from headway.run.step.randomness import (
+    LogicalRandomness,
+    RandomDraws,
+    probe_random_draws,
+    seed_everything,
+)
+from headway.run.strategy.training_state import TrainingState
+from headway.run.training.loop import build_model
+from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
+from headway.schedule.update_groups import update_groups
+from headway.verification.recording import Recorder, VerifyJob, build_training_state
+
+
+def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:
+    """Run the recipe serially in float64 and save the recording to `target`.
+
+    Args:
+        _: Alone.
+        job: What to record.
+        target: The recording.
+        ranks: None: every global batch goes through the model in one piece. A number: it goes
+            through in the micro-batches that the plan has for so many ranks, one after the other,
+            for models whose modules see a batch as a whole (batch normalisation).
+    """
+    recipe = job.load()
+    trained = build_training_state(recipe, to_float64(build_model(recipe)))
+    recorder = Recorder(trained)
+    sites: RandomDraws | None = None
+    shares_of_steps = recorded_steps(recipe, job, *_shares(recipe, job, ranks))
+    for step, shares in enumerate(shares_of_steps, 1):
+        micros = [micro for share in shares for micro in share.micros]
+        sites = sites or probe_random_draws(
+            trained.model, recipe.loss, loss_inputs(micros[0]), resize_batch
+        )
+        loss = _step(recipe, trained, micros, shares[0], sites)
+        recorder.take(step, loss, trained.numbers())
+    recorder.recording().save(target)
+
+
+def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSplit, int]:
+    """How a global batch is cut into micro-batches, and over how many copies."""
+    if ranks is None:
+        return BatchSplit(samples=resolve_batch(recipe)), 1
+    plan = recipe_plan(recipe, job.plan, ranks)
+    return plan.batch, plan.data_degree
+
+
+def _step(
+    recipe: Recipe,
+    trained: TrainingState,
+    micros: list[MicroBatch],
+    batch: RankBatch,
+    sites: RandomDraws,
+) -> float:
+    """One step; returns the loss."""
+    model, start = trained.model, batch.start
+    model.zero_grad()  # not the optimiser's alone: all gradients are of this step
+    sums, counts = 0.0, 0.0
+    for micro in micros:
+        seed_everything(recipe.seed, start.epoch, start.position)
+        with LogicalRandomness(sites, micro.positions, start.epoch):
+            total, count = sum_and_count(
+                recipe.loss(model, loss_inputs(micro)), len(micro.positions)
+            )
+            (total / batch.samples).backward()
+        sums, counts = sums + float(total.detach()), counts + float(count)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(batch.samples / counts)
+    if recipe.clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+    trained.optimizer.step()
+    if trained.scheduler is not None:
+        trained.scheduler.step()
+    return sums / counts
+
+
+def recorded_steps(
+    recipe: Recipe, job: VerifyJob, split: BatchSplit, copies: int
+) -> Iterator[tuple[RankBatch, ...]]:
+    """The batches of every copy, for each step that is recorded."""
+    source = as_source(recipe.data())
+    cursor = job.start(recipe, len(source))
+    options: dict[str, Any] = {"cursor": cursor, "drop_last": recipe.drop_last}
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(Loader(source, split, rank=copy, ranks=copies, **options))
+            for copy in range(copies)
+        ]
+        yield from islice(zip(*loaders, strict=True), job.steps)
+
+
+def loss_inputs(micro: MicroBatch) -> object:
+    """What a loss gets, in float64."""
+    return to_device(micro.data, torch.device("cpu"), torch.float64)
+
+
+# The law of schedules without a flush: delayed updates, emulated by one process.
+
+
+Weights = dict[str, Tensor]
+
+
+def cut_file(target: Path) -> Path:
+    """Where the cut of an inexact pipeline is written beside a recording."""
+    return target.with_suffix(".cut.json")
+
+
+def save_cut(stages: ModelStages, target: Path) -> None:
+    """For each stage the names of its parameters."""
+    names = [list(stage.parameters) for stage in stages]
+    cut_file(target).write_text(json.dumps(names), encoding="utf-8")
+
+
+def record_delayed(
+    _: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int, stages: Sequence[Sequence[str]]
+) -> None:
+    """Run the recipe by its plan's table in one process, in float64; save the recording.
+
+    Args:
+        _: Alone.
+        job: As of the split run.
+        target: The recording.
+        ranks: Of the split run.
+        stages: For each stage the names of its parameters.
+    """
+    recipe = job.load()
+    plan = recipe_plan(recipe, job.plan, ranks)
+    trained = build_training_state(recipe, to_float64(build_model(recipe)))
+    recorder = Recorder(trained)
+    sites: RandomDraws | None = None
+    for step, batches in enumerate(recorded_steps(recipe, job, plan.batch, plan.data_degree), 1):
+        first = batches[0].micros[0]
+        sites = sites or probe_random_draws(
+            trained.model, recipe.loss, loss_inputs(first), resize_batch
+        )
+        table = plan.pipeline.make(plan.pipe_degree, len(batches[0].micros))
+        loss = _Step(recipe, trained, table, stages, sites).run(batches)
+        if trained.scheduler is not None:
+            trained.scheduler.step()
+        recorder.take(step, loss, trained.numbers())
+    recorder.recording().save(target)
+
+
+class _Step:
+    """One step of the recipe."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        trained: TrainingState,
+        table: PipelineSchedule,
+        stages: Sequence[Sequence[str]],
+        sites: RandomDraws,
+    ) -> None:
+        self._recipe, self._trained, self._sites = recipe, trained, sites
+        self._all = dict(trained.model.named_parameters())
+        self._stages = stages
+        self._groups = [update_groups(table, stage) for stage in range(len(stages))]
+        self._versions = [
+            {
+                action.microbatch: action.version
+                for _, action in table.actions()
+                if action.kind == ActionKind.FORWARD and action.stage == stage
+            }
+            for stage in range(len(stages))
+        ]
+        self._history: list[list[Weights]] = [[self._read(stage)] for stage in range(len(stages))]
+        self._gradients: dict[int, Weights] = {}
+        self._counts: dict[int, float] = {}
+
+    def run(self, batches: Sequence[RankBatch]) -> float:
+        """All updates of the step; returns the mean loss."""
+        pending = list(range(len(batches[0].micros)))
+        total = 0.0
+        while pending:
+            ready = [m for m in pending if self._is_ready(m)]
+            assert ready, "a version that no group can make"
+            pending.remove(ready[0])
+            total += self._compute(ready[0], batches)
+            for stage in range(len(self._stages)):
+                self._step(stage)
+        self._show()
+        return total / sum(self._counts.values())
+
+    def _is_ready(self, microbatch: int) -> bool:
+        return all(
+            versions[microbatch] < len(history)
+            for versions, history in zip(self._versions, self._history, strict=True)
+        )
+
+    def _compute(self, microbatch: int, batches: Sequence[RankBatch]) -> float:
+        """The gradients of a micro-batch of all copies, at the weights that it is to see."""
+        for stage, history in enumerate(self._history):
+            self._write(history[self._versions[stage][microbatch]])
+        self._trained.model.zero_grad()
+        loss, counted = 0.0, 0.0
+        for batch in batches:
+            micro, start = batch.micros[microbatch], batch.start
+            seed_everything(self._recipe.seed, start.epoch, start.position)
+            with LogicalRandomness(self._sites, micro.positions, start.epoch):
+                value = self._recipe.loss(self._trained.model, loss_inputs(micro))
+                total, count = sum_and_count(value, len(micro.positions))
+                total.backward()
+            loss, counted = loss + float(total.detach()), counted + float(count)
+        found = {name: p.grad for name, p in self._all.items() if p.grad is not None}
+        self._gradients[microbatch], self._counts[microbatch] = found, counted
+        self._trained.model.zero_grad()
+        return loss
+
+    def _step(self, stage: int) -> None:
+        """All updates of a stage for which the gradients are there."""
+        history = self._history[stage]
+        while len(history) <= len(self._groups[stage]):
+            group = self._groups[stage][len(history) - 1]
+            if not all(m in self._gradients for m in group):
+                return
+            self._write(history[-1])
+            for name, gradient in self._mean(stage, group).items():
+                self._all[name].grad = gradient
+            self._trained.optimizer.step()
+            self._trained.model.zero_grad()
+            history.append(self._read(stage))
+
+    def _mean(self, stage: int, group: Sequence[int]) -> Weights:
+        count = sum(self._counts[m] for m in group) or 1.0
+        found: Weights = {}
+        for m in group:
+            for name in self._stages[stage]:
+                gradient = self._gradients[m].get(name)
+                if gradient is not None:
+                    so_far = found.get(name)
+                    part = gradient.to_dense() / count if gradient.is_sparse else gradient / count
+                    found[name] = part if so_far is None else so_far + part
+        return found
+
+    def _show(self) -> None:
+        """The newest weights, and the gradients of the last update of each stage."""
+        for stage, history in enumerate(self._history):
+            self._write(history[-1])
+            for name, gradient in self._mean(stage, self._groups[stage][-1]).items():
+                self._all[name].grad = gradient
+
+    def _read(self, stage: int) -> Weights:
+        return {name: self._all[name].detach().clone() for name in self._stages[stage]}
+
+    def _write(self, weights: Weights) -> None:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                self._all[name].copy_(weight)
