@@ -222,7 +222,6 @@ def find_line(text: str, path: Sequence[str]) -> int | None:
     """The line (from 1) of a key in TOML or JSON text, or of the nearest table around it.
 
     Args:
-        text: The document.
         path: The dotted key in parts; the parts of a list are "0", "1", ...
     """
     return _locate(key_lines(text), path)

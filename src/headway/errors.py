@@ -32,7 +32,6 @@ class HeadwayError(Exception):
     """Base of all errors that headway raises for its users.
 
     Args:
-        what: One sentence: what is wrong.
         where: File and line, plan node, or rank and step.
         why: The reason, with the numbers.
         fix: What the user can do now.

@@ -32,7 +32,6 @@ class Span:
     """One piece of work.
 
     Attributes:
-        rank: Who did it.
         lane: What was occupied: one of LANES.
         kind: What was done: one of KINDS. "wait" on the compute lane is exposed communication;
             "queued" on the exchange lane: ready to leave, and not on its way yet.
@@ -128,9 +127,6 @@ def tracks(spans: Sequence[Span]) -> list[int]:
     """A row for each span of one lane: in a row nothing overlaps, unless it lies within.
 
     What goes on with the same subject (its label) stays in its row.
-
-    Args:
-        spans: In order of their start.
     """
     rows: list[list[Span]] = []
     chosen = []

@@ -51,9 +51,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], pretence: FakeContext) ->
     """Follow `module(*example)`.
 
     Args:
-        module: Of stand-ins.
         example: Positional arguments, of stand-ins.
-        pretence: Theirs.
 
     Raises:
         Exception: What torch.export raised, if neither way succeeds.

@@ -44,9 +44,7 @@ class BlockStack:
     """A stack.
 
     Attributes:
-        holder: What holds the blocks.
         stack: Its path, and which of its children they are.
-        blocks: They themselves.
     """
 
     holder: nn.Module
@@ -175,9 +173,7 @@ class BlockPeriod:
     """A block's call, and the calls behind it up to the next block.
 
     Attributes:
-        enter: State and arguments.
         inside: Calls in it, if it was carried out.
-        leave: Results.
         behind: Calls up to the next block.
     """
 
@@ -191,9 +187,7 @@ class ForwardWalk(TorchFunctionMode):
     """One run.
 
     Args:
-        stacks: The blocks of each stack.
         homes: Of what the model holds and is given, by identity.
-        pretence: The world of the stand-ins.
     """
 
     def __init__(
@@ -477,9 +471,6 @@ def capture_by_blocks(
 
     Args:
         model: The user's.
-        example: Its data.
-        called_with: Makes what is traced.
-        trace: Makes the graph of that.
     """
     try:
         stacks = find_stacks(model)

@@ -53,7 +53,6 @@ class FakeContext:
         """A deep copy in which every tensor is a stand-in; tied ones stay tied.
 
         Args:
-            real: The model.
             spared: Modules in it that are not carried out: their copies hold the same tensors.
 
         Raises:

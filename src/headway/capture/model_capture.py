@@ -47,7 +47,6 @@ def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> Mode
     one. It is captured in its mode (training or not) and stays as it is.
 
     Args:
-        model: Any module.
         example: What `loss` gets as its data; without a loss, the arguments of the model: a tensor,
             a tuple, or a table of keywords. Only shapes and types matter.
         loss: `loss(model, data)`; may return a tuple (sum, count).

@@ -59,9 +59,7 @@ class FootprintCache:
         """Of one call.
 
         Args:
-            target: The operator.
             args: Its arguments, stand-ins.
-            kwargs: By name.
             tensors: The tensors among the arguments, in the order of the graph's inputs.
             needs: For each of them, whether backward computes its gradient.
             used: The places of the results that are kept.
@@ -288,12 +286,7 @@ class _Probe:
 
 @dataclass
 class OperatorRecording:
-    """What was found.
-
-    Attributes:
-        operators: In the order of execution.
-        values: Specs of what they make.
-    """
+    """What was found."""
 
     operators: list[Operator] = field(default_factory=list)
     values: dict[str, TensorSpec] = field(default_factory=dict)
@@ -303,10 +296,8 @@ class OperatorRecorder:
     """Plays a graph of calls, nested ones included.
 
     Args:
-        traced: The forward.
         named: Name of the tensor behind each placeholder.
         parameters: Those among them that are parameters.
-        mode: The context of the stand-ins.
     """
 
     def __init__(

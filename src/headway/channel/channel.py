@@ -190,10 +190,6 @@ class Channel:
         capacity: With "mpi" and dynamic, the most bytes of a tensor; the others grow by themselves.
         timeout: Seconds that any wait may take.
 
-    Attributes:
-        peer: As given.
-        provider: What was taken.
-
     Raises:
         UsageError: The provider cannot be had here, or there is nothing to meet over.
         MissingExtra: "mpi" without mpi4py.
@@ -482,7 +478,6 @@ def wait_any(channels: Sequence[Channel], timeout: float | None = None) -> Chann
     """Wait until some channel has a tensor; of several the one that has waited longest to be asked.
 
     Args:
-        channels: At least one.
         timeout: Seconds; None: the shortest of the channels'.
 
     Raises:

@@ -38,7 +38,6 @@ class MpiTransport(ChannelTransport):
         layout: As of `ChannelTransport`.
         seconds: As of `ChannelTransport`.
         mpi: The module `mpi4py.MPI`.
-        pair: A communicator of both ends.
         pid: Of the other end, if it is on this machine; otherwise None.
     """
 
@@ -155,7 +154,6 @@ def open_mpi_transport(
         form: Of all tensors; None: dynamic.
         slots: Tensors that may be under way.
         capacity: Bytes of a slot of a dynamic channel.
-        seconds: That a wait may take.
 
     Raises:
         MissingExtra: mpi4py is not installed.

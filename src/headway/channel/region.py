@@ -47,8 +47,6 @@ class CopyTarget:
 
     Attributes:
         tensor: The memory as such a tensor.
-        address: Where it begins.
-        nbytes: Its size.
         bytes: The memory as bytes.
     """
 
@@ -106,7 +104,6 @@ def copy_tensor(source: Tensor, target: Tensor, address: int, nbytes: int) -> No
     """Copy a tensor of any device and strides into memory.
 
     Args:
-        source: What is copied.
         target: The memory as a tensor of the same form.
         address: Of `target`.
         nbytes: Of `target`.
@@ -248,10 +245,6 @@ class MemoryRegion:
 
     Args:
         memory: Writable, of `layout.size` bytes, zero at first.
-        layout: Where things are.
-
-    Attributes:
-        words: The header.
     """
 
     def __init__(self, memory: mmap.mmap | NDArray[np.uint8], layout: RegionLayout) -> None:

@@ -54,13 +54,7 @@ _BYTES = 8192
 
 
 class ChannelRendezvous(ABC):
-    """A way to exchange texts with another rank.
-
-    Args:
-        rank: Of this end.
-        peer: Of the other one.
-        seconds: That a round may take.
-    """
+    """A way to exchange texts with another rank."""
 
     def __init__(self, rank: int, peer: int, seconds: float) -> None:
         if rank == peer:
@@ -152,7 +146,6 @@ class StoreRendezvous(ChannelRendezvous):
     """Over a key-value store.
 
     Args:
-        store: Of torch.
         rank: As of `ChannelRendezvous`.
         peer: As of `ChannelRendezvous`.
         seconds: As of `ChannelRendezvous`.

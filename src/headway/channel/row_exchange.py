@@ -35,7 +35,6 @@ class RowExchange:
 
     Attributes:
         rank: Of this process in the group.
-        size: Of the group.
         providers: Of the channel to each other rank: "shared_memory", or "socket".
 
     Raises:
@@ -112,7 +111,6 @@ class RowExchange:
         Args:
             held: This rank's rows of it [len(rows_of(rank, rows)), ...], of host memory.
             ids: Any shape, of integers: the rows that this rank wants.
-            rows: Of the whole table.
 
         Returns:
             The rows [unique ids, ...], each once, and for each id its place among them [as ids]:

@@ -283,9 +283,7 @@ class _SlotMemory:
     """Memory of the sender for the tensors of one slot.
 
     Attributes:
-        number: Its descriptor.
         made: The how manieth of this slot; a descriptor's number comes again.
-        bytes: All of it.
     """
 
     number: int

@@ -111,7 +111,6 @@ class SocketTransport(ChannelTransport):
         peer: As of `ChannelTransport`.
         layout: As of `ChannelTransport`.
         seconds: As of `ChannelTransport`; of a put, without any progress.
-        link: The connection.
     """
 
     provider = "socket"
@@ -234,7 +233,6 @@ def open_socket_transport(
 
     Args:
         meeting: The way to the other end.
-        layout: Of the regions.
         address: Of this end, as the other one reaches it; None: all of this machine.
 
     Raises:

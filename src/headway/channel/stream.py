@@ -42,7 +42,6 @@ class ArenaBlock:
     Attributes:
         number: Of the room, from 0.
         offset: Bytes before it.
-        bytes: All of it.
         loans: How many there were, with the present one.
     """
 
@@ -104,10 +103,6 @@ class Arena:
 class ArenaBorrower:
     """The borrower's side.
 
-    Args:
-        pid: Of the lender.
-        file: As the lender has it.
-
     Raises:
         OSError: The lender has ended, or this process may not see it.
     """
@@ -122,9 +117,6 @@ class ArenaBorrower:
         """The bytes of a room; it is given back when nothing uses their storage any more.
 
         Args:
-            number: Of the room.
-            offset: Of it.
-            nbytes: Of it.
             loan: Which of the room's loans this is.
         """
         if number not in self._maps:
@@ -237,7 +229,6 @@ class TensorStream:
         """The tensors of the next message of a tag, where they lie; waits for it.
 
         Args:
-            tag: As it was put.
             forms: Shape and type of each tensor, as it was put.
 
         Raises:

@@ -42,7 +42,6 @@ class WaitBackoff:
     """One wait: `pause` again and again, until it has come or raises.
 
     Args:
-        seconds: Until the deadline.
         check: Raises if it can never come.
         late: The error of the deadline, from the seconds.
         sleep: Until it may have come; None: an eighth of the time waited.
@@ -117,7 +116,6 @@ class DoorbellPipe:
     """Of the end that sleeps.
 
     Attributes:
-        read: Descriptor of this end.
         write: That which the other end opens, until `close`.
     """
 
@@ -136,11 +134,8 @@ class Doorbell:
     """Both directions, at one end.
 
     Args:
-        own: Of this end.
-        pid: Of the other process.
         theirs: The descriptor `write` of its pipe.
         words: Memory of this end, which the other one writes.
-        out: That of the other end.
         asleep: The word in both that says that its writer sleeps.
 
     Raises:
@@ -202,9 +197,7 @@ class SendBuffers:
         """Where a tensor's bytes lie one after another: its own, or those of a copy in the room.
 
         Args:
-            slot: It goes into.
             source: The tensor; None: it has been made in the room.
-            form: Of it.
         """
         if source is not None and (own := tensor_address(source)):
             return own
@@ -221,7 +214,6 @@ class ChannelTransport(ABC):
     Args:
         peer: How messages name the other end: "rank 1".
         layout: Of the regions of both ends.
-        seconds: That a wait may take.
 
     Attributes:
         words: Memory of this end that the other one writes.

@@ -101,7 +101,6 @@ def from_safetensors(source: Path, destination: Path) -> ConversionResult:
     """Make a directory of checkpoints whose step 0 is the model in a safetensors file.
 
     Args:
-        source: The safetensors file.
         destination: The directory to make; it must be empty or not exist.
 
     Raises:

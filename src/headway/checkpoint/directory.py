@@ -83,8 +83,6 @@ def retain(directory: Path, step: int, keep: int, damaged: Iterable[int] = ()) -
     """Delete what is no longer needed once `step` is committed.
 
     Args:
-        directory: The directory of checkpoints.
-        step: The step just committed.
         keep: How many checkpoints stay: the newest ones, counted from `step` backwards.
         damaged: Steps that a restore found damaged: they are of no use any more, and as they may
             be newer than `step`, counting them would push sound ones out.

@@ -194,7 +194,6 @@ class Manifest:
         facts: Everything that is not a tensor; see `headway.checkpoint.format`.
         tensors: Logical name -> entry.
         files: Name of a data file -> entry.
-        format: Version of this layout.
     """
 
     step: int
@@ -356,7 +355,6 @@ class SafetensorsEntry:
     """A tensor of a safetensors file.
 
     Attributes:
-        key: Its name in the file.
         dtype: Element type, a key of `DTYPES`.
         shape: Its shape.
         start: Its first byte, counted from the beginning of the file.
@@ -380,7 +378,6 @@ def build_header(
 
     Args:
         rows: (key, dtype, shape) in the order in which the tensors follow the header.
-        metadata: Free text entries.
 
     Raises:
         CheckpointError: Two tensors of one name, or too many for one file.

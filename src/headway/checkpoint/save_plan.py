@@ -33,8 +33,6 @@ class HeldTensorSpec:
     """Element type (a key of `DTYPES`) and shape of a tensor, and the part that a rank has of it.
 
     Attributes:
-        dtype: Its element type.
-        shape: Of the whole tensor.
         box: The part; None: all of it.
     """
 
@@ -150,7 +148,6 @@ def partition_writes(holdings: Holdings, ranks: int) -> tuple[tuple[SavePiece, .
     tensor to its nearer end. Few holders come first: they have the least choice.
 
     Args:
-        holdings: What there is.
         ranks: Number of shares.
 
     Returns:

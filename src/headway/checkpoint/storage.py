@@ -75,9 +75,7 @@ def save(
     """Write this rank's pieces; the last step of the collective commits the checkpoint.
 
     Args:
-        directory: The directory of checkpoints.
         manifest: Step and facts; tensors and files are filled in here.
-        pieces: What this rank writes.
         staged: Logical name -> host copy of that piece.
         rank: This rank, which names its file.
         group: The ranks that write together; None: this process alone.
@@ -112,8 +110,6 @@ def load(
     """Fill tensors in place from a checkpoint that has been checked.
 
     Args:
-        checkpoint: The directory of that checkpoint.
-        manifest: Its manifest.
         tensors: Logical name -> destination.
         group: The ranks that read together; None: this process alone.
 

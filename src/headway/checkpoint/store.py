@@ -70,7 +70,6 @@ class CheckpointStore:
     Args:
         directory: Holds one folder per checkpoint; made when it is needed.
         rank: This process's rank in `group`.
-        ranks: Number of processes.
         group: A Gloo group of all of them that nothing else uses, because its collectives run on
             a background thread. None where `ranks` is 1; torch.distributed is not needed then.
         keep: How many checkpoints stay on disk.

@@ -24,7 +24,6 @@ def show(directory: Path, /, *, verify: bool = True, json: bool = False) -> int:
     Args:
         directory: A run directory, its folder checkpoints/, or one step-... folder in that.
         verify: Read every file and compare its checksum; otherwise only manifests are read.
-        json: Print the verdicts as JSON.
 
     Returns:
         0 where all checkpoints are sound, else 3.

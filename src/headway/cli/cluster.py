@@ -180,7 +180,6 @@ def measure(
     Args:
         out: The file to write; one that was not measured is not replaced.
         processes: Local processes; by default one for each GPU, else 2.
-        device: What to measure.
         emulate: A cluster.toml: measure emulated nodes and links.
         seconds: For what devices do; more of them see more of a machine that others share.
     """

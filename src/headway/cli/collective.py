@@ -49,7 +49,6 @@ class LinkChangeEffect:
     """Programs on links that have drifted.
 
     Attributes:
-        sentences: What has changed.
         seconds: Of each program now, by name.
         repacking: What training does if it carries its sums by the first of them; None: it keeps
             that program, or the operation is none of training.
@@ -62,11 +61,7 @@ class LinkChangeEffect:
     seconds_after: float | None
 
     def lines(self, found: Sequence[PricedProgram]) -> Iterator[str]:
-        """The times before and now, and the change of program.
-
-        Args:
-            found: The programs before.
-        """
+        """The times before and now, and the change of program."""
         yield f"changed: {'; '.join(self.sentences)}"
         width = max(len(one.name) for one in found)
         for one in found:
@@ -106,9 +101,7 @@ def programs_after_change(
 
     Args:
         found: Made for `wires`, the fastest first.
-        wires: As described.
         sentences: See `CHANGE_SYNTAX`; several are made together.
-        element_bytes: Of an element.
         host: What messages and sums cost the ranks.
 
     Raises:
@@ -200,7 +193,6 @@ def show(
 
     Args:
         cluster: A cluster.toml, a preset, or dgx-1v, dgx-1p: the NVLinks of one machine.
-        op: What is to be done.
         size: Bytes of the whole; of all_to_all what each rank has for all.
         programs: Names with commas: ring, direct, halving-doubling, hierarchical, servers, trees;
             by default all.
@@ -211,8 +203,6 @@ def show(
         change: Links that have drifted: "link a-b 10 Mbit/s", "link a-b 0.1x"; may be repeated. The
             programs then, and that which `headway train` would go over to.
         svg: Write a picture to this file.
-        png: The same as PNG.
-        json: Print the rows as JSON.
     """
     if element < 1:
         raise UsageError(f"--element {element}: at least 1 byte")

@@ -99,19 +99,14 @@ def compare(
     The model is a chain of equal layers; the fastest rows are listed with what limits them.
 
     Args:
-        layers: Number of layers.
         size: Of the gradients of one layer.
         link: Rate of a node's link.
         latency: Time of an all-reduce of a few bytes.
-        forward: Time of the forward pass.
-        backward: Time of the backward pass.
-        ranks: Number of processes.
         nodes: Over how many nodes they are spread; by default each has a node of its own.
         inside: Rate between two ranks of one node.
         cluster: A cluster.toml or a preset, which decides on all these: Gloo's ring and the best
             program are played on its links.
         svg: Write a picture of the steps to this file.
-        json: Print the rows as JSON.
     """
     if layers < 1 or ranks < 2:
         raise UsageError(f"--layers {layers} --ranks {ranks}: at least 1 layer and 2 ranks")

@@ -88,8 +88,6 @@ def collectives_of_step(
     """Of the ranks that share the first samples, in order; of ranks that split layers one.
 
     Args:
-        plan: Any.
-        engine: With its model.
         point: The plan, priced.
         recipe: Of the model, as for `headway train`; None: it is not known.
         clip: Whether the norm of the gradients is limited.
@@ -168,8 +166,6 @@ def stage_boundaries(plan: Plan, engine: PlanSearch, point: Point) -> BoundaryTe
     """The tensors that cross the borders of a plan's stages, in one micro-batch.
 
     Args:
-        plan: The plan.
-        engine: Of its model.
         point: The plan's price, with its stages.
     """
     ranks = range(plan.data_degree)
@@ -227,8 +223,6 @@ class PlanExplanation:
 
     Attributes:
         point: The plan, priced.
-        parts: Of a step.
-        holding: Of the fullest stage.
         reached: Share of the devices' peak.
         issuing: Seconds of a step in which the host issues the kernels of the slowest stage.
         over: Bytes by which the fullest device is over what is allowed.
@@ -237,7 +231,6 @@ class PlanExplanation:
         alternatives: Of the frontier of as many devices.
         apart: What tells the plan, and each of these, from those of them that read alike.
         today: The fastest that today's executor can run; None: nothing fits.
-        changes: Of hardware.
         collectives: Of a step, of the ranks that share the first samples, as the executor carries
             them out; empty where they are not known.
         borders: Tensors that go from stage to stage.
@@ -275,7 +268,6 @@ def explain(
     """What a plan does; with a recipe and a cluster: what binds it, and what would change it.
 
     Args:
-        plan: A plan.json.
         recipe: As for `headway train`; its model is captured, not built in memory. By default that
             of `headway plan --out`, which the plan's file names; so is the cluster.
         cluster: A cluster.toml, or a preset such as dgx-a100.
@@ -287,7 +279,6 @@ def explain(
             machine, at minibatches up to a device's share, and choose among them.
         sources: Say also where the numbers come from: each figure's formula, and each number of
             the machine with the datasheet or measurement that it is from.
-        json: Print the same as JSON.
     """
     loaded = Plan.load(plan)
     subject = pricing_target(plan, loaded, recipe, cluster, nodes)
@@ -374,7 +365,6 @@ def explain_plan(
     Args:
         plan: Of the model and cluster of `engine`.
         engine: With the plan's number of devices.
-        most: Devices that the cluster has.
         recipe: Of the model, without which the collectives of some plans are not known.
         clip: Whether it limits the norm of the gradients.
 

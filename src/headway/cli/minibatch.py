@@ -30,7 +30,6 @@ class MinibatchChoice:
 
     Attributes:
         minibatch: The best one and the trials.
-        samples: Of an epoch.
     """
 
     minibatch: Minibatch

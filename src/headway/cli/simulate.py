@@ -70,7 +70,6 @@ class SimulationScenario:
 
     Attributes:
         name: "as planned", "changed".
-        step: Played.
         price: Seconds that the search says; None: it has no price, or there are faults.
         caps: Bytes of a device that may be used, by type.
         kinds: The type of each rank's device; empty: there is one.
@@ -234,7 +233,6 @@ class MixedSimulationJob:
     Args:
         plan: None: the fastest plan that the search finds.
         recipe: As for `headway train`.
-        cluster: With devices of several types.
         memory: Of a device that may be used.
         ranks: Devices, without a plan.
     """
@@ -300,7 +298,6 @@ class SimulationJob(Protocol):
 
     Attributes:
         name: Its hash, or its degrees.
-        words: What it does.
         kinds: As in `SimulationScenario`.
     """
 
@@ -356,7 +353,6 @@ def simulate(
             and collectives under way at the same time slow each other down.
         svg: Write the timelines and the memory to this file.
         timeline: Write a Chrome trace (Perfetto opens it) of the last step to this file.
-        json: Print the figures as JSON.
     """
     loaded = None if plan is None else Plan.load(plan)
     subject = pricing_target(plan, loaded, recipe, cluster, nodes)

@@ -34,12 +34,8 @@ class EquivalenceResult:
     """What one number of processes gave.
 
     Attributes:
-        processes: How many.
         comparison: With the serial run; of a schedule without a flush with the emulation of its
             delayed updates.
-        seconds: That it took.
-        laws: Of an inexact exchange.
-        delayed: The schedule has no flush.
     """
 
     processes: int
@@ -87,13 +83,11 @@ def verify(
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
         processes: Numbers of processes to prove, such as 1,2,4.
         plan: Prove this plan, with its number of processes, instead.
-        steps: Optimiser steps to compare.
         microbatches: The serial run goes through the plan's micro-batches one after the other, not
             through each global batch in one piece: for models with batch normalisation, which sees
             one micro-batch at a time.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         directory: A run directory, in which the verdict is kept for its report.
-        json: Print the facts as JSON.
     """
     check_recipe(recipe, overrides)
     counts = [Plan.load(plan).ranks] if plan else _process_counts(processes)

@@ -95,7 +95,6 @@ class Cluster:
         fabric: "switch": every node has one interface of the rate of `between`, which all its
             links share. "mesh": every pair has a link of its own; "links": those of `links` have.
         levels: All levels of links, from the innermost outwards, instead of `inside` and `between`.
-        devices: Kinds of devices by name.
         device: Of the nodes that do not say otherwise; None: the only one of `devices`.
         measured: Of a measurement the date, and on what: see `fingerprint`.
     """
@@ -429,7 +428,6 @@ def to_toml(cluster: Cluster, head: Sequence[str] = ()) -> str:
     """The text.
 
     Args:
-        cluster: Any.
         head: Lines of a comment at the top.
     """
     named = None if cluster.nodes == Cluster.of(len(cluster.nodes)).nodes else cluster.nodes

@@ -21,7 +21,6 @@ class Datasheet:
         memory: Bytes.
         memory_rate: Bytes/s.
         link_rate: Bytes/s to the other devices of a node, in each direction.
-        source: Which datasheet.
     """
 
     peak: Mapping[str, float]

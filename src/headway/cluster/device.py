@@ -67,8 +67,6 @@ class KernelPace:
         backward: FLOP/s of all gradients.
         backward_stream: Bytes/s.
         backward_weights: Bytes/s of parameters and of their gradients.
-        backward_far: As forward.
-        backward_call: As forward.
     """
 
     forward: Flops | None = None
@@ -89,7 +87,6 @@ class KernelPace:
             flops: Of both gradients in backward, like the following.
             moved: Bytes that are no parameters'.
             weights: Bytes of parameters.
-            backward: Which pass.
         """
         rates = (self.forward, self.forward_stream, self.forward_weights)
         if backward:
@@ -102,7 +99,6 @@ class KernelPace:
 
         Args:
             moved: Bytes of one device, parameters included.
-            backward: Which pass.
         """
         rate = self.backward_far if backward else self.forward_far
         return max(0.0, moved - CORE_CACHE_BYTES) / rate if rate else 0.0
@@ -247,7 +243,6 @@ def device_problems(
     """What is wrong with a cluster's devices, one line each.
 
     Args:
-        devices: By name.
         users: By key of the file ("device", and one for each node): the name that stands there.
     """
     for name, device in devices.items():

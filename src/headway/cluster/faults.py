@@ -36,9 +36,7 @@ class SlowLink:
     """The link between two nodes carries less, from one step on, for ever or until another one.
 
     Attributes:
-        ends: Names of the two nodes.
         factor: The rate is divided by it.
-        first: The first slow step.
         until: The first step at the old rate again; None: none.
     """
 
@@ -57,9 +55,7 @@ class SlowRank:
     """A process computes more slowly, from one step on, for ever or until another one.
 
     Attributes:
-        rank: Which.
         factor: Its processor's rate is divided by it.
-        first: The first slow step.
         until: The first step at the old rate again; None: none.
     """
 
@@ -75,12 +71,7 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class CutLink:
-    """The link between two nodes carries nothing any more: packets vanish, as on a pulled cable.
-
-    Attributes:
-        ends: Names of the two nodes.
-        step: Before which it happens.
-    """
+    """The link between two nodes carries nothing any more: packets vanish, as on a pulled cable."""
 
     ends: tuple[str, str]
     step: int
@@ -91,12 +82,7 @@ class CutLink:
 
 @dataclass(frozen=True, kw_only=True)
 class KillRank:
-    """A process ends at once, without a word (SIGKILL).
-
-    Attributes:
-        rank: Which.
-        step: Before which it happens.
-    """
+    """A process ends at once, without a word (SIGKILL)."""
 
     rank: int
     step: int
@@ -170,7 +156,6 @@ def check_faults(faults: Iterable[Fault], ranks: int, cluster: Cluster | None = 
 
     Args:
         faults: From `parse_fault`.
-        ranks: Of the job.
         cluster: The emulated one; None: there are no links to change.
 
     Raises:

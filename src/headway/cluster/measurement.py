@@ -44,7 +44,6 @@ class IdleStep:
 
     Attributes:
         tensors: That are trained, of four numbers each, in a row of as many products.
-        microbatches: Of a step.
         samples: Of a micro-batch, of one tensor each.
         stages: Of a pipeline; 1: there is none.
     """
@@ -98,7 +97,6 @@ class LinkReadings:
     """What a group of ranks measured of one level of links.
 
     Attributes:
-        ranks: In the group.
         sums: Of all-reduces: bytes of the buffer, seconds.
         messages: From one rank to another one.
     """
@@ -114,11 +112,9 @@ class RankReadings:
 
     Attributes:
         node: Its node's name.
-        kernels: Of its device.
         inside: Of the links inside its node; None: it is alone there.
         between: Of the links between nodes; None: it took no part, or there is one node.
         busy: Cores that others used before anything was measured.
-        threads: Of this rank.
     """
 
     node: str
@@ -141,7 +137,6 @@ def fingerprint(*, device: str, ranks: int, threads: int) -> dict[str, str]:
     Args:
         device: What the ranks compute on, as in the cluster's `devices`.
         ranks: That measure, or will work, at the same time.
-        threads: Of each.
     """
     return {
         DATE: str(datetime.now(UTC).date()),

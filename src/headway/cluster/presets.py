@@ -54,9 +54,7 @@ class Preset(NamedTuple):
     """A kind of node.
 
     Attributes:
-        text: What it is.
         device: Of `DATASHEETS`.
-        devices: How many in a node.
         uplink: Of `UPLINKS`.
     """
 
@@ -86,7 +84,6 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
 
     Args:
         name: Of `PRESETS`.
-        nodes: How many.
 
     Raises:
         UsageError: No such preset; names the nearest one.

@@ -37,12 +37,10 @@ class CollectiveCall:
     """Equal operations of one rank in one step.
 
     Attributes:
-        kind: Of the operation.
         axis: Of the mesh: "tensor", "space", "data", "pipe"; "world" for all ranks.
         ranks: That take part; 2 for a message.
         bytes: Of one: the buffer that is summed, gathered or scattered as a whole; for all_to_all
             what a rank hands over; of a message itself.
-        count: Of them.
         phase: "forward", "backward" or "gradients", "tally" for the sum of losses.
         beside: Of `bytes`, those that are no numbers of the model: flags, filling up.
     """

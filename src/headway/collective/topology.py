@@ -42,7 +42,6 @@ class LinkGraph:
         """From links (i, j): rate.
 
         Args:
-            ranks: How many.
             links: Their rates; what is named twice is added.
             both: Each holds in both directions, as a cable does; False: only from i to j.
 
@@ -117,8 +116,6 @@ def islands(count: int, size: int, *, inside: float, across: float) -> LinkGraph
     """Full meshes of fast links, and one slow link between the ranks of the same place in each.
 
     Args:
-        count: Islands.
-        size: Ranks of each.
         inside: Rate of the links of an island.
         across: Rate of a link between two islands.
     """
@@ -198,8 +195,6 @@ class NetworkTopology:
     """The network.
 
     Attributes:
-        ranks: How many.
-        wires: All.
         ways: By (sender, receiver); a pair without a way cannot exchange messages.
         nodes: Which ranks share a node.
         names: Of the ranks, for people.

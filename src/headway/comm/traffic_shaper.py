@@ -92,9 +92,6 @@ class TrafficShaper:
     def reserve(self, num_bytes: int) -> float:
         """Queue bytes behind everything that this node has queued so far.
 
-        Args:
-            num_bytes: What goes to other nodes.
-
         Returns:
             The time, in seconds of `time.monotonic`, at which the last of them has left.
         """

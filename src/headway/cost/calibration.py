@@ -42,7 +42,6 @@ def minimise_least_squares(
     of 2 (sqrt(1 + z^2) - 1).
 
     Args:
-        residuals: Of the unknowns.
         slopes: Their derivatives, (residuals, unknowns).
         start: Unknowns to begin with; all should be about 1 in size.
         robust: How many residuals, from the first, may be wild.
@@ -90,12 +89,7 @@ def _bend(residuals: Array, bent: Array, robust: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable:
-    """Steps of plans; fields are arrays of one length, or numbers that all share.
-
-    Attributes:
-        model: What is trained.
-        split: How.
-    """
+    """Steps of plans; fields are arrays of one length, or numbers that all share."""
 
     model: Transformer
     split: TransformerSplit
@@ -245,12 +239,9 @@ class Calibration:
     """What a fit found.
 
     Attributes:
-        machine: With the fitted numbers.
         shapes: Measured shapes, as `StepTable.shapes`; one row each.
         layer: Logarithm of the factor of a layer, by shape.
         head: The same of logits, loss and embedding.
-        options: Of the fit.
-        rows: How many were measured.
         devices: The most of a measured step.
         error: Mean of |predicted / measured - 1| over these rows.
     """
@@ -308,11 +299,7 @@ def calibrate(
     """Fit a machine to measured steps.
 
     Args:
-        steps: What was measured.
-        seconds: How long each step took.
         start: The machine before; its numbers are the centres of the priors.
-        priors: Which numbers are fitted.
-        options: Of the fit.
 
     Raises:
         PlanError: No rows, a time that is not positive, or a number that cannot be fitted.

@@ -61,9 +61,6 @@ def add_host_costs(
     Args:
         device: With all else that was measured.
         found: With the times of idle steps.
-        network: Of all ranks.
-        ranks: That took the steps together.
-        stamp: Date and versions.
     """
     if not found.idle:
         return device
@@ -145,7 +142,6 @@ def fit_paces(
     """By kind; and the misses of all in words.
 
     Args:
-        timed: In any order.
         floor: Seconds of a launch, of which a backward has one for each gradient.
         peak: FLOP/s of products at their best.
     """
@@ -186,7 +182,6 @@ def fit_terms(
 
     Args:
         points: Of its shapes.
-        misses: Grows by theirs.
         floor: Seconds of its launches, which the terms leave out; at most four fifths of a time.
         peak: As in `fit_paces`.
     """
@@ -226,9 +221,7 @@ def _chosen(
 
     Args:
         columns: Of each term, over the times; "rest": what all terms should give.
-        sets: Terms that go together.
         needed: One of them that must be there, with a factor of at least `least`.
-        least: See there.
     """
     rest = columns["rest"]
     count = len(rest)
@@ -273,7 +266,6 @@ def cluster_of_readings(readings: Sequence[RankReadings], stamp: str) -> Cluster
     """The cluster: of unequal ranks and nodes the slowest exchange and the usual device count.
 
     Args:
-        readings: In order of rank.
         stamp: Date and versions: "2026-11-21, torch 2.13.0".
     """
     by_node: dict[str, list[RankReadings]] = {}

@@ -30,7 +30,6 @@ class DeviceModel:
     """A device under a framework that issues kernel after kernel.
 
     Attributes:
-        name: As people call it.
         peak: FLOP/s by number format, as in the datasheet.
         memory: Bytes.
         memory_rate: Bytes/s that streaming kernels reach.
@@ -144,7 +143,6 @@ def scale_device(
     """The device with other rates.
 
     Args:
-        device: As it is.
         compute: Times the FLOP/s of every number format and kind of kernel.
         stream: Times the bytes/s of its memory, of every kind of kernel.
         launches: So many times less does issuing a kernel take, on the host, on the device, and in

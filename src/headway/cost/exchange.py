@@ -34,7 +34,6 @@ class ExchangePrice:
         bound: The shortest step that this kind of exchange allows; seconds.
         rank_bytes: What the rank that sends most sends.
         node_bytes: What leaves the node that sends most.
-        diagnosis: What limits the step.
     """
 
     exchange: ExchangePlan
@@ -76,8 +75,6 @@ def price_exchange(
     Args:
         exchange: The plan's; `compress = "auto"` is chosen here.
         layers: In the order of the forward pass; names are matched by the plan's `parts`.
-        network: Links and nodes.
-        speeds: Of compressors.
 
     Raises:
         PlanError: An exchange that cannot be, on these ranks and nodes.

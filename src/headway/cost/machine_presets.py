@@ -72,7 +72,6 @@ def assumed_machine(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Mac
     Args:
         name: Of `DATASHEETS`.
         uplink: Of `UPLINKS`.
-        width: Devices of a node.
 
     Raises:
         PlanError: No such device or uplink.
@@ -142,12 +141,7 @@ def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None
 
 
 def device_of(device: Device, name: str) -> DeviceModel:
-    """A described device: what it says itself, else its preset as fitted, else what is assumed.
-
-    Args:
-        device: Checked.
-        name: As the cluster calls it.
-    """
+    """A described device: what it says itself, else its preset as fitted, else what is assumed."""
     own: dict[str, Any] = dict(device.own)
     if device.kinds:
         own["kinds"] = device.kinds

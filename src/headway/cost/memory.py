@@ -31,11 +31,8 @@ class TransformerMemory:
     """Bytes on the fullest device.
 
     Attributes:
-        weights: As computed with.
         gradients: In 32 bits.
-        state: Of the optimiser.
         activations: Of all micro-batches under way, and the layer that is being recomputed.
-        ends: Embedding and logits.
     """
 
     weights: Array
@@ -106,7 +103,6 @@ class OptimiserMemory:
     """What an optimiser keeps and needs, in parameters' sizes.
 
     Attributes:
-        state: Tensors kept for every parameter.
         passing: Temporaries of one parameter, at most at once.
         left: Of those, how many are alive until the next parameter's are made.
         together: Temporaries with `foreach`, for all parameters at once.
@@ -136,7 +132,6 @@ def optimiser_temporaries(optimiser: OptimiserMemory, sizes: Sequence[int], way:
     """Bytes at most while an update runs.
 
     Args:
-        optimiser: Which.
         sizes: Of the parameters, in the optimiser's order.
         way: How torch carries it out: parameter by parameter (the default on CPUs), all at once
             (on GPUs), or in one kernel.

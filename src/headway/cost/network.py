@@ -32,7 +32,6 @@ class LinkLevel:
         link: Of one unit (a rank, or a node) to the others of its domain, in each direction, as
             collectives use it; its latency is that of one step of a collective.
         message: The same for one plain message between two ranks; None: as `link`.
-        source: Of the numbers.
     """
 
     name: str
@@ -164,12 +163,7 @@ def network_of(cluster: Cluster) -> HierarchicalNetwork:
 
 
 def link_level(level: Level, processes: int) -> LinkLevel:
-    """A described level for the cost model.
-
-    Args:
-        level: Its description.
-        processes: Ranks of a node.
-    """
+    """A described level for the cost model."""
     joined = math.inf if level.nodes is None else level.nodes * processes
     alone = level.alone if level.oversubscription > 1 else level.message
     source = {"rate": "cluster", "latency": "cluster"} | level.source

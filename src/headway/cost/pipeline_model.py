@@ -63,7 +63,6 @@ class ChimeraTimes:
         forward: F of one stage and micro-batch.
         backward: B, with recomputation if there is any.
         wire: beta L: time of a micro-batch's activations on a link, without latency.
-        latency: alpha of a message.
         sync: All-reduce of the gradients of one stage.
     """
 
@@ -92,7 +91,6 @@ class ChimeraPrice:
 
     Attributes:
         seconds: T.
-        counts: C_f and C_b.
         unoverlapped: Seconds of all-reduces that no idle time hides, on the worst worker.
     """
 
@@ -151,7 +149,6 @@ def critical_counts(shape: ChimeraShape, *, ratio: float = 2.0) -> CriticalPathC
     """C_f and C_b: by formula where there is one, else counted on the path of the timed table.
 
     Args:
-        shape: Sizes.
         ratio: B / F.
 
     Raises:
@@ -174,7 +171,6 @@ def closed_counts(shape: ChimeraShape, *, ratio: float = 2.0) -> CriticalPathCou
     three paths, which cross at B = 2F and B = 3F. Every formula needs B >= F.
 
     Args:
-        shape: Sizes.
         ratio: B / F.
     """
     stages, number, pipes, mode = shape
@@ -273,7 +269,6 @@ class EqualLayers:
     """A model of equal layers, as the choice sees it.
 
     Attributes:
-        layers: How many.
         forward: Seconds of the forward of one layer for one sample.
         launch: Seconds that the forward of one stage costs beyond, whatever its size: why larger
             micro-batches are better.
@@ -300,7 +295,6 @@ class ChimeraSetting:
         workers: P.
         batch: Samples of a mini-batch.
         memory: Bytes of one worker.
-        link: Between any two workers.
         pipes: 2f.
         mode: Beyond N = D. "doubling" implies recomputation.
         recompute: Backward computes the forward again: B = 3F instead of 2F.
@@ -329,7 +323,6 @@ class ChimeraCandidate:
         shape: D, N, pipes and mode.
         times: Of the parts of a step.
         memory: Bytes of the worker that needs most.
-        price: By the performance model.
     """
 
     replicas: int
@@ -505,7 +498,6 @@ def schedule_formula(
         microbatches: N.
         pipes: 2f, of Chimera.
         virtual: Stages per rank, of looped schedules.
-        mode: Of Chimera.
         ratio: B / F; input and weight gradient are half of B each.
     """
     d, n = stages, microbatches

@@ -39,7 +39,6 @@ class Transformer:
     Attributes:
         layers: L.
         hidden: h.
-        heads: a.
         sequence: s, tokens of a sample.
         vocabulary: V.
         ffn: Width of the feed-forward layer as a multiple of h.
@@ -115,10 +114,8 @@ class Machine:
     """Devices and what joins them.
 
     Attributes:
-        device: All alike.
         network: Ranks are numbered tensor axis first, then data, then pipeline.
         whole_head: Share of the usual matmul rate at which logits run that no tensor axis splits.
-        dtype: Of the matrix products.
     """
 
     device: DeviceModel
@@ -132,7 +129,6 @@ class TransformerStepTime:
     """Seconds of a step and of its parts.
 
     Attributes:
-        seconds: Of the step.
         forward: Of one layer and micro-batch.
         backward: Of one layer and micro-batch, with what it recomputes.
         collectives: Of one layer and micro-batch, in both.
@@ -141,7 +137,6 @@ class TransformerStepTime:
         bubble: What the pipeline adds to m times its slowest stage, without messages.
         messages: Between stages, as far as nothing hides them.
         exchange: Of gradients over the data axis, and of tied weights between stages.
-        update: Of the optimiser.
     """
 
     seconds: Array
@@ -168,8 +163,6 @@ def price_transformer(
 
     Args:
         model: Its shape.
-        split: How it is split.
-        machine: Where.
         layer_factor: By which the time of a layer was measured to differ from the formula.
         head_factor: The same for logits, loss and embedding.
     """
@@ -223,7 +216,6 @@ def pipeline_seconds(
 
     Args:
         slowest: t_max of the stages, for one micro-batch, forward and backward.
-        whole: The sum over all stages.
         microbatches: m.
         virtual: v.
         stages: p.

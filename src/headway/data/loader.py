@@ -126,9 +126,7 @@ class WorkerFetcher:
     """Reads micro-batches ahead in processes of its own.
 
     Args:
-        reader: Copied to every worker.
         requests: Taken as far ahead as two micro-batches per worker.
-        workers: Number of processes.
     """
 
     def __init__(
@@ -294,9 +292,6 @@ class Loader:
     Args:
         source: The samples.
         split: The global batch and its micro-batches.
-        rank: Position on the data axis.
-        ranks: Size of the data axis.
-        cursor: Where to begin.
         shuffle: Visit the samples of an epoch in an order that depends on (seed, epoch) alone;
             otherwise as they lie.
         drop_last: Leave out the ragged last batch of every epoch.

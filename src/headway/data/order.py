@@ -162,7 +162,6 @@ def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tu
     """The batch that begins at a cursor.
 
     Args:
-        cursor: Where it begins.
         length: Samples of an epoch.
         batch: Samples of a full global batch.
         drop_last: Whether the ragged last batch of an epoch is left out.

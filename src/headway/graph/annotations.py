@@ -136,7 +136,6 @@ class Annotations:
 
         Args:
             num_bytes: Of the parameters of each module, without those below it.
-            replicas: Of the whole model.
         """
         total = 0.0
         for module, one in self.choices(num_bytes).items():

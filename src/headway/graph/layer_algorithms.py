@@ -28,7 +28,6 @@ class AlgorithmProfile:
     """What was measured, or predicted, at one minibatch.
 
     Attributes:
-        layers: Their algorithms.
         rest: Seconds of an iteration beside those layers.
         features: M_FM, bytes of feature maps.
         parameters: M_MP, bytes of parameters, gradients and copies of the optimiser.

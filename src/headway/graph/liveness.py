@@ -131,8 +131,6 @@ class GraphSlice:
 
     Attributes:
         graph: The whole model, not folded.
-        start: The first operator.
-        stop: Behind the last.
     """
 
     graph: ModelGraph
@@ -249,8 +247,6 @@ class MicrobatchPass:
     """One micro-batch on its way through a part.
 
     Args:
-        part: The operators.
-        ledger: Where storages are counted.
         name: Of the micro-batch.
         regions: Ranges of the part's operators that keep only what enters them.
         results: The caller keeps what leaves until the end of backward.

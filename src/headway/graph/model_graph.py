@@ -79,7 +79,6 @@ class LoopAxis:
     """One loop of an operator.
 
     Attributes:
-        name: As in the indices.
         size: Of the loop; with a window, of the result.
         kind: What becomes of the results where it is split.
         why: The reason of a fixed axis, or what has to be minded.
@@ -100,9 +99,6 @@ class OperatorAxes:
     """What may be split.
 
     Attributes:
-        loops: Every axis once.
-        inputs: The index of each input.
-        outputs: The index of each output.
         linear: Sets of inputs in which the operator is linear, jointly: pending sums pass through.
         added: Inputs that are added to a sum over an axis (a bias): only one part may add them.
         known: Whether a rule was found; if not, there are no loops, and all is replicated.
@@ -145,7 +141,6 @@ class Saved:
 
     Attributes:
         name: The tensor of the graph that owns it, or "operator/number" where it is none.
-        bytes: Of the whole storage.
     """
 
     name: str
@@ -158,8 +153,6 @@ class FusedFootprint:
 
     Attributes:
         saved: How many of what the folded operator saves it saves first.
-        passing: Of it alone.
-        weights: Of it alone.
     """
 
     saved: int
@@ -201,8 +194,6 @@ class Kernel:
 
     Attributes:
         kind: As in `Operator`, with " grouped" behind it for a convolution of several groups.
-        flops: Of it alone.
-        traffic: Of it alone.
         calls: As in `Operator`.
     """
 
@@ -221,16 +212,11 @@ class Operator:
         kind: "linear", "conv2d", ...: torch's name, without a trailing underscore.
         inputs: Tensors, in the order of its arguments.
         roles: The name of the argument of each input: "input", "weight", "tensors.0".
-        outputs: Tensors.
-        parameters: The inputs that are trained.
         module: Path in the user's model; "" for the model itself.
-        axes: What may be split.
         flops: As torch.utils.flop_counter counts them: a multiplication and an addition are two,
             only contractions count.
         traffic: Bytes read and written.
-        saved: What autograd keeps for backward.
         footprint: What else it needs; of folded operators `passing`, `weights` and `parts` only.
-        attributes: Arguments that are no tensors.
         calls: How often its kernel is called, one after the other: of a recurrent layer.
         parts: Names of the operators that were folded into this one, itself included.
         modules: Those that the parts lie in, in order of execution; empty: nothing was folded.
@@ -366,13 +352,9 @@ class ModelGraph:
 
     Attributes:
         operators: In the order of execution, which is a topological one.
-        values: Tensors that operators make.
-        inputs: Tensors that the caller gives.
-        outputs: Names of the results.
         parameters: By logical name.
         buffers: By logical name, and tensors that the code holds elsewhere.
         tied: Other logical names of parameters.
-        frozen: Parameters that are not trained.
     """
 
     operators: tuple[Operator, ...]

@@ -55,7 +55,6 @@ def fuse_pair(first: Operator, second: Operator, tensor: str, *, main: Operator)
     Args:
         first: Makes `tensor`.
         second: Reads it, and nothing else does.
-        tensor: The only tensor between them.
         main: The one of both that gives name, kind and module.
     """
     if second.inputs.count(tensor) != 1 or set(first.outputs) & set(second.inputs) != {tensor}:
@@ -122,8 +121,6 @@ class _Names:
 
     Attributes:
         first: From an axis of the first operator to the new ones, the slowest first.
-        second: Likewise.
-        loops: The new axes.
     """
 
     first: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -297,7 +294,6 @@ def operator_ranges_of(graph: ModelGraph, modules: Sequence[str]) -> list[tuple[
     """For each of some modules the range of operators in which it is called.
 
     Args:
-        graph: Not folded.
         modules: Paths: "blocks.3".
     """
     found = []

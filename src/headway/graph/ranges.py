@@ -44,10 +44,7 @@ class SlidingWindow:
     """A sliding window along one dimension: of a convolution or of a pooling.
 
     Attributes:
-        kernel: Entries of the window.
-        stride: Steps between two outputs.
         before: Padding before the first element; `after`: behind the last.
-        dilation: Steps between two entries.
     """
 
     kernel: int
@@ -92,10 +89,7 @@ class TransposedWindow:
     """The window of a transposed convolution: input i adds to outputs i stride - padding + ...
 
     Attributes:
-        kernel: Entries of the window.
-        stride: Outputs between two inputs.
         padding: Outputs cut off on each side.
-        dilation: Outputs between two entries.
         extra: Outputs added behind the last (`output_padding`).
     """
 
@@ -132,11 +126,6 @@ def range_exchange(
     rank: int, have: Sequence[Range], want: Sequence[Range]
 ) -> tuple[list[tuple[int, Range]], list[tuple[int, Range]]]:
     """What a rank sends and receives when everybody fetches what he wants.
-
-    Args:
-        rank: In the group.
-        have: What each rank owns.
-        want: What each rank wants.
 
     Returns:
         (peer, range) of what it sends, and of what it receives; in order of the peers.

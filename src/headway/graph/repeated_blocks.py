@@ -31,8 +31,6 @@ class Segment:
     """Neighbouring operators.
 
     Attributes:
-        start: Number of the first operator.
-        stop: Number behind the last.
         module: The module that holds them; "" for a run between blocks.
         structure: Equal for segments of equal structure.
     """
@@ -67,7 +65,6 @@ def find_repeated_blocks(
     """The largest repeated modules, and what lies between them.
 
     Args:
-        graph: The model.
         smallest: Operators that a block has at least; less is left between the blocks.
         structures: Of the graph, where somebody has them.
     """
@@ -198,7 +195,6 @@ class RepeatedStack:
     Attributes:
         path: Of what holds them, in the whole model; "" for the model itself.
         first: Number of the first block there.
-        blocks: How many there are.
     """
 
     path: str
@@ -216,10 +212,8 @@ class FullModel:
     """The whole model.
 
     Attributes:
-        stacks: In the order of execution.
         paths: From a path of the short model to the path of the same module in the whole one.
         parameters, tied, frozen: As in `ModelGraph`.
-        buffers: The registered ones.
         registered: Names of those in the short model.
     """
 
@@ -246,7 +240,6 @@ def extend_blocks(short: ModelGraph, whole: FullModel) -> ModelGraph:
 
     Args:
         short: Captured with `BLOCKS_KEPT` blocks of each stack.
-        whole: What it is part of.
 
     Raises:
         CannotExtendError: Its blocks are not alike.
@@ -371,8 +364,6 @@ class _Extension:
         """The name of an operator behind so many whole stacks.
 
         Args:
-            name: In the short graph.
-            stacks: How many lie before it.
             further: By how many blocks it lies further inside of a stack.
         """
         base, number = _counted(name)

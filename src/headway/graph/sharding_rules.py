@@ -32,8 +32,6 @@ class Rule:
 
     Attributes:
         axis: The loop that is split; "" if none is.
-        inputs: Placement of each input.
-        outputs: Placement of each output.
         gradients: Placement in which backward leaves the gradient of each input, when the gradient
             of an output comes as the output is placed ("R" where it is pending).
         halo: Most bytes that a part fetches from its neighbours in forward, and returns in
@@ -60,9 +58,6 @@ def enumerate_rules(
     pending sums pass. Of rules with the same placements the cheapest is kept.
 
     Args:
-        operator: With its axes.
-        inputs: Specs of its inputs.
-        outputs: Specs of its outputs.
         parts: At least 1.
     """
     found = [_replicated(operator)]
@@ -156,10 +151,7 @@ def halo_bytes(index: Dims, spec: TensorSpec, loop: LoopAxis, parts: int) -> int
     (kernel - 1), of which a part owns its share of the tensor.
 
     Args:
-        index: Of the tensor.
-        spec: The tensor.
         loop: The axis, perhaps with a window.
-        parts: Its divisor.
 
     Returns:
         None where parts of the tensor are unequal, or a neighbour's whole part is not enough.

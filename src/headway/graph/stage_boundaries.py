@@ -27,7 +27,6 @@ class CutPoint:
     Attributes:
         place: Number of the operator before which it lies; 1 to the number of operators - 1.
         tensors: What crosses it, in the order in which it was made.
-        bytes: Of those.
     """
 
     place: int
@@ -73,12 +72,8 @@ class BoundaryTensor:
     """A tensor that goes from one stage to another.
 
     Attributes:
-        tensor: Its name in the graph.
-        source: The stage that makes it.
-        target: A stage that uses it.
         shape: None for a dimension that is not the same in all captures.
         dtype: As torch names it: "float32".
-        bytes: In the first capture.
         protocol: "static" where the shape is known.
         site: The operator whose result is to be allocated in the region, so that nothing is copied;
             "": there is none, because the tensor is a part of something larger, or no operator of
@@ -123,7 +118,6 @@ def boundary_tensors(
     """The tensors that cross cuts.
 
     Args:
-        graph: A capture of the model.
         cuts: Numbers of operators before which stages begin, ascending, as `Cut.place`.
         others: Captures of the same model with batches of other sizes.
 

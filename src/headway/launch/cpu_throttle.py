@@ -41,7 +41,6 @@ def stop_and_continue(pid: int, factor: float) -> None:
     """Stop and continue a process, this one's parent, as long as it lives.
 
     Args:
-        pid: Of the process.
         factor: As in `ProcessThrottle`.
     """
     ended: list[int] = []

@@ -158,8 +158,6 @@ class EmulatedNode:
     """A node that exists.
 
     Attributes:
-        name: As in the cluster.
-        namespace: Of the kernel.
         address: Of its interface `eth0`.
         port: Name of the other end of its cable, at the switch.
         shape: The limits that its interface began with.
@@ -177,10 +175,7 @@ class EmulatedCluster:
     """An emulated cluster that exists; pickles, so that any process of this machine can use it.
 
     Attributes:
-        cluster: What is emulated.
-        hub: Namespace of the switch.
         host: Address of the host, which all nodes reach; for stores and agents.
-        nodes: In order of the cluster.
     """
 
     cluster: Cluster
@@ -257,8 +252,6 @@ class EmulatedCluster:
         """Change the link between two nodes, both directions; also mends a cut.
 
         Args:
-            first: A node.
-            second: Another one.
             rate: Bytes per second; None: the interfaces alone are the limit.
         """
         self.set_end(first, second, rate)
@@ -297,9 +290,6 @@ def interface_bytes(interface: str = INTERFACE) -> tuple[int, int]:
 
 class Emulation:
     """Context manager: the cluster exists inside of it, and nothing of it after.
-
-    Args:
-        cluster: What to emulate.
 
     Raises (on entry):
         UsageError: No root, no iproute2, too many nodes, or a kernel without htb.
@@ -479,11 +469,7 @@ def _interface(node: EmulatedNode) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PacedCluster:
-    """Nodes that share this machine's loopback; pickles.
-
-    Attributes:
-        cluster: What is emulated.
-    """
+    """Nodes that share this machine's loopback; pickles."""
 
     cluster: Cluster
 
@@ -504,7 +490,6 @@ class PacedCluster:
         """File and rate of a node's interface, for `Place.pace`; None: no limit.
 
         Args:
-            name: Of the node.
             folder: That all ranks of this launch share, and that is removed after it.
         """
         rate = self.rate(name)
@@ -520,8 +505,6 @@ class PacedCluster:
         """Change the rate of both nodes, for all that they send.
 
         Args:
-            first: A node.
-            second: Another one.
             rate: Bytes per second; None: as it was in the beginning.
             folder: As for `pace`.
         """

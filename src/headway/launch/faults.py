@@ -30,13 +30,9 @@ class FaultAction:
 
     Attributes:
         text: The fault as the user wrote it, for the history.
-        rank: Who does it.
-        step: Before which.
         late: Also done at a later step, should the run begin there.
-        kill: The rank ends itself.
         ends: Nodes of the link that is changed.
         rate: New bytes per second of the link; None: as in the cluster.
-        cut: The link carries nothing more.
         factor: How much slower the rank becomes; 1: not any more. None: it stays as it is.
     """
 
@@ -92,10 +88,7 @@ class FaultInjector:
     """The faults of a launch, for `TrainJob.before_step`; pickles.
 
     Attributes:
-        faults: In any order.
-        directory: Of the run.
         first_attempt: Of this launch; what an earlier one noted does not count.
-        emulated: The links.
     """
 
     faults: tuple[Fault, ...]

@@ -63,7 +63,6 @@ def run_attempt(
 
     Args:
         job: For every worker; its outbox exists and is empty.
-        processes: How many.
         shutdown_seconds: After a signal, so long until workers that go on are killed.
         monitor_seconds: How often the agent looks at its workers.
 
@@ -246,7 +245,6 @@ def launch_local(
     Args:
         entry: A function of a module, or "module:function": then this process need not import
             what only the workers need (it is sent to them by name in any case).
-        arguments: Anything that pickles.
         processes: Number of workers; more than cores is a warning.
         directory: The run directory: failures are recorded there, its newest checkpoint is the
             measure of progress. None: no record, no progress.

@@ -43,7 +43,6 @@ class Tag:
     """The maker of a set of namespaces, and the number of the set.
 
     Attributes:
-        pid: Process id.
         start: When the process began, in the kernel's clock ticks.
         serial: From 0; a process may emulate several clusters at a time.
     """
@@ -95,7 +94,6 @@ def run_batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
     Args:
         tool: "ip" or "tc".
         lines: One command each, without the tool's name.
-        namespace: Where; empty: the host.
 
     Raises:
         UsageError: The first command that failed, with what the kernel said.
@@ -174,9 +172,6 @@ def name_hosts(names: Mapping[str, str]) -> None:
     whose other end has no name. The file itself is not changed: this thread gets a view of the file
     system of its own, in which another one, without a name elsewhere, lies over it. Where that is
     not allowed (some containers) addresses stay without names, and nothing else is lost.
-
-    Args:
-        names: Address -> name.
     """
     if not _HOSTS.exists():
         return

@@ -19,12 +19,9 @@ class AttemptFacts:
     """What is known of an attempt that did not complete.
 
     Attributes:
-        attempt: Its number.
-        records: What the ranks wrote down.
         deaths: Ranks that ended without a word -> their exit status where it is known (negative:
             the number of the signal).
         progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
-        progress_after: The same at its end.
         stop: Name of the signal that asked for the end, or None.
     """
 

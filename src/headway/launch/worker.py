@@ -49,7 +49,6 @@ def watch_others(outbox: Path, place: LaunchEnv) -> None:
 
     Args:
         outbox: Directory of this attempt that all workers share.
-        place: Of this worker.
     """
     write_note(outbox / f"pid-{place.rank:05d}", str(os.getpid()).encode())
     watcher = _Watcher(outbox, place)
@@ -67,7 +66,6 @@ def end_process(status: int, *, flush: bool = True) -> None:
     """End this process and its data-loading children now; nothing is cleaned up or waited for.
 
     Args:
-        status: The exit status.
         flush: Write out what was printed; not from the watching thread, which could wait for ever.
     """
     for child in multiprocessing.active_children():
@@ -166,11 +164,8 @@ class Job:
 
     Attributes:
         entry: Called as entry(place, *arguments); a text is "module:function".
-        arguments: Anything that pickles.
         outbox: Private directory of this attempt: results, failures, process ids.
         directory: The run directory, which gets a copy of the failures; None: none.
-        attempt: Counted by the launcher.
-        threads: For torch in each worker.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
         emulated: The nodes that the workers pretend to be on; None: they are on one machine.
     """
@@ -232,7 +227,6 @@ def run_rank_here(
 
     Args:
         entry: Called as entry(place, *arguments); its result is returned.
-        arguments: For the entry.
         place: From `Place.here()`.
         directory: The run directory, which gets the failure's record; None: none.
         tell: Called with an error that began in this rank (not with its echo in other ranks).

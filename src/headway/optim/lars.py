@@ -41,7 +41,6 @@ class LARS(Layerwise):
         params: Parameters or param groups; every option may differ from group to group.
         lr: The global rate gamma.
         momentum: m.
-        weight_decay: beta.
         trust: eta; the relative change of a layer in one step is about gamma eta.
         adapt: See `Layerwise`.
         exclude_1d: See `Layerwise`.

@@ -143,7 +143,6 @@ class LayerStep:
         gradient: Of the same shape.
         state: The optimiser's state of the parameter.
         group: The parameter's group, with its options.
-        decay: Weight decay.
         adapted: Whether the step's length is set by the norms.
         kind: Layers of one kind may be in one chunk; orders the chunks.
         index: Number among the adapted layers of this step.
@@ -221,9 +220,6 @@ class Layerwise(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
-
-        Args:
-            closure: Recomputes the loss; not needed.
 
         Returns:
             What the closure returns.
@@ -413,8 +409,6 @@ def fit_exchange(
     rank steps from gradients of its own) and with node groups (weights differ between groups).
 
     Args:
-        optimizer: Any optimiser.
-        exchange: How gradients are exchanged.
         ranks: That take part; 1: nothing is divided.
         group: The ranks that may share the norms; None: all.
 

@@ -120,7 +120,6 @@ def scale_rates(
     """Scale the rate of every param group, before a scheduler is made; returns the factor.
 
     Args:
-        optimizer: Any optimiser.
         scaling: A `Scaling` or its text.
         batch: Samples of the global batch.
         tokens_per_sample: Needed where the reference is in tokens.

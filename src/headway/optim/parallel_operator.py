@@ -52,7 +52,6 @@ class Division:
     """Who computes what.
 
     Attributes:
-        owners: The rank of each item.
         own: The items of this rank, ascending.
         most: The largest number of items that a rank has.
         places: Where each item's result stands after the all-gather of `most` rows per rank.
@@ -165,7 +164,6 @@ class NormSharingDecision:
     """What was decided, and from what.
 
     Attributes:
-        pays: Whether the norms are divided.
         norm_seconds: All norms on one rank: the least over the ranks.
         gather_seconds: One all-gather of them: the most over the ranks.
         heaviest: The fullest rank's part of the work.
@@ -182,7 +180,6 @@ class SharedNorms:
 
     Args:
         operator: Of the ranks that share.
-        always: Divide without measuring.
     """
 
     def __init__(self, operator: ParallelOperator, *, always: bool = False) -> None:
@@ -198,7 +195,6 @@ class SharedNorms:
 
         Args:
             sizes: Elements of the step's layers; the same on all ranks.
-            device: Where the norms are computed.
         """
         if not sizes:
             return None

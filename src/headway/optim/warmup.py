@@ -28,7 +28,6 @@ class WarmUp(LRScheduler):
     It is the outermost scheduler. A rate that is changed by hand is kept, as by torch's own ones.
 
     Args:
-        optimizer: Any optimiser.
         steps: Optimiser steps of the warm-up; 0: none.
         start: The first factor; None: 1 / steps. With a rate scaled k times, 1 / k begins with the
             rate of the reference run, as Goyal et al. do.

@@ -41,7 +41,6 @@ class ShardedState:
     """A model and its optimiser, sharded in place; collective.
 
     Args:
-        model: Equal on all ranks.
         optimizer: Over its parameters; its groups then hold the sharded ones. None: it follows
             otherwise.
         mesh: Of one dimension, or of two: copies x parts.
@@ -103,11 +102,7 @@ class ShardedState:
             part.set_reshard_after_backward(True, recurse=False)
 
     def sum_whole(self, factor: float) -> None:
-        """Sum the gradients of what is not sharded; collective.
-
-        Args:
-            factor: They are multiplied by it.
-        """
+        """Sum the gradients of what is not sharded; collective."""
         gradients = [p.grad for p in self.whole.values() if p.requires_grad]
         if all(gradient is None for gradient in gradients):
             return
@@ -389,13 +384,7 @@ def defer_gradient_sync(stages: Iterable[Stage]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameterSite:
-    """Where FSDP2 puts a parameter, gathered or sharded.
-
-    Attributes:
-        owner: The module.
-        key: Its name there.
-        sharded: The sharded parameter.
-    """
+    """Where FSDP2 puts a parameter, gathered or sharded."""
 
     owner: nn.Module
     key: str

@@ -41,8 +41,6 @@ class BatchSplit:
         batch.
 
         Args:
-            rank: Position on the data axis.
-            ranks: Size of the data axis.
             samples: Samples present, where the last batch of an epoch is ragged.
         """
         count = self.samples if samples is None else samples
@@ -69,7 +67,6 @@ class BatchSplit:
         """The most micro-batches that any rank has of a batch.
 
         Args:
-            ranks: Size of the data axis.
             samples: As for `share`.
         """
         holders = range(ranks) if self.shares else range(1)  # of even shares the first is largest
@@ -87,17 +84,12 @@ class BatchSplit:
 
         Args:
             other: Of at least as many samples.
-            ranks: Size of the data axis.
         """
         parts = [len(other.share(rank, ranks, self.samples)) for rank in range(ranks)]
         return replace(self, shares=tuple(parts)) if other.shares else self
 
     def problems(self, ranks: int) -> Iterator[str]:
-        """Why shares cannot be, one line each.
-
-        Args:
-            ranks: Size of the data axis.
-        """
+        """Why shares cannot be, one line each."""
         if not self.shares:
             return
         if len(self.shares) != ranks:
@@ -115,7 +107,6 @@ class BatchSplit:
         1 rank x 2 micro-batches x 2 samples + 1 rank x (1 micro-batch x 2 samples + ...)".
 
         Args:
-            ranks: Size of the data axis.
             tokens: Tokens of one sample, where the batch was stated in tokens.
             pipe: Ranks of a pipeline, which works on a share together.
         """
@@ -131,12 +122,7 @@ class BatchSplit:
 
 
 def largest_remainder_shares(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole samples in proportion to weights, by the largest remainders; of equals the first.
-
-    Args:
-        samples: To be handed out.
-        weights: Positive.
-    """
+    """Whole samples in proportion to weights, by the largest remainders; of equals the first."""
     total = sum(map(Fraction, weights))
     wanted = [samples * Fraction(weight) / total for weight in weights]
     found = [math.floor(share) for share in wanted]
@@ -152,7 +138,6 @@ def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int,
     Args:
         batch: Samples.
         shares: In proportion, as for `data_parallel`.
-        copies: Size of the data axis.
 
     Raises:
         PlanError: There is not one for each copy, or one is not positive or too small.

@@ -32,7 +32,6 @@ def data_parallel(
 
     Args:
         batch: Samples of the global batch.
-        processes: Number of ranks.
         microbatch: Most samples in one forward pass of one rank; more are accumulated.
         precision: Arithmetic type of the forward pass.
         exchange: How gradients are summed; the default fits most links.
@@ -103,7 +102,6 @@ def pipelined(
         processes: Number of ranks; a multiple of `stages`.
         stages: Ranks of one pipeline; neighbours lie next to each other. 1: the model is not cut,
             and the plan is that of `data_parallel`.
-        pipeline: Schedule and cut.
         microbatch: Most samples in one forward pass; decides the number of micro-batches where
             `pipeline` does not.
         precision: Arithmetic type of the forward pass.
@@ -174,7 +172,6 @@ def with_collective(
     """The same plan with another path of its exchange.
 
     Args:
-        plan: A legal one.
         collective: See `Exchange.collective`.
         carrier: See `Exchange.carrier`.
 

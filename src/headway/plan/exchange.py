@@ -157,7 +157,6 @@ class ExchangePlan:
             pass waits for its own parameters only. Exact.
         chunk: Size of the chunks of `priority`, or "auto".
         credit: Chunks that are on their way at the same time.
-        parts: Exceptions for some parameters.
     """
 
     axis: str = "data"

@@ -12,7 +12,6 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
     """Sentences that say what the plan does.
 
     Args:
-        plan: A legal plan.
         tokens: Tokens of one sample, where the batch was stated in tokens.
     """
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)

@@ -111,12 +111,7 @@ class LayerSplit:
         return tuple((one.modules, one.grid) for one in self.by)
 
     def problems(self, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
-        """Why the split cannot be, one line each.
-
-        Args:
-            mesh: Of the plan.
-            exchange: Of the plan.
-        """
+        """Why the split cannot be, one line each."""
         for name, sizes in (("split.tensor", self.tensor), ("split.spatial", self.spatial)):
             if any(size < 1 for size in sizes):
                 yield f"{name} is {list(sizes)}; sizes of at least 1"

@@ -81,7 +81,6 @@ class PipelinePlan:
         """The schedule of a step.
 
         Args:
-            ranks: Of the pipeline.
             parts: Micro-batches that there are; in a ragged batch fewer than planned.
 
         Raises:

@@ -40,8 +40,6 @@ def sharding_problems(zero: int, mesh: Mesh, exchange: ExchangePlan) -> Iterator
 
     Args:
         zero: As `MemoryPolicy.zero`.
-        mesh: Of the plan.
-        exchange: Of the plan.
     """
     if not zero:
         if mesh.degree(SHARD_AXIS) > 1:

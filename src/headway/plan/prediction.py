@@ -32,16 +32,13 @@ class Prediction:
     """Of one step.
 
     Attributes:
-        seconds: The whole step.
         parts: Of it: "compute", "bubble", "messages", "exchange", "update", "data",
             "host"; they add up to it.
         stages: Of each stage of a pipeline the seconds of one micro-batch, both passes; one number
             where the model is not cut.
         message: Seconds by which each message of the filling and draining shows.
-        bytes: On the fullest device.
         cluster: Hash of the cluster's text.
         device: Kind of device that it is for.
-        version: Of headway that made it.
         asked: None: not known.
     """
 

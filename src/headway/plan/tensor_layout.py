@@ -110,7 +110,6 @@ class LinearLayout:
     """One linear layer on a grid.
 
     Attributes:
-        grid: The ranks.
         x: Parts of X, M x K.
         m: Rows, M.
         k: Inputs, K.
@@ -252,8 +251,6 @@ class AxisDivisor:
     """A number that axes must divide.
 
     Attributes:
-        axes: Of the grid.
-        size: What is cut.
         what: Whose it is: "blocks.0.attention: heads".
     """
 
@@ -288,11 +285,7 @@ def check_divisibility(grid: TensorGrid, needs: Sequence[AxisDivisor]) -> None:
 
 
 def whole_layers_hint(names: Sequence[str]) -> str:
-    """What a user may type to leave layers whole; "" of none.
-
-    Args:
-        names: Of parameters.
-    """
+    """What a user may type to leave layers whole; "" of none."""
     if not names:
         return ""
     modules = (name.rpartition(".")[0] or name for name in names)

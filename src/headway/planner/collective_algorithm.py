@@ -66,8 +66,6 @@ class PricedProgram:
     """A program with its price.
 
     Attributes:
-        program: Checked.
-        played: On the network.
         least: Seconds: the bound for any program.
         trees: Along which it sends, if it is made of trees.
         chunk: Elements of a message, where they were chosen.
@@ -133,10 +131,8 @@ def price_programs(
     """All programs, the fastest first; of equally fast ones that with fewer messages.
 
     Args:
-        collective: What is to be done.
         wires: On which network; of as many ranks.
         names: Of `PROGRAMS`; none: all.
-        element_bytes: Of an element.
         host: What sums, copies and messages cost the ranks.
 
     Returns:
@@ -179,10 +175,7 @@ def choose_program(
     """The fastest program.
 
     Args:
-        op: Which operation.
-        num_bytes: Of the whole.
         cluster: On which machine, all of its ranks.
-        element_bytes: Of an element.
         root: Of a broadcast or a reduction.
         host: What sums, copies and messages cost the ranks.
 
@@ -383,8 +376,6 @@ def choose_all_reduce(
     Args:
         name: Of `PROGRAMS`, or "auto".
         wires: Of all ranks of the exchange.
-        num_bytes: Of a bucket.
-        element_bytes: Of a gradient.
         host: What messages and sums cost the ranks.
 
     Raises:
@@ -449,9 +440,6 @@ def fit_all_reduce(
 
     Args:
         collective: Of `ALL_REDUCE_KINDS`.
-        carrier: Of the exchange.
-        wires: The network.
-        element_bytes: Of a gradient.
         host: What messages and sums cost the ranks.
         sizes: Bytes of buckets.
     """

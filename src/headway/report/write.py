@@ -31,7 +31,6 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
     """The HTML text of the report.
 
     Args:
-        history: What the run wrote down.
         notes: Lines about the report itself, added to those of the history.
     """
     environment = jinja2.Environment(
@@ -125,7 +124,6 @@ class ReportFiles:
     """What was written.
 
     Attributes:
-        html: The page.
         timeline: The Chrome trace of the traced steps.
         tensorboard: The directory for `tensorboard --logdir`; None where it could not be written.
         notes: Lines for the user: what could not be read or written.

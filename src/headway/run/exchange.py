@@ -40,7 +40,6 @@ class Exchange:
         model: Any module; its parameters and buffers become those of rank 0.
         optimizer: Any torch optimiser over its parameters.
         description: The plan's `Exchange`, instead of the choices.
-        seed: Of random compressors.
         world: The processes; found in the environment or in torch.distributed if not given.
         choices: Fields of `headway.plan.ExchangePlan`: compress, reduce, collective, priority,
             bucket.

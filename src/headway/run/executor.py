@@ -126,7 +126,6 @@ def compile_step(
     """The program of a rank.
 
     Args:
-        plan: A legal plan.
         num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
         clip: Whether the recipe limits the norm of the gradients.
         passes: The most micro-batches that any rank has in this step; None: as this one.
@@ -205,9 +204,7 @@ class Executor:
             criterion.
         plan: A plan, or the path of a plan file.
         batch: In its place samples of the global batch, for data parallelism over all processes.
-        scheduler: Stepped after every optimiser step.
         clip: Largest global norm of the gradients.
-        seed: Decides sample order and dropout.
         world: The processes; found in the environment (torchrun, Slurm) where it is not given.
 
     Raises:
@@ -296,7 +293,6 @@ class Executor:
             epochs: How often to go through the data; None: for ever. With a cursor, counted from
                 the beginning of the run, so that a resumed loop ends where it would have ended.
             cursor: Where to begin; at an epoch that no step has used if not given.
-            workers: Data-loading processes of this rank.
             drop_last: Leave out the ragged last batch of an epoch.
         """
         if cursor is None:

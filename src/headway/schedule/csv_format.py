@@ -151,7 +151,6 @@ def header_lines(schedule: PipelineSchedule, *, slots: bool) -> list[str]:
     """The comment lines above a table.
 
     Args:
-        schedule: Whose table.
         slots: The columns of the table are slots.
     """
     lines = ["# headway schedule", f"# name = {schedule.name}"]
@@ -376,7 +375,6 @@ def from_torch_csv(
     Args:
         text: Of the file; empty cells are idle.
         where: Name of the file, for messages.
-        name: Of the schedule.
         pipes: How many there are, half of them up where there are more than one.
 
     Raises:
@@ -554,7 +552,6 @@ def from_csv(text: str, *, where: str = "the table", name: str = "table") -> Pip
     the cells name. Cells may be empty, "." or "-" (idle) and may hold several actions.
 
     Args:
-        text: Of the file.
         where: Name of the file, for messages.
         name: Of the schedule, unless the header says another.
 

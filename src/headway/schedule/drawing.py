@@ -55,7 +55,6 @@ def draw_timed(
     """The table by time.
 
     Args:
-        schedule: What was timed.
         timing: When its actions start and end.
         unit: Time of one column; the shortest action's time if not given. Actions that are shorter
             may hide each other.
@@ -181,7 +180,6 @@ def schedule_timeline(schedule: PipelineSchedule, costs: StageCosts) -> Timeline
     without overhead, STEP) has no span.
 
     Args:
-        schedule: With or without messages.
         costs: Of one micro-batch of the table; seconds.
 
     Raises:

@@ -42,12 +42,7 @@ class Message:
     """One result that goes from one rank to another.
 
     Attributes:
-        pipe: Whose.
-        source: Stage that makes it.
         target: Stage that takes it; later: activations, earlier: their gradients.
-        microbatch: Which.
-        giver: Where its producer stands.
-        taker: Where its consumer stands.
     """
 
     pipe: str
@@ -120,7 +115,6 @@ def add_messages(
     starts (same direction) or before m's producer starts (opposite direction).
 
     Args:
-        schedule: Without messages.
         lookahead: Most computes between a POST and its consumer.
         tags: The transport tells messages of one pair apart.
     """
@@ -297,7 +291,6 @@ def lower(
     different ranks. Messages that are there already are placed anew.
 
     Args:
-        schedule: A valid table.
         sync: "none": leave SYNC, WAIT and STEP as they are. Otherwise they are placed anew, one of
             each for every stage of a rank: all SYNCs in stage order after the last compute, then
             all WAITs, then all STEPs ("post"); SYNC right after the stage's last backward on that
@@ -411,9 +404,7 @@ def idle_after_gradients(timing: ScheduleTiming, rank: int, stage: int) -> float
     The all-reduce of the stage can hide in it (Chimera, SC'21, figure 4: free regions).
 
     Args:
-        timing: Of a table without messages.
         rank: Which has a backward of the stage.
-        stage: Whose gradients.
     """
     ends = timing.ends[rank]
     after = _last_gradients(timing.order[rank])[stage]
@@ -432,12 +423,7 @@ Place = dict[Action, int]
 
 
 def completed_sends(schedule: PipelineSchedule, rank: int) -> dict[int, list[int]]:
-    """For each RECV of a rank, by position, the SENDs before it that it proves to have arrived.
-
-    Args:
-        schedule: A lowered table.
-        rank: Whose row.
-    """
+    """For each RECV of a rank, by position, the SENDs before it that it proves to have arrived."""
     row = schedule.order[rank]
     places = [{action: n for n, action in enumerate(other)} for other in schedule.order]
     answers = {peer: _answers(schedule, rank, peer, places) for peer in range(schedule.ranks)}

@@ -48,7 +48,6 @@ class Action:
     """One thing that one rank does.
 
     Attributes:
-        kind: What.
         pipe: Name of the pipe (a chain of stages; several may share the ranks).
         stage: Number of the stage in its pipe, from 0.
         microbatch: Number of the micro-batch in the step, from 0; NONE for SYNC, WAIT, STEP.
@@ -119,7 +118,6 @@ class SchedulePipe:
 
     Attributes:
         name: "d0", "u1": direction and number.
-        placement: The rank of each stage.
         microbatches: Numbers of the micro-batches that go through it, in the order in which they
             enter; every micro-batch of a step belongs to one pipe.
     """

@@ -69,18 +69,13 @@ class StageCosts:
         size: numbers are divided by stages / ranks, sequences are taken as they are.
 
         Args:
-            stages: Of a pipe.
             ranks: As many as stages if not given.
             forward: For each stage, or for all.
             backward: Input and weight gradient together, halved between them; twice the forward
                 if not given.
             input_grad: In place of `backward`, with `weight_grad`.
             weight_grad: In place of `backward`, with `input_grad`.
-            latency: As above.
             message: Not divided: the size of an activation does not depend on the cut.
-            sync: As above.
-            overhead: As above.
-            slowness: As above.
             kept: As above; not divided: what enters a stage does not depend on the cut.
         """
         part = (ranks or stages) / stages
@@ -136,8 +131,6 @@ class StageCosts:
         """Of an action of compute on a rank; 0 for everything else.
 
         Args:
-            action: What.
-            rank: Where.
             recompute: The backward (B, or I where it is split) begins with another forward.
         """
         stage = action.stage

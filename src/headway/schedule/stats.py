@@ -84,7 +84,6 @@ def critical_path(timer: ScheduleTimer, run: TimerRun) -> tuple[tuple[int, Actio
     """The actions, with their ranks, that decide the makespan, from first to last.
 
     Args:
-        timer: Of the table.
         run: One of its runs, which was not stuck.
     """
     chains = _LongestPaths(timer.wiring, run)
@@ -122,7 +121,6 @@ class ScheduleStats:
     Attributes:
         makespan: Time of the step, in the unit of the costs.
         bubble: 1 - (time of all F, B, I, W) / (ranks * makespan).
-        bubbles: The same of each rank.
         peak_activations: Most that is held at a time, in the unit of `costs.activation`.
         weights: Weights of all hosted stages with their versions, in the unit of `costs.weight`.
         versions: Most versions of one stage's weights that are held at a time.
@@ -164,7 +162,6 @@ def measure_schedule(
     """Time a table and count what it holds.
 
     Args:
-        schedule: With or without messages.
         costs: Of one micro-batch of the table.
         freed_by_input_grad: Share of a micro-batch's activations that its input gradient (I) frees
             already; the rest is held until its weight gradient (W). 0 is the cautious convention,

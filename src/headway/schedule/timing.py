@@ -53,14 +53,9 @@ class Wiring:
 
     Attributes:
         order: Of each rank: its cells, in the order of the table that was wired.
-        actions: What.
-        ranks: Who.
-        seconds: Time on the compute lane.
         needs: Events that must have happened before the cell starts.
         sends: Messages that leave when the cell ends.
         joins: Of SYNC cells: index in `syncs`.
-        syncs: All-reduces.
-        events: How many there are.
         links: How many links (ordered rank pairs, or single messages if links are not shared).
         names: Of events that are no cells: what to call them.
     """
@@ -92,7 +87,6 @@ def make_wiring(schedule: PipelineSchedule, costs: StageCosts, *, shared_links: 
     """The wiring of a table.
 
     Args:
-        schedule: With or without messages.
         costs: One entry per stage of a pipe.
         shared_links: Messages of one ordered pair of ranks follow each other on one link.
 
@@ -300,7 +294,6 @@ class ScheduleTiming:
     """When what happens; times are in the unit of the costs, from 0.
 
     Attributes:
-        order: The actions of each rank.
         starts: By rank and position in `order`.
         ends: As `starts`. The end of a SYNC is the moment in which the rank goes on; the
             all-reduce itself is in `sync_spans`.
@@ -372,7 +365,6 @@ class TimerRun:
 
     Attributes:
         at: When each event happened; negative: never. Ends of cells come first.
-        starts: Of each cell.
         done: Cells and all-reduces (their events) in an order in which causes precede effects.
         stuck: For each rank that could not go on: position in its order, and the missing event.
         sync_starts: Of each all-reduce, by event.

@@ -18,7 +18,6 @@ def update_groups(schedule: PipelineSchedule, stage: int) -> Groups:
 
     Args:
         schedule: A valid table without a flush.
-        stage: Of its pipes.
     """
     found: list[list[int]] = []
     for rank in schedule.holders(stage):

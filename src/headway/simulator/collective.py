@@ -51,9 +51,6 @@ class SimulatedCollective:
     """A program that was played.
 
     Attributes:
-        program: Which.
-        wires: On which network.
-        element_bytes: Of an element.
         seconds: Until the last rank is done.
         played: All tasks, for pictures and paths.
         messages: Number of the flow of each Send that crosses wires.
@@ -92,8 +89,6 @@ def simulate_collective(
 
     Args:
         program: One that passes `check_program`.
-        wires: Of as many ranks.
-        element_bytes: Of an element.
         host: What sums, copies and messages cost the ranks.
 
     Raises:

@@ -37,7 +37,6 @@ class MaxMinSharing:
 
     Attributes:
         rates: Of each wire, per second.
-        now: Of the last change.
         changed: Whether rates must be found anew before time goes on.
     """
 
@@ -57,10 +56,7 @@ class MaxMinSharing:
         """A flow becomes ready; whether it runs at once.
 
         Args:
-            time: When.
-            number: Its name.
             on: Its lane, then its wires.
-            amount: What it carries.
         """
         self.now = time
         flow = _WireFlow(on[0], tuple(on[1:]), amount)
@@ -182,14 +178,12 @@ class TaskProgram:
     """Tasks and streams; columns by number of the task.
 
     Attributes:
-        streams: All.
         on: Streams that a task occupies; none: it takes no part of anything.
         seconds: For which it occupies them; on a shared stream: were it alone there; of a flow
             over wires: what it carries, in the unit of their rates.
         delay: Seconds from there until others can go on (latency of a message).
         before: Tasks that must be done first.
         kind: As in `timeline.KINDS`, or a finer word; for accounts.
-        label: For people.
     """
 
     streams: list[TaskStream] = field(default_factory=list)
@@ -249,12 +243,9 @@ class TaskProgram:
         """Add a flow over wires; returns its number.
 
         Args:
-            kind: As of any task.
             lane: An ordinary stream (a connection): of its flows one runs at a time.
             wires: Streams with a rate, at least one; all carry the flow at the same time.
-            amount: What it carries.
             before: Tasks that must be done first.
-            label: For people.
         """
         if not wires or not all(self.streams[wire].rate > 0 for wire in wires):
             raise ValueError(f"{label or kind}: a flow crosses wires, streams with a rate")
@@ -272,11 +263,8 @@ class TaskTimes:
     """When what happened; columns by number of the task, seconds from 0.
 
     Attributes:
-        program: What was played.
         ready: All that it waits for was done.
-        starts: It got its streams.
         ends: It left them.
-        done: Others could go on.
         awaited: Of what it waits for, the task that was done last; NONE: it waits for nothing.
         cause: The task that decided when it started: `awaited`, or the one before it on a stream
             that was not free then.

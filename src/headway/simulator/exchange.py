@@ -51,7 +51,6 @@ def simulate_exchange(
 
     Args:
         predicted: What is sent, in which order.
-        layers: As they were priced.
         steps: How many; the last one is played until all its sums have landed.
         overlap: Whether loads leave while backward runs.
     """

@@ -60,7 +60,6 @@ class SlowPath:
     """A link between two sets of ranks that carries less.
 
     Attributes:
-        ends: The ranks on either side.
         factor: Its rate is divided by it.
     """
 
@@ -78,7 +77,6 @@ class StepFaults:
 
     Attributes:
         slow: By rank: its computations take so many times as long.
-        paths: Slow links.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -129,7 +127,6 @@ class SimulatedRanks:
         """The network as the ranks see it that sum the gradients of a stage.
 
         Args:
-            part: On the tensor axis.
             places: In the pipeline that hold the stage.
         """
         if not self.faults.paths:
@@ -166,12 +163,7 @@ class SimulatedRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class EquivalentRanks:
-    """Some that behave alike.
-
-    Attributes:
-        first: The one that is played.
-        count: How many they are.
-    """
+    """Some that behave alike."""
 
     first: int
     count: int
@@ -182,8 +174,6 @@ class RepresentativeRanks:
     """Who is played: of each class one, or everybody.
 
     Attributes:
-        world: All ranks.
-        edges: Between which places messages go.
         holders: Of each stage, the places that hold it.
         everybody: Play every rank, whether others behave alike or not.
         variant: Of each copy: those with the same number have the same devices; empty: all have.

@@ -40,9 +40,6 @@ class RankBreakdown:
     """Where the step of one rank that is played goes.
 
     Attributes:
-        rank: Its number.
-        place: In its pipeline.
-        count: Ranks that it stands for.
         busy: Seconds of computation by kind, collectives of the tensor axis included.
         bubble: Seconds in which it waits for others to compute.
         exposed: Seconds in which it waits for communication, by kind.
@@ -83,12 +80,9 @@ class SimulatedStep:
     """A played step.
 
     Attributes:
-        work: What was played.
-        seconds: Of the step.
         accounts: Of the ranks that were played.
         timeline: Of these ranks; on the compute lane a wait is exposed communication.
         path: What decides the step, from its start to its end.
-        tasks: How many there were.
     """
 
     work: StepWork
@@ -140,7 +134,6 @@ def simulate_training_step(work: StepWork, *, everybody: bool = False) -> Simula
     """Play a step.
 
     Args:
-        work: What is done.
         everybody: Play every rank, also those that behave alike.
 
     Raises:

@@ -223,10 +223,6 @@ class RankStreams:
     """A rank that is played.
 
     Attributes:
-        rank: Its number.
-        place: In its pipeline.
-        count: Ranks that it stands for.
-        compute: Its compute stream.
         state: Bytes that it holds all the time.
     """
 
@@ -242,8 +238,6 @@ class StepTasks:
     """A step, ready to be played.
 
     Attributes:
-        work: What it is of.
-        program: Its tasks.
         devices: Who is played, by number.
         takes: Bytes that each of a task's devices holds from its start on.
         frees: Bytes that each lets go at its end.
@@ -262,7 +256,6 @@ def build_step_tasks(work: StepWork, *, everybody: bool = False) -> StepTasks:
     """The tasks of a step.
 
     Args:
-        work: What is done.
         everybody: Play every rank, also those that behave alike.
 
     Raises:

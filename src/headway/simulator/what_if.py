@@ -39,7 +39,6 @@ def change_machine(machine: Machine, cluster: Cluster, sentences: Sequence[str])
 
     Args:
         machine: Of `cluster`.
-        cluster: Names its levels.
         sentences: See `LEGAL_CHANGES`; one after the other.
 
     Raises:
@@ -55,7 +54,6 @@ def change_device_types(
     """The same of several types of devices, on one network.
 
     Args:
-        machines: By type.
         cluster: As for `change_machine`.
         sentences: As for `change_machine`; one that names a type changes that alone.
 
@@ -191,8 +189,6 @@ def parse_step_faults(
 
     Args:
         sentences: As `headway train --fault` takes them, without the step.
-        ranks: Of the plan.
-        cluster: Its nodes.
         places: Of each rank the device, by its number in the cluster; empty: its own number.
 
     Raises:

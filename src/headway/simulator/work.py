@@ -96,8 +96,6 @@ class StepWork:
     Attributes:
         table: Of one pipeline, without messages; a single stage where there is none.
         stages: Of one pipe of the table.
-        grid: Ranks.
-        network: What joins them.
         sync: When the table sums the gradients of a stage.
         bucket: Bytes after which gradients leave while backward still makes others; 0: with every
             piece; None: a stage's together, where the table says so.
@@ -105,7 +103,6 @@ class StepWork:
         overlap: Share of a sum under way that computation beside it does not feel.
         shared: All that a rank sends over one level of links shares them evenly; else each
             message to a rank, and the collectives, have their own stream.
-        faults: Of ranks and links.
         others: The stages of copies on other devices, or with other micro-batches; each holds the
             same parameters.
         variant: Of each copy of the pipeline: 0, it has `stages`; n, the n-th of `others`. Empty:

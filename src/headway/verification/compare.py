@@ -33,7 +33,6 @@ class Difference:
 
     Attributes:
         step: Optimiser step, from 1.
-        kind: One of KINDS.
         name: Logical name.
         error: Largest absolute difference over the scale; infinite where one run lacks the tensor.
         note: What is wrong where no number can say it.
@@ -82,7 +81,6 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
 
     Args:
         serial: The reference; its order of execution names the first difference.
-        split: The run to be proved.
         tolerance: Largest error that counts as equal.
     """
     scales = _scales(serial)

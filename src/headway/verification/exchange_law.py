@@ -42,10 +42,7 @@ class Law:
 
     Attributes:
         step: From 1.
-        bucket: Number.
-        name: A key of NAMES.
         error: Largest deviation over the largest element.
-        bound: What it may be.
     """
 
     step: int
@@ -113,7 +110,6 @@ class ExchangeLawMonitor:
 
     Attributes:
         description: The plan's.
-        laws: All that was judged.
     """
 
     description: ExchangePlan

@@ -26,10 +26,6 @@ _HAVE = "torch 2.11 to 2.14 have it"
 def fake_world(ranks: int, rank: int = 0) -> Iterator[World]:
     """This process as one rank of many.
 
-    Args:
-        ranks: Of the world.
-        rank: That this process plays.
-
     Raises:
         RunError: This torch has no fake process group.
         UsageError: This process belongs to a group already.

@@ -36,7 +36,6 @@ class VerifyJob:
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
         plan: A plan file; None: data parallelism over all ranks.
-        timeout_seconds: Longest wait for another rank.
     """
 
     recipe: str
@@ -98,7 +97,6 @@ class Recorder:
         """Record a step that has just been done.
 
         Args:
-            step: Its number.
             loss: Of the global batch.
             numbers: As `TrainingState.numbers` gives them; gradients must still be there.
         """

@@ -47,9 +47,6 @@ def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | No
     """Run the recipe serially in float64 and save the recording to `target`.
 
     Args:
-        _: Alone.
-        job: What to record.
-        target: The recording.
         ranks: None: every global batch goes through the model in one piece. A number: it goes
             through in the micro-batches that the plan has for so many ranks, one after the other,
             for models whose modules see a batch as a whole (batch normalisation).
@@ -150,10 +147,6 @@ def record_delayed(
     """Run the recipe by its plan's table in one process, in float64; save the recording.
 
     Args:
-        _: Alone.
-        job: As of the split run.
-        target: The recording.
-        ranks: Of the split run.
         stages: For each stage the names of its parameters.
     """
     recipe = job.load()

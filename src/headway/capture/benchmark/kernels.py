@@ -55,13 +55,9 @@ class KernelCase:
     """One call.
 
     Attributes:
-        kind: As graphs name it.
         call: Of the inputs, in the order of `roles`.
-        roles: Of the inputs.
         inputs: Shapes; of whole numbers below a bound where one stands in `bounds`.
-        trained: Roles that are parameters.
         bounds: Of inputs that are whole numbers.
-        attributes: That the formulas need.
     """
 
     kind: str
@@ -426,9 +422,7 @@ def measure_kernels(
     """Measure; collective among the ranks of the machine.
 
     Args:
-        device: Of this rank.
         local_ranks: Ranks that share the memory of the machine.
-        slowest: Of these ranks.
         seconds: For rounds, after some seconds for peaks.
         idle: Steps to be timed in the same rounds.
     """

@@ -171,9 +171,7 @@ class LayerCall:
 
     Attributes:
         name: The path of the module that makes it, and "#2" for its second call of this kind.
-        ways: By name.
         args: Of the call; tensors as they were.
-        named: Of the call.
     """
 
     name: str
@@ -244,12 +242,7 @@ def _intercept_layers(model: nn.Module, handle: Callable[[LayerCall], Tensor]) -
 
 
 def layers_of(model: nn.Module, run: Callable[[], object]) -> tuple[LayerCall, ...]:
-    """The convolutions and attentions that a forward pass calls, in order.
-
-    Args:
-        model: Any module.
-        run: A forward pass of it.
-    """
+    """The convolutions and attentions that a forward pass calls, in order."""
     found: list[LayerCall] = []
 
     def note(called: LayerCall) -> Tensor:
@@ -269,7 +262,6 @@ def use_algorithms(model: nn.Module, algorithms: Mapping[str, str]) -> Iterator[
             loss = criterion(model(x), y)
 
     Args:
-        model: Any module.
         algorithms: By layer, as `layers_of` names them; others as torch chooses.
 
     Raises:
@@ -343,12 +335,8 @@ def measure_algorithms(
     does meanwhile then hits all of them alike.
 
     Args:
-        model: In training mode.
         step: Its forward pass with that minibatch.
-        clock: Of the device.
         parameters: M_MP: bytes of weights, gradients and copies of the optimiser.
-        known: What has been measured; filled.
-        rounds: Of measurements.
     """
     found = layers_of(model, step)
     trials = {called.key: _trials(called, clock) for called in found if called.key not in known}
@@ -403,10 +391,7 @@ class _Trial:
     """One way of one layer.
 
     Attributes:
-        name: Of the way.
-        both: Its forward and its backward.
         work: Bytes by which the peak of the whole model grows with it.
-        alone: Its shortest time.
         inside: The shortest time of the whole model with it.
     """
 

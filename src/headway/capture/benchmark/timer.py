@@ -25,7 +25,6 @@ class DeviceTimer:
     """A stop-watch that waits for the device.
 
     Attributes:
-        device: Whose work is timed.
         seconds: For the repetitions of one thing.
     """
 

@@ -93,10 +93,8 @@ def mixed_question(
     """The question to the search.
 
     Args:
-        wanted: What the command line says.
         work: Of the recipe's model.
         batch: Samples of a step.
-        cluster: With devices of several types.
         recipe: Whose optimiser's update counts, where the file has measured it.
         precision: As in `PlanRequest`.
 
@@ -160,7 +158,6 @@ class CostBasis:
 
     Attributes:
         currency: "" where no price is known.
-        amounts: Steps.
     """
 
     currency: str = ""
@@ -423,9 +420,7 @@ def choice_lines(
     """What the search would take, on these devices and on others.
 
     Args:
-        point: The plan.
         best: The search's choice; None: it finds none.
-        changes: Of the hardware.
         taken: Words for the choice on these devices.
         changed: Words for another choice on other ones.
     """
@@ -480,7 +475,6 @@ def explain_mixed(
     Args:
         plan: As many ranks as the cluster has, or fewer.
         recipe: As for `headway train`.
-        cluster: With devices of several types.
         memory: Of a device that may be used.
         sources: Say in the lines, too, where the numbers of each type come from.
 
@@ -527,9 +521,7 @@ def mixed_plan_question(
     """For the fastest plan that runs today; without a plan, for the fastest of all.
 
     Args:
-        plan: Whose ranks and precision count.
         recipe: As for `headway train`.
-        cluster: With devices of several types.
         memory: Of a device that may be used.
         ranks: Devices, without a plan.
     """

@@ -23,7 +23,6 @@ def with_measured_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) 
     """The machine with the update of a recipe's optimiser; as it is where that was not measured.
 
     Args:
-        machine: Of the cluster.
         cluster: Whose file may have `updates`.
         recipe: Its model is built on the meta device for its optimiser.
     """

@@ -48,11 +48,7 @@ class PlanSearchReport:
     """What was found, and what it was asked for.
 
     Attributes:
-        outcome: Of the search.
-        recipe: Its name.
-        cluster: Its name.
         currency: Of the price; "" where none is known.
-        amounts: How long the recipe trains.
     """
 
     outcome: SearchResult

@@ -23,7 +23,6 @@ def show(file: Path, /, *, json: bool = False) -> None:
     """A plan in words: ranks, batch, arithmetic, exchange.
 
     Args:
-        file: A plan.json.
         json: Print the plan as JSON, with every default and its hash.
     """
     plan = Plan.load(file)
@@ -35,11 +34,6 @@ def show(file: Path, /, *, json: bool = False) -> None:
 
 def check(file: Path, /, *more: Path, json: bool = False) -> int:
     """Say whether plans can exist; all reasons against each of them are listed.
-
-    Args:
-        file: A plan.json.
-        more: Further ones.
-        json: Print the verdicts as JSON.
 
     Returns:
         0 where all are legal, else the exit code of the first that is not.
@@ -59,11 +53,6 @@ def check(file: Path, /, *more: Path, json: bool = False) -> int:
 
 def diff(old: Path, new: Path, /, *, json: bool = False) -> int:
     """What differs between two plans, one value a line.
-
-    Args:
-        old: A plan.json.
-        new: Another plan.json.
-        json: Print the lines as JSON.
 
     Returns:
         0 for equal plans, 1 otherwise, as `diff` does.
@@ -100,7 +89,6 @@ class PricingTarget:
 
     Attributes:
         recipe: As for `headway train`.
-        cluster: Found.
     """
 
     recipe: str
@@ -113,7 +101,6 @@ def record_provenance(plan: Plan, recipe: str, cluster: str, nodes: int | None, 
     Args:
         plan: With a prediction, or it stays as it is.
         recipe: As on the command line; so are `cluster` and `nodes`.
-        out: Where it will be written.
     """
     if plan.prediction is None:
         return plan
@@ -132,7 +119,6 @@ def pricing_target(
 
     Args:
         file: Of the plan; None: there is no plan.
-        plan: Loaded from there.
         recipe: As on the command line; so are `cluster` and `nodes`.
 
     Raises:

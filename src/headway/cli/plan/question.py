@@ -44,7 +44,6 @@ class PlanSearchOptions:
         force: (pattern, what).
         objective: As in `PlanRequest`.
         runnable: Only what today's executor can run.
-        schedules: Of pipelines.
         tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
         seconds: Of searching; None: as long as it takes.
     """
@@ -244,7 +243,6 @@ def recipe_workload(recipe: str, plan: Plan | None) -> tuple[PlanningWorkload, i
     """A recipe's model and optimiser, its batch, and the recipe.
 
     Args:
-        recipe: Its name.
         plan: That is to be priced for it.
 
     Raises:

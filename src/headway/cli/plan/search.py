@@ -77,7 +77,6 @@ def executable_outcome(outcome: SearchResult, recipe: Recipe) -> SearchResult:
 
     Args:
         outcome: Of a question about plans that run today.
-        recipe: Of its model.
 
     Raises:
         PlanError: Without pipelines nothing fits.
@@ -140,9 +139,7 @@ def search_plans(
         time_limit: Of the search, as in "10 s": then the best so far is told, with what it may be
             from the best there is.
         svg: Draw the frontier into this file.
-        png: The same as PNG.
         out: Write the chosen plan there, as `headway train --plan` takes it.
-        json: Print everything as JSON.
     """
     every = runnable and objective == "fastest"
     wanted = parse_search_options(

@@ -41,7 +41,6 @@ class EqualLayersModel:
 
     Attributes:
         batch: Samples of the global batch.
-        layers: How many layers.
         forward: Time of the forward of one layer for one sample.
         launch: Time that the forward of a stage takes beyond that, whatever its size.
         activation: Size of what goes from one layer to the next, for one sample.
@@ -85,12 +84,9 @@ def choose(
         ranks: P, the processes.
         memory: Of one rank, as in "16 GiB".
         bandwidth: Of the link between any two ranks, as in "10 Gbit/s".
-        latency: Of that link.
-        model: The layers.
         pipes: At once, half of them in each direction.
         mode: How it goes on where there are more micro-batches than stages.
         recompute: Backward computes the forward again, and activations are not kept.
-        json: Print the candidates as JSON.
     """
     check_at_least_1(ranks=ranks, pipes=pipes)
     measured = None

@@ -220,8 +220,6 @@ def evaluate_schedule(
     """Time and measure a table.
 
     Args:
-        schedule: A valid one.
-        costs: Checked.
         options: With which its name made it; None: it was written by hand, no formula is known.
 
     Raises:

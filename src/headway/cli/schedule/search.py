@@ -59,9 +59,7 @@ def search(
         placement: Where stages may lie, with commas: straight, v, loop, w hold the weights once,
             both-directions, both-v twice. v, loop and both-v need 2D stages, w needs 4D.
         seconds: Time limit; a search that ends before it finds the same table everywhere.
-        seed: Of the random numbers.
         out: Write the table to this file; `headway train --schedule` reads it.
-        json: Print the figures as JSON.
     """
     costs.check()
     number = 2 * stages if microbatches is None else microbatches

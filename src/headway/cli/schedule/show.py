@@ -37,11 +37,7 @@ _UNIT = ScheduleCosts()
 
 
 def list_schedules(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """The pipeline schedules that have a name, with what they take and who described them.
-
-    Args:
-        json: Print them as JSON.
-    """
+    """The pipeline schedules that have a name, with what they take and who described them."""
     if json:
         say_json([{"name": name, **_kind(kind)} for name, kind in SCHEDULES.items()])
         return
@@ -92,7 +88,6 @@ def show(
         timeline: Write a Chrome trace (Perfetto opens it) to this file; one unit is one second.
         csv: Write the table to this file; `headway train --schedule` reads it.
         torch_csv: Write the table for torch's pipeline runtime to this file.
-        json: Print the figures as JSON.
     """
     costs.check()
     given = {"pipes": pipes, "virtual": virtual, "mode": mode}
@@ -187,13 +182,11 @@ def compare(
     Args:
         stages: D, the ranks of the pipeline.
         microbatches: N, of one step; by default twice as many as ranks.
-        pipes: Of chimera: pipes at once.
         virtual: Of looped schedules: stages per rank.
         recompute: Stages whose backward computes the forward again, as 0,2; "all" or "none".
         costs: What is done in which time.
         svg: Write one picture with all of them to this file.
         png: Write the picture as PNG to this file.
-        json: Print the rows as JSON.
     """
     costs.check()
     number = 2 * stages if microbatches is None else microbatches
@@ -283,7 +276,6 @@ def check(
         costs: What is done in which time.
         svg: Write a picture of a valid table to this file.
         png: Write the picture as PNG to this file.
-        json: Print the verdict as JSON.
 
     Returns:
         0 for a valid table, 2 for one that cannot be carried out.

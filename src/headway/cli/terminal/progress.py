@@ -68,7 +68,6 @@ def compare_with_prediction(
     Args:
         expected: None: "".
         seconds: Of a step, as measured.
-        parts: Of recent steps.
     """
     if expected is None or seconds <= 0:
         return ""
@@ -101,7 +100,6 @@ class Progress:
 
     Attributes:
         steps: At which step the run is complete; None before the start event.
-        step: The last step.
         seconds: Durations of the most recent steps, oldest first.
         exposed: Of those, the part in which rank 0 waited for the exchange, as a ratio.
         memory_bytes: Of rank 0.
@@ -149,8 +147,6 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
     """The text of an event; None where there is nothing to say.
 
     Args:
-        event: One line of events.jsonl.
-        progress: The memory after this event.
         cause: Why the attempt before this one ended, where this one is a restart.
     """
     match event.get("event"):
@@ -247,7 +243,6 @@ class JsonLinesTail:
     """New whole lines of a growing file of JSON objects; the file may appear later.
 
     Args:
-        path: The file.
         skip: Leave out what is there already (a run that is resumed).
     """
 

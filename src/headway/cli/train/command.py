@@ -92,14 +92,12 @@ def train(
         schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         restarts: How often dead workers are started again without a new checkpoint between.
-        device: What to compute on.
         timeout: Longest wait for another process, such as "30 s" or "5 min".
         patience: A process of which nothing is heard for so long is lost; "0 s": never.
         emulate: A cluster.toml: run as if on its nodes, with its links; needs root for all of it.
         faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with --emulate,
             "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be repeated.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
-        json: Print the outcome as JSON.
     """
     overrides += _schedule_overrides(schedule, plan)
     checked = check_recipe(recipe, overrides)

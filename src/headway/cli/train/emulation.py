@@ -33,7 +33,6 @@ class EmulationOptions:
 
     Attributes:
         cluster: The nodes to emulate; None: none.
-        faults: What breaks.
         device: To compute on: nodes are emulated for CPUs only.
     """
 
@@ -95,12 +94,6 @@ def read_emulation_options(
 ) -> EmulationOptions:
     """Read both options.
 
-    Args:
-        emulate: A cluster.toml.
-        faults: One sentence each.
-        place: Of this process.
-        device: What was asked for.
-
     Raises:
         DocumentError: With all problems of the file.
         UsageError: A sentence that is no fault, or a world that has been started already.
@@ -135,9 +128,7 @@ def count_ranks(
     """The number of processes; that of the world which is already there cannot be changed.
 
     Args:
-        place: Of this process.
         processes: What --processes says; None: nothing.
-        default: Where nobody says how many.
         cluster: The emulated one; None: none.
 
     Raises:

@@ -50,7 +50,6 @@ class AutoPlanSearch:
 
     Attributes:
         recipe: As for `headway train`.
-        overrides: Likewise.
         cluster: A cluster.toml, a preset, or "measure".
         device: To compute on: "auto", "cpu" or "cuda".
         fallback: Whether data parallelism does where no plan is found.
@@ -82,7 +81,6 @@ class AutoPlanSearch:
 
         Args:
             run: Where plan and cluster are kept.
-            ranks: Of the job.
             emulated: Where to measure; None: on the machine itself.
             resume: Take the plan that a run has already.
 
@@ -384,9 +382,6 @@ class CollectiveOption:
         Args:
             run: Holds the measured cluster, and the plan of a run that goes on.
             known: The plan, if it can be known here.
-            ranks: Of the job.
-            resume: The run goes on.
-            told: Say what was found.
 
         Raises:
             UsageError: Nothing says what the network is, or it has another number of ranks.

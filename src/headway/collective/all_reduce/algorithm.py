@@ -62,7 +62,6 @@ class AllReduceOptions:
         chunk: Size of a message of ring, servers and trees ("256 KiB"; of trees that of the
             heaviest one); empty: as the program decides.
         order: Of ring: the ranks along it; empty: by number.
-        trees: Of trees.
         rates: The links for which the program was found, where each pair of ranks has links of its
             own: bytes per second by sender and receiver, 0: no link; empty: not known.
     """
@@ -90,8 +89,6 @@ def all_reduce_problems(kind: str, carrier: AllReduceOptions | None, ranks: int)
 
     Args:
         kind: `Exchange.collective`.
-        carrier: Of the exchange.
-        ranks: Who sum.
     """
     if kind not in ALL_REDUCE_KINDS:
         if carrier is not None:
@@ -168,8 +165,6 @@ def all_reduce_program(
     Args:
         kind: Of `ALL_REDUCE_KINDS`.
         carrier: Legal for `kind` and these ranks.
-        ranks: Who sum.
-        elements: Of the bucket.
         element_bytes: Of an element, as it travels.
     """
     task, own = CollectiveTask.of("all_reduce", ranks, elements), carrier or AllReduceOptions()
@@ -201,11 +196,9 @@ def all_reduce_traffic(
 
     Args:
         kind: Of `ALL_REDUCE_KINDS`.
-        carrier: Of the exchange.
         ranks: Global ranks that exchange, ascending.
         elements: Of the bucket, flags included.
         compressor: One of `SUMMABLE_COMPRESSORS`.
-        element_bytes: Of a gradient.
 
     Raises:
         ValueError: A compressor that is more than one sum.

@@ -43,10 +43,7 @@ class LinkDrift:
     """One direction of a link that is no longer what it was.
 
     Attributes:
-        sender: Rank.
-        receiver: Rank.
         before: Bytes per second that were expected, at the level of the links that stayed.
-        now: Measured.
     """
 
     sender: int
@@ -87,7 +84,6 @@ class Repacking:
     Attributes:
         drifts: Directions of links that have drifted, ascending.
         links: All links as they are now, bytes per second.
-        before: The program in use.
         after: The program from now on; the same where none is worth the change.
     """
 
@@ -167,10 +163,7 @@ def all_reduce_seconds(
 
     Args:
         kind: Of `ALL_REDUCE_KINDS`.
-        carrier: Of the exchange.
         links: Bytes per second.
-        num_bytes: Of the buffer.
-        element_bytes: Of an element.
     """
     elements = max(1, round(num_bytes / element_bytes))
     program = all_reduce_program(kind, carrier, links.ranks, elements, element_bytes)
@@ -212,11 +205,8 @@ def find_repacking(
 
     Args:
         kind: `Exchange.collective`.
-        carrier: Of the exchange.
         old: The links as they were known.
-        measured: As they are now.
         sizes: Bytes of the sums of a step, one by one.
-        element_bytes: Of a gradient.
 
     Raises:
         PlanError: The links no longer join all ranks.
@@ -353,7 +343,6 @@ class ProbePolicy:
         """Whether to measure now.
 
         Args:
-            steps: Since the last vote.
             seconds: For which they took, on the slowest rank.
             exposed: Of these the slowest rank stood still in the exchange.
         """

@@ -20,7 +20,6 @@ def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> C
     """A program for any operation.
 
     Args:
-        collective: What it is for.
         flight: Messages that an all_to_all sends at the same time; the receives all begin at once.
     """
     writer = ProgramBuilder(collective)

@@ -35,8 +35,6 @@ def hierarchical(
     """A program for these nodes.
 
     Args:
-        collective: Not all_to_all.
-        nodes: Of all ranks.
         chunk: Elements of a message in rings and trees.
 
     Raises:

@@ -35,8 +35,6 @@ def scatter_direct(
     """Each member receives its part from all others at once and sums in order of distance.
 
     Args:
-        writer: Takes the steps.
-        group: The ranks.
         parts: Of the whole, by member.
         source: Where every member has its own numbers.
         result: Where member k wants its sums; None: in the source's place.
@@ -76,8 +74,6 @@ def gather_direct(
     """Each member sends its part to all others at once.
 
     Args:
-        writer: Takes the steps.
-        group: The ranks.
         parts: Of the whole, by member.
         area: Where every member wants the whole.
         source: Where member k has its part; None: there already.
@@ -115,11 +111,8 @@ def ring(
     (member k ends with part k), n - 1 more hand the sums on.
 
     Args:
-        writer: Takes the steps.
         group: The ranks, in the order of the ring.
         parts: Of the whole, by member.
-        scatter: Go round with sums.
-        gather: Go round with results.
         chunk: Elements of a piece; None: whole parts.
         source: Where every member has its own numbers, which stay as they are; "out" then is no
             more than the member's part. None: in "out", the whole of it.

@@ -83,12 +83,7 @@ class RankScript:
 
 
 class ProgramBuilder:
-    """The scripts of all ranks.
-
-    Attributes:
-        collective: What is written for.
-        ranks: The script of each rank.
-    """
+    """The scripts of all ranks."""
 
     def __init__(self, collective: CollectiveTask) -> None:
         self.collective = collective

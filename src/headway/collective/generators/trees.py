@@ -310,10 +310,8 @@ def trees(
     Args:
         collective: What it is for; not all_to_all. For broadcast and reduce all trees have the
             collective's root; for all_gather and reduce_scatter those of one root carry its share.
-        weighted: The trees.
         chunk: Elements of a chunk of the heaviest tree; lighter ones have as many, smaller chunks.
             None: one 16th.
-        name: Of the program.
 
     Raises:
         PlanError: No such program for this operation.
@@ -380,7 +378,6 @@ def servers(
     """Shards of even size on these ranks.
 
     Args:
-        collective: all_reduce.
         ranks: Of the servers; None: all.
         chunk: Elements of a message; None: one 16th of a shard.
 

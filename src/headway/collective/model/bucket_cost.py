@@ -102,7 +102,6 @@ def hierarchical_traffic(nodes: Nodes, num_bytes: float, inner: float) -> Traffi
     """Reduce-scatter inside a node, all-reduce across with each shard, all-gather inside.
 
     Args:
-        nodes: Uniform.
         num_bytes: Of the buffer, as it is inside a node.
         inner: Of one shard, as it travels between nodes.
     """
@@ -130,13 +129,10 @@ def bucket_traffic(
 
     Args:
         shapes: Of the parameters of the bucket, in their memory order.
-        nodes: Of the ranks that exchange.
         reduce: As in the plan's `Exchange`.
         collective: As in the plan's `Exchange`.
         compressor: Name, as in the plan's `Compression`.
-        amount: Its density or rank.
         carrier: As in the plan's `Exchange`.
-        element_bytes: Of a gradient.
 
     Raises:
         ValueError: A compressor that needs whole tensors, in a hierarchical exchange, or one that
@@ -197,11 +193,8 @@ def sparse_hierarchical_traffic(
     """HiTopKComm (Shi et al. 2021, section 3.2): dense inside, a parcel per shard across.
 
     Args:
-        nodes: Uniform.
         elements: Of the buffer, flags included; they are its end.
-        flags: How many.
         density: Share of each shard that is sent.
-        element_bytes: Of a gradient.
     """
     width = len(nodes.members[0])
     parcels = shard_parcels(elements, flags, width, density, element_bytes)
@@ -293,7 +286,6 @@ class CompressorSpeed:
     """Of a compressor: seconds of one processor per byte of gradient.
 
     Attributes:
-        encode: Before it leaves.
         decode: Of what one rank has sent; gathered payloads are decoded once per rank.
     """
 
@@ -323,9 +315,7 @@ class ExchangeNetwork:
     """The links of a job.
 
     Attributes:
-        link: All-reduce over all ranks.
         nodes: Which ranks share a node.
-        inside: All-reduce inside a node.
         across: All-reduce with one rank per node, as fast as one of them alone can go.
         carried: All-reduce by the program of the exchange, as played; None: as `link`.
     """
@@ -348,8 +338,6 @@ class ExchangeNetwork:
         """`nodes` nodes of `width` ranks that share the node's link.
 
         Args:
-            nodes: How many.
-            width: Ranks of each.
             rate: Bytes per second of a node's link.
             inside: Bytes per second between two ranks of a node.
             latency: Seconds of a small all-reduce over all ranks.
@@ -400,11 +388,7 @@ def bucket_service(
     """Price one bucket.
 
     Args:
-        chosen: A scheme.
-        shapes: Of its parameters.
-        network: As measured.
         speeds: Of compressors, by name; "adasum" for its arithmetic.
-        element_bytes: Of a gradient.
     """
     dense = element_bytes * sum(map(prod, shapes))
     if chosen.reduce == "adasum":
@@ -431,12 +415,6 @@ def compressed_link(
 
     Buckets are to be fitted to this one: compressed gradients are small, so that smaller buckets
     pay, and a further round costs latency again.
-
-    Args:
-        chosen: A scheme.
-        shapes: Of all parameters.
-        network: As measured.
-        element_bytes: Of a gradient.
     """
     link = network.link_of(chosen.collective)
     total = element_bytes * sum(map(prod, shapes))

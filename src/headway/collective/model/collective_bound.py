@@ -27,11 +27,6 @@ def collective_lower_bound(
 ) -> float:
     """The bound.
 
-    Args:
-        collective: What is to be done.
-        wires: On which network.
-        element_bytes: Of an element.
-
     Returns:
         Seconds; infinite where ranks are not joined.
     """

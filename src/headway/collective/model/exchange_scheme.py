@@ -61,7 +61,6 @@ class GradientLayer:
         shapes: Of its parameters; empty for a layer without.
         forward: Seconds.
         backward: Seconds.
-        element_bytes: Of a gradient.
         compressor: Something else than the scheme's, with its `amount`.
         amount: Density or rank of `compressor`.
         ranks: It is summed inside this group of ranks only.
@@ -87,13 +86,9 @@ class ExchangeScheme:
     """How gradients are exchanged; the words are those of the plan's `Exchange`.
 
     Attributes:
-        compressor: Name.
-        amount: Its density or rank.
         reduce: "mean", "sum" or "adasum".
         collective: "all_reduce", "hierarchical", or a program of `carrier.CARRIED`.
-        carrier: Of a program.
         bucket: Bytes; None: fitted to the link.
-        overlap: Buckets leave while backward runs.
         priority: Chunks in planned order across the border of the step.
         chunk: Bytes; None: fitted to the link.
         credit: Chunks on their way at the same time.
@@ -132,7 +127,6 @@ class ExchangePrediction:
         credit: Loads on their way at the same time.
         crossing: The step's border is crossed.
         link: That the loads are priced with.
-        played: The step.
         traffic: Bytes that ranks send to each other in a step.
     """
 
@@ -171,9 +165,7 @@ def predict_exchange(
     """Price a scheme.
 
     Args:
-        scheme: How to exchange.
         layers: In the order of the forward pass.
-        network: Links and nodes.
         speeds: Of compressors, by name; one that is missing costs nothing.
         buckets: Indices of layers bucket by bucket, instead of those of the scheme.
     """
@@ -418,9 +410,6 @@ class SchemeChoice:
     """One candidate with its price.
 
     Attributes:
-        scheme: How it exchanges.
-        predicted: Its step.
-        diagnosis: What limits it.
         exactness: 0: exact; 1: rounded to fewer bits; 2: coarse, with error feedback.
         reason: One sentence: why it stands where it stands.
     """
@@ -468,9 +457,7 @@ def rank_schemes(
 
     Args:
         layers: With measured times, in forward order.
-        network: As measured.
         base: The rest of the exchange; its compressor is varied.
-        exact_only: Leave inexact candidates out.
         speeds: Measured, by compressor.
         candidates: (compressor, amount).
         vary_priority: Try every candidate with and without crossing the border of the step.

@@ -27,7 +27,6 @@ class LinkFit:
         latency: a, seconds.
         seconds_per_byte: b, seconds per byte of the buffer (not per byte on the wire).
         error: Largest share by which the fit missed a measured time; 0.0 for a fit from a rate.
-        ranks: Among how many ranks.
     """
 
     latency: float
@@ -105,7 +104,6 @@ def fit_link(samples: Iterable[tuple[float, float]], *, ranks: int) -> LinkFit:
 
     Args:
         samples: (bytes, seconds), several of each of at least two sizes; five sizes are good.
-        ranks: How many ranks took part.
 
     Raises:
         ValueError: Fewer than two sizes, or a time that is not positive.

@@ -26,7 +26,6 @@ class LinkLoad:
     """What is sent at once: a bucket, or a chunk of one.
 
     Attributes:
-        name: For people.
         num_bytes: Size of the buffer as the link sees it (compressed size, if it is compressed).
         ready: Its last gradient is there; seconds after the start of a step that waits nowhere.
         needed: The first layer that uses its parameters begins; seconds after the start of a
@@ -48,7 +47,6 @@ class LoadTrip:
     """What happened to one load; seconds after the start of its step, as in `comm`'s Flight.
 
     Attributes:
-        ready: Its gradients were there.
         issued: The progress thread took it up (and began to encode it).
         sent: Its first byte entered the link.
         received: Its sum was there, decoded.
@@ -97,7 +95,6 @@ def simulate_link(
 
     Args:
         loads: What is sent in each step.
-        link: Its price.
         order: Indices into `loads`, in sending order; None: as they become ready.
         credit: Loads on their way at the same time.
         crossing: The next forward pass begins at once and waits for each load where it is needed;

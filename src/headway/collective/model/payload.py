@@ -113,10 +113,8 @@ def payloads(
 
     Args:
         compressor: "none", "topk", ... as in `headway.plan.exchange`.
-        amount: Density or rank.
         shapes: Of the parameters of the bucket, in their memory order.
         itemsize: Bytes of a gradient's element.
-        ranks: Who exchanges.
         flags: There is one more element per parameter, which says whether it was used.
     """
     count = len(shapes) if flags else 0

@@ -62,7 +62,6 @@ def schrage(jobs: Sequence[SequencedJob], margin: float = 0.0) -> tuple[int, ...
     """The order of a priority queue that never idles while a job may start.
 
     Args:
-        jobs: Of any order.
         margin: A job may overtake another one only if it was there this many seconds before.
     """
     coming = sorted(range(len(jobs)), key=lambda i: (jobs[i].head, -jobs[i].tail, i))
@@ -198,7 +197,6 @@ def chunk_size(link: LinkFit, *, largest: int) -> int:
     """The smallest chunk whose time is latency by less than LATENCY_SHARE.
 
     Args:
-        link: As measured.
         largest: The size of the largest bucket: chunks need not be larger.
 
     Returns:
@@ -223,7 +221,6 @@ def planned_order(
 
     Args:
         loads: What is sent in each step.
-        link: Its price.
         credit: Loads on their way at the same time.
         jitter: Delays to be expected, as a share of the time of the last gradient; 0: none.
     """

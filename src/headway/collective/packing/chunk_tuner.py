@@ -27,7 +27,6 @@ class ChunkTuner:
         smallest: Bytes; no smaller chunk is probed.
         largest: Bytes; no larger one. More than a rank's part of the buffer makes no difference.
         first: Bytes of the first probe.
-        most: Probes.
         measured: (bytes of a chunk, throughput) in order.
     """
 

@@ -41,7 +41,6 @@ def mesh_packing(graph: LinkGraph, direction: Direction, root: int, rate: float)
         graph: Full, of two ranks or more.
         direction: For an all-reduce every rank is the root of one tree.
         root: Of a broadcast or a reduction.
-        rate: Of its links.
     """
     n = graph.ranks
     if direction == "all_reduce":
@@ -80,7 +79,6 @@ def trees_over_servers(
     """Trees over all ranks from the trees inside of each server.
 
     Args:
-        members: The ranks of each server.
         local: The trees of each server's all-reduce, over its members numbered from 0; their
             weights say how they share the data. A server of one rank has `Tree((None,), 1.0)`.
 
@@ -175,10 +173,6 @@ def channel_shares(num_bytes: float, channels: Sequence[TransferChannel]) -> tup
     """The bytes of each channel.
 
     The moment T at which all end: sum over the channels with start < T of rate (T - start) = bytes.
-
-    Args:
-        num_bytes: Of the whole.
-        channels: In any order.
 
     Raises:
         PlanError: No channel, or one that has no rate.

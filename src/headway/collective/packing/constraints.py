@@ -35,7 +35,6 @@ def min_cut(capacity: Sequence[Sequence[float]], source: int, sink: int) -> tupl
     Args:
         capacity: Row i, column j: from i to j; 0: no arc.
         source: On the side that is returned.
-        sink: Not on it.
 
     Returns:
         The capacity of the cut, and the smallest such side.
@@ -218,9 +217,7 @@ class PackingProblem(ABC):
     """One kind of packing on one graph.
 
     Attributes:
-        ranks: How many.
         edges: Arcs or links, in the order of all vectors.
-        capacity: Of each edge.
         rows: Of each known constraint the edges that count for it, as 0 and 1.
         demand: Of each of them: what it needs, in units of the rate.
     """

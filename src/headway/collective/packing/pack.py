@@ -88,7 +88,6 @@ def few_trees(
 
     Args:
         problem: The graph, and what limits trees on it.
-        rate: Its bound.
         tolerance: Share of the rate that may be given up for fewer trees.
         attempts: Searches, every second one with the tolerance; of many ranks fewer.
     """
@@ -289,7 +288,6 @@ def highest_rate(graph: LinkGraph, direction: Direction, root: int = 0) -> float
     """What no packing exceeds, in the unit of the links' rates.
 
     Args:
-        graph: The links.
         direction: For an all-reduce the root does not matter.
         root: Of a broadcast or a reduction.
 
@@ -314,7 +312,6 @@ def pack(
     """Trees whose rate is the highest there is, less a tolerance, and few of them.
 
     Args:
-        graph: The links.
         direction: For an all-reduce every tree gets a root of its own, its centre.
         root: Of a broadcast or a reduction.
         tolerance: Share of the rate that may be given up for fewer trees; 0: none.
@@ -369,7 +366,6 @@ def with_best_weights(
 
     Args:
         packing: Its graph, direction and bound are kept.
-        problem: Its trees' problem.
         trees: By the places of their edges.
     """
     uses = np.zeros((len(problem.edges), len(trees)))
@@ -404,7 +400,6 @@ def drifted_links(
     """The directions (i, j) whose rate differs by more than a share of the old one, ascending.
 
     Args:
-        old: What was packed.
         new: What is measured now, of the same ranks.
         threshold: Share of the old rate. A link that appears or disappears counts always.
     """
@@ -420,7 +415,6 @@ def repack_trees(packing: Packing, graph: LinkGraph, tolerance: float = TOLERANC
     """The same ranks and direction on other links: old trees first, then as few new ones as do.
 
     Args:
-        packing: In use.
         graph: The links as they are now.
         tolerance: Share of the new bound that may be given up.
 
@@ -466,7 +460,6 @@ def pack_by_multiplicative_weights(
         w /= log_(1 + eps)((1 + eps) / delta), then by the largest load of an edge
 
     Args:
-        problem: What is packed.
         epsilon: The smaller, the closer: the number of trees made grows as m log(m) / eps^2.
     """
     capacity, edges = problem.capacity, len(problem.edges)

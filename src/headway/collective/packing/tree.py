@@ -62,9 +62,7 @@ class Packing:
     """Trees that share a link graph.
 
     Attributes:
-        graph: The links.
         direction: Which way data goes along each tree.
-        trees: The heaviest first.
         bound: The highest rate of any packing: for a broadcast the least of the minimum cuts from
             the root, for an all-reduce the least of (rate across a partition) / (parts - 1).
     """

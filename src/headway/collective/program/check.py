@@ -139,7 +139,6 @@ class ProgramProblem:
 
     Attributes:
         rule: Of `PROGRAM_RULES`.
-        rank: Where.
         place: Of the step; -1: the rank as a whole.
         text: What is wrong, with the numbers.
     """

@@ -37,7 +37,6 @@ class CollectiveTask:
     """One operation on buffers of exact sizes.
 
     Attributes:
-        op: Which.
         ranks: Among how many, 0 to ranks - 1.
         shares: reduce_scatter, all_gather: elements of each rank's part of the whole; others: the
             whole as one number.
@@ -72,8 +71,6 @@ class CollectiveTask:
         """With even shares; where elements do not divide, the first ranks have one more.
 
         Args:
-            op: Which.
-            ranks: Among how many.
             elements: Of the whole: of all_to_all what each rank has for all ranks.
             root: broadcast, reduce: by default rank 0.
 
@@ -264,8 +261,6 @@ class CollectiveProgram:
     work as sums do, an average is a sum divided at its end.
 
     Attributes:
-        collective: What it is for.
-        steps: Of each rank.
         scratch: Elements of each rank's "tmp".
         name: Of the algorithm, for people.
     """

@@ -341,8 +341,6 @@ class _Combination:
         """Combine what has been measured here, with factors of the whole layers.
 
         Args:
-            operands: Of this rank.
-            circle: Of the levels.
             block: The ranks that share the two operands are so many neighbours.
             last: Sum the flags as well: now all ranks take part.
         """
@@ -387,9 +385,7 @@ class _Operands:
     """A part of a group, as this rank and its partner had it.
 
     Args:
-        flat: The bucket.
         held: The part; layers may lie in it partly or not at all.
-        pieces: The layers of the group.
         lower: What `flat` holds is the left operand.
 
     Attributes:

@@ -39,7 +39,6 @@ class Route:
     Attributes:
         ranks: Global ranks that exchange, ascending.
         rank: The global rank of this process.
-        group: All of them.
         nodes: How `ranks` are spread over nodes; in global ranks.
         inside: The ranks of this node; None where the node has one rank or was not asked for.
         across: The ranks with the same place in the other nodes; None where there is one node or
@@ -84,7 +83,6 @@ class FusedBuffer:
             compressed away, never in a norm or a selection).
         pieces: Empty for a chunk, which only an `elementwise` method gets.
         number: The bucket's number; the same on all ranks.
-        gradients: The buffer without the flags.
         flags: One element per piece.
     """
 
@@ -158,7 +156,6 @@ def finish(rounds: Iterator[PendingOperation], waiting: PendingOperation | None 
     """Drive a method that is under way to its end in this thread.
 
     Args:
-        rounds: The method at work.
         waiting: What it waits for; None: it has not begun.
     """
     if waiting is not None:
@@ -196,7 +193,6 @@ def make_route(
 
     Args:
         ranks: Who exchanges; None: all ranks of the world.
-        nodes: Of the whole world.
         hierarchical: Make the groups inside and across nodes, too.
         choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
         timeout: Longest wait of an operation of the groups; None: torch's half an hour.
@@ -280,7 +276,6 @@ class PeerGroup:
     Attributes:
         group: A process group that holds them all, and perhaps more.
         members: The rank inside `group` of each place.
-        place: Of this process.
     """
 
     group: dist.ProcessGroup

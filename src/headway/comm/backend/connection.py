@@ -52,9 +52,6 @@ class MessageTransfer:
     """A message that is sent or received.
 
     Args:
-        home: Waits for it.
-        link: Over which.
-        tag: Of it.
         tensor: Contiguous, on the CPU: what is sent, or where it is received; kept alive.
 
     Attributes:
@@ -303,11 +300,7 @@ _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ConnectionBroken(RuntimeError):
-    """The connection to a rank broke.
-
-    Attributes:
-        peer: Its place in the group.
-    """
+    """The connection to a rank broke."""
 
     def __init__(self, peer: int, why: str) -> None:
         super().__init__(why)

@@ -61,7 +61,6 @@ class RankOperations:
     """What one rank does in a program.
 
     Attributes:
-        steps: In order.
         scratch: Elements of "tmp".
         name: Of operation and algorithm, for messages.
         tags: How many the program uses, from 0; the same number on all ranks.

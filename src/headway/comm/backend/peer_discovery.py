@@ -37,11 +37,9 @@ def connect_peers(
     """For every rank of a group its connections, one for each interface; None: there is no way.
 
     Args:
-        store: Of the group alone.
         rank: The place of this process in the group.
         ranks: The global ranks of the group, for messages about errors.
         ways: For each interface the addresses to try; none: this rank wants no connections.
-        seconds: Longest wait for another rank.
 
     Raises:
         Stalled: A rank does not come; names it.

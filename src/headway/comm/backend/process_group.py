@@ -102,8 +102,6 @@ class SharedExecution:
     Args:
         running: It, begun.
         outputs: The tensors that the operation fills.
-        seconds: Longest wait.
-        finisher: Of the group.
         after: Called once when the program is through: puts results where they belong.
     """
 
@@ -331,7 +329,6 @@ class HeadwayGroup(dist.ProcessGroup):
     """One process group of the backend.
 
     Args:
-        birth: From torch.
         interfaces: See `register_backend`.
         choose: See `register_backend`.
         connections: See `register_backend`.
@@ -562,7 +559,6 @@ def all_to_all_steps(rank: int, sent: Sequence[int], received: Sequence[int]) ->
     """One rank's part of an all_to_all: it knows no more than its own row and column of the table.
 
     Args:
-        rank: Its place.
         sent: Elements for each rank, one after the other in "in".
         received: Elements of each rank, one after the other in "out".
     """

@@ -55,9 +55,7 @@ class Birth:
     Attributes:
         store: For the rendezvous of this group alone.
         rank: The place of this process in the group.
-        size: Of the group.
         ranks: The global ranks of the group.
-        timeout: Longest wait for another rank.
     """
 
     store: Any
@@ -93,7 +91,6 @@ def make_gloo(birth: Birth, interfaces: Sequence[str]) -> Any:
     """The Gloo group inside of one of ours.
 
     Args:
-        birth: Of our group.
         interfaces: Of the network; none: those of GLOO_SOCKET_IFNAME, else what Gloo finds.
     """
     store = PrefixStore("gloo/", birth.store)
@@ -120,9 +117,7 @@ def connect(birth: Birth, interfaces: Sequence[str], *, own: bool) -> Connection
     """The connections of one of our groups; None where Gloo's must do.
 
     Args:
-        birth: Of our group.
         interfaces: As of `make_gloo`.
-        own: Whether this rank wants any.
     """
     if birth.size == 1:
         return None

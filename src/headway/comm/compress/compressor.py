@@ -103,7 +103,6 @@ class BucketLayout:
     Attributes:
         sources: The compressed parameters, where they lie in the bucket.
         packed: The same, where they lie in the packed array.
-        size: Elements of the packed array.
         dense: What is summed whole, in elements of the bucket.
     """
 
@@ -127,7 +126,6 @@ def make_bucket_layout(
     """Take a bucket apart.
 
     Args:
-        pieces: Of the bucket.
         elements: Of the bucket, with its flags.
         compresses: Whether a parameter of this shape is compressed.
         align: In the packed array parameters start at multiples of this.

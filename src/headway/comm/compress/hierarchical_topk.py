@@ -161,10 +161,8 @@ class _Shard:
     """One rank's part of a buffer.
 
     Attributes:
-        gradients: Its gradients; may be empty.
         flags: Its flags; most shards have none.
         count: How many of the gradients are sent.
-        element_bytes: Of the buffer.
     """
 
     gradients: ElementSpan

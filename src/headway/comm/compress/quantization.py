@@ -257,7 +257,6 @@ class BitRange:
     """Values of one layer within a part of the packed array.
 
     Attributes:
-        layer: Its number.
         start: In values of the part; a multiple of 8.
         stop: See `start`.
         offset: Where the range begins in the layer.
@@ -285,7 +284,6 @@ def pack_signs(values: Floats, scale: float, bits: Bytes) -> None:
 
     Args:
         values: float32 or float64; replaced by value - scale sign(value).
-        scale: Not negative.
         bits: One byte for 8 values; the last one is filled up with zeros.
     """
     integer = np.dtype(f"i{values.itemsize}")

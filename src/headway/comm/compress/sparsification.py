@@ -38,7 +38,6 @@ def allocate_budget(wanted: Sequence[float], sizes: Sequence[int], total: int) -
     """Whole numbers in about these proportions (largest remainders).
 
     Args:
-        wanted: Positive; only the proportions count.
         sizes: The most that each may have.
         total: Their sum; from the number of layers to the sum of `sizes`.
     """
@@ -65,7 +64,6 @@ def adapt_budget(
     """New shares, from the smallest magnitude that each layer has sent.
 
     Args:
-        shares: Relative to the even ones.
         even: The even shares, which weigh the mean.
         smallest: Zero where a layer had fewer values than its share.
     """

@@ -49,7 +49,6 @@ def spread_states(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[di
 
     Args:
         states: Of the old ranks, in order.
-        ranks: The new number.
     """
     spread = []
     for rank in range(ranks):

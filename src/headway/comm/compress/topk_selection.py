@@ -267,7 +267,6 @@ def ms_top_k(
     Args:
         values: 1-D, of a floating type.
         k: 1 to the number of values.
-        draw: Draws the random place.
         samplings: N of the paper.
         add: As for `top_k`.
 

@@ -38,7 +38,6 @@ class DeltaUpdate:
 
         Args:
             exchange: None in a world of one rank.
-            parameters: All that are trained.
             factor: Turns this rank's gradients into those of the mean over its own samples.
         """
         self._starts = {p: p.detach().clone() for p in parameters if p.grad is not None}

@@ -23,7 +23,6 @@ class ForwardHooks:
     """Hooks on the modules of a model.
 
     Args:
-        model: The whole model.
         parameters: Logical name -> parameter, of all that are exchanged.
         wait: Called with names of parameters that must be up to date when it returns.
 

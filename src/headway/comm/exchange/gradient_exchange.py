@@ -56,7 +56,6 @@ class GradientExchange:
 
     Args:
         buckets: Of all parameters that take part; see `headway.comm.tuning.autotuning`.
-        lane: Carries them out.
         overlap: Buckets leave while the backward pass still runs.
 
     Attributes:
@@ -340,7 +339,6 @@ class BucketOptimizers:
         """Step the parameters of one bucket with the gradients that its buffer holds.
 
         Args:
-            bucket: After its exchange.
             used: Which of its parameters any rank has used; the others are left alone.
 
         Raises:
@@ -482,9 +480,7 @@ class PriorityExchange(GradientExchange):
     """As `GradientExchange`, but `release` takes the place of `receive`, `settle` and the update.
 
     Args:
-        buckets: In forward order.
         lane: A thread whose hooks are those of `applier`.
-        applier: As given to the lane.
         model: The whole model; gets forward hooks.
         optimizer: Steps are made by slices of it.
     """
@@ -571,7 +567,6 @@ class PriorityExchange(GradientExchange):
         """Let the lane use the sums of this step; returns at once.
 
         Args:
-            factor: Sums are multiplied by it.
             discard: No update is made of them.
 
         Returns:

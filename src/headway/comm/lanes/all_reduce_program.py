@@ -48,7 +48,6 @@ def check_same_programs(
 
     Args:
         description: The plan's, with a program.
-        ranks: Who exchange.
         sizes: Elements, and bytes of an element, of all buckets and chunks.
 
     Raises:

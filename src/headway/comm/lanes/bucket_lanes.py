@@ -54,11 +54,9 @@ class BucketTiming:
     Attributes:
         bucket: Number, in the order of the plan.
         parameters: Logical names whose gradients it holds.
-        num_bytes: Size of the gradients.
         wire_bytes: What this rank sends for it by the plan's own arithmetic.
         ready: The last of its gradients was there.
         sent: Its first byte was handed to the network.
-        received: Its sum was there.
         applied: The optimiser had used it (exchanges across the step's border; else 0.0).
         needed: The training thread asked for it.
         waited: Seconds for which the training thread then stood still: exposed communication.
@@ -110,7 +108,6 @@ class Bucket:
     """One flat buffer; `views[i]` is the part that holds the gradient of `parameters[i]`.
 
     Attributes:
-        number: The same on all ranks.
         names: Logical names of the parameters.
         fused: Buffer, pieces and flags, as the method sees them.
         method: How it becomes the same on all ranks; keeps state of this bucket.
@@ -120,9 +117,6 @@ class Bucket:
         step: The step to which the content belongs.
         weight: Ranks of the world by ranks that exchange this bucket: a mean over a node group is
             one over its own ranks.
-        toll: Of an emulated link.
-        flight: What happened in this step.
-        num_bytes: Of the gradients.
     """
 
     number: int
@@ -343,11 +337,8 @@ class ChunkTask:
     """One chunk of one bucket.
 
     Attributes:
-        bucket: Whose.
-        chunk: What is exchanged.
         ready_step: The step whose content is complete.
         rounds: The method at work; None: not in flight.
-        waiting: What it waits for.
         leave: On an emulated link: when its bytes have left.
     """
 
@@ -411,7 +402,6 @@ class ProgressLane(Lane):
     """A lane with a thread of its own.
 
     Args:
-        buckets: In order of their number.
         order: The chunks in sending order, each as (bucket number, chunk).
         credit: Chunks in flight; every bucket has as many routes.
         landed: Called in the thread when a bucket's sum is there.

@@ -72,7 +72,6 @@ def make_exchange_method(
     Args:
         description: The plan's exchange, which is legal.
         compression: Of this bucket's parameters.
-        seed: Of random compressors.
         scratch: Buffers that methods may share which run one after the other.
     """
     hierarchical = description.collective == "hierarchical"
@@ -241,11 +240,7 @@ def make_exchange(
     Args:
         parameters: Logical name -> parameter, in order of registration.
         description: The plan's.
-        arrangement: Of exactly these parameters.
-        routes: Of this process.
-        seed: Of random compressors.
         model: With `optimizer`: the exchange crosses the step's border.
-        optimizer: Whose steps the exchange makes.
     """
     buckets = make_buckets(parameters, arrangement.layout, description, routes, seed=seed)
     methods = [bucket.method for bucket in buckets]
@@ -357,15 +352,11 @@ class AdaptiveExchange:
     Args:
         parameters: Logical name -> parameter, in order of registration; those that are trained.
         description: The plan's.
-        routes: Of this process.
-        seed: Of random compressors.
         model: With `optimizer`, and `priority` in the description: steps are crossed.
-        optimizer: Whose steps the exchange makes.
         tell: Called with a sentence when the exchange has been re-arranged.
         doing: See `GradientExchange.doing`.
 
     Attributes:
-        now: The current exchange.
         on_made: Called with a new exchange when it takes the place of the current one.
     """
 

@@ -107,8 +107,6 @@ def choose_compressor(
         parameters: Logical name -> parameter, in order of registration.
         description: The plan's; all but its compressor stays.
         ready: Seconds after the start of a step at which each gradient is there.
-        link: As measured.
-        nodes: Of all ranks.
         current: The compressor that is used now. One that has kept gradients back is only
             followed by one that will send them.
         speeds: Of compressors, as measured.

@@ -127,7 +127,6 @@ class LinkMonitor:
 
     Args:
         links: What the plan says of them.
-        routes: Of this process.
         tell: Called with sentences about what has drifted.
         doing: See `GradientExchange.doing`.
     """
@@ -191,9 +190,7 @@ class LinkMonitor:
         """Measure all links; collective, while nothing is under way.
 
         Args:
-            description: The exchange as it is.
             sizes: Bytes of the sums of a step.
-            element_bytes: Of one element.
 
         Returns:
             The exchange from now on; None: as it is.

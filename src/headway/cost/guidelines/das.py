@@ -20,14 +20,11 @@ class DasLayer:
     """A convolution; a fully connected layer has kernel and maps of 1 x 1.
 
     Attributes:
-        ifm: Input feature maps.
-        ofm: Output feature maps.
         kernel: kw, kh.
         output: ow, oh.
         input: iw, ih.
         first: Nobody needs the gradient of its input.
         element: Bytes of an activation, weight or gradient (size_data).
-        name: For people.
     """
 
     ifm: int
@@ -46,12 +43,7 @@ class DasLayer:
 
 
 def computation(layer: DasLayer, samples: float) -> float:
-    """FLOP per node: 3 * 2 * MB_node ifm ofm kw kh ow oh; of the first layer 2 / 3 of it.
-
-    Args:
-        layer: Whose.
-        samples: MB_node.
-    """
+    """FLOP per node: 3 * 2 * MB_node ifm ofm kw kh ow oh; of the first layer 2 / 3 of it."""
     passes = 2 if layer.first else 3
     return passes * 2 * samples * layer.weights * math.prod(layer.output)
 
@@ -60,7 +52,6 @@ def communication(layer: DasLayer, overlap: float = 1.0) -> float:
     """Bytes per node: size ifm ofm kw kh (2 - overlap).
 
     Args:
-        layer: Whose.
         overlap: Share of sending the gradient that overlaps receiving the weights, 0 to 1.
     """
     return layer.element * layer.weights * (2 - overlap)
@@ -108,7 +99,6 @@ def hybrid_volume(
     comms_data = size ofm ifm kw kh (2 - overlap) G / N, nothing where there is one group.
 
     Args:
-        layer: Whose.
         batch: MB, of all nodes.
         nodes: N.
         groups: G, a divisor of N.
@@ -155,7 +145,6 @@ class Matmul:
     Attributes:
         inputs: Elements per sample that enter.
         outputs: Elements per sample that leave.
-        weights: Elements.
         element: Bytes of each of them.
     """
 
@@ -176,7 +165,6 @@ def tensor_seconds(
     """Exchange per iteration: 2 s (in + out) MB / d inside, 2 s W / t (d - 1) / d across.
 
     Args:
-        matmul: Whose.
         batch: MB, of all devices.
         devices: N = t d.
         degree: t.

@@ -107,11 +107,8 @@ class ExchangeWindows:
     """Tuples have one entry per layer; seconds after the start of the forward pass.
 
     Attributes:
-        ready: Its weight gradient is there.
-        end: Its sum is there.
         need: Its sum is asked for, had nothing waited before.
         exposed: Seconds for which the node stands still because of it.
-        compute: Of an iteration without waits.
     """
 
     ready: tuple[float, ...]
@@ -143,7 +140,6 @@ def windows(
     Args:
         layers: In the order of the forward pass.
         link: Latency (SW_lat) and seconds per byte of one layer's exchange.
-        need: When sums must be there.
         weights_first: Each layer computes its weight gradient before its input gradient (Das); else
             both come at once, at the end of the layer's backward, as from autograd. Then avail_k is
             the sum over the layers before k alone.

@@ -23,15 +23,7 @@ class ParadlLayer:
     """One layer; elements and seconds per sample.
 
     Attributes:
-        forward: FW.
-        backward: BW.
         update: WU, seconds per iteration.
-        x: Elements of the input.
-        y: Elements of the output.
-        w: Weights.
-        b: Biases.
-        filters: Output channels.
-        channels: Input channels.
         points: W H of the input, what a spatial split divides; 1: it has no space, and what it
             computes is divided by samples there.
         halo_x: Elements of the input that a part fetches from its neighbours.
@@ -57,13 +49,10 @@ class ParadlJob:
     """What is trained, and on what.
 
     Attributes:
-        layers: In order.
         samples: D, of an epoch.
         batch: B, of all devices.
         latency: alpha, seconds per message.
-        seconds_per_byte: beta.
         element: delta, bytes.
-        reuse: gamma.
         segments: S, micro-batches of a pipeline.
         begins: Layers with which the second and later groups of a pipeline begin.
     """
@@ -102,7 +91,6 @@ class ParadlRow:
         computation: Seconds of an epoch.
         communication: Seconds of an epoch.
         memory: Bytes of a device.
-        limit: Most devices.
     """
 
     computation: float

@@ -44,7 +44,6 @@ def most_devices(overhead: float, wanted: float) -> float:
     """G_max(alpha) = floor(((1 + R_O) / alpha - 1) / R_O); infinite without overhead.
 
     Args:
-        overhead: R_O.
         wanted: Efficiency, above 0 and at most 1.
     """
     _check_overhead(overhead)

@@ -105,8 +105,6 @@ class BlobStore:
     """The samples of one store.
 
     Args:
-        index: Descriptor of the index file.
-        data: Descriptor of the data file.
         lock: Path of the lock for claiming room.
         samples: Number of samples of the source.
         salt: Enters the checksums, so that a blob of another store is no blob of this one.

@@ -53,9 +53,7 @@ class DiskLevel:
     be deleted at any time: it is then begun afresh.
 
     Args:
-        directory: Made if it is missing.
         limit: Bytes of all stores in it; None: half of what they have and what is free on the disk.
-        key: What is stored.
 
     Raises:
         DataError: The directory cannot be used, or the limit does not even hold the index.
@@ -269,7 +267,6 @@ class MemoryLevel:
 
     Args:
         limit: Bytes.
-        key: What is stored.
 
     Raises:
         DataError: The limit is more than the machine has, or does not even hold the index.

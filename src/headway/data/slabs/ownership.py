@@ -37,8 +37,6 @@ class SlabTransfer:
     """How one slab comes to its consumer.
 
     Attributes:
-        sample: Whose.
-        consumer: Partition that uses it now.
         owner: Partition that holds it; None: the consumer reads it from its file.
         kept: Whether the consumer holds it from now on.
         gone: Sample that the consumer lets go for it.

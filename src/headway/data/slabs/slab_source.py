@@ -432,7 +432,6 @@ class SlabSource:
         keep: What it keeps where not all fits, see `SlabStore`.
 
     Attributes:
-        cut, memory, keep: As given.
         nbytes: Bytes of a packed slab.
         slabs_read: Samples of which this process has read its slab so far, and
         bytes_read: what that took, in bytes of numbers.

@@ -81,7 +81,6 @@ class SlabStore:
         split: The global batch and its micro-batches, with even shares.
         group: The ranks that have this rank's slab of other samples: of equal offset, one for each
             partition of the data axis. Gloo, because slabs are in host memory.
-        cursor: Where every iteration begins.
         shuffle: As of `Loader`.
         drop_last: As of `Loader`.
         epochs: As of `Loader`.

@@ -42,8 +42,6 @@ def _windows(
 
     Args:
         call: With stride, padding and dilation among its attributes.
-        names: Of the axes.
-        kernel: Sizes.
         source: Sizes of the input's dimensions.
     """
     count = len(names)

@@ -27,7 +27,6 @@ def flops_of(call: OperatorCall, needs: Sequence[bool], trained: Sequence[bool])
     """FLOPs of an operator.
 
     Args:
-        call: The operator.
         needs: For each input, whether backward computes its gradient.
         trained: For each input, whether it is a parameter.
     """
@@ -119,7 +118,6 @@ def traffic_of(
     """Bytes that an operator reads and writes.
 
     Args:
-        call: The operator.
         needs: For each input, whether backward computes its gradient.
         trained: For each input, whether it is a parameter.
         view: The result is the memory of an input.
@@ -155,7 +153,6 @@ def parameter_traffic(kind: str, own: float, traffic: Work) -> Work:
     Args:
         kind: Of the operator; of a table, forward reads rows alone, which samples choose.
         own: Bytes of its parameters.
-        traffic: Of it.
     """
     return Work(
         forward=0 if kind in LOOKUP_KINDS else min(int(own), traffic.forward),

@@ -33,8 +33,6 @@ class OperatorCall:
     Attributes:
         kind: As in `Operator`.
         roles: Name of the argument of each input.
-        inputs: Specs in the same order.
-        outputs: Specs.
         attributes: As in `Operator`.
     """
 
@@ -84,11 +82,7 @@ class IndexExpression:
     """An entry of the table; see `OperatorAxes`.
 
     Attributes:
-        inputs: Index by argument.
-        outputs: Index of each output.
         axes: What is special about an axis, by its name (its size is filled in).
-        linear: Sets of arguments.
-        added: Arguments.
         sizes: Where they cannot be read from dimensions with one axis.
     """
 

@@ -41,9 +41,7 @@ class TreeSpec:
     Attributes:
         kind: "leaf", "constant", "tuple", "list", "dict", "named" (tuples with names) or "object"
             (dataclasses).
-        type: Of a container.
         keys: Of a dict, in its order; the fields of a dataclass.
-        parts: Of a container.
         constant: What is neither a container nor a leaf, as it is.
         example: A dataclass of this type, without its fields.
     """
@@ -81,7 +79,6 @@ def flatten(
     """The leaves of a value in order, and its structure.
 
     Args:
-        value: Anything.
         is_leaf: Asked for everything that is not a tuple, list, dict or dataclass; what is no leaf
             is a constant.
         open_parts: A dataclass that answers for functions of torch (this rank's part of a tensor)
@@ -214,8 +211,6 @@ class ModelProxy:
     """Looks like the model to a loss that calls it once.
 
     Args:
-        model: The whole model.
-        run: What the call does.
         foreign: Parameters and buffers that other stages hold, with a name to show.
     """
 
@@ -349,7 +344,6 @@ class StageInput:
     """A value that a stage takes.
 
     Attributes:
-        name: In the graph.
         source: The stage that makes it, or INPUT.
         leaf: Of an INPUT: the number of the leaf of the model's call; else the number of the value
             among those that the source gives.
@@ -365,7 +359,6 @@ class StageOutput:
     """A value that a stage gives to others.
 
     Attributes:
-        name: In the graph.
         targets: The stages that take it, ascending.
     """
 
@@ -412,8 +405,6 @@ class ModelStages:
     """All stages of a model, in the mode in which it is trained.
 
     Attributes:
-        model: The whole model.
-        stages: In order.
         structure: Of the model's call.
         evaluating: The stages in eval mode, cut at the same places; the same ones where the model
             does not look at its mode outside of the modules that are called.

@@ -123,7 +123,6 @@ class ConvolutionCall:
     Attributes:
         needs: What the windows of this rank's outputs want.
         padding: Of the dimensions that are not laid out with their padding.
-        windows: Of all spatial dimensions.
         outputs: What this rank computes, by spatial dimension.
         overlap: Compute the inner part while the halos are under way.
     """

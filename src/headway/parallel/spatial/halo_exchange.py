@@ -45,8 +45,6 @@ class SpatialAxis:
 
     Attributes:
         group: Their process group; None: this rank alone, or nothing is moved.
-        size: How many they are.
-        rank: Of this process among them.
         tell: Told what would be started where nothing is moved.
     """
 
@@ -69,7 +67,6 @@ class RangeExchange:
     """What is wanted along one dimension.
 
     Attributes:
-        dim: Of the tensor.
         axis: The ranks that hold it; ALONE: this rank has all of it.
         have: By rank of the axis, what each owns.
         want: By rank, what each wants; beyond the tensor there is padding.
@@ -248,7 +245,6 @@ class HaloGradientReturn:
 
     Args:
         gradient: Of the box that this rank wanted.
-        needs: Those of the fetch.
         spare: Nobody else holds the gradient: it may be written to.
     """
 
@@ -347,7 +343,6 @@ class BoxRedistribution:
     """How a tensor lies on the ranks of an axis, and how it shall lie.
 
     Attributes:
-        axis: The ranks.
         have: By rank, the box that it has; boxes of two ranks are equal or apart.
         want: By rank, the box that it wants.
     """
@@ -451,7 +446,6 @@ def fetch_box(x: Tensor, needs: Sequence[RangeExchange], fill: float = 0.0) -> T
         x: The part that this rank owns.
         needs: One for each dimension along which something else than that is wanted. All ranks
             that hold parts call this with the same.
-        fill: For padding.
     """
     return x if _nothing(needs) else _fetched(x, needs, fill)[0]
 
@@ -475,7 +469,6 @@ def fetch_range(
 
     Args:
         x: This rank's part: `have[rank]` along `dim`.
-        dim: Of the tensor.
         have: By rank, what each owns: in order, without gaps.
         want: By rank, what each wants; what lies beyond the tensor is filled with 0.
         axis: The ranks; all of them call this, also those that want nothing.
@@ -523,8 +516,6 @@ def fetch_for_operator(
 
     Args:
         x: As there, like the other arguments.
-        needs: What is wanted.
-        fill: For padding.
         values: Backward of the operators needs the entries of the box, not its sizes alone.
     """
     if _nothing(needs):

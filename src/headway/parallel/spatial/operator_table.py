@@ -65,10 +65,7 @@ def dispatch_torch_function(
     """What a function of torch gives; whole samples are gathered where no rule can work on them.
 
     Args:
-        func: The function.
         found: The split tensors among its arguments.
-        args: Its arguments.
-        kwargs: Its named arguments.
 
     Raises:
         PlanError: There is no rule, and a tensor lies in parts of space.

@@ -48,7 +48,6 @@ class SpatialSplit:
     """How one dimension is split.
 
     Attributes:
-        axis: The ranks among which.
         ranges: By rank of the axis, what each owns: in order, without gaps.
     """
 
@@ -83,7 +82,6 @@ class SpatialTensor:
         local: What this rank owns. All gradients flow through it.
         splits: Which dimensions are split, and how.
         context: The mesh, and the choices of the user.
-        shape: Of the whole.
         severed: Computed without gradients from something that has them.
     """
 
@@ -282,7 +280,6 @@ def local_part_for(x: SpatialTensor | Tensor, target: SpatialSplits) -> Tensor:
     """The part of a tensor, split or whole, that a layout gives to this rank.
 
     Args:
-        x: The tensor.
         target: By dimension counted from the end. Where it has more, a dimension of one entry
             stays as it is.
     """
@@ -494,7 +491,6 @@ class SpatialContext:
 
         Args:
             local: `ranges(shape)` of the tensor.
-            shape: Of the whole.
         """
         splits = self.splits(shape)
         expected = tuple(stop - start for start, stop in self.ranges(shape))
@@ -552,7 +548,6 @@ def reduce_scatter_samples(x: SpatialTensor, local: Tensor) -> SpatialTensor:
     """The sum over all ranks of what each has of all samples, whole for this rank's samples.
 
     Args:
-        x: That was summed up.
         local: This rank's sum, samples along dimension 0.
     """
     split = _sample_split(x)
@@ -606,9 +601,7 @@ def window_ranges(
     """What windows over the last dimensions want.
 
     Args:
-        x: The input.
         windows: One for each of the last dimensions.
-        ceil: As in pooling.
         pad_all: Lay out the padding of dimensions that are not split, too.
 
     Returns:

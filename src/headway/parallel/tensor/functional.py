@@ -47,14 +47,12 @@ class CuboidAxes:
     """Which axes a layer on a cuboid uses, and how.
 
     Attributes:
-        grid: The ranks.
         rows: a: X is gathered along it, and Y's columns are cut over it.
         sums: c: X's columns are cut over it, and Y's rows scattered.
         keep: Gathered operands are kept for backward; if not, they are gathered again.
         chunks: Pieces in which rows are scattered, each while the next one is computed.
         whole_rows: X comes gathered already, from `exchange.gathered_for_parts`.
         ahead: Gathers the next layer's weight as well.
-        name: Of the weight.
     """
 
     grid: ProcessGrid
@@ -148,7 +146,6 @@ def cuboid_linear(x: Tensor, weight: Tensor, bias: Tensor | None, turn: CuboidAx
         x: Local part, [rows / (q_i q_a), ..., K / q_c].
         weight: Local part, [N / (q_a q_i), K / q_c].
         bias: Local part, [N / q_a]; the same on the ranks of i and c.
-        turn: The axes' roles.
 
     Returns:
         [rows / (q_i q_c), ..., N / q_a].
@@ -323,10 +320,7 @@ class NormOptions:
     """How to norm.
 
     Attributes:
-        grid: The ranks.
-        rows: Axes that cut the rows.
         columns: The axis that cuts what is normed.
-        eps: Added to the variance.
         centred: Layer norm; if not, RMS norm.
     """
 
@@ -404,8 +398,6 @@ def vocabulary_parallel_embedding(
     Args:
         index: int64, any shape.
         weight: [words / parts, width]: this rank's part of the vocabulary.
-        grid: The ranks.
-        axes: That cut the vocabulary.
         padding: The word, if any, whose vector gets no gradient.
 
     Returns:
@@ -428,8 +420,6 @@ class SplitClasses:
     """How the classes of logits are cut, and the loss.
 
     Attributes:
-        grid: The ranks.
-        axes: That cut the classes.
         smoothing: epsilon: the target is (1 - epsilon) one-hot + epsilon / classes.
         ignored: A target that does not count.
     """
@@ -483,7 +473,6 @@ def split_cross_entropy(logits: Tensor, target: Tensor, how: SplitClasses) -> Te
     Args:
         logits: [rows, classes / parts].
         target: int64[rows]: whole numbers of classes, the same on the ranks of the axes.
-        how: Cut and loss.
     """
     result: Tensor = _Entropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
     return result

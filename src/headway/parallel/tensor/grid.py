@@ -45,7 +45,6 @@ class PendingCollective:
 
     Attributes:
         work: What is waited for; None: it is there.
-        finish: Makes the result.
     """
 
     work: dist.Work | None
@@ -66,11 +65,8 @@ class ProcessGrid:
     """This rank's place among those that split layers.
 
     Attributes:
-        plan: Form and sizes.
         mesh: The same ranks as torch's mesh, its dims named and ordered as the plan's axes; None
             for a dry grid.
-        place: Coordinate along each axis.
-        groups: Process group of each axis.
         received: Elements by (operation, axis).
         tell: Told what a dry grid would start: kind, ranks, bytes as of a `collective.calls.Call`.
     """
@@ -87,7 +83,6 @@ class ProcessGrid:
         """The grid of a plan.
 
         Args:
-            plan: Form and sizes.
             mesh: Part of a larger mesh with one dim for each axis of the plan, in its order; None:
                 all ranks of the world.
             device: Type of the devices, without a mesh.

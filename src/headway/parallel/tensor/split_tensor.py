@@ -46,7 +46,6 @@ class RuleRefused(Exception):
     """A rule cannot do what it is asked for.
 
     Attributes:
-        why: One sentence.
         blocks: The number of blocks of its layer with which it could, if any; 0: none.
         needs: What the axes would have to divide.
         of: The operand that is cut as it must not be, if it is one of several.
@@ -81,8 +80,6 @@ class SplitContext:
     It is no dataclass, so that messages of a pipeline take it for a constant.
 
     Args:
-        grid: The ranks.
-        settings: As given.
         rules: Function's name -> rule.
         companions: Names of weights whose input other weights take as well.
 
@@ -139,7 +136,6 @@ class SplitContext:
         """How the weight and the bias of a linear layer are cut.
 
         Args:
-            x: Its input.
             weight: Undecided; [outputs, inputs].
             bias: Undecided or None.
             flipped: The weight is [inputs, outputs].
@@ -209,10 +205,7 @@ class SplitTensor:
     """This rank's part of a tensor.
 
     Attributes:
-        local: The part.
-        shape: Of the whole tensor.
         cuts: One for each dimension; only axes with more than one rank are named.
-        context: Grid and settings.
         origins: In a survey, the weights whose split it comes from.
         parameter: It is a weight, or a view of one, cut as layers want weights.
     """
@@ -292,8 +285,6 @@ class UndecidedParameter:
 
     Attributes:
         name: Its logical name.
-        tensor: Stand-in of all of it.
-        context: Of the survey.
     """
 
     name: str
@@ -437,9 +428,7 @@ class AlignedOperands:
     """Operands that fit each other.
 
     Attributes:
-        locals: Their parts.
         cuts: Label -> how it is cut.
-        context: Of all.
     """
 
     locals: list[Tensor]
@@ -461,7 +450,6 @@ def align_operands(
     """Cut all operands alike.
 
     Args:
-        context: Of the split ones.
         given: Operands with a label for each dimension; None for one of size 1 that is stretched.
 
     Raises:

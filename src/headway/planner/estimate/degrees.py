@@ -31,7 +31,6 @@ class Degrees:
         microbatch: b, samples.
         microbatches: m, of a step and a replica.
         zero: Stage of ZeRO over the data axis.
-        schedule: Of the pipeline.
         virtual: Stages of one pipe on a rank.
         pipes: Pipes at once, each with a copy of every stage.
         order: Of the axes by their first letters, the innermost first: "tpd" as the meshes of
@@ -139,12 +138,10 @@ def combinations(
     """All (t, d, p, b, m) with t d p = devices and d b m = batch, b as in `microbatch_sizes`.
 
     Args:
-        devices: In all.
         batch: Samples of a step.
         units: A pipeline has at most so many stages.
         tensor: Degrees of the tensor axis; None: all divisors.
         zero: Stages of ZeRO; more than 0 needs a data axis.
-        schedules: Of pipelines.
         orders: Of the axes; only the first one where one axis or one level of links has all ranks.
         one_level: Ranks that the innermost level of links joins.
     """

@@ -71,10 +71,8 @@ def bucket_exchange(
     """The exchange behind one backward pass, with the best bucket size.
 
     Args:
-        gradients: Of the model.
         backward: Seconds of each unit.
         shares: As in `Gradients.messages`.
-        price: Of one bucket.
         limits: Sizes of a bucket to choose from; of equals the first.
         overlap: Share of what is under way that computation beside it does not feel; 0: nothing
             leaves before backward has ended.
@@ -120,7 +118,6 @@ def sharded_exchange(
 
     Args:
         forward: Seconds of each unit.
-        backward: The same.
         scatters: Seconds of each unit's reduce-scatter, behind its backward.
         gathers: Seconds of each unit's all-gather, in front of both passes; None: there are none.
         microbatches: Of a step. Rounds that take as long as the one before are not played.
@@ -212,7 +209,6 @@ class TiedParameter:
     """A parameter that several units use, or one unit more than once.
 
     Attributes:
-        bytes: Of it.
         units: That use it, ascending, with repetitions.
     """
 

@@ -68,9 +68,7 @@ def measured_seconds(
 
     Args:
         device: With `kinds`.
-        operator: Folded or not.
         own: Bytes of its parameters.
-        dtype: Of its products.
         scale: Samples of a micro-batch over those of the capture.
         moved_weights: Share of what its parameters move and its calls cost that counts; 0: nothing
             that few samples make slower counts, so that times are proportional to samples, a bound
@@ -249,9 +247,7 @@ class PlanningWorkload:
     """A model for the search.
 
     Attributes:
-        graph: Folded.
         samples: In the micro-batch with which it was captured.
-        optimiser: What it keeps and needs.
         reads: Ranks read their samples between steps, not processes of their own beside them.
     """
 
@@ -344,8 +340,6 @@ class OperatorSetting:
     """What a table of choices is for.
 
     Attributes:
-        work: The model.
-        machine: Devices and links.
         tensor: Ranks of the axis, which lie next to each other.
         samples: Of a micro-batch.
         force: Patterns of modules, and what their operators must do: "replicate", "split", or
@@ -461,9 +455,6 @@ def operator_cost(
     """The vector (`PARTS`) of one choice.
 
     Args:
-        setting: What it is for.
-        operator: One of its operators.
-        rule: Of that operator.
         saves: Names of the storages that are counted here; others are counted elsewhere.
     """
     forward, backward = _compute(setting, operator, rule)

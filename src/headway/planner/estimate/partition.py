@@ -41,8 +41,6 @@ class StageCut:
 
     Attributes:
         borders: 0, the first unit of every further stage, and the number of units.
-        total: Sum of the stage times.
-        slowest: The longest one.
     """
 
     borders: tuple[int, ...]
@@ -131,7 +129,6 @@ def _best(
     upper one, and m - 1 times the lower one.
 
     Args:
-        programme: Of the row.
         bounds: Ascending, from that of `best` on.
         microbatches: m.
         floor: As for `cut_stages`.
@@ -357,8 +354,6 @@ class LayerUnit:
     """Operators that no stage border divides.
 
     Attributes:
-        start: Number of the first operator.
-        stop: Number behind the last.
         kind: Equal for units of equal structure: a number from 0.
         entry: The tensor that enters; "" for the first unit.
         exit: The tensor that leaves; "" for the last.
@@ -502,7 +497,6 @@ def forced_stage_starts(
 
     Args:
         force: (module, what); those with "stage" count.
-        row: Of the model.
 
     Raises:
         PlanError: No stage can begin there.

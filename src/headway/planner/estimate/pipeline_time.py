@@ -80,7 +80,6 @@ class Timetable:
         schedule: Compute alone, with a flush.
 
     Attributes:
-        stages: Of a pipe.
         hosted: Of each rank: the stages that it has, ascending.
         holders: Of each stage: the ranks that have it.
         peaks: Of each rank: micro-batches held of each of its stages, at the moments at which no
@@ -202,7 +201,6 @@ class Timetable:
         """When everything ends.
 
         Args:
-            work: Of the stages.
             wire: Of the borders; None: messages take no time.
             sums: Seconds of the sum of each stage's gradients over its copies. It starts when all
                 of them are ready: right behind the last backward where the rank would idle
@@ -410,7 +408,6 @@ class ScheduleOption(NamedTuple):
     Attributes:
         name: A key of `schedule.named.SCHEDULES`.
         virtual: Stages of one pipe on a rank.
-        pipes: Pipes at once.
     """
 
     name: str
@@ -444,7 +441,6 @@ def schedule_option(name: str, virtual: int, pipes: int) -> ScheduleOption:
     Args:
         name: Of one in `SCHEDULE_OPTIONS`.
         virtual: Stages of a rank, where the schedule leaves that open.
-        pipes: The same.
     """
     known = next(scheme for scheme in SCHEDULE_OPTIONS if scheme.name == name)
     takes = SCHEDULES[name].options
@@ -535,7 +531,6 @@ class PeriodicTable:
         """Most bytes that a rank keeps for backward.
 
         Args:
-            rank: Of the pipeline.
             kept: Of one micro-batch, by stage.
         """
         own = [kept[stage] for stage in self.table.hosted[rank]]
@@ -551,9 +546,6 @@ def make_periodic_table(
     """The table of a schedule; None where it cannot have these sizes.
 
     Args:
-        scheme: Which.
-        ranks: Of the pipeline.
-        microbatches: Of a step.
         limit: Cells that are played at most, where the table has a steady state to go on from.
     """
     per = 2 * ranks * scheme.virtual  # cells of a micro-batch

@@ -356,7 +356,6 @@ def host_seconds(host: HostOverhead, degrees: Degrees, tensors: int) -> float:
     """What a step takes beside kernels, update and exchange.
 
     Args:
-        host: Of the device.
         degrees: Of the plan; what a pipeline's passes take is part of them.
         tensors: That are trained; the stages of a pipeline have as many each.
     """
@@ -604,11 +603,9 @@ class Pricing(DeviceBytes):
         """Of a step of a pipeline: the table, played with its stages, messages and sums.
 
         Args:
-            book: Of the schedule.
             border: Placement of what crosses from stage to stage.
             starts: The first unit of each stage.
             forward: Seconds of each stage's forward pass, of one micro-batch.
-            seconds: Of both passes.
             weight: Of those, of the gradients of weights.
             params: Bytes of each stage's parameters.
             after: Seconds of each stage of what follows when the gradients have been summed.

@@ -254,8 +254,6 @@ class UnitStrategies:
         rows: (2, J, A, B, len(PARTS)): without and with recomputation, by price, by placement at
             the entry and the exit.
         strategies: The choice of each operator, (A, B, 2 J).
-        rules: The choices of each operator.
-        graph: What was searched.
     """
 
     rows: Floats

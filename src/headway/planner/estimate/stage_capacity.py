@@ -26,13 +26,11 @@ class StageCapacity(NamedTuple):
     """The least of each kind of unit, (kinds, 1) or (2, kinds, 1): without and with recomputation.
 
     Attributes:
-        counts: How many there are.
         params: Bytes of parameters of a device.
         kept: Bytes that a micro-batch keeps, without what the unit before keeps, too.
         peak: Bytes of one micro-batch at the fullest moment.
         seconds: Of a micro-batch.
         ahead: Share of the forward pass in the seconds of a stage, at most.
-        kinds: Their numbers.
     """
 
     counts: np.ndarray
@@ -71,7 +69,6 @@ class StageCapacity(NamedTuple):
         """(kinds, stages): how many units of a kind each stage has room for.
 
         Args:
-            degrees: With the schedule.
             under_way: Micro-batches that each stage holds at most.
             passes: 0: stages may keep everything; 1: they may recompute.
             state: Bytes of state per byte of parameters.

@@ -44,9 +44,7 @@ class TransientMemory:
     """Of all stretches of a row.
 
     Args:
-        work: The model.
         row: Its units.
-        classes: Of stretches.
     """
 
     def __init__(
@@ -274,7 +272,6 @@ class TransientMemory:
         and bytes above state and kept ones.
 
         Args:
-            setting: What they are for.
             kept: What a micro-batch keeps with each, as its units count: what the tensor axis
                 splits is taken to be split for the moment, too.
             several: As for `of`.

@@ -34,10 +34,7 @@ class OperatorChoice:
     """How one operator is spread over the tensor axis.
 
     Attributes:
-        stage: Number of its stage.
-        operator: Name.
         module: Path in the user's model.
-        kind: Of the operator.
         how: "replicate", "split:AXIS", or "pass" where pending sums pass through.
         parameters: Bytes of them on one device.
         summed: Bytes of whole parameters whose gradients are summed over the axis.
@@ -114,7 +111,6 @@ def distinguishing_labels(heads: Sequence[Hashable], features: Sequence[PlanFeat
 
     Args:
         heads: What is said of the plans anyway.
-        features: Of each.
     """
     found = []
     for head, own in zip(heads, features, strict=True):
@@ -205,10 +201,8 @@ class AlternativePlan:
     """Another plan, against the chosen one.
 
     Attributes:
-        point: The plan.
         step: What was changed, "tensor 1 -> 2"; "": a plan of the frontier.
         seconds: Its time is by this share higher.
-        bytes: Its memory.
         devices: Its devices are so many more.
         money: Its costs are by this share higher; the price does not matter.
         free: What is forced on the tensor axis is not done, as it has no such degree.

@@ -46,8 +46,6 @@ class StepPart:
 
     Attributes:
         name: "compute", "bubble", "messages", "exchange", "update", "data" or "host".
-        seconds: Of a step.
-        share: Of the step.
         level: Of links, where it is their time.
         hidden: Seconds of the same beside which computation goes on; not of `seconds`.
     """
@@ -64,8 +62,6 @@ class StageMemory:
     """What the fullest stage holds.
 
     Attributes:
-        stage: Its number.
-        bytes: In all.
         share: Of what is allowed, with all stages of its device.
         weights: Bytes of its parameters.
         training: Bytes of gradients and optimiser.
@@ -93,7 +89,6 @@ class NeighbourPlan:
         step: "tensor 1 -> 2".
         degrees: What it would be; None where it cannot be.
         point: Its fastest plan; None where it cannot be.
-        why: What it cannot be for.
     """
 
     step: str
@@ -218,8 +213,6 @@ def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[Nei
 
     Args:
         engine: Of the plan's model and cluster.
-        point: The plan.
-        most: Devices that the cluster has.
     """
     return tuple(
         _neighbour(engine, point, name, factor, most)

@@ -53,7 +53,6 @@ class LeastMemory:
 
     Attributes:
         bytes: Whole bytes; one less is too few.
-        point: The plan that needs them.
         proven: Whether every combination was looked at; else there may be a smaller one.
     """
 
@@ -172,14 +171,11 @@ class Relaxation:
     Attributes:
         kind: "memory", "devices", "device", "tensor", "zero", "recompute", "schedule", "batch"
             or "force".
-        change: In words.
         question: As it is with the change.
-        point: The fastest plan of that.
         shorter: The next smaller change of this kind; None: there is none.
         slower: By which share its time of a sample is above that of the fastest plan without a
             limit of memory, on the devices as they are; None: the links of such a cluster are not
             known.
-        hardware: Whether it takes other machines.
     """
 
     kind: str
@@ -201,9 +197,7 @@ class InfeasibilityReport:
     """Why nothing fits, and what would do.
 
     Attributes:
-        question: To which nothing fits.
         need: The least memory that would do; None: the model cannot be split so at all.
-        changes: The cheapest first.
     """
 
     question: PlanRequest
@@ -442,7 +436,6 @@ def infeasible_error(
     that would do.
 
     Args:
-        question: Asked.
         wider: As for `relaxations.look`.
     """
     engine = PlanSearch(question)
@@ -534,8 +527,6 @@ class MemoryFix:
     """A change with which a plan fits.
 
     Attributes:
-        change: In words.
-        point: The plan with it.
         slower: By which share its step is longer.
     """
 

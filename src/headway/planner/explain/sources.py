@@ -36,10 +36,7 @@ class FigureFormula:
     """How a figure of a plan is made.
 
     Attributes:
-        figure: As in the output.
         formula: In symbols: t, d, p the degrees, m micro-batches of b samples.
-        paper: Where it stands.
-        code: Where it is computed.
         uses: Names of numbers of the machine; "links.*" stands for those of the level in use.
     """
 

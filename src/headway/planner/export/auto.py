@@ -63,8 +63,6 @@ class AutoPlan:
     """What was chosen.
 
     Attributes:
-        outcome: Of the search.
-        point: The chosen one.
         plan: The same for the executor, with its prediction.
         others: The fastest of other degrees, the next best first.
     """
@@ -80,7 +78,6 @@ def find_auto_plan(question: PlanRequest, limits: RecipeLimits, cluster: Cluster
 
     Args:
         question: With the numbers of the cluster; axes and objective are set here.
-        limits: Of the recipe.
         cluster: For the prediction's hash.
 
     Raises:

@@ -121,11 +121,8 @@ class EqualRanks:
     """Equal ranks.
 
     Attributes:
-        stage: Number of their stage.
-        kind: Type of their devices.
         copies: Copies of the model in which they are.
         microbatch: Samples of their largest micro-batch.
-        calls: What one of them does.
     """
 
     stage: int
@@ -139,7 +136,6 @@ def collectives_of_mixed(search: MixedSearch, point: MixedPoint) -> tuple[EqualR
     """Stage by stage, and class by class of the copies.
 
     Args:
-        search: That found the point.
         point: On the devices of its question.
     """
     found = []
@@ -185,7 +181,6 @@ def mixed_point_of(plan: Plan, search: MixedSearch, kinds: Sequence[str]) -> Mix
     """The plan's price.
 
     Args:
-        plan: A legal one.
         search: Of its model, batch and cluster.
         kinds: The type of each rank's device.
 
@@ -250,7 +245,6 @@ def mixed_changes(
 
     Args:
         plan: As for `mixed_point_of`.
-        question: About plans that run today.
         kinds: As for `mixed_point_of`.
         best: The answer on the hardware as it is.
     """
@@ -293,7 +287,6 @@ def step_of_mixed_plan(
     """A step as today's executor carries out the plan, and its price.
 
     Args:
-        plan: A legal one.
         search: Of its model, batch and cluster.
         kinds: The type of each rank's device.
 

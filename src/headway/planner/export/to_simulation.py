@@ -116,7 +116,6 @@ def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
     """With the sums where the executor has them.
 
     Args:
-        work: Of any step.
         plan: Whose; None: of a point that was found.
         lacks: What the executor lacks for such a point.
     """

@@ -24,7 +24,6 @@ class AdviceFacts:
         compute: T_C: seconds of forward and backward on one device.
         overhead: T_O: seconds of an iteration that more devices do not shorten.
         efficiency: Wanted share of linear speed-up.
-        parameter_bytes: S_p.
         workers: N, devices or nodes that train.
         server_rate: B_ps, bytes/s of one parameter server.
         link_rate: Bytes/s of a node's network, in each direction.
@@ -58,8 +57,6 @@ class Advice:
     """One answer.
 
     Attributes:
-        question: As a user asks it.
-        answer: Sentences.
         numbers: By symbol; seconds, bytes, FLOP/s or counts.
         source: Paper and lemma.
     """

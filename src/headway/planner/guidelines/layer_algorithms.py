@@ -39,13 +39,7 @@ _POOL = "(pool)"
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSelection:
-    """One algorithm for each layer.
-
-    Attributes:
-        algorithms: Names by layer.
-        seconds: Of all layers.
-        bytes: Of work space.
-    """
+    """One algorithm for each layer."""
 
     algorithms: Mapping[str, str]
     seconds: float
@@ -125,7 +119,6 @@ class MinibatchTrial:
     """One minibatch.
 
     Attributes:
-        batch: X_mini.
         bound: M_bound; negative where the model does not fit.
         chosen: None where no algorithms fit.
         iteration: Seconds.
@@ -160,9 +153,7 @@ def choose_minibatch(
 
     Args:
         profile: Measures one minibatch; called only while the one before it fitted.
-        batches: Candidates.
         memory: M_GPU, bytes.
-        samples: Of the data set.
         most: The largest minibatch with which training still reaches its accuracy.
         mode: As in `frontier_of`.
 

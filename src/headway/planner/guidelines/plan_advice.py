@@ -51,7 +51,6 @@ class AdviceRequest:
 
     Attributes:
         engine: Of the model and the cluster.
-        devices: That train.
         microbatch: Samples that a device computes at once.
     """
 
@@ -175,7 +174,6 @@ def advice_of(
     """The answers, and what is not known.
 
     Args:
-        job: The model on its devices.
         efficiency: Wanted share of linear speed-up.
         measured: Minibatch and algorithms of a device for an epoch, in place of what the cost model
             says of recomputation.

@@ -141,7 +141,6 @@ class CostTables:
     Attributes:
         kept: The choices of each node that are still considered, by their number in the graph.
         sizes: Number of choices, of nodes with more than one.
-        scopes: Nodes of each table.
         tables: Costs (d, C_1, ..., C_k, 1) of each table.
     """
 
@@ -240,7 +239,6 @@ class EliminationStep:
     Attributes:
         node: What is chosen in this step; None for a mere sum of tables.
         inputs: Numbers of the tables; the given ones come first, then the results in order.
-        result: Number of the new table.
         scope: Nodes over which the new table stands.
     """
 

@@ -98,7 +98,6 @@ def likely_cases(
     """For each weighting the best choices of the hubs beside those that all others have made.
 
     Args:
-        network: Costs.
         hubs: With more combinations than can be tried.
         weights: (J, d).
         choices: (J,) of every other node, of the relaxed graph.
@@ -191,8 +190,6 @@ def find_weighted_bounds(
     """Sweeps there and back, as many weightings at once as memory allows.
 
     Args:
-        network: Costs.
-        order: Eliminations of these tables.
         weights: (J, d).
         whole: Also `outside` and `marginals`; without them it takes half of the time.
         hubs: Nodes that the order leaves out: every neighbour sees its own choice of them.
@@ -481,7 +478,6 @@ class Incumbents:
     """Strategies of one graph within caps.
 
     Args:
-        graph: Costs.
         caps: (d,), infinite where there is none.
     """
 

@@ -362,8 +362,6 @@ def product(first: FrontBlock, second: FrontBlock, rows: int | None = None) -> F
     """One after the other: the fronts over the choice between them.
 
     Args:
-        first: Its exit is
-        second: the entry of this one.
         rows: Most rows of a cell; more are thinned, evenly by ratio, which raises `factor`.
 
     Raises:

@@ -23,7 +23,6 @@ class FrontierAnswer:
 
     Attributes:
         devices: Number of devices of the frontier; 0 where there is only one.
-        row: Of the frontier.
         costs: (d,).
     """
 
@@ -67,10 +66,7 @@ def mini_parallelism(
     """The fewest devices with a strategy within the caps, and the fastest one on them.
 
     Args:
-        objectives: Names of the columns.
-        frontiers: By number of devices.
         cap: Most of some objectives; a cap on the time is a deadline.
-        time: Name of the time.
 
     Raises:
         PlanError: No number of devices is enough; one line for each.

@@ -90,7 +90,6 @@ def solve(
     """The frontier of all strategies.
 
     Args:
-        problem: Choices and costs.
         cap: Most of some objectives; strategies above are not looked at.
         epsilon: Strategies may be left out that are at most 1 + epsilon better than a kept one.
         budget: Most cells in one elimination: choices of the node times those of its neighbours.

@@ -215,9 +215,7 @@ def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Ran
     """A rule drawn at random: a period between micro-batches, and how late weight gradients are.
 
     Args:
-        problem: Whose cells.
         solo: Their starts by `earliest_starts`.
-        draw: The random numbers.
     """
     total = max(solo)
     period = draw.uniform(0.0, 1.2) * _work_of_a_microbatch(problem)
@@ -281,16 +279,7 @@ def improve_table(
     target: float = 0.0,
     enough: Callable[[], bool] = lambda: False,
 ) -> TableCandidate:
-    """The best table that a number of moves find; the given one if they find none.
-
-    Args:
-        candidate: Within the bound.
-        most_activations: That a rank may hold.
-        moves: How many are tried.
-        draw: The random numbers.
-        target: Makespan at which to stop.
-        enough: Asked after each move.
-    """
+    """The best table that a number of moves find; the given one if they find none."""
     return _Climb(candidate, most_activations, draw).run(moves, target, enough)
 
 

@@ -23,7 +23,6 @@ class PipePlacement:
     """Pipes, and what their stages cost.
 
     Attributes:
-        placement: Its name.
         ranks: D.
         pipes: That share the ranks.
         costs: Of one micro-batch at each stage of a pipe.

@@ -47,7 +47,6 @@ def lower_bound(layout: PipePlacement, most_activations: float) -> float:
     """The least makespan that is possible by these arguments; infinite if nothing fits.
 
     Args:
-        layout: Pipes and costs.
         most_activations: That a rank may hold, in the unit of the costs.
     """
     chains = max(_one_microbatch(layout, pipe) for pipe in layout.pipes if pipe.microbatches)
@@ -143,7 +142,6 @@ def known_tables(layout: PipePlacement, most_activations: float) -> tuple[Pipeli
     """Tables within a memory bound.
 
     Args:
-        layout: Pipes and costs.
         most_activations: That a rank may hold, in the unit of the costs.
     """
     found = []
@@ -186,9 +184,7 @@ class ScheduleSearchBudget:
     """How long a search goes on, for each placement.
 
     Attributes:
-        lists: Runs of list scheduling.
         moves: Moves of the local search, shared by the best tables.
-        seed: Of the random numbers.
         seconds: Time limit of the whole search; with one, the result depends on the machine.
     """
 
@@ -212,10 +208,7 @@ class ScheduleSearchResult:
 
     Attributes:
         schedule: The best table; a known one under its own name if nothing shorter was found.
-        makespan: Of it.
         bound: No table of any of the placements is shorter.
-        placement: Of the best table.
-        costs: Of its stages.
         trail: Every best table on the way, from the best known one on.
         out_of_time: The time limit ended the search: another machine may find another table.
     """

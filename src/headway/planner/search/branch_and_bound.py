@@ -50,11 +50,9 @@ class SearchResult(ParetoResult[Point]):
     """What was found.
 
     Attributes:
-        question: What was asked.
         floor: Seconds that no plan takes less than on as many devices as the chosen one, also none
             that the search leaves out: work evenly spread, no bubble, no launch waits, and what of
             the exchange is longer than the backward passes.
-        search: What found it.
     """
 
     question: PlanRequest
@@ -191,7 +189,6 @@ class PlanSearch(SearchBounds):
         """Whether nothing of use can be found.
 
         Args:
-            seconds: No plan is faster
             cap: that needs at most this memory
             devices: on so many devices,
             held: and none needs less memory than this.

@@ -77,9 +77,7 @@ def step_lower_bound(degrees: Degrees, forward: Floats, backward: Floats) -> Flo
     forwards, or backwards, on r.
 
     Args:
-        degrees: With the schedule.
         forward: Of one micro-batch in all stages.
-        backward: The same.
     """
     m, p = degrees.microbatches, degrees.pipeline
     both = forward + backward
@@ -262,7 +260,6 @@ class StrategiesByTime(NamedTuple):
     for ever.
 
     Attributes:
-        place: Number of each.
         seconds: Of a micro-batch, with the share in a step's end.
         state: Bytes.
         kept: Bytes of one micro-batch.
@@ -376,7 +373,6 @@ class CandidateBounds:
 
     Args:
         tables: Of its tensor degree and micro-batch.
-        degrees: The combination.
         itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
@@ -656,7 +652,6 @@ class PlanCandidate(CandidateBounds):
         step (None: not faster than `known`), and Alpa's sum.
 
         Args:
-            border: Placement between stages.
             cap: Bytes.
             sums: Alpa's sum of a cut that is known; others are not of interest unless smaller.
             known: Seconds of a plan that is known, as in `fastest`.

@@ -68,8 +68,6 @@ def device_layouts(
     Args:
         amounts: Devices of each type; those of 0 are left out.
         tensor: Devices of a cell, all of one type.
-        data: Copies.
-        pipeline: Stages.
         every: All orders of the types; else the one in which they are given.
     """
     used = {kind: number for kind, number in amounts.items() if number}
@@ -103,7 +101,6 @@ def device_counts(
     """How many devices of each type may be used together.
 
     Args:
-        counts: That there are.
         devices: Numbers of devices in all, of powers of two or all of each type; None: every type
             is used whole or not at all.
     """
@@ -133,7 +130,6 @@ class MixedCombination:
         pipeline: p, stages.
         microbatches: m, of a step and every copy.
         zero: Stage of ZeRO over the copies.
-        cells: Where the devices stand.
     """
 
     amounts: tuple[tuple[str, int], ...]
@@ -166,8 +162,6 @@ class MixedStagePart:
     """A stage on the devices of one type in one class of copies.
 
     Attributes:
-        kind: The type.
-        copies: So many.
         microbatch: Samples of the largest micro-batch.
         stage: As if all copies were like these.
     """
@@ -209,11 +203,8 @@ class MixedPoint:
     """One plan.
 
     Attributes:
-        combination: Degrees and cells.
         sizes: The largest micro-batch of each class of copies.
         border: Placement of what crosses from stage to stage.
-        stages: From the first.
-        seconds: Of a step.
         messages: Of those, between stages.
         slowest: As if every copy were as slow as the slowest in everything, which is how it is
             priced.
@@ -264,7 +255,6 @@ class MixedCandidate:
     """A combination with the micro-batch of each class of copies, ready to be cut.
 
     Attributes:
-        combination: Degrees and cells.
         sizes: Samples of a micro-batch, class by class.
         candidate: Gives the tables of a type with these degrees.
         starts: First units that must begin a stage.
@@ -574,7 +564,6 @@ class MixedCandidate:
 
         Args:
             border: Placement of what crosses from stage to stage.
-            stages: From the first.
         """
         largest = max(range(len(self.sizes)), key=self.sizes.__getitem__)
         candidate = self.of((largest, self.combination.cells.classes[largest][0][0]))

@@ -56,12 +56,7 @@ DENSE = 1024
 
 
 class MixedBounds:
-    """Bounds of one question.
-
-    Args:
-        question: What is asked.
-        engines: A search of each type.
-    """
+    """Bounds of one question."""
 
     def __init__(self, question: MixedPlanRequest, engines: Mapping[str, PlanSearch]) -> None:
         self.question = question
@@ -232,12 +227,7 @@ WORTH = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSearchResult(ParetoResult[MixedPoint]):
-    """What was found.
-
-    Attributes:
-        question: What was asked.
-        search: What found it.
-    """
+    """What was found."""
 
     question: MixedPlanRequest
     search: MixedSearch = field(repr=False, compare=False)
@@ -420,7 +410,6 @@ class MixedSearch:
         bound times what the last ones took above theirs.
 
         Args:
-            combination: Of degrees and cells.
             caps: Bytes, by type.
             limit: Seconds from which on no plan is of use.
         """

@@ -37,7 +37,6 @@ def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,))
     may be that of another split.
 
     Args:
-        question: Any.
         zero: Degrees of ZeRO to look at.
     """
     return replace(question, tensor=(1,), zero=zero, recompute="pipeline")
@@ -184,7 +183,6 @@ def point_of(plan: Plan, search: PlanSearch) -> Point:
     a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
 
     Args:
-        plan: A legal one.
         search: Of its model, batch and cluster.
 
     Raises:
@@ -271,7 +269,6 @@ def unpriced_parts(plan: Plan, *, unlike: bool = False) -> Iterator[str]:
     """What of a plan the price does not count, one sentence each.
 
     Args:
-        plan: Any.
         unlike: Devices are of several types: every share has a price of its own.
     """
     exchange = plan.exchange

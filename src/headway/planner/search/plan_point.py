@@ -71,10 +71,7 @@ class Point:
     """One plan of the frontier.
 
     Attributes:
-        degrees: Its degrees.
         border: Placement of what crosses from stage to stage.
-        stages: From the first.
-        seconds: Of a step.
         messages: Of those, between stages.
         exchange: Of those, of gradients and weights over the data axis and copies of stages: what
             computation waits for.

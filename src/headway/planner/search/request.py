@@ -39,15 +39,12 @@ class PlanRequest:
     """What is asked.
 
     Attributes:
-        work: The model.
-        machine: Devices and links.
         devices: Numbers of devices that may be used, ascending.
         batch: Samples of a step.
         memory: Bytes of a device that a plan may use; None: the device's.
         objective: What the chosen plan must be best in.
         price: Of one device and hour; None: not known.
         tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
-        zero: Stages of ZeRO.
         schedules: Of pipelines: names of `schemes.SCHEMES`, or "all".
         orders: Of the axes, as in `Degrees`.
         recompute: "any": every stage may; "pipeline": not without a pipeline.
@@ -107,7 +104,6 @@ class MixedPlanRequest:
     """What is asked.
 
     Attributes:
-        work: The model.
         machines: Of each type of devices, with one network for all; in an order that
             `balance = "whale"` may change.
         counts: Devices that there are of each type.
@@ -117,7 +113,6 @@ class MixedPlanRequest:
         objective: What the chosen plan must be best in.
         prices: Of a device of each type and hour; empty: not known.
         tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
-        zero: Stages of ZeRO.
         force: As in `Setting`, and (module, "stage"): a stage begins there.
         balance: "exact": the best sizes of micro-batches; "whale": those of Algorithm 1, and
             devices in the order of their memory.

@@ -41,7 +41,6 @@ class ParetoResult(Generic[P]):
             prices are known over money, too; fastest first.
         chosen: The number of the point that meets the objective.
         bound: What the objective's value is at least; `gap` compares it with the chosen point.
-        considered: Combinations that there are.
         opened: Of those, how many were priced.
     """
 

@@ -50,7 +50,6 @@ def collectives_of(search: PlanSearch, point: Point) -> tuple[CollectiveCalls, .
 
     Args:
         search: That found the point, or has its model, batch and cluster.
-        point: Priced by it.
     """
     candidate = candidate_of(search, point.degrees)
     return tuple(
@@ -177,9 +176,7 @@ def of_unit(
     """Of one micro-batch's passes through a unit, once each, and of a step's end.
 
     Args:
-        setting: Its tensor axis.
         unit: The unit.
-        rules: Of each operator.
         picks: Of each tensor that several use ("=name") and of the ends the number of its state.
     """
     operators = setting.work.graph.operators[unit.start : unit.stop]

@@ -54,7 +54,6 @@ class ShardingGroups:
 
     Attributes:
         parts: That keep parts of it together.
-        copies: Groups that do so.
     """
 
     parts: int
@@ -86,8 +85,6 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
 
     Args:
         plan: With `memory.zero`.
-        part: The whole model.
-        clip: Whether the norm is limited.
     """
     rows, gathered = sharding_groups(plan, 1), part.gathered or ()
     every = {**part.frozen, **part.parameters}
@@ -152,13 +149,7 @@ def split_kept_parameters(
 def gather_calls(
     parameters: Parameters, rows: ShardingGroups, times: int
 ) -> Iterator[CollectiveCall]:
-    """Their numbers to all ranks that train them.
-
-    Args:
-        parameters: Of the same stages.
-        rows: Of these stages.
-        times: In a step.
-    """
+    """Their numbers to all ranks that train them."""
     for alike in parameters_by_dtype(parameters):
         size, beside = padded_shard_bytes(alike, rows.parts)
         yield CollectiveCall(
@@ -179,8 +170,6 @@ def reduce_scatter_calls(
 
     Args:
         parameters: Trained ones of the same stages.
-        rows: Of these stages.
-        times: In a step.
     """
     for alike in parameters_by_dtype(parameters):
         size, beside = padded_shard_bytes(alike, rows.parts)
@@ -216,9 +205,6 @@ def stage_entries(
 
     Args:
         plan: With `memory.zero`.
-        table: Of the plan.
-        row: Of the rank.
-        where: The stages.
     """
     if plan.memory.zero < 3:
         return 1
@@ -255,10 +241,8 @@ def collectives_of_plan(
     """What a rank does in one step of a full batch.
 
     Args:
-        plan: A legal one.
         parts: The stages as the rank has them; the whole model as one where there is no pipeline.
             Where micro-batches differ: those by the samples of a micro-batch.
-        rank: Which.
         clip: Whether the norm of the gradients is limited.
 
     Raises:
@@ -492,8 +476,6 @@ def parts_of(
     A parameter that nothing uses is in the last stage.
 
     Args:
-        search: With the model.
-        point: Of it.
         gathered: Of a whole model, as `Part.gathered`.
         samples: Of a micro-batch; None: those of the point.
     """

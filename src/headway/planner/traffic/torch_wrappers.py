@@ -30,7 +30,6 @@ def ddp_calls(
 
     Args:
         arriving: The trained parameters, in the order in which backward makes their gradients.
-        ranks: Of the group.
         cap: `bucket_cap_mb`, in bytes; None: the default, with a smaller first bucket.
         buffers: That rank 0 gives to all before each forward pass.
     """
@@ -68,7 +67,6 @@ class FullyShardedModule:
         parameters: Those that no wrapped module inside of it has, as they lie on this rank where a
             tensor axis splits them.
         reshard: `reshard_after_forward`.
-        frozen: Names that are not trained.
     """
 
     parameters: Mapping[str, TensorSpec]
@@ -92,10 +90,7 @@ def fsdp2_wrapper_calls(
     (`set_requires_gradient_sync`).
 
     Args:
-        modules: In any order.
-        ranks: Over which parameters are sharded.
         zero: 1, 2 or 3.
-        microbatches: Of a step.
         copies: Of the shards, over which gradients are also summed (a mesh of two axes).
     """
     found: list[CollectiveCall] = []

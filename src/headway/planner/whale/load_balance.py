@@ -58,7 +58,6 @@ class LoadBalance:
     """Loads, and how they came about.
 
     Attributes:
-        loads: L_i.
         shifts: (peak, valley, load) in order.
     """
 
@@ -82,7 +81,6 @@ def algorithm_1(shares: Sequence[DeviceShare], *, as_printed: bool = False) -> L
     """Whale's Algorithm 1: from devices out of memory to the least loaded one, peak by peak.
 
     Args:
-        shares: The devices.
         as_printed: A peak that has given something away counts as mended; else it stays until it
             fits. Without this repair a result may not fit, which then is an error here.
 
@@ -150,9 +148,7 @@ def whole_samples(
     The gradients of a device then count with weight batch / samples, see `gradient_weights`.
 
     Args:
-        loads: L_i.
         samples: Global batch.
-        shares: The devices.
 
     Raises:
         PlanError: In whole samples they do not fit.
@@ -234,7 +230,6 @@ def whole_filling(
     Args:
         costs: For each class the times of 1, 2, ... samples, not falling; infinite where they do
             not fit.
-        copies: Workers of each class.
         samples: To be taken at least, by all workers together.
 
     Raises:

@@ -27,9 +27,7 @@ class VirtualDevice:
     """The devices of one task graph in one replica of the model.
 
     Attributes:
-        task: Number of the task graph.
         replica: Number of the model's replica: nested data parallelism.
-        devices: Numbers of the devices.
     """
 
     task: int
@@ -104,7 +102,6 @@ class StageBlock:
     """A piece of the model that is not cut, for one micro-batch.
 
     Attributes:
-        flops: Forward and backward.
         weights: Bytes of parameters, gradients and optimiser state.
         activations: Bytes kept from forward to backward.
     """

@@ -47,13 +47,9 @@ class LoggedBucket:
     """One bucket of a traced step; moments in seconds since the step began, NaN for never.
 
     Attributes:
-        bucket: Its number.
         parameters: Logical names.
-        bytes: Of its gradients.
         wire_bytes: That the rank sends for it.
-        ready: Its last gradient was there.
         sent: It was handed to the network.
-        received: Its sum was there.
         applied: The optimiser had used it, where it does so bucket by bucket.
         needed: The training thread asked for it.
         waited: Seconds for which the thread then stood still.
@@ -126,7 +122,6 @@ class LoggedAttempt:
         time: Unix seconds of its beginning.
         step: Steps that were done when it began; more than 0 after a restart from a checkpoint.
         ranks: Number of processes; 0 where it was not written.
-        batch: The batch equation.
         last: The last step that it logged, superseded or not.
         reason: How it ended: "complete", a signal's name, or "" where it wrote no end.
     """
@@ -194,15 +189,11 @@ class RunHistory:
     """The history that counts: steps that a restart threw away are not in it.
 
     Attributes:
-        directory: The run directory.
         recipe: recipe.json; empty where missing, like the two below.
-        plan: plan.json.
-        environment: environment.json.
         attempts: The first start and every restart, in order.
         steps: In order, each step once.
         validations: In order, at most one per step.
         checkpoints: In order, at most one per step.
-        showcases: In order.
         exchanges: Of traced steps, in order.
         warnings: In order, of all attempts.
         rank_steps: Steps of each rank, in order.
@@ -210,7 +201,6 @@ class RunHistory:
         failures: Of all attempts; the cause before its consequences.
         proofs: verification.json, by number of processes.
         superseded: Number of steps that were done and thrown away by restarts.
-        notes: What could not be read.
     """
 
     directory: Path

@@ -64,7 +64,6 @@ class ExchangeSection:
 
     Attributes:
         sentence: The plan's exchange; "" where the plan cannot be read.
-        facts: Figures over all steps.
         step: Of the table; 0 without one.
         rows: The buckets of that step, in order of their number.
         omitted: Buckets that the table leaves out.
@@ -83,7 +82,6 @@ def exchange_section(history: RunHistory, step: int | None = None) -> ExchangeSe
     """The section; None where there was no exchange.
 
     Args:
-        history: What the run wrote down.
         step: The traced step that is drawn elsewhere, for the table if it has buckets.
     """
     facts = tuple(exchange_figures(history))
@@ -198,8 +196,6 @@ class PipelineSection:
 
     Attributes:
         sentence: The plan's pipeline.
-        step: That was drawn.
-        facts: Measured beside predicted.
         rows: Of each rank of the first pipeline.
         picture: SVG; None where it would be too large.
     """
@@ -216,7 +212,6 @@ class PipelineStep:
     """One step, measured or predicted; for `schedule_svg`, in milliseconds.
 
     Attributes:
-        schedule: The table.
         timing: When its actions started and ended.
         word: "measured" or "predicted".
     """
@@ -246,12 +241,7 @@ class PipelineStep:
 
 
 def pipeline_section(history: RunHistory, step: int | None) -> PipelineSection | None:
-    """The section; None where there is no pipeline, or no traced step of one.
-
-    Args:
-        history: What the run wrote down.
-        step: A traced step.
-    """
+    """The section; None where there is no pipeline, or no traced step of one."""
     plan = read_plan(history)
     if plan is None or plan.pipe_degree == 1 or step is None or step not in history.traces:
         return None
@@ -273,7 +263,6 @@ def compare_with_table(plan: Plan, trace: Timeline) -> tuple[PipelineStep, Pipel
     """A traced step, and what the table predicts of it; None where the trace is not whole.
 
     Args:
-        plan: With a pipeline.
         trace: Spans of all ranks of the first pipeline.
     """
     ranks = plan.mesh.peers(0, PIPE_AXIS)
@@ -439,10 +428,8 @@ class PredictionSection:
 
     Attributes:
         facts: The step, and where the prediction comes from.
-        rows: The parts.
         bars: SVG: a bar per part, predicted above measured.
         timeline: SVG; None where no step was traced.
-        step: That the timeline shows.
     """
 
     facts: tuple[Fact, ...]
@@ -453,12 +440,7 @@ class PredictionSection:
 
 
 def prediction_section(history: RunHistory, step: int | None) -> PredictionSection | None:
-    """The section; None where the plan has no prediction, or nothing was measured.
-
-    Args:
-        history: What the run wrote down.
-        step: A traced step.
-    """
+    """The section; None where the plan has no prediction, or nothing was measured."""
     plan, found = read_plan(history), shares(history)
     if plan is None or plan.prediction is None or not found:
         return None

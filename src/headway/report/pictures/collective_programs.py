@@ -34,8 +34,6 @@ class ProgramDrawing:
     """A program as it is drawn.
 
     Attributes:
-        name: Of the program.
-        seconds: Predicted.
         sent: Bytes by (sender, receiver).
         trees: Parents of each rank, and the share of the buffer of each tree.
     """
@@ -52,10 +50,8 @@ def programs_svg(
     """SVG text.
 
     Args:
-        title: What is exchanged on what.
         shown: At least one program, the fastest first.
         least: The bound, seconds.
-        names: Of the ranks.
     """
     alt = f"{title}: " + ", ".join(f"{d.name} {format_seconds(d.seconds)}" for d in shown)
     return draw(

@@ -41,15 +41,7 @@ _SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierMark:
-    """A plan in the picture.
-
-    Attributes:
-        seconds: Of a step.
-        bytes: On the fullest device.
-        devices: In all.
-        words: What it is.
-        chosen: Whether it meets the objective.
-    """
+    """A plan in the picture."""
 
     seconds: float
     bytes: float
@@ -63,8 +55,6 @@ class FrontierPlot:
     """All that is in the picture.
 
     Attributes:
-        title: Model and cluster.
-        spots: The plans.
         allowed: Bytes of a device that a plan may use.
     """
 
@@ -79,13 +69,7 @@ class FrontierPlot:
 
 
 def frontier_plot(outcome: SearchResult, *, model: str, cluster: str) -> FrontierPlot:
-    """What there is to draw of an answer.
-
-    Args:
-        outcome: Of the search.
-        model: Its name.
-        cluster: Its name.
-    """
+    """What there is to draw of an answer."""
     question, notes = outcome.question, label_points(outcome.search, outcome.points)
     spots = [
         FrontierMark(

@@ -81,12 +81,7 @@ class _Bar(NamedTuple):
 
 
 def schedule_svg(shown: Sequence[TimedSchedule], unit: str = "") -> str:
-    """SVG text of one schedule, or of several below each other.
-
-    Args:
-        shown: At least one.
-        unit: Of the time axis.
-    """
+    """SVG text of one schedule, or of several below each other."""
     names = ", ".join(found.title.partition("\n")[0] for found in shown)
     alt = f"What each rank of the pipeline does when: {names}"
 
@@ -99,11 +94,7 @@ def schedule_svg(shown: Sequence[TimedSchedule], unit: str = "") -> str:
 
 
 def schedule_png(shown: Sequence[TimedSchedule]) -> bytes:
-    """The same as PNG, at two pixels a point.
-
-    Args:
-        shown: At least one.
-    """
+    """The same as PNG, at two pixels a point."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -99,12 +99,7 @@ _STEPS_SHOWN = 2
 def exchange_steps_svg(
     shown: Sequence[tuple[str, ExchangePrediction]], layers: Sequence[GradientLayer]
 ) -> str:
-    """SVG text: two steps of each exchange, in the steady state.
-
-    Args:
-        shown: Name and prediction of each.
-        layers: As they were priced.
-    """
+    """SVG text: two steps of each exchange, in the steady state."""
     played = [_steady_state(predicted, layers) for _, predicted in shown]
     names = [
         f"{name}\n{format_seconds(step)} a step"

@@ -52,9 +52,6 @@ class Shares:
     """Mean seconds of one rank's step and of its parts; the parts add up to the step.
 
     Attributes:
-        rank: Whose.
-        steps: Over how many steps.
-        seconds: Of the whole step.
         parts: One of PARTS -> seconds.
     """
 

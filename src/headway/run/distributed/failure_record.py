@@ -33,17 +33,13 @@ class FailureRecord:
     """One rank's failure.
 
     Attributes:
-        rank: The rank that failed.
-        attempt: In which attempt.
         step: The optimiser step that was being computed; None: outside of the steps.
         kind: Name of the class of errors.py that explains it.
         what: See `HeadwayError`, as are `where` (already with rank and step), `why`, `fix`.
         code: "HW-...".
-        exit_code: With which the command ends.
         secondary: The rank only noticed that another one failed.
         time: Unix seconds.
         trace: The stack trace, for developers.
-        problems: Of errors that list several.
     """
 
     rank: int
@@ -162,10 +158,8 @@ def record_failure(
     """Write the record of an exception to DIRECTORY/failures.
 
     Args:
-        directory: The run directory.
         place: Of this rank; its attempt and rank name the file.
         step: None: the step noted by `mark_step`, if any.
-        error: The exception.
         secondary: The rank only noticed another one's failure; always so for PeerLost.
 
     Raises:

@@ -52,12 +52,9 @@ class ProcessIdentity:
     """Who a process is.
 
     Attributes:
-        rank: Its rank.
-        local_rank: Its number on its machine.
         node: Number of its machine, as the launcher counts.
         host: Name of its machine, as the launcher calls it, or else the machine itself.
         machine: The same text for all processes that can see each other in /proc; "" elsewhere.
-        pid: Its process id.
         started: When it started, in the kernel's count; tells it from a later process of its id.
     """
 
@@ -245,7 +242,6 @@ class RankFailure:
     Attributes:
         kind: "silent": nothing was heard for too long; "gone": the connection was closed without a
             word; "failed": the rank said so itself.
-        ranks: Who is lost.
         what: See `HeadwayError`, as are `why` and `fix`.
         first: This rank has found it out itself.
         speaks: This rank tells it to the user.
@@ -294,10 +290,7 @@ def silent_ranks(
     """Nothing is heard of some ranks.
 
     Args:
-        peers: Their connections.
-        own: This rank.
         now: `time.monotonic` seconds.
-        spread: How machines are named.
     """
     seconds = min(now - peer.heard for peer in peers)
     names = name_rank_machines((_known(peer) for peer in peers), spread)
@@ -462,11 +455,9 @@ class Heartbeat:
     """The thread of one rank; `start`, then `stop` in the end.
 
     Args:
-        own: This rank.
         listener: Of rank 0.
         hub: Of the others: the connection to rank 0.
         patience: Seconds of silence until a rank is lost.
-        said: What this rank is doing.
         on_loss: Called once, in the thread, when somebody is lost.
     """
 

@@ -35,11 +35,9 @@ class LaunchEnv:
         ranks: Number of processes of the whole world.
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
         local_ranks: Number of processes on this machine.
-        node_rank: Number of this machine.
         attempt: How often the launcher has restarted the workers; agents of several machines may
             count differently (`World.join` agrees on one number).
         launcher: "headway", "torchrun", "environment", "mpi", "slurm" or "alone".
-        master_address: Host of the meeting point.
         master_port: Port of the meeting point; 0 when alone.
         agent_store: A store of the launching agent already listens at the meeting point (else
             rank 0 opens one there).

@@ -62,9 +62,6 @@ def refined_mesh(
     """All ranks, in the order of the plan; collective.
 
     Args:
-        plan: Has the axis.
-        world: The processes.
-        name: The axis.
         axes: Names and sizes that take its place, the last one innermost.
         first: Those come first among the mesh's dims; what lies where stays as it is.
     """
@@ -97,9 +94,7 @@ def broadcast_from_rank0(
     """The same on all ranks; collective.
 
     Args:
-        rank: Of this process.
         find: Called on rank 0 alone; its result travels pickled.
-        exchanging: Around the message.
 
     Raises:
         HeadwayError: What `find` raised on rank 0.
@@ -142,7 +137,6 @@ def gather_to_rank0(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor
 
     Args:
         own: Name -> tensor, dense; a name is given by one rank only.
-        world: The processes.
     """
     forms: list[dict[str, _TensorSpec]] = [{}] * world.ranks
     dist.all_gather_object(forms, {name: _TensorSpec.of(tensor) for name, tensor in own.items()})
@@ -166,7 +160,6 @@ def copy_to_holders(
     Args:
         pairs: (owner, holder) -> names, in an order that is the same on all ranks.
         tensors: By name; those of the holder are changed.
-        world: The processes.
     """
     for (source, target), names in pairs.items():
         chosen = [tensors[name].detach() for name in names]

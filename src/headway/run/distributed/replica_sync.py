@@ -77,7 +77,6 @@ def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) 
 
     Args:
         parameters: By logical name; whole, or in parts.
-        away: Those that other ranks hold.
     """
     found = {}
     for name, parameter in parameters.items():

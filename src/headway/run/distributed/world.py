@@ -193,11 +193,7 @@ class Watchdog:
             self._waiting -= 1
 
     def lost(self, seconds: float = 0.0) -> HeadwayError | None:
-        """The error of a lost rank, if there is one.
-
-        Args:
-            seconds: For the news to arrive.
-        """
+        """The error of a lost rank, if there is one."""
         if self._heartbeat is None:
             return None
         if seconds:
@@ -265,7 +261,6 @@ class World:
 
     Attributes:
         place: Where this process is; its `attempt` is the same on all ranks.
-        device: The device of this rank.
         backend: "gloo", "cpu:gloo,cuda:nccl", or "none" in a world of one rank.
         store: The store that rank 0 hosts; None in a world of one rank.
         side_group: A second group of all ranks, always gloo, for collectives of another thread
@@ -412,11 +407,7 @@ class World:
         self._lifeline.doing(text, arguments)
 
     def lost(self, seconds: float = 0.0) -> HeadwayError | None:
-        """The error of a rank that has been lost, if there is one.
-
-        Args:
-            seconds: For the news to arrive.
-        """
+        """The error of a rank that has been lost, if there is one."""
         return self._lifeline.lost(seconds)
 
     def states(self) -> dict[int, str]:
@@ -470,7 +461,6 @@ class World:
         grace those without a note are the ones that somebody waits for.
 
         Args:
-            waiting_for: The note of this rank.
             grace_seconds: For the notes of the others.
         """
         found: list[tuple[int, ...]] = []
@@ -529,9 +519,7 @@ def translate_exception(error: RuntimeError, world: World, doing: str) -> Headwa
     """What an exception of torch.distributed means; None: no trouble with other ranks.
 
     Args:
-        error: What torch raised.
         world: Asked who is lost, or after a time-out who is missing; this takes up to 5 s.
-        doing: What the exchange was for.
     """
     text = str(error)
     if not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):

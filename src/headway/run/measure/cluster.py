@@ -136,7 +136,6 @@ def measure(
     Args:
         place: From `Place.here()`.
         device: "cpu", "cuda" or "auto".
-        timeout_seconds: Longest wait for another rank.
         seconds: For what devices do; see `rounds.in_rounds`.
 
     Returns:

@@ -66,11 +66,8 @@ def dry_run(
     """What a rank's operators send, and what the stages hold and hand on, by micro-batch.
 
     Args:
-        plan: A legal one.
         model: Whole, in training mode; it is not changed, and may be on the meta device.
-        loss: Of the recipe.
         data: Of a micro-batch of any size.
-        rank: Which.
 
     Raises:
         PlanError: The model cannot be split or cut so, or only by what is measured.
@@ -82,9 +79,7 @@ def dry_run_recipe(plan: Plan, reference: str, ranks: Sequence[int]) -> list[Sta
     """The same of a recipe's model, rank by rank.
 
     Args:
-        plan: A legal one.
         reference: As for `headway train`.
-        ranks: Which.
 
     Raises:
         PlanError: As of `dry_run`.

@@ -48,7 +48,6 @@ class ModelCosts:
 
     Attributes:
         batch: Samples of the recipe's global batch.
-        layers: How many.
         forward: Seconds of the forward of one layer for one sample.
         activation: Bytes that go from a layer to the next, per sample; the most anywhere.
         held: Bytes that a layer keeps for its backward, per sample.
@@ -190,7 +189,6 @@ def check_stage_boundaries(recipe: Recipe, at: Sequence[str], samples: int) -> N
     """Whether the executor can cut a recipe's model there; nothing is allocated.
 
     Args:
-        recipe: Its model and loss.
         at: Modules with which the second and all later stages begin.
         samples: Of a micro-batch.
 

@@ -61,10 +61,7 @@ def partition_model(
         model: The whole model, on its device.
         loss: The recipe's.
         data: Of one micro-batch, the same on all ranks.
-        how: Of the plan.
-        stages: How many the schedule has.
         arithmetic: The context of a forward pass (autocast).
-        remark: Told what was measured.
 
     Raises:
         PlanError: The model cannot be cut there; a chain by hand is wrong.
@@ -118,8 +115,6 @@ def user_partition(
 
     Args:
         reference: "module:function".
-        model: The whole model.
-        stages: How many the schedule has.
 
     Raises:
         RecipeError: The function is missing or raises.
@@ -178,7 +173,6 @@ class ParameterOwnership:
     """Who holds what.
 
     Attributes:
-        rank: This rank.
         holders: Logical name of each parameter and buffer -> the ranks that hold it, first its
             owner.
         trainers: Logical name of each parameter -> the ranks that make its gradient; the others
@@ -218,10 +212,7 @@ def parameter_ownership(
     """The homes of all tensors of a model.
 
     Args:
-        stages: Of the model.
-        schedule: Of one pipeline.
         copies: For each pipeline the global rank of each rank of the schedule.
-        rank: This one.
     """
     training: dict[str, dict[int, None]] = {}
     using: dict[str, dict[int, None]] = {}

@@ -57,9 +57,7 @@ class PipelineEvaluation:
     """One rank's part of it.
 
     Args:
-        stages: Of the model.
         table: The lowered table of a step; its forwards are used.
-        team: The ranks.
         loss: The recipe's.
         arithmetic: The context of a forward pass (autocast).
         doing: Told the action for which this rank is about to wait.
@@ -109,11 +107,7 @@ class PipelineEvaluation:
 
 
 class UpdateGroupWeights:
-    """Of one rank.
-
-    Args:
-        plan: Without a flush.
-    """
+    """Of one rank."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -154,7 +148,6 @@ class UpdateGroupWeights:
         """Makes of a share of the whole batch's mean one of the group's mean.
 
         Args:
-            microbatch: Its number.
             count: What its loss is a sum over; samples, or something else, such as words.
 
         Raises:
@@ -179,7 +172,6 @@ def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
     """For each copy of the pipeline the samples of its micro-batches.
 
     Args:
-        plan: Of a pipeline.
         samples: Of the global batch; fewer than planned where it is ragged.
 
     Raises:
@@ -203,7 +195,6 @@ def check_last_batch(plan: Plan, length: int) -> None:
     """Look at the ragged batch before the first step, not at the end of the first epoch.
 
     Args:
-        plan: Any.
         length: Samples of an epoch.
 
     Raises:
@@ -260,14 +251,10 @@ class PipelineContext:
     """What the executor lends to a pipeline.
 
     Attributes:
-        model: The whole model.
         loss: The recipe's.
         plan: With an axis "pipe".
-        world: The processes.
-        seed: Of the run.
         arithmetic: The context of a forward pass (autocast).
         prepare: Puts the data of a micro-batch on the device.
-        hands: Of weights and gradients.
         probe: Finds the random draws of the whole model, from the data of a micro-batch and a loss.
         remark: Told what the user should know about the cut.
     """
@@ -287,12 +274,8 @@ class PipelineContext:
 class PipelineRunner:
     """All steps of a pipeline on this rank.
 
-    Args:
-        means: Of the executor.
-
     Attributes:
         losses: Of the last step: shares of the global loss, of the micro-batches that end here.
-        counts: What those are sums over.
         homes: Who holds what; None before the model is cut.
     """
 

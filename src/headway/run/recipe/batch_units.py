@@ -82,7 +82,6 @@ def stop_steps(recipe: StatesStop, length: int) -> int:
     are, so that the run ends with the first step at which the amount has been consumed.
 
     Args:
-        recipe: States batch and stopping rule.
         length: Samples of the training data.
 
     Raises:

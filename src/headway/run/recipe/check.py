@@ -38,7 +38,6 @@ class CheckedRecipe:
     """A recipe that was found and checked, and not yet built.
 
     Attributes:
-        reference: As the user wrote it.
         document: The checked document; for a function, the document that stands for it.
         name: The run's name, as far as it is known without running the user's code.
         file: The .toml file, if there is one.

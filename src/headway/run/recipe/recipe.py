@@ -44,7 +44,6 @@ class Recipe:
             samples.
         stop: When the run is complete: "300 steps", "2 epochs", "1M samples".
         microbatch: Most samples in one forward pass of one rank; more are accumulated.
-        validation: Builds the validation data.
         validate_every: Steps between validations; 0: only at the end.
         validation_samples: Most samples of one validation; None: all of them.
         scheduler: Builds a learning-rate scheduler that is stepped after every optimiser step.

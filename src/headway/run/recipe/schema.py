@@ -283,7 +283,6 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read and check a recipe file.
 
     Args:
-        path: A TOML file.
         overrides: "key=value" each, laid over the file before it is checked.
 
     Raises:

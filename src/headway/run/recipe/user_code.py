@@ -167,7 +167,6 @@ class UserCall:
 
     Attributes:
         function: A function or class of the user.
-        arguments: Keyword arguments.
         where: The place that asked for it, for messages.
         folders: Importable while the call is made.
     """
@@ -210,7 +209,6 @@ def describe_recipe(recipe: Any, reference: str) -> dict[str, str]:
 
     Args:
         recipe: A `Recipe`.
-        reference: How the user named it.
     """
     facts = {
         f.name: describe_value(getattr(recipe, f.name)) for f in fields(recipe) if f.name != "name"

@@ -140,8 +140,6 @@ def rank_loader(
 
     Args:
         source: From `rank_source`.
-        plan: Of the run.
-        world: The processes.
         alone: Other ranks do not come: no store.
         options: See `headway.data.Loader`.
     """
@@ -189,11 +187,7 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
 
 
 class PaddingBatch:
-    """The last micro-batch that this rank had.
-
-    Args:
-        plan: Of the run.
-    """
+    """The last micro-batch that this rank had."""
 
     def __init__(self, plan: Plan) -> None:
         self._wanted = plan.memory.zero > 0 and plan.data_degree > 1
@@ -266,8 +260,6 @@ def dry_run_spatial_context(plan: Plan, rank: int, tell: CallListener) -> Spatia
 
     Args:
         plan: Splits samples.
-        rank: Whose it is.
-        tell: Told what would be started.
     """
     sizes = plan.split.spatial
     place = plan.mesh.coordinate(rank)[SPACE]
@@ -293,7 +285,6 @@ class SpatialInputs:
 
     Args:
         plan: Splits samples.
-        context: Of this rank.
     """
 
     def __init__(self, plan: Plan, context: SpatialContext) -> None:

@@ -52,7 +52,6 @@ def exposed_inside(spans: Iterable[Span], flights: Iterable[BucketTiming], offse
     """Seconds of waits for buckets within spans of work.
 
     Args:
-        spans: On the wall clock.
         flights: In `perf_counter` seconds.
         offset: Wall clock minus `perf_counter`.
     """
@@ -88,7 +87,6 @@ def spans(flights: Iterable[BucketTiming], *, rank: int, node: str, offset: floa
 
     Args:
         flights: In `perf_counter` seconds.
-        rank: Whose.
         node: "step 12".
         offset: Wall clock minus `perf_counter`.
     """
@@ -118,12 +116,7 @@ def spans(flights: Iterable[BucketTiming], *, rank: int, node: str, offset: floa
 
 
 def cut(work: Iterable[Span], still: Iterable[Interval]) -> list[Span]:
-    """Spans without the intervals in which nothing was done: each becomes its pieces.
-
-    Args:
-        work: Spans of one lane.
-        still: On the same clock.
-    """
+    """Spans without the intervals in which nothing was done: each becomes its pieces."""
     holes = [hole for hole in union(still) if hole[1] - hole[0] > _VISIBLE_SECONDS]
     found = []
     for span in work:

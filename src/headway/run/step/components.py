@@ -25,12 +25,6 @@ def check_components(
 ) -> None:
     """Refuse what a step cannot drive.
 
-    Args:
-        model: The whole model.
-        optimizer: Over its parameters.
-        scheduler: Of the optimiser.
-        ranks: Number of processes.
-
     Raises:
         RecipeError: The optimiser wants a closure, the scheduler wants a number, or the optimiser
             holds parameters of something other than the model.

@@ -413,10 +413,8 @@ class StageRandomness:
     """Contexts in which stages are carried out.
 
     Args:
-        sites: Of the whole model.
         stages: The same model, cut.
         run_all: Runs all stages once, one after the other.
-        seed: Of the run.
     """
 
     def __init__(

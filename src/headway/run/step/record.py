@@ -35,8 +35,6 @@ class StageGradientSum:
 
     Attributes:
         parameters: Their logical names.
-        num_bytes: Of the gradients.
-        holders: Ranks that sum.
     """
 
     parameters: tuple[str, ...]
@@ -49,9 +47,7 @@ class StageMessage:
     """One end of a message; times are `perf_counter` seconds.
 
     Attributes:
-        action: SEND or RECV.
         peer: Global rank of the other end.
-        num_bytes: Of the values.
         start: It was handed over; at the receiver: asked for, it may have left later.
         end: It had been handed over; at the receiver: it was there.
         waited: Seconds for which the receiver stood still.
@@ -86,9 +82,6 @@ class PipelineTrace:
     """Of one rank and one table.
 
     Args:
-        pipeline: Carries it out.
-        table: Its table.
-        team: Its ranks.
         sums: By stage; those that are alone are left out.
         steps: STEP is an update; else the executor makes it, and STEP does nothing.
     """

@@ -42,8 +42,6 @@ class StepReduction:
         shares: Of this rank's micro-batches: loss sum divided by the samples of the global batch.
         counts: What the loss of each micro-batch is a sum over.
         vote: Whether this rank wants to stop after the step.
-        device: Of this rank.
-        together: Whether there are other ranks.
     """
 
     def __init__(
@@ -92,13 +90,7 @@ class DataParallelStrategy:
     """From backward's gradients to updated parameters.
 
     Args:
-        model: The whole model.
-        optimizer: Over its parameters.
-        scheduler: Stepped after every update.
-        plan: What to do.
-        world: With whom.
         clip: Largest global norm of the gradients.
-        seed: Of random compressors.
         weight: Gradients are multiplied by it before they are summed.
 
     Attributes:
@@ -331,7 +323,6 @@ class DataParallelStrategy:
 
         Args:
             square: Of the norm of all of them, over all ranks.
-            gradients: Of this rank.
         """
         assert self._clip is not None
         norm = math.sqrt(square)

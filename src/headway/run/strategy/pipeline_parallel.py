@@ -72,10 +72,6 @@ from headway.run.strategy.training_state import TrainingState
 class StageTensorParallel:
     """Of this rank; making it is collective.
 
-    Args:
-        plan: Splits layers.
-        world: The processes.
-
     Attributes:
         axes: Names and sizes of the grid's axes.
         skeleton: The unsplit model without memory; None where it cannot be copied.
@@ -107,10 +103,7 @@ class StageTensorParallel:
         """Look at the model before it is cut; collective. What rank 0 finds counts.
 
         Args:
-            model: Whole.
-            loss: Of the recipe.
             data: Of a micro-batch, whole.
-            exchanging: Around messages.
 
         Raises:
             PlanError: It cannot be split.
@@ -129,7 +122,6 @@ class StageTensorParallel:
         """Split what this rank holds, in place; returns remarks.
 
         Args:
-            stages: Of the model.
             away: Names of the parameters that it does not hold.
 
         Raises:
@@ -249,9 +241,6 @@ class PipelineStrategy(DataParallelStrategy):
         """The model has been cut: let go of what other ranks hold; collective.
 
         Args:
-            homes: Who holds what.
-            stages: Of the model.
-            loss: Of the recipe.
             data: Of a micro-batch, whole, the same on all ranks.
 
         Returns:
@@ -508,7 +497,6 @@ class AsyncPipelineStrategy(PipelineStrategy):
         """STEP: the optimiser's step of one stage.
 
         Args:
-            parameters: Of the stage.
             last: The stage's last step in the table: its gradients stay to be looked at, until the
                 next step of the recipe begins.
         """

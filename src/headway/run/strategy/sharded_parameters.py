@@ -217,7 +217,6 @@ class TensorParallelStrategy(ShardedParameterStrategy):
 
         Args:
             batch: Any; only that of rank 0 is looked at.
-            loss: Of the recipe.
             prepare: Micro-batch -> what the loss gets.
             probe: Looks at the random draws of the model, before it is split.
 

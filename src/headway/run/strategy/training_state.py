@@ -172,7 +172,6 @@ def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str
     """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once.
 
     Args:
-        model: The whole model.
         away: Tensors of it that are left out.
     """
     found: dict[str, Tensor] = {}

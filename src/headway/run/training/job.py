@@ -34,7 +34,6 @@ class TrainJob:
         carrier: See `Exchange.carrier`.
         resume: Go on from the newest sound checkpoint of the directory.
         device: "cpu", "cuda" or "auto".
-        timeout_seconds: Longest wait for another rank.
         patience_seconds: Of which nothing is heard for so long, that rank is lost.
         trace_every: Steps between detailed timelines; the first steps are always traced.
         before_step: Called on every rank before each step with the place and the step's number,
@@ -62,7 +61,6 @@ class TrainingOutcome:
 
     Attributes:
         steps: Optimiser steps done since the beginning of the run.
-        loss: Of the last step.
         validation: Of the last validation; None where the recipe has no validation data.
         stopped_by: The signal that stopped the run, or None when it is complete.
     """

@@ -33,10 +33,8 @@ class Journal:
     """The event files of one rank.
 
     Args:
-        directory: Of the run; it exists.
         world: Rank 0 also writes the events of the run.
         trace_every: Steps between detailed timelines; 0: only the first steps.
-        stack: Closes the files.
     """
 
     def __init__(
@@ -74,8 +72,6 @@ class Journal:
 
         Args:
             step: Its number, from 1.
-            batch: What it consumed.
-            record: What the executor noted.
             seconds: Its duration, with the wait for data.
             waited: Seconds of it spent waiting for data.
             lr: Learning rate after it.

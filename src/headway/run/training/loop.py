@@ -47,11 +47,7 @@ from headway.run.training.run_directory import RunDirectory, describe_environmen
 
 
 class CheckpointInventory:
-    """Keeps what the ranks have told each other.
-
-    Args:
-        world: The processes.
-    """
+    """Keeps what the ranks have told each other."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -30,7 +30,6 @@ class _Unit:
     """Micro-batches of all pipes that fill each other's bubbles: a stretch of the table.
 
     Attributes:
-        start: Its first slot.
         forwards: For each pipe, how many forward slots it has.
         pair: Micro-batches per forward slot: 1 in a basic unit, 2 in a double one.
     """

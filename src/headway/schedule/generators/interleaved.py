@@ -110,10 +110,8 @@ def looped_chain(
     """The schedule of orders over stages that lie on the ranks in a loop.
 
     Args:
-        name: Of the schedule.
         ranks: D.
         microbatches: N.
-        orders: Of the ranks.
         most: Bound on live activations, in units of a whole rank's share; N bounds it too.
     """
     stages = 1 + max(action.stage for order in orders for action in order)

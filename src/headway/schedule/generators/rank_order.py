@@ -103,8 +103,6 @@ def check_sizes(
 
     Args:
         name: Of the schedule, for the message.
-        ranks: Of the pipeline.
-        microbatches: Of one step.
         rules: Whether a rule holds, and what to say when it does not.
         fix: What the user can do about the rules, with the legal numbers.
 

@@ -31,8 +31,6 @@ class NamedSchedule:
 
     Attributes:
         generate: Called with ranks, micro-batches, and the options below by keyword.
-        about: One line.
-        source: Who described it.
         options: Which of "pipes", "virtual" and "mode" it takes.
     """
 

@@ -45,7 +45,6 @@ class Violation:
     """A broken rule.
 
     Attributes:
-        rule: Its name.
         rank: Of the offending cell, or the rank where an action is missing; NONE: no single one.
         position: Of the cell in the rank's row, from 0; NONE where an action is missing.
         action: What stands there, or is missing.
@@ -67,11 +66,9 @@ class CellIndex:
     """Where everything stands.
 
     Attributes:
-        schedule: What was read.
         at: The first cell of every action of compute and of every message.
         elsewhere: Actions that stand on a wrong rank only.
         of_stage: By (rank, stage): its cells of compute, SYNC, WAIT and STEP in the row's order.
-        lowered: There are messages.
     """
 
     schedule: PipelineSchedule

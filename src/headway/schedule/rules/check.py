@@ -93,7 +93,6 @@ def schedule_violations(
     Messages are looked at where the table has any; SYNC, WAIT and STEP likewise.
 
     Args:
-        schedule: Any table.
         transport_has_tags: Messages between two ranks are told apart by a tag, so that they may be
             posted in another order than sent.
 
@@ -121,7 +120,6 @@ def check_schedule(schedule: PipelineSchedule, *, transport_has_tags: bool = Tru
     """Refuse a table that is wrong.
 
     Args:
-        schedule: Any table.
         transport_has_tags: As for `schedule_violations`.
 
     Raises:

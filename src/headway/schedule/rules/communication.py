@@ -119,7 +119,6 @@ def find_deadlocks(table: CellIndex, broken: Collection[tuple[int, int]]) -> Ite
     """One violation for each circle.
 
     Args:
-        table: Whose rows.
         broken: Cells, as (rank, position), that break another rule: they are taken not to wait, so
             that what follows from their mistake is not reported again.
     """

@@ -40,10 +40,7 @@ class Universes:
     """Universes of `generate.matter`; the first ones are kept in memory.
 
     Args:
-        count: How many.
-        width: Cells along each side.
         first: Number of the first one; other numbers are other universes.
-        seed: Of all of them.
         cell: Mpc/h.
         order: See `generate.matter`.
     """
@@ -136,11 +133,8 @@ def source(
     Args:
         split: Validation universes have other numbers, or lie in another folder; those of training
             that are made are `RotatedUniverses`.
-        width: Cells along each side.
-        count: Universes that are made.
         directory: Folder with the folders `train` and `validation`, see `slabs_in`; None: made
             here.
-        seed: Of what is made.
         order: See `generate.matter`.
 
     Raises:

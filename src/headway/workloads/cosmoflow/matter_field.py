@@ -36,7 +36,6 @@ class Cosmology:
     Attributes:
         omega_m: Share of matter, baryons included, of the critical density.
         sigma_8: Deviation of the linear density today in spheres of 8 Mpc/h.
-        n_s: Slope of the primordial spectrum.
         h: Hubble's constant in 100 km/s/Mpc.
         omega_b: Share of baryons.
         temperature: Of the background radiation, in K.
@@ -253,7 +252,6 @@ def matter(
 
     Args:
         seed: Of all samples.
-        sample: Which one.
         box: Its cells; one particle for each.
         order: 1: Zel'dovich; 2: second-order Lagrangian theory.
 

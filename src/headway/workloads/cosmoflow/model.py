@@ -39,7 +39,6 @@ class CosmoFlowConfig:
     Attributes:
         width: Entries along each side of the cube: a power of two, at least 8.
         channels: Of the first block; each further block has twice as many.
-        most_channels: No block has more.
         pooling: "average" (3, stride 2, padding 1) or "max" (2).
         hidden: Outputs of the two hidden layers behind the blocks.
         batch_norm: Normalise behind each convolution, which then has no bias.

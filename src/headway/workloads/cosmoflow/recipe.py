@@ -52,10 +52,6 @@ def recipe(
         width: Cells along each side of a universe.
         dropout: None: the variant's, which is none for "small".
         batch_norm: Batch normalisation, which depends on how a batch is split into micro-batches.
-        samples: Universes to train on.
-        validation_samples: Further ones.
-        batch: Universes of an optimiser step.
-        steps: Optimiser steps.
         learning_rate: Adam's at its height: it rises for a tenth of the steps, then falls as a
             cosine.
         order: 1: Zel'dovich's approximation; 2: second-order Lagrangian theory.

@@ -27,10 +27,7 @@ class Gratings:
     """Waves in noise; the class is one of ten directions. Sample i follows from the seed and i.
 
     Args:
-        count: How many.
-        width: Pixels along each side.
         first: Number of the first one; other numbers are other images.
-        seed: Of all of them.
     """
 
     def __init__(self, count: int, width: int, *, first: int = 0, seed: int = 0) -> None:

@@ -33,8 +33,6 @@ class ResNetConfig:
         layers: Blocks of each stage; each stage but the first halves height and width.
         bottleneck: Blocks of three convolutions, with four times as many channels behind them.
         width: Channels of the first stage's convolutions; each further stage has twice as many.
-        classes: Of the output.
-        channels: Of the input.
         stem: "imagenet": 7 x 7, stride 2, then a maximum, stride 2; "small": 3 x 3.
         norm: "batch" as in the paper; "group" does not depend on how a batch is split.
 
@@ -69,8 +67,6 @@ class ResidualBlock(nn.Module):
     """Convolutions, added to what went in.
 
     Args:
-        entering: Channels that come in.
-        width: Channels of the convolutions inside.
         stride: Of the first 3 x 3 convolution and of the way past it.
         config: Bottleneck or not, and the norm.
     """

@@ -49,10 +49,6 @@ def recipe(
         norm: "group", or "batch" as in the paper, which depends on how a batch is split into
             micro-batches.
         width: Pixels along each side of a grating.
-        samples: Gratings to train on.
-        validation_samples: Further ones.
-        batch: Images of an optimiser step.
-        steps: Optimiser steps.
         learning_rate: Of SGD with momentum 0.9.
         seed: Decides initial parameters, order and gratings.
 

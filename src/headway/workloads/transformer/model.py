@@ -34,7 +34,6 @@ class TransformerConfig:
         vocabulary: Number of tokens; 256 for bytes.
         window: Most tokens that the model sees at once.
         width: Entries of a token's vector.
-        layers: Number of blocks.
         heads: Attention heads of a block; `width / heads` must be an even number.
         dropout: Probability that an element is dropped in training.
         tied: The head uses the weights of the token embedding.

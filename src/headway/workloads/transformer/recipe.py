@@ -48,13 +48,10 @@ def recipe(
         width, layers, heads, window, dropout, tied: See `TransformerConfig`.
         batch: Global batch, in samples of `window` bytes or as text ("8192 tokens").
         microbatch: Most samples of one forward pass of one rank.
-        steps: Optimiser steps.
         learning_rate: The highest one: reached after `warmup` steps, then a cosine to a tenth.
         warmup: Steps in which the learning rate rises linearly.
         weight_decay: Of the matrices; biases and norms are not decayed.
-        validate_every: Steps between validations.
         validation_samples: Windows of a validation, evenly spread over the validation text.
-        checkpoint_every: Steps between checkpoints.
         seed: Decides initial parameters, sample order and dropout.
         directory: Where the text's flat files lie; None: see `text_file`.
 

@@ -141,10 +141,7 @@ class Phantoms(_Heads):
     """Heads of ellipsoids: a skull, white matter, and three kinds of grey matter of one brightness.
 
     Args:
-        count: How many.
-        width: Voxels along each side.
         first: Number of the first one; other numbers are other heads.
-        seed: Of all of them.
     """
 
     def __init__(self, count: int, width: int, *, first: int = 0, seed: int = 0) -> None:
@@ -188,9 +185,6 @@ class Patches(_Heads):
     Args:
         folder: With `ch2.nii.gz`, `ch2bet.nii.gz` and `aal.nii.gz`, on one grid.
         split: "train" or "validation".
-        count: How many.
-        width: Voxels along each side.
-        seed: Of their places.
 
     Raises:
         DataError: A file is missing or damaged, the grids differ, or a cube does not fit.
@@ -252,8 +246,6 @@ def source(
 
     Args:
         split: Of phantoms other numbers, of the real head the other half.
-        width: Voxels along each side.
-        count: How many.
         volumes: Folder of the real head; None: phantoms.
         directory: Folder with the folders `train` and `validation`, see `slabs_in`; None: made
             here.

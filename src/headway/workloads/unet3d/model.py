@@ -52,7 +52,6 @@ class _UNet(nn.Module):
         down: From the finest level to the coarsest.
         up: Doubles the width, from the coarsest level to the finest; one fewer than `down`.
         mix: Behind each of `up`, over its result and the level's own.
-        last: Classes from the finest level.
     """
 
     def __init__(
@@ -100,9 +99,6 @@ class CicekUNet(_UNet):
     With 32 channels, one channel in and three classes it has 19,070,560 parameters.
 
     Args:
-        channels: Of the input.
-        classes: Of the output.
-        width: Channels of the first convolution.
         levels: At least 1.
     """
 
@@ -133,8 +129,6 @@ class MLPerfUNet(_UNet):
     head, four classes, 85,420 parameters) trains on a CPU.
 
     Args:
-        channels: Of the input.
-        classes: Of the output.
         widths: Channels of each level, the finest first.
     """
 

@@ -98,9 +98,7 @@ def recipe(
             cross-entropy and Dice, as "small").
         width: Voxels along each side of a sample.
         samples: Heads, or cubes of the real one, to train on.
-        validation_samples: Further ones.
         batch: Samples of an optimiser step.
-        steps: Optimiser steps.
         learning_rate: Adam's at its height: it rises for a tenth of the steps, then falls as a
             cosine.
         seed: Decides initial parameters, order and samples.

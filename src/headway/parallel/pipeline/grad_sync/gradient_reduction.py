@@ -40,10 +40,8 @@ class _Bucket:
     """Parameters that go together.
 
     Attributes:
-        places: Of one group and type.
         widths: Elements of each in a row.
         flat: This rank's row.
-        work: What fills it.
     """
 
     places: Sequence[ShardedParameterSite]
@@ -164,9 +162,6 @@ class StageGradientSync:
     """Carries out SYNC and WAIT. Making it is collective over the default group.
 
     Args:
-        stages: Of the model.
-        schedule: The table.
-        team: Its ranks.
         copies: The ranks of every copy of the whole pipeline, this one's among them. With tensor
             parallelism: those at this rank's place in it. None: this one is alone.
         kept: Logical name -> place, of parameters that `ShardedStageParameters` keeps in parts.
@@ -237,7 +232,6 @@ class _Contributors:
     """Whose gradients belong together.
 
     Args:
-        schedule: The table.
         copies: The ranks of every copy of the pipeline.
     """
 

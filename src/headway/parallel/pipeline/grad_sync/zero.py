@@ -32,7 +32,6 @@ class _Kept:
     """A parameter.
 
     Attributes:
-        stages: That use it.
         whole: Of the stages; without memory where it is not gathered.
         place: Of the part, in the model.
         sites: All (module, key) of the model that hold it.

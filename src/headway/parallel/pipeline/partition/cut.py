@@ -61,7 +61,6 @@ def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStage
 
     Args:
         stages: Of a model in the mode that they were cut for.
-        call: The example.
 
     Raises:
         PlanError: The output is not the model's, or two stages update one buffer.
@@ -91,8 +90,6 @@ def run_stages(
     """The output of the stages, one after the other in this process.
 
     Args:
-        stages: Of a model.
-        call: What it is called with.
         before: Called with the number of each stage before it is run.
     """
     return _run(stages, call, before)[0]
@@ -410,7 +407,6 @@ def cut_module_chain(
     """Make stages of modules that are called one after the other.
 
     Args:
-        model: The whole model.
         loss: As for `cut`.
         data: As for `cut`.
         chain: For each stage its modules: names in the model, modules of it, or others whose

@@ -44,7 +44,6 @@ def build_graph_module(
     """The module of a graph.
 
     Args:
-        model: The whole model.
         graph: Its targets are names in `model`, or of `constants`.
         constants: Tensors and modules that the model does not hold.
     """
@@ -86,7 +85,6 @@ def tensors_used(
     """The tensors of some modules and tensors, under their names in the whole model.
 
     Args:
-        trace: Of the model.
         targets: Names of modules and tensors in its graph.
         kind: Which tensors. A tied one comes under its first name.
     """
@@ -164,7 +162,6 @@ def cut_evenly(units: Sequence[ModelUnit], weights: Sequence[float], stages: int
     """The nodes at which stages begin, so that the heaviest stage is as light as it can be.
 
     Args:
-        units: Of the model.
         weights: Of each unit, in any measure.
         stages: At most as many as units.
     """
@@ -198,7 +195,6 @@ def _solve(until: list[float], parts: int, join: object) -> tuple[float, list[in
 
     Args:
         until: Sums of the weights before each entry, and of all.
-        parts: How many.
         join: (sum of the last part, value of the parts before) -> value of all.
     """
     assert callable(join)
@@ -223,7 +219,6 @@ def cut_at(trace: Trace, patterns: Sequence[str]) -> list[int]:
     """The nodes at which stages begin: 0, and the first call of a module for each pattern.
 
     Args:
-        trace: Of the model.
         patterns: Names with the wildcards of a shell; one stage more than patterns. "block#2" is
             the second call of a module.
 
@@ -312,9 +307,6 @@ class _NodeFacts:
     """What is known of the graph's nodes.
 
     Attributes:
-        trace: Of the model.
-        order: Number of each node.
-        last: Number of the last stage.
         inputs: The placeholders, in the order of the leaves of the call.
         settings: Types and flags that one stage has found and others believe to know.
     """
@@ -408,7 +400,6 @@ class _StageBuilder:
     """One stage in the making.
 
     Attributes:
-        number: Of the stage.
         takes: Nodes of the whole graph that become arguments: inputs of the model, and values of
             other stages.
     """

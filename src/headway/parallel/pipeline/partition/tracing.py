@@ -246,9 +246,7 @@ class Trace:
     """A model's forward, as it was traced.
 
     Attributes:
-        model: The whole model.
         graph: Calls in the order of execution; one placeholder for each leaf of the call.
-        call: The example.
         constants: Tensors of the code that no module holds (and modules that a cut by hand adds),
             by the name in the graph.
         examples: Values of the graph's nodes for the example, computed when asked for.
@@ -285,8 +283,6 @@ class Untraceable(Exception):
 
     Attributes:
         module: Its name; "" for the model itself.
-        why: What it does.
-        line: Where.
     """
 
     def __init__(self, module: str, why: str, line: str) -> None:
@@ -299,7 +295,6 @@ def trace_model(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
 
     Args:
         model: In the mode (training or not) that the graph is for.
-        call: What it is called with.
         is_leaf: Whether a module is one call.
 
     Raises:

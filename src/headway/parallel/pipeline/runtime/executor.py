@@ -61,10 +61,7 @@ def explain_distributed_error(
     """The error to raise in its place; None, and a note, where no other rank is the cause.
 
     Args:
-        error: What was raised.
-        row: Of this rank.
         position: Of the action that raised it; behind the last one: sends were awaited.
-        rank: Of the table.
     """
     where = f"rank {rank} of the pipeline stands at {describe_position(row, position)}"
     ours = position >= len(row) or row[position].kind in _WAITING
@@ -121,7 +118,6 @@ class PipelineRanks:
         ranks: Global rank of each rank of the table.
         group: To which all of them belong; used for messages between two ranks only. None: the
             default group.
-        device: Of this rank.
         own: What values between stages refer to and each rank has its own of; see `links.Wire`.
         streams: By global rank: to those with whom memory is shared; see `streams.with_streams`.
     """
@@ -152,7 +148,6 @@ class PipelineCallbacks:
             stage is computed again block by block, the last one is also that of these forwards:
             its random numbers are found by the states of torch's generators.
         entering: Told the stage where its own part of a forward, in these contexts, begins.
-        sync: Carries out SYNC and WAIT.
         step: STEP: update the stage's parameters by their `.grad`, and clear that.
         doing: Told the action for which this rank is about to wait.
     """
@@ -181,9 +176,6 @@ class RankActions:
 
     Args:
         stages: In the mode that is run.
-        schedule: Lowered.
-        team: The ranks.
-        calls: What is called.
     """
 
     def __init__(
@@ -468,7 +460,6 @@ def open_shared_memory_streams(
     """The team with a stream to each rank it exchanges with and shares memory with; collective.
 
     Args:
-        team: On host memory.
         schedule: With all edges; the streams serve all tables with at most as many micro-batches.
         together: Whether two global ranks are on one machine; the same on all ranks.
         timeout: Seconds that a wait may take.
@@ -510,7 +501,6 @@ class Pipeline:
     Args:
         stages: Of the model; cut alike on all ranks.
         schedule: A checked table; messages are added where it has none.
-        team: The ranks.
         calls: The user's and the caller's functions.
 
     Raises:

@@ -39,8 +39,6 @@ class TensorFormat:
     Attributes:
         shape: In memory order: the last dimension is dense.
         order: Dimensions of the tensor in memory order; empty: as they are.
-        dtype: Of its elements.
-        flows: Its gradient comes back.
     """
 
     shape: tuple[int, ...]
@@ -82,9 +80,7 @@ class MessageFormat:
     """A message: the values of one edge for one micro-batch.
 
     Attributes:
-        structure: Of the list of values.
         forms: Of its tensors, in order; None stands for a number.
-        kinds: The types of its numbers.
     """
 
     structure: TreeSpec
@@ -105,7 +101,6 @@ class MessageFormat:
         """Whether a message of the other layout can go by this one.
 
         Args:
-            other: Of the values at hand.
             flows: Look also at which gradients come back.
         """
         if flows or self == other:
@@ -295,12 +290,8 @@ class StageConnection:
     Args:
         group: That both belong to; None: the default group.
         peer: The global rank of the other.
-        device: Of what arrives.
         own: Objects of which each end has its own in place of the other's, in the same order.
         stream: For values and gradients; None: they go over the group, as all announcements do.
-
-    Attributes:
-        device: As given.
     """
 
     def __init__(
@@ -385,7 +376,6 @@ class RemoteStageLink(StageLink):
     Args:
         name: As of `StageLink`.
         keys: As of `StageLink`.
-        wire: To that rank.
         tag: Of the first micro-batch; each takes two, one for either direction.
     """
 
@@ -485,9 +475,6 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 
 class MicrobatchKeys:
     """Makes keys that are equal on all ranks.
-
-    Args:
-        model: The whole model.
 
     Attributes:
         unseen: Keys of the last step that will not come again.

@@ -33,8 +33,6 @@ class RecomputedStage(nn.Module):
     """The module of a stage, with its blocks.
 
     Args:
-        stage: Of a model.
-        device: Of this rank.
         flush: Weights do not change between a forward and its backward.
     """
 
@@ -120,9 +118,6 @@ class _Block(nn.Module):
     """A module that keeps its arguments only.
 
     Args:
-        name: For messages.
-        module: Of the model.
-        device: Of this rank.
         watched: Where the arguments of its first call are noted.
         keeps_weights: Compute again with the weights of the first time.
         keeps_buffers: Compute again with the buffers of the first time, and on copies of them.
@@ -189,9 +184,7 @@ class _Argument:
     """What is kept of an argument.
 
     Attributes:
-        value: Without its graph.
         version: Of a tensor that is no copy.
-        flows: It has a gradient.
         copied: It is entered as a copy: the block may change it.
     """
 

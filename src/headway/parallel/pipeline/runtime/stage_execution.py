@@ -62,9 +62,6 @@ class _Task:
     """One pass of the engine: from some edges to some weights.
 
     Attributes:
-        edges: Where it begins.
-        gradients: Of the edges.
-        weights: Where it ends.
         replaced: Starts of which some lie on the way of others: what comes from there was noted.
         retain: Other tasks need parts of the same graph.
     """
@@ -91,7 +88,6 @@ class WeightGradients:
     """What is left of a backward pass after the gradients of the inputs.
 
     Attributes:
-        tasks: The last one first.
         roots: In place of tasks: where a whole backward begins, of a stage without inputs.
         gradients: Of `roots`.
     """
@@ -116,7 +112,6 @@ def input_gradients(
 
     Args:
         roots: Of the stage's outputs.
-        gradients: Of the outputs.
         inputs: Of the inputs; all of one node. None: all is done later.
 
     Returns:
@@ -143,10 +138,6 @@ def input_gradients(
 
 class _Graph:
     """The part of autograd's graph that belongs to a stage.
-
-    Args:
-        roots: Nodes of the outputs.
-        end: Node of the inputs.
 
     Attributes:
         on_way: The nodes between the outputs and the inputs, both included.
@@ -296,8 +287,6 @@ class _MicrobatchState:
         entered: What came from each earlier stage; kept only where the forward is computed again.
         buffers: Before the forward; kept only where it is computed again and changes them.
         layouts: Of what came from each earlier stage.
-        cut: Where values entered.
-        inputs: Their places in the graph.
         roots: The places in the graph of what left.
         places: For each link: which roots went over it.
         weights: What is left to do for the weights.
@@ -320,7 +309,6 @@ class StageExecutor:
 
     Args:
         stages: Of the model, in the mode that is run.
-        number: Of the stage.
         before: Source stage -> link by which its values come.
         after: Target stage -> link by which values go.
         loss: The recipe's.
@@ -329,8 +317,6 @@ class StageExecutor:
         around: Contexts around (stage, micro-batch, phase); None: none.
         entering: Told the stage where its own part of a forward begins; None: nobody is.
         recompute: Keep inputs only, and compute the whole forward again before the backward.
-        versions: Of the weights.
-        device: Of this rank.
 
     Attributes:
         losses: Micro-batch -> what `share` made, without its graph; on the last stage.

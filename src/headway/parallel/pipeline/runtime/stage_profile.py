@@ -71,7 +71,6 @@ def measure_stage_costs(
         data: Of one micro-batch.
         share: As of `PipelineCallbacks`.
         arithmetic: The context of a forward pass (autocast).
-        repeats: How often.
     """
     device = next((p.device for p in stages.model.parameters()), torch.device("cpu"))
     saved = _Saved(stages.model, device, arithmetic)
@@ -141,7 +140,6 @@ class _Saved:
 
     Attributes:
         bytes: By stage, of the last forward that counted.
-        counts: Whether the next one does.
     """
 
     def __init__(

@@ -185,10 +185,7 @@ class _Part(nn.Module):
     """A stage as torch sees it: tensors in, tensors out, the loss at the end.
 
     Args:
-        stages: Of the model.
         number: Of the stage in its pipe.
-        pipe: Where it runs.
-        calls: The loss is in it.
         data: Of all micro-batches; filled by each step.
         structure: Of what comes from the stage before.
 
@@ -232,7 +229,6 @@ class _Part(nn.Module):
         """The tensors for the next stage; on the last one the share of the loss.
 
         Args:
-            values: Of the stage before.
             number: Of the micro-batch in its pipe.
         """
         microbatch = self._pipe.microbatches[number]

@@ -48,7 +48,6 @@ class WeightVersions:
 
         Args:
             version: Of the weights, or LIVE.
-            values: Its arguments.
             buffers: Used, and changed, in place of its own: it is run for the second time.
         """
         if version == LIVE_VERSION and not buffers:
@@ -97,12 +96,7 @@ _PipeStage = tuple[str, int]
 
 
 class WeightVersionPlan:
-    """Of one rank's row.
-
-    Args:
-        schedule: The table.
-        rank: Whose row.
-    """
+    """Of one rank's row."""
 
     def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         newest: dict[_PipeStage, int] = {}

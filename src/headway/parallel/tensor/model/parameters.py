@@ -44,7 +44,6 @@ class ParameterPlacement:
     """How parameters lie.
 
     Attributes:
-        grid: The ranks that split layers.
         mesh: The grid's axes that have more than one rank (all, where none has), then others. None:
             of a dry grid, on which nothing is held.
         inner: For each of the others, how a grid's part lies on it: in rows, or as copies.
@@ -63,8 +62,6 @@ class ParameterPlacement:
         """This rank's memory as a part of the whole; nothing is copied.
 
         Args:
-            local: The part.
-            shape: Of the whole.
             cuts: One for each dimension, or none.
         """
         return self._made(local, shape, self._outer(cuts) + self._inner(shape))

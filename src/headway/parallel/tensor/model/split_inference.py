@@ -146,11 +146,9 @@ class SplitDecisions:
     """What of a model is split, and how.
 
     Attributes:
-        plan: The grid.
         cuts: Logical name of each parameter -> how its dimensions are cut; none: it is whole.
         companions: Weights whose input other weights take as well: it travels once.
         left: Weights that are whole -> why.
-        needs: What the degrees divide.
         islands: Name of each module that is split otherwise -> its grid.
     """
 
@@ -167,10 +165,7 @@ class FailedSplit:
     """What is known of a weight that could not be split as it was.
 
     Attributes:
-        blocks: Tried last.
         whole: It is left whole.
-        needs: That it did not meet.
-        why: The last refusal.
     """
 
     blocks: int = 1
@@ -190,7 +185,6 @@ class InferenceContext(SplitContext):
     """One run of the model.
 
     Args:
-        plan: The grid.
         names: id of a stand-in parameter -> its name.
         blames: What the runs before have found out.
         rules: Function's name -> rule.
@@ -423,7 +417,6 @@ def infer_split(
         model: In training mode, as it will be used.
         loss: `loss(model, batch)`.
         batch: Of a micro-batch, as each rank of the grid will get it.
-        plan: The grid.
         whole: Names of parameters or modules, or patterns, that are not split.
         only: Those that may be split; none: all.
         by: Patterns of modules that are split over another grid of the same ranks, on which `whole`

@@ -50,10 +50,7 @@ class ParameterSplit:
 
     Attributes:
         name: Logical.
-        shape: Of the whole.
         cuts: One for each dimension, axes with one rank left out; none: it is whole.
-        origin: For the rules.
-        grid: The ranks that split it.
     """
 
     name: str
@@ -92,9 +89,7 @@ class SplitModel:
 
     Attributes:
         model: The user's, changed in place.
-        context: Grid and settings.
         decisions: What is split, and how.
-        home: Where parameters are held.
         keys: Of all parameters, tied ones under each of their names.
         away: Parameters that this rank does not hold: they are left as they are.
         homes: By name, of parameters that are held elsewhere.
@@ -158,11 +153,9 @@ def split_model(
 
     Args:
         model: The same on all ranks of the grid, parameters included; in training mode.
-        grid: The ranks.
         loss: `loss(model, batch)`; the survey runs it without numbers.
         batch: A micro-batch, the same on all ranks of the grid.
         whole: Names of parameters or modules, or patterns, that are not split.
-        settings: How layers are carried out.
 
     Raises:
         PlanError: See `survey.survey`.
@@ -186,9 +179,7 @@ def apply_split_decisions(
 
     Args:
         model: The same on all ranks of the grid.
-        grid: The ranks.
         decisions: Of `infer_split`.
-        settings: How layers are carried out.
         home: Where parameters are held. Modules then hold plain parts of them, which may be cut
             further: `Split.wrapped` makes the DTensors. None: modules hold DTensors on the grid.
         away: Names of parameters that this rank does not hold.
