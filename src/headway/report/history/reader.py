@@ -136,7 +136,7 @@ def action_of(span: Span) -> Action | None:
 
 
 def align_message_starts(trace: Timeline) -> Timeline:
-    """One step whose received messages begin where they were sent, not where they were asked for."""
+    """One step whose received messages begin when they were sent, not when asked for."""
     sent: dict[MessageKey, float] = {}
     for span in trace.spans:
         action = action_of(span) if span.lane == MESSAGE_LANE else None
