@@ -292,12 +292,12 @@ class PlanSearch:
                 one_level=int(min(inner, devices)),
             )
 
-    def candidate(self, degrees: Degrees, *, late: bool = True) -> PlanCandidate:
-        """A combination of degrees on the search's tables; `late` as for `PlanCandidate`."""
+    def candidate(self, degrees: Degrees) -> PlanCandidate:
+        """A combination of degrees on the search's tables."""
         shared = self.tables_of(degrees.tensor, degrees.microbatch)
         recompute = self.question.recompute == "any" or degrees.pipeline > 1
         return PlanCandidate(
-            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute, late=late
+            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute
         )
 
     def _open(self, candidate: PlanCandidate) -> None:

@@ -245,7 +245,6 @@ class PlanCandidate:
         itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
-        late: Whether memory knows that a step begins without gradients.
     """
 
     def __init__(
@@ -256,14 +255,13 @@ class PlanCandidate:
         shared: ModelParameters | None = None,
         *,
         may_recompute: bool = True,
-        late: bool = True,
     ) -> None:
         self.tables = tables
         self.degrees = degrees
         self.itemsize = itemsize
         self.shared = shared or ModelParameters(tables.setting.work, tables.row, tables.classes)
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
-        self.late = late_per_byte(itemsize, degrees) if late else 0.0
+        self.late = late_per_byte(itemsize, degrees)
         self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[tuple[str, int], tuple[Floats, np.ndarray]] = {}
         self._orders: dict[tuple[str, int], StrategiesByTime] = {}

@@ -23,7 +23,7 @@ import numpy as np
 
 from headway.cost.transformer import Machine
 from headway.errors import NothingFits, PlanError
-from headway.planner.estimate.degrees import Degrees, divisors, state_per_byte
+from headway.planner.estimate.degrees import Degrees, divisors, least_state_per_byte, state_per_byte
 from headway.planner.estimate.operators import Floats
 from headway.planner.estimate.partition import forced_stage_starts
 from headway.planner.search.branch_and_bound import LEAST, NEAR, PlanSearch
@@ -143,15 +143,11 @@ class MixedBounds:
         return fits
 
     def state(self, combination: MixedCombination) -> float:
-        """Bytes of weights, gradients and optimiser of a copy on the devices of one tensor rank."""
-        itemsize, work = self.engine.question.itemsize, self.engine.question.work
-        per_byte = state_per_byte(
-            itemsize,
-            combination.zero,
-            combination.data,
-            work.optimiser.state,
-            microbatches=combination.microbatches,
-        )
+        """Bytes of weights, gradients and optimiser of a copy at any moment of a step, on the
+        devices of one tensor rank."""
+        question = self.engine.question
+        degrees, copies = combination.degrees(1), question.work.optimiser.state
+        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
         return self.engine.bounds.held * per_byte / combination.tensor
 
 
@@ -489,7 +485,7 @@ class MixedSearch:
         if key not in self._candidates:
             while len(self._candidates) >= KEPT:
                 self._candidates.pop(next(iter(self._candidates)))
-            self._candidates[key] = self.engines[kind].candidate(degrees, late=False)
+            self._candidates[key] = self.engines[kind].candidate(degrees)
         return self._candidates[key]
 
     def _took(self, point: MixedPoint) -> Floats:
