@@ -12,13 +12,13 @@ import argparse
 import time
 from dataclasses import replace
 
-from headway.cli.plan.mixed_devices import describe_mixed_point
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.search.mixed_search import search_mixed
-from headway.planner.search.request import MixedPlanRequest
+from headway.planner.search.branch_and_bound import find_plans
+from headway.planner.search.plan_point import describe_devices, describe_point
+from headway.planner.search.request import DeviceGroup, request_of_groups
 from headway.units import format_bytes, format_seconds
 from plan_search import GPT, SAMPLES, gpt
 
@@ -38,21 +38,21 @@ def main() -> None:
     new, old = (machine_of(of_preset(name, nodes=4)) for name in ("dgx-a100", "p3.16xlarge"))
     machines = {"a100": new, "v100": replace(old, network=new.network)}
     for objective in asked or OBJECTIVES:
-        question = MixedPlanRequest(
-            work=work, machines=machines, counts=COUNTS, batch=batch, objective=objective
-        )
+        groups = [
+            DeviceGroup(kind=kind, machine=machines[kind], count=n) for kind, n in COUNTS.items()
+        ]
+        question = request_of_groups(groups, work=work, batch=batch, objective=objective)
         begin, used = time.perf_counter(), time.process_time()
-        found = search_mixed(question)
+        found = find_plans(question)
         print(
             f"{objective}: {time.perf_counter() - begin:.1f} s, {time.process_time() - used:.1f} s "
             f"of processor; {found.considered} combinations, {found.opened} opened, "
             f"{len(found.points)} plans, gap {found.gap:.1%}"
         )
         for point in found.points[:5]:
-            kinds = " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts)
             print(
-                f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}, {kinds}: "
-                f"{describe_mixed_point(point)}; units "
+                f"   {format_seconds(point.seconds)}, {format_bytes(point.bytes)}, "
+                f"{describe_devices(point)}: {describe_point(point)}; units "
                 f"{[stage.stop - stage.start for stage in point.stages]}"
             )
 

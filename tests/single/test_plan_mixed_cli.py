@@ -12,19 +12,11 @@ from headway.collective.collective_calls import call_volumes
 from headway.plan import Plan, data_parallel, pipelined
 from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.export.mixed_devices import (
-    collectives_of_mixed,
-    missing_for_mixed,
-    mixed_point_of,
-    ranks_of,
-    to_mixed_plan,
-)
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
-from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.mixed_search import MixedSearch, search_mixed
-from headway.planner.search.plan_conversion import point_of
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.plan_conversion import missing_in_executor, point_of, to_plan
 from headway.planner.search.request import PlanRequest
-from headway.planner.traffic.estimate import collectives_of
+from headway.planner.traffic.estimate import collectives_of, collectives_of_ranks
 from headway.run.measure.recipe_model import recipe_graph
 from support.mixed import RECIPE, devices, question_of
 
@@ -102,7 +94,7 @@ def test_collectives_of_equal_types_are_those_of_one_type(work, tmp_path):
     path = tmp_path / "equal.toml"
     path.write_text(devices(slower=1))
     question = question_of(work, path)
-    search = MixedSearch(question)
+    search = PlanSearch(question)
     alone = PlanSearch(
         PlanRequest(work=work, machine=question.machines["fast"], devices=(4,), batch=32)
     )
@@ -112,9 +104,9 @@ def test_collectives_of_equal_types_are_those_of_one_type(work, tmp_path):
         data_parallel(32, processes=4),
         pipelined(32, processes=4, stages=2, pipeline=cut),
     ):
-        mixed, plain = mixed_point_of(plan, search, kinds), point_of(plan, alone)
+        mixed, plain = point_of(plan, search, kinds), point_of(plan, alone)
         assert mixed.seconds == pytest.approx(plain.seconds, rel=1e-12)
-        found = collectives_of_mixed(search, mixed)
+        found = collectives_of_ranks(search, mixed)
         for one in found:
             assert one.calls == collectives_of(alone, plain)[one.stage]
         assert {one.stage for one in found} == set(range(plan.pipe_degree))
@@ -123,12 +115,10 @@ def test_collectives_of_equal_types_are_those_of_one_type(work, tmp_path):
 
 def test_messages_have_the_size_of_the_copys_micro_batches(work, cluster):
     """A copy of fast devices with 6 samples at once, one of slow ones with 2."""
-    search = MixedSearch(question_of(work, cluster))
+    search = PlanSearch(question_of(work, cluster))
     cut = PipelinePlan(microbatches=4, cut=("2",))
     plan = pipelined(32, processes=4, stages=2, pipeline=cut, shares=(24, 8))
-    found = collectives_of_mixed(
-        search, mixed_point_of(plan, search, ("fast",) * 2 + ("slow",) * 2)
-    )
+    found = collectives_of_ranks(search, point_of(plan, search, ("fast",) * 2 + ("slow",) * 2))
     sent = {(one.kind, one.stage): call_volumes(one.calls) for one in found}
     for stage, way in ((0, "send"), (1, "receive")):
         fast, slow = (sent[kind, stage][way, "pipe"] for kind in ("fast", "slow"))
@@ -143,18 +133,22 @@ def test_messages_have_the_size_of_the_copys_micro_batches(work, cluster):
 
 def test_a_point_becomes_a_plan_and_the_same_point_again(work, cluster):
     question = question_of(work, cluster)
-    outcome = search_mixed(question)
+    outcome = find_plans(question)
     seen = set()
     for point in outcome.points:
-        if missing_for_mixed(point):
+        if missing_in_executor(point):
             continue
-        plan = to_mixed_plan(outcome, point)
-        again = mixed_point_of(plan, MixedSearch(question), ranks_of(point))
+        plan = to_plan(outcome, point)
+        again = point_of(plan, PlanSearch(question), point.rank_kinds)
         assert again.seconds == pytest.approx(point.seconds, rel=1e-9)
         assert again.bytes == pytest.approx(point.bytes, rel=1e-9)
-        assert again.combination.cells.copies == point.combination.cells.copies
-        assert (again.combination.amounts, again.sizes) == (point.combination.amounts, point.sizes)
-        seen.add(point.combination.pipeline > 1)
+        places = [
+            [(own.kinds, own.copies, own.microbatch) for own in one.classes]
+            for one in (again, point)
+        ]
+        assert places[0] == places[1]
+        assert again.amounts == point.amounts
+        seen.add(point.degrees.pipeline > 1)
     assert seen
 
 
@@ -229,7 +223,7 @@ def test_the_lemmas_are_answered_for_each_type_and_for_the_group(run, work, clus
     ratio = max(job.overhead for job in jobs.values()) / jobs["fast"].compute
     assert worth["alpha_G"] == pytest.approx((1 + ratio) / (1 + worth["G"] * ratio), rel=1e-12)
     filled = answers["How well are the plan's own devices filled?"]["numbers"]
-    point = mixed_point_of(plan, MixedSearch(question), ("fast",) * 2 + ("slow",) * 2)
+    point = point_of(plan, PlanSearch(question), ("fast",) * 2 + ("slow",) * 2)
     assert filled["idle slow"] == point.idle("slow") < filled["idle fast"] == point.idle("fast")
     code, shown, _ = run(*words)
     assert "--measure" not in shown

@@ -17,16 +17,11 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.plan import explain
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.pricing import IntervalRows
-from headway.planner.export.mixed_devices import (
-    missing_for_mixed,
-    ranks_of,
-    shares_of,
-    to_mixed_plan,
-)
-from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.mixed_candidate import device_counts, device_layouts
-from headway.planner.search.mixed_search import MixedSearch, microbatch_shares, search_mixed
-from headway.planner.search.request import MixedPlanRequest, PlanRequest
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.device_layout import device_counts, device_layouts
+from headway.planner.search.layout_candidate import microbatch_shares
+from headway.planner.search.plan_conversion import missing_in_executor, sample_shares, to_plan
+from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
@@ -63,8 +58,14 @@ def work():
 
 
 def asked(work, **changed):
-    usual = {"work": work, "machines": MACHINES, "counts": COUNTS, "batch": 12}
-    return MixedPlanRequest(**(usual | changed))
+    machines, counts = changed.pop("machines", MACHINES), changed.pop("counts", COUNTS)
+    groups = [DeviceGroup(kind=kind, machine=machines[kind], count=n) for kind, n in counts.items()]
+    return request_of_groups(groups, **({"work": work, "batch": 12} | changed))
+
+
+def layouts(search):
+    """Combinations in which devices of several types work together."""
+    return [one for one in search.combinations() if one.layout is not None]
 
 
 # ---- cells and shares ---------------------------------------------------------------------------
@@ -141,11 +142,11 @@ def test_whole_filling_comes_to_water_filling():
 def every_cut(sharing, caps, at=None):
     """The least Alpa's sum over all cuts, all recomputations and strategies; one by one."""
     one = sharing.combination
-    p, m = one.pipeline, one.microbatches
-    row = sharing.of(next(iter(one.cells.types_of(0)))).tables.row
-    of = sharing.of(next(iter(one.cells.types_of(0)))).tables.classes.of
+    p, m = one.degrees.pipeline, one.degrees.microbatches
+    row = sharing.of(next(iter(one.layout.types_of(0)))).tables.row
+    of = sharing.of(next(iter(one.layout.types_of(0)))).tables.classes.of
     borders = {
-        b for s in range(p) for c in one.cells.types_of(s) for b in sharing.of(c).tables.borders
+        b for s in range(p) for c in one.layout.types_of(s) for b in sharing.of(c).tables.borders
     }
     best = np.inf
     for border in ({at} if at else borders) if p > 1 else {"R"}:
@@ -165,7 +166,7 @@ def slowest(sharing, stage, border, number, again, caps):
     """Of the copies of a stage; strategies of different cells may differ without a tensor axis."""
     one = sharing.combination
     ways = []
-    for cell in sorted(one.cells.types_of(stage)):
+    for cell in sorted(one.layout.types_of(stage)):
         candidate = sharing.of(cell)
         under_way = candidate._in_flight[stage]
         every = candidate._prepared(border)[0]
@@ -178,33 +179,32 @@ def slowest(sharing, stage, border, number, again, caps):
             held = state + under_way * line[IntervalRows.KEPT] + more
             updated = state * (1 + memory.passing) + memory.waiting[number]
             if max(held, updated) <= caps[cell[1]]:
-                tail = line[IntervalRows.TAIL] / one.microbatches
+                tail = line[IntervalRows.TAIL] / one.degrees.microbatches
                 own.append((line[IntervalRows.SECONDS] + tail, state))
         ways.append(own)
     found = [
         max(value for value, _ in some)
         for some in itertools.product(*ways)
-        if one.tensor == 1 or max(s for _, s in some) <= min(s for _, s in some) * (1 + 2e-6)
+        if one.degrees.tensor == 1
+        or max(s for _, s in some) <= min(s for _, s in some) * (1 + 2e-6)
     ]
     return min(found, default=np.inf)
 
 
 def alpas_sum(point):
-    m = point.combination.microbatches
-    times = [
-        max(part.stage.seconds + part.stage.tail / m for part in stage.parts)
-        for stage in point.stages
-    ]
+    m = point.degrees.microbatches
+    copies = zip(*(one.stages for one in point.classes), strict=True)
+    times = [max(stage.seconds + stage.tail / m for stage in own) for own in copies]
     return sum(times) + (m - 1) * max(times)
 
 
 @pytest.mark.parametrize("memory", [None, 40 * MIB, 24 * MIB])
 def test_every_cut_is_the_best_of_all(small, memory):
-    search = MixedSearch(asked(small, memory=memory, zero=(0,), batch=6))
-    assert len(search.engine.row) == 7
+    search = PlanSearch(asked(small, memory=memory, zero=(0,), batch=6))
+    assert len(search.row) == 7
     seen = 0
-    for combination in search.combinations():
-        for some in microbatch_shares(search.bounds, combination, search.question.caps).tolist():
+    for combination in layouts(search):
+        for some in microbatch_shares(search.layouts, combination, search.question.caps).tolist():
             sharing = search.sharing(combination, tuple(some))
             point = sharing.fastest(search.question.caps)
             best = every_cut(sharing, search.question.caps)
@@ -221,14 +221,16 @@ def test_every_cut_is_the_best_of_all(small, memory):
 def test_a_stage_of_unlike_copies_is_as_slow_as_the_slowest(small, counts, tensor):
     """Of all stretches of units, with what fits the smaller device only just."""
     caps = {"v100": 40 * MIB, "p100": 24 * MIB}
-    search = MixedSearch(asked(small, counts=counts, zero=(0,), tensor=(tensor,)))
+    search = PlanSearch(asked(small, counts=counts, zero=(0,), tensor=(tensor,)))
     seen = 0
-    for combination in search.combinations():
-        if combination.data == 1 or len(combination.amounts) == 1:
+    for combination in layouts(search):
+        if combination.degrees.data == 1 or len(combination.amounts) == 1:
             continue
         sharing = search.sharing(combination, (2, 2))
-        cells = sorted(combination.cells.types_of(0))
-        for border in sharing.of(cells[0]).tables.borders if combination.pipeline > 1 else "R":
+        cells = sorted(combination.layout.types_of(0))
+        for border in (
+            sharing.of(cells[0]).tables.borders if combination.degrees.pipeline > 1 else "R"
+        ):
             times, picks = sharing._picked(0, border, caps)
             for number, (time, (again, *ways)) in enumerate(zip(times, picks, strict=True)):
                 best = min(slowest(sharing, 0, border, number, n, caps) for n in (0, 1))
@@ -238,7 +240,7 @@ def test_a_stage_of_unlike_copies_is_as_slow_as_the_slowest(small, counts, tenso
                         sharing.of(cell)._prepared(border)[0][number, again, way]
                         for cell, way in zip(cells, ways, strict=True)
                     ]
-                    m = combination.microbatches
+                    m = combination.degrees.microbatches
                     each = [row[IntervalRows.SECONDS] + row[IntervalRows.TAIL] / m for row in took]
                     assert max(each) == pytest.approx(best, rel=1e-12)
                     seen += min(each) < 0.9 * best
@@ -252,13 +254,13 @@ def test_no_plan_is_below_its_bound_where_types_are_fast_at_different_operators(
     slow = {name: peak / 50 for name, peak in v100.device.peak.items()}
     machines = {"wide": replace(v100, device=replace(v100.device, peak=slow)), "narrow": odd}
     question = asked(small, machines=machines, counts={"wide": 1, "narrow": 1}, zero=(0,), batch=4)
-    search = MixedSearch(question)
-    for combination in search.combinations():
-        for some in microbatch_shares(search.bounds, combination, question.caps).tolist():
+    search = PlanSearch(question)
+    for combination in layouts(search):
+        for some in microbatch_shares(search.layouts, combination, question.caps).tolist():
             sharing = search.sharing(combination, tuple(some))
             point = sharing.fastest(question.caps)
             if point is not None:
-                assert search.bounds.seconds(combination) <= point.seconds
+                assert search.layouts.seconds(combination) <= point.seconds
                 assert sharing.least(question.caps)[0] <= point.seconds * (1 + 1e-12)
 
 
@@ -271,26 +273,30 @@ def test_types_with_different_networks_are_refused(small):
 
 def everything(question):
     """Of all combinations and all sizes, also wasteful ones."""
-    search = MixedSearch(question)
+    search = PlanSearch(question)
     for combination in search.combinations():
-        need = -(-question.batch // combination.microbatches)
-        copies = [number for _, number in combination.cells.classes]
-        for some in itertools.product(range(1, need + 1), repeat=len(copies)):
-            if sum(n * size for n, size in zip(copies, some, strict=True)) >= need:
-                point = search.sharing(combination, some).fastest(question.caps)
-                if point is not None:
-                    yield point
+        if combination.layout is None:
+            found = [search.open(combination).fastest(question.cap)]
+        else:
+            need = -(-question.batch // combination.degrees.microbatches)
+            copies = [number for _, number in combination.layout.classes]
+            found = [
+                search.sharing(combination, some).fastest(question.caps)
+                for some in itertools.product(range(1, need + 1), repeat=len(copies))
+                if sum(n * size for n, size in zip(copies, some, strict=True)) >= need
+            ]
+        yield from (point for point in found if point is not None)
 
 
 @pytest.mark.parametrize("counts", [COUNTS, {"v100": 1, "p100": 3}])
 @pytest.mark.parametrize("memory", [None, 24 * MIB])
 def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
     question = asked(small, counts=counts, batch=9, memory=memory, objective="fastest", proof=True)
-    found = search_mixed(question)
+    found = find_plans(question)
     best = min(everything(question), key=lambda point: point.seconds)
     assert found.best.seconds == pytest.approx(best.seconds, rel=1e-12)
     assert found.bound <= found.best.seconds
-    quick = search_mixed(replace(question, proof=False))
+    quick = find_plans(replace(question, proof=False))
     assert quick.best.seconds <= best.seconds * 1.01
 
 
@@ -298,45 +304,60 @@ def test_equal_devices_have_the_price_of_one_type(work):
     """Two types that are alike in one plan: seconds and bytes are those of the ordinary search."""
     v100 = MACHINES["v100"]
     kinds = {"one": v100, "other": v100}
-    search = MixedSearch(
-        MixedPlanRequest(work=work, machines=kinds, counts={"one": 4, "other": 4}, batch=16)
-    )
+    search = PlanSearch(asked(work, machines=kinds, counts={"one": 4, "other": 4}, batch=16))
     alone = PlanSearch(PlanRequest(work=work, machine=v100, devices=(8,), batch=16))
     seen = set()
-    for combination in search.combinations():
-        d, m = combination.data, combination.microbatches
-        if combination.devices < 8 or combination.tensor > 1 or 16 % (d * m):
+    for combination in layouts(search):
+        d, m = combination.degrees.data, combination.degrees.microbatches
+        if combination.devices < 8 or combination.degrees.tensor > 1 or 16 % (d * m):
             continue
-        degrees = combination.degrees(16 // (d * m))
-        some = search.sharing(combination, (16 // (d * m),) * len(combination.cells.classes))
-        p, units = combination.pipeline, len(search.engine.row)
+        degrees = combination.sized(16 // (d * m))
+        some = search.sharing(combination, (16 // (d * m),) * len(combination.layout.classes))
+        p, units = combination.degrees.pipeline, len(search.row)
         borders = (0, *(n * units // p for n in range(1, p)), units)
         mixed, plain = some.planned(borders), alone.candidate(degrees).planned(borders)
         assert mixed.seconds == pytest.approx(plain.seconds, rel=1e-12)
         assert mixed.bytes == pytest.approx(plain.bytes, rel=1e-12)
-        seen.add((p > 1, combination.zero, m == 1))
+        seen.add((p > 1, combination.degrees.zero, m == 1))
     assert len(seen) > 8
+
+
+@pytest.mark.parametrize("objective", ["frontier", "fastest"])
+def test_one_group_has_the_answer_of_the_ordinary_search(work, objective):
+    """Memory, seconds and frontier of eight equal devices."""
+    v100 = MACHINES["v100"]
+    group = asked(work, machines={"v100": v100}, counts={"v100": 8}, batch=16, objective=objective)
+    mixed = find_plans(group)
+    plain = find_plans(
+        PlanRequest(work=work, machine=v100, devices=(8,), batch=16, objective=objective)
+    )
+    figures = [[(p.seconds, p.bytes, p.degrees) for p in one.points] for one in (mixed, plain)]
+    assert figures[0] == figures[1]
+    assert (mixed.chosen, mixed.bound, mixed.floor) == (plain.chosen, plain.bound, plain.floor)
+    assert mixed.best.rank_kinds == ("v100",) * 8
 
 
 # ---- what comes out -----------------------------------------------------------------------------
 
 
 def test_both_types_together_are_faster_than_either_and_the_slow_one_takes_less(work):
-    found = search_mixed(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,)))
+    found = find_plans(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,)))
     best = found.best
-    assert dict(best.combination.amounts) == {"v100": 2, "p100": 2}
-    alone = [search_mixed(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,),
+    assert dict(best.amounts) == {"v100": 2, "p100": 2}
+    alone = [find_plans(asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,),
                                 counts={kind: 2}, machines={kind: MACHINES[kind]}))
              for kind in MACHINES]  # fmt: skip
     assert best.seconds < 0.85 * min(one.best.seconds for one in alone)
-    shares = dict(zip(best.combination.cells.copies, shares_of(found, best), strict=True))
-    if best.combination.data > 1 and len(shares) > 1:
+    copies = {copy: one.kinds for one in best.classes for copy in one.copies}
+    own = sample_shares(96, best)
+    shares = {kinds: own[copy] for copy, kinds in copies.items()}
+    if best.degrees.data > 1 and len(shares) > 1:
         assert shares[("v100",)] > shares[("p100",)]
 
 
 def test_the_frontier_is_one_and_answers_are_the_same(work):
     question = asked(work, batch=32, tensor=(1,))
-    found, again = search_mixed(question), search_mixed(question)
+    found, again = find_plans(question), find_plans(question)
     assert found.points == again.points
     vectors = [(p.seconds, p.bytes, p.devices) for p in found.points]
     assert len(vectors) > 2
@@ -347,48 +368,50 @@ def test_the_frontier_is_one_and_answers_are_the_same(work):
 
 def test_whales_balance_takes_devices_by_memory_and_is_never_faster(work):
     question = asked(work, batch=96, objective="fastest", zero=(0,), tensor=(1,), proof=True)
-    exact, whale = (search_mixed(replace(question, balance=b)) for b in ("exact", "whale"))
+    exact, whale = (find_plans(replace(question, balance=b)) for b in ("exact", "whale"))
     assert exact.best.seconds <= whale.best.seconds * (1 + 1e-12)
     assert whale.best.seconds < exact.best.seconds * 1.2
-    order = next(iter(MixedSearch(replace(question, balance="whale")).combinations()))
+    order = next(iter(PlanSearch(replace(question, balance="whale")).combinations()))
     assert [kind for kind, _ in order.amounts] in (["v100"], ["p100"], ["v100", "p100"])
 
 
 def test_a_runnable_point_is_a_plan_with_its_shares(work):
-    found = search_mixed(asked(work, batch=96, objective="fastest", runnable=True, zero=(0,)))
+    found = find_plans(
+        asked(work, batch=96, objective="fastest", recompute="pipeline", tensor=(1,))
+    )
     for point in found.points:
-        assert missing_for_mixed(point) == ""
-        plan = to_mixed_plan(found, point)
-        assert plan.ranks == len(ranks_of(point)) == point.devices
+        assert missing_in_executor(point) == ""
+        plan = to_plan(found, point)
+        assert plan.ranks == len(point.rank_kinds) == point.devices
         copies = plan.data_degree
         assert [len(plan.batch.share(c, copies)) for c in range(copies)] == list(
-            shares_of(found, point)
+            sample_shares(96, point)
         )
         assert "96 samples" in explain(plan)
-        for rank, kind in enumerate(ranks_of(point)):
+        for rank, kind in enumerate(point.rank_kinds):
             where = plan.mesh.coordinate(rank)
-            copy = point.combination.cells.copies[where.get("data", 0)]
-            assert copy[where.get("pipe", 0)] == kind
+            copies = {copy: one.kinds for one in point.classes for copy in one.copies}
+            assert copies[where.get("data", 0)][where.get("pipe", 0)] == kind
 
 
 def test_what_the_executor_lacks_is_said(work):
-    found = search_mixed(asked(work, batch=8, zero=(3,), tensor=(2,), objective="fastest"))
+    found = find_plans(asked(work, batch=8, zero=(3,), tensor=(2,), objective="fastest"))
     with pytest.raises(PlanError, match="cannot run this point") as caught:
-        to_mixed_plan(found, found.best)
-    assert list(caught.value.problems) == [f"no mechanism yet: {missing_for_mixed(found.best)}"]
-    assert "tensor axis" in missing_for_mixed(found.best)
+        to_plan(found, found.best)
+    assert list(caught.value.problems) == [f"no mechanism yet: {missing_in_executor(found.best)}"]
+    assert "tensor axis" in missing_in_executor(found.best)
 
 
 def test_nothing_fits_says_what_there_is(small):
     with pytest.raises(NothingFits) as caught:
-        search_mixed(asked(small, memory=MIB))
+        find_plans(asked(small, memory=MIB))
     assert caught.value.problems[0] == "there are 2 x v100 with 1 MiB, 2 x p100 with 1 MiB"
 
 
 def test_stages_begin_where_they_are_forced_to(work):
     question = asked(work, batch=8, objective="fastest", tensor=(1,))
-    found = search_mixed(replace(question, force=(("blocks.4", "stage"),)))
-    starts = [found.search.engine.row[stage.start].module for stage in found.best.stages]
+    found = find_plans(replace(question, force=(("blocks.4", "stage"),)))
+    starts = [found.search.row[stage.start].module for stage in found.best.stages]
     assert any(name.startswith("blocks.4") for name in starts)
     with pytest.raises(PlanError, match="what is forced is not legal"):
-        search_mixed(asked(work, force=(("nowhere", "stage"),)))
+        find_plans(asked(work, force=(("nowhere", "stage"),)))

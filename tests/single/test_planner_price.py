@@ -275,7 +275,7 @@ def test_all_schedules_that_run(tower):
         asked(tower, schedules=RUNNABLE_SCHEDULES, batch=32, objective="fastest")
     )
     engine, needs = PlanSearch(question), defaultdict(list)
-    for point in (engine.candidate(d).fastest(1e12) for d in engine.combinations()):
+    for point in (engine.open(one).fastest(1e12) for one in engine.combinations()):
         if point and not missing_in_executor(point):
             needs[point.degrees.schedule].append(point.bytes)
     least = max(map(min, needs.values()))
@@ -283,7 +283,7 @@ def test_all_schedules_that_run(tower):
     for cap in (1e12, least):
         asked_ = replace(question, memory=cap)
         outcome = find_plans(asked_)
-        every = [outcome.search.candidate(d).fastest(cap) for d in outcome.search.combinations()]
+        every = [outcome.search.open(one).fastest(cap) for one in outcome.search.combinations()]
         assert outcome.best.seconds == min(p.seconds for p in every if p)
         assert all(p.bytes <= cap for p in every if p)
         seen = set()

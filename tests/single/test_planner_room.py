@@ -37,7 +37,7 @@ def question():
 def asked(question):
     """Of every combination under several caps and known times the fastest plan."""
     engine, found = PlanSearch(question), []
-    for degrees in engine.combinations():
+    for degrees in (one.degrees for one in engine.combinations()):
         if degrees.pipeline == 1:
             continue
         candidate = engine.candidate(degrees)

@@ -15,10 +15,8 @@ from headway.errors import UsageError
 from headway.plan import data_parallel, pipelined
 from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.export.mixed_devices import step_of_mixed_plan, step_of_mixed_point
-from headway.planner.export.to_simulation import step_of_plan
+from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.mixed_search import MixedSearch
 from headway.planner.search.request import PlanRequest
 from headway.run.measure.recipe_model import recipe_graph
 from headway.simulator.simulation import simulate_training_step
@@ -63,7 +61,7 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
     path = tmp_path / "equal.toml"
     path.write_text(devices(slower=1))
     question = question_of(work, path)
-    mixed = MixedSearch(question)
+    mixed = PlanSearch(question)
     alone = PlanSearch(
         PlanRequest(work=work, machine=question.machines["fast"], devices=(4,), batch=32)
     )
@@ -74,7 +72,7 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
         pipelined(32, processes=4, stages=2, pipeline=CUT),
         pipelined(32, processes=4, stages=2, pipeline=again),
     ):
-        found = simulate_training_step(step_of_mixed_plan(plan, mixed, KINDS)[0])
+        found = simulate_training_step(step_of_plan(plan, mixed, KINDS)[0])
         plain = simulate_training_step(step_of_plan(plan, alone)[0])
         assert found.seconds == pytest.approx(plain.seconds, rel=1e-12)
         assert found.peak == pytest.approx(plain.peak, rel=1e-12)
@@ -84,32 +82,36 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
 def test_no_point_takes_longer_or_holds_more_than_the_search_says(work, cluster):
     """Without a pipeline exactly as long; in one the price takes all copies as slow as the slowest,
     and every message as one between nodes."""
-    question = question_of(work, cluster, runnable=False, tensor=None, zero=(0, 1, 3), devices=(4,))
-    engine, seen = MixedSearch(question), set()
+    question = question_of(
+        work, cluster, recompute="any", tensor=None, zero=(0, 1, 3), devices=(4,)
+    )
+    engine, seen = PlanSearch(question), set()
     for combination in engine.combinations():
-        point, _ = engine.fastest(combination, question.caps)
+        if combination.degrees.schedule != "1f1b":
+            continue
+        point = engine.open(combination).fastest(question.cap)
         if point is None:
             continue
-        found = simulate_training_step(step_of_mixed_point(point, engine))
+        found = simulate_training_step(step_of_point(point, engine))
         assert found.peak == pytest.approx(point.bytes, rel=1e-9)
         assert found.ranks == point.devices == 4
-        alike = len(combination.cells.classes) == 1
-        plain = combination.zero == 0 and combination.tensor == 1
+        alike = len(point.classes) == 1
+        plain = combination.degrees.zero == 0 and combination.degrees.tensor == 1
         if plain:
             assert found.seconds <= point.seconds * (1 + 1e-9)
-        if plain and combination.pipeline == 1:
+        if plain and combination.degrees.pipeline == 1:
             assert found.seconds == pytest.approx(point.seconds, rel=1e-9)
-        seen.add((alike, plain, combination.pipeline > 1))
+        seen.add((alike, plain, combination.degrees.pipeline > 1))
     assert len(seen) > 5
 
 
 def test_copies_that_are_slow_at_different_stages_wait_less_than_the_price_says(work, cluster):
     """The price takes both stages as slow as their slowest copy."""
     plan = pipelined(32, processes=4, stages=2, pipeline=CUT)
-    search = MixedSearch(question_of(work, cluster))
+    search = PlanSearch(question_of(work, cluster))
     crossed = ("fast", "slow", "slow", "fast")
-    played, point = step_of_mixed_plan(plan, search, crossed)
-    slow, same = step_of_mixed_plan(plan, search, KINDS)
+    played, point = step_of_plan(plan, search, crossed)
+    slow, same = step_of_plan(plan, search, KINDS)
     assert (
         simulate_training_step(played).seconds
         < point.seconds
@@ -123,7 +125,7 @@ def test_each_copy_has_the_times_and_micro_batches_of_its_devices(work, cluster)
     one type each."""
     question = question_of(work, cluster)
     plan = pipelined(32, processes=4, stages=2, pipeline=CUT, shares=(24, 8))
-    played, point = step_of_mixed_plan(plan, MixedSearch(question), KINDS)
+    played, point = step_of_plan(plan, PlanSearch(question), KINDS)
     assert played.variant == (0, 1)
     found = simulate_training_step(played)
     assert found.seconds == pytest.approx(point.seconds, rel=1e-9)  # the fast ones are slower

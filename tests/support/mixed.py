@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cluster import read_cluster
 from headway.cost.machine_presets import machine_of
-from headway.planner.search.request import MixedPlanRequest
+from headway.planner.search.request import DeviceGroup, request_of_groups
 
 RECIPE = "support.recipes:stack"
 CLUSTER = """
@@ -48,8 +48,8 @@ def question_of(work, path, **changed):
     network = machine_of(cluster, device="fast").network
     machines = {kind: machine_of(cluster, device=kind) for kind in ("fast", "slow")}
     assert all(machine.network == network for machine in machines.values())
-    usual = {
-        "work": work, "machines": machines, "counts": {"fast": 2, "slow": 2}, "batch": 32,
-        "runnable": True, "zero": (0,), "tensor": (1,),
-    }  # fmt: skip
-    return MixedPlanRequest(**(usual | changed))
+    groups = [
+        DeviceGroup(kind=kind, machine=machine, count=2) for kind, machine in machines.items()
+    ]
+    usual = {"work": work, "batch": 32, "zero": (0,), "tensor": (1,), "recompute": "pipeline"}
+    return request_of_groups(groups, **(usual | changed))

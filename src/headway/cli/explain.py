@@ -246,7 +246,7 @@ class PlanExplanation:
     alternatives: tuple[Point, ...]
     apart: tuple[str, ...]
     today: Point | None
-    changes: tuple[HardwareChange[Point], ...]
+    changes: tuple[HardwareChange, ...]
     collectives: tuple[CollectiveCalls, ...]
     borders: BoundaryTensors
 

@@ -16,7 +16,6 @@ from typing import Annotated, Protocol
 from cyclopts import Parameter
 
 from headway.cli.plan.mixed_devices import (
-    describe_mixed_point,
     device_type_counts,
     device_types_of_ranks,
     format_device_runs,
@@ -33,12 +32,10 @@ from headway.errors import PlanError, UsageError
 from headway.plan import Plan
 from headway.plan import explain as in_words
 from headway.planner.estimate.degrees import describe_degrees
-from headway.planner.export.mixed_devices import ranks_of, step_of_mixed_plan, step_of_mixed_point
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
-from headway.planner.search.mixed_search import MixedSearch, search_mixed
-from headway.planner.search.plan_conversion import unpriced_parts
-from headway.planner.search.plan_point import Point
+from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
+from headway.planner.search.plan_point import Point, describe_point
 from headway.planner.search.request import PlanRequest
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS, StepFaults
@@ -248,9 +245,9 @@ class MixedSimulationJob:
             for sentence in unpriced_parts(plan, unlike=True):
                 note(f"note: {sentence}")
         else:
-            outcome = search_mixed(self.question)
+            outcome = find_plans(self.question)
             self.point, self.engine = outcome.best, outcome.search
-            self.kinds, self.name = ranks_of(self.point), describe_mixed_point(self.point)
+            self.kinds, self.name = self.point.rank_kinds, describe_point(self.point)
             words = f"the fastest plan that the search finds: {self.name}"
         self.words = f"{words}\nranks in the order of the mesh: {format_device_runs(self.kinds)}"
 
@@ -258,24 +255,23 @@ class MixedSimulationJob:
     def machines(self) -> Mapping[str, Machine]:
         return self.question.machines
 
-    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float]:
+    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float | None]:
         """On machines, and its price there. Of a plan that was found degrees, cells and sizes of
         micro-batches stay."""
-        question = replace(self.question, machines=machines)
+        question = self.question.with_machines(machines)
         if self.plan is not None:
-            work, priced = step_of_mixed_plan(self.plan, MixedSearch(question), self.kinds)
-            return work, priced.seconds
+            work, point = step_of_plan(self.plan, PlanSearch(question), self.kinds)
+            return work, None if point is None else point.seconds
         if machines is self.machines:
-            return step_of_mixed_point(self.point, self.engine), self.point.seconds
-        engine = MixedSearch(question)
-        sharing = engine.sharing(self.point.combination, self.point.sizes)
-        again = sharing.fastest(dict.fromkeys(machines, float("inf")))
+            return step_of_point(self.point, self.engine), self.point.seconds
+        engine = PlanSearch(question)
+        again = fastest_alike(self.point, engine)
         assert again is not None  # it had a plan before, and memory is no limit here
-        return step_of_mixed_point(again, engine), again.seconds
+        return step_of_point(again, engine), again.seconds
 
     def caps(self, machines: Mapping[str, Machine]) -> Mapping[str, float]:
         """Bytes of a device that may be used, by type."""
-        return replace(self.question, machines=machines).caps
+        return self.question.with_machines(machines).caps
 
 
 def device_numbers_of_ranks(kinds: tuple[str, ...], cluster: Cluster) -> tuple[int, ...]:

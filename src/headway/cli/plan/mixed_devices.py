@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from headway.cli.plan.output import (
     COLLECTIVES_HEADING,
@@ -40,40 +39,44 @@ from headway.cost.network import network_of
 from headway.errors import PlanError
 from headway.plan import Plan
 from headway.plan import explain as in_words
-from headway.plan.prediction import Prediction
-from headway.planner.estimate.degrees import degree_labels
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.estimate.partition import LayerUnit
-from headway.planner.explain.alternatives import (
-    describe_placement,
-    describe_stages,
-    distinguishing_labels,
+from headway.planner.explain.alternatives import label_points, step_price
+from headway.planner.explain.hardware_changes import (
+    SAME,
+    HardwareChange,
+    fastest_plan,
+    hardware_changes,
 )
-from headway.planner.explain.hardware_changes import SAME, HardwareChange
 from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, in_lines
 from headway.planner.explain.step_parts import StepPart, step_parts
-from headway.planner.export.mixed_devices import (
-    collectives_of_mixed,
-    fastest_of,
-    missing_for_mixed,
-    mixed_changes,
-    mixed_point_of,
-    ranks_of,
-    shares_of,
-    to_mixed_plan,
-)
-from headway.planner.export.prediction import prediction_of
+from headway.planner.export.prediction import with_prediction
 from headway.planner.guidelines.advice import Advice
 from headway.planner.guidelines.plan_advice import advice_of_mixed
-from headway.planner.search.mixed_candidate import MixedPoint
-from headway.planner.search.mixed_search import MixedSearch, MixedSearchResult, search_mixed
-from headway.planner.search.plan_point import Point
-from headway.planner.search.request import RUNNABLE_SCHEDULES, MixedPlanRequest, resolve_force
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult, find_plans
+from headway.planner.search.plan_conversion import (
+    missing_in_executor,
+    point_of,
+    sample_shares,
+    to_plan,
+)
+from headway.planner.search.plan_point import (
+    Point,
+    describe_devices,
+    describe_point,
+    format_device_runs,
+)
+from headway.planner.search.request import (
+    DeviceGroup,
+    PlanRequest,
+    request_of_groups,
+    resolve_force,
+    restrict_to_executor,
+)
+from headway.planner.traffic.estimate import collectives_of_ranks
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from headway.report.pictures.pareto_frontier import FrontierPlot
     from headway.run.recipe.recipe import Recipe
 
 
@@ -89,7 +92,7 @@ def mixed_question(
     cluster: Cluster,
     recipe: Recipe,
     precision: str,
-) -> MixedPlanRequest:
+) -> PlanRequest:
     """The question to the search.
 
     Args:
@@ -109,36 +112,38 @@ def mixed_question(
         problems.append("some nodes do not say which device they have")
     if wanted.counts and wanted.counts[-1] > cluster.ranks:
         problems.append(f"--devices: {wanted.counts[-1]}, and the cluster has {cluster.ranks}")
-    if set(wanted.schedules) not in ({"1f1b"}, set(RUNNABLE_SCHEDULES)):  # the defaults
-        problems.append("--schedules: devices of several types are searched with 1f1b only")
     if problems:
         raise PlanError(
             "there can be no such plan",
             problems=problems,
             fix="Describe the cluster's devices; ask for what they and the model have.",
         )
-    return MixedPlanRequest(
-        work=work,
-        machines={
-            kind: replace(
-                with_measured_optimizer(machine_of(cluster, device=kind), cluster, recipe),
-                network=network,
+    prices = _prices(wanted, cluster, counts)
+    question = request_of_groups(
+        [
+            DeviceGroup(
+                kind=kind,
+                machine=replace(
+                    with_measured_optimizer(machine_of(cluster, device=kind), cluster, recipe),
+                    network=network,
+                ),
+                count=number,
+                price=prices.get(kind),
             )
-            for kind in counts
-        },
-        counts=counts,
+            for kind, number in counts.items()
+        ],
+        work=work,
+        devices=wanted.counts or (),
         batch=batch,
-        devices=wanted.counts,
         memory=wanted.memory,
         objective=wanted.objective,
-        prices=_prices(wanted, cluster, counts),
+        schedules=wanted.schedules,
         tensor=wanted.tensor,
-        zero=(0,) if wanted.runnable else (0, 1, 3),
         force=force,
-        runnable=wanted.runnable,
         precision=precision,
         seconds=wanted.seconds,
     )
+    return restrict_to_executor(question, zero=question.zero) if wanted.runnable else question
 
 
 def _prices(
@@ -176,77 +181,45 @@ def cost_basis(wanted: PlanSearchOptions, cluster: Cluster, recipe: Recipe) -> C
 
 
 def search_mixed_plans(
-    question: MixedPlanRequest,
+    question: PlanRequest,
     cluster: Cluster,
     money: CostBasis,
     save: Callable[[Plan], None] | None,
     *,
     json: bool,
-) -> MixedSearchResult:
+) -> SearchResult:
     """Search, print, save the chosen plan.
 
     Raises:
         NothingFits: No plan is within the memory.
         PlanError: The chosen plan is to be written, and the executor cannot run it.
     """
-    outcome = search_mixed(question)
+    outcome = find_plans(question)
     if json:
         say_json(mixed_report_data(outcome, money))
     else:
         say("\n".join(mixed_report_lines(outcome, money)))
     if save is not None:
-        plan = to_mixed_plan(outcome, outcome.best)
-        save(replace(plan, prediction=_mixed_prediction(outcome, cluster)))
-        note(f"its ranks stand on {format_device_runs(ranks_of(outcome.best))}")
+        best = outcome.best
+        save(with_prediction(to_plan(outcome, best), question, best, cluster))
+        note(f"its ranks stand on {format_device_runs(best.rank_kinds)}")
     return outcome
 
 
-def mixed_frontier_plot(outcome: MixedSearchResult, *, model: str, cluster: str) -> FrontierPlot:
-    """What there is to draw of an answer; allowed is what the largest device may use."""
-    from headway.report.pictures.pareto_frontier import FrontierMark, FrontierPlot
-
-    question = outcome.question
-    return FrontierPlot(
-        title=f"{model} on {cluster}, batch {question.batch}: {question.objective}",
-        spots=tuple(
-            FrontierMark(
-                seconds=point.seconds,
-                bytes=point.bytes,
-                devices=point.devices,
-                words=describe_mixed_point(point),
-                chosen=number == outcome.chosen,
-            )
-            for number, point in enumerate(outcome.points)
-        ),
-        allowed=max(question.caps.values()),
-    )
-
-
-def _mixed_prediction(outcome: MixedSearchResult, cluster: Cluster) -> Prediction:
-    """Of a step of the chosen plan, and on which type each rank stands."""
-    point = outcome.best
-    kind = point.stages[0].parts[0].kind
-    return replace(
-        prediction_of(outcome.question.of(kind), point.slowest, cluster),
-        bytes=point.bytes,
-        device=format_device_runs(ranks_of(point)),
-    )
-
-
-def mixed_report_lines(outcome: MixedSearchResult, money: CostBasis = NO_COSTS) -> Iterator[str]:
+def mixed_report_lines(outcome: SearchResult, money: CostBasis = NO_COSTS) -> Iterator[str]:
     """The frontier in lines; the chosen plan is marked."""
-    priced = cost_headings(money.amounts) if outcome.question.prices else []
-    notes = distinguish_mixed_points(outcome)
+    priced = cost_headings(money.amounts) if outcome.question.priced_devices else []
+    notes = label_points(outcome.search, outcome.points)
     head = (" ", "step", "memory", "devices", *priced, "plan", "runs today; else lacks")
     rows = [
         (
             "*" if number == outcome.chosen else " ",
             format_seconds(point.seconds),
             format_bytes(point.bytes),
-            " + ".join(f"{n} {kind}" for kind, n in point.combination.amounts),
-            *cost_columns(_cost_per_step(outcome, point), money.currency, money.amounts),
-            f"{describe_mixed_point(point)}{said and f' ({said})'}",
-            missing_for_mixed(point) or "yes",
+            describe_devices(point),
+            *cost_columns(step_price(outcome.question, point), money.currency, money.amounts),
+            f"{describe_point(point)}{said and f' ({said})'}",
+            missing_in_executor(point) or "yes",
         )
         for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
     ]
@@ -263,41 +236,18 @@ def mixed_report_lines(outcome: MixedSearchResult, money: CostBasis = NO_COSTS) 
     )
 
 
-def distinguish_mixed_points(outcome: MixedSearchResult) -> list[str]:
-    """What tells the points of an answer from those that read alike."""
-    row = outcome.search.engine.row
-    heads = [(point.combination.amounts, describe_mixed_point(point)) for point in outcome.points]
-    return distinguishing_labels(heads, [_features(row, point) for point in outcome.points])
-
-
-def _features(row: Sequence[LayerUnit], point: MixedPoint) -> dict[str, str]:
-    prices = [part.stage.price for stage in point.stages for part in stage.parts]
-    return {
-        "ranks": f"ranks on {format_device_runs(ranks_of(point))}",
-        **describe_stages(row, point.stages),
-        "border": describe_placement(point.border),
-        "strategies": f"strategies {prices}",
-    }
-
-
-def _cost_per_step(outcome: MixedSearchResult, point: MixedPoint) -> float | None:
-    """What a step costs; None: no price is known."""
-    question = outcome.question
-    return question.cost(point.combination.amounts, point.seconds) if question.prices else None
-
-
-def _mixed_cost_line(outcome: MixedSearchResult, money: CostBasis) -> str:
+def _mixed_cost_line(outcome: SearchResult, money: CostBasis) -> str:
     point = outcome.best
-    each = _cost_per_step(outcome, point)
+    each = step_price(outcome.question, point)
     if each is not None:
         return cost_sentence(each, money.currency, money.amounts)
-    return device_hours_sentence({kind: n * point.seconds for kind, n in point.combination.amounts})
+    return device_hours_sentence({kind: n * point.seconds for kind, n in point.amounts})
 
 
-def mixed_collective_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
+def mixed_collective_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     """Of one rank; those that do the same share their lines."""
     alike: dict[CollectiveCalls, list[str]] = {}
-    for one in collectives_of_mixed(search, point):
+    for one in collectives_of_ranks(search, point):
         alike.setdefault(one.calls, []).append(f"stage {one.stage} on {one.kind}")
     if not any(alike):
         return
@@ -309,57 +259,41 @@ def mixed_collective_lines(search: MixedSearch, point: MixedPoint) -> Iterator[s
     yield ""
 
 
-def _chosen(outcome: MixedSearchResult, money: CostBasis) -> Iterator[str]:
+def _chosen(outcome: SearchResult, money: CostBasis) -> Iterator[str]:
     point = outcome.best
     yield _mixed_cost_line(outcome, money)
     yield from mixed_stage_lines(outcome.search, point)
-    if point.combination.data > 1:
-        shares = Counter(
-            zip(point.combination.cells.copies, shares_of(outcome, point), strict=True)
-        )
+    if point.degrees.data > 1:
+        copies = {copy: one.kinds for one in point.classes for copy in one.copies}
+        own = enumerate(sample_shares(outcome.question.batch, point))
+        shares = Counter((copies[copy], share) for copy, share in own)
         said = [
             f"{n} of {share} ({format_device_runs(kinds)})" for (kinds, share), n in shares.items()
         ]
         yield f"shares of {outcome.question.batch} samples: {', '.join(said)}"
-    yield f"ranks in the order of the mesh: {format_device_runs(ranks_of(point))}"
-    for kind, _ in point.combination.amounts:
+    yield f"ranks in the order of the mesh: {format_device_runs(point.rank_kinds)}"
+    for kind, _ in point.amounts:
         yield f"{kind} idle for {point.idle(kind):.1%} of the step, communication included"
 
 
-def mixed_stage_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
+def mixed_stage_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     """What each stage costs on each type of devices."""
     for number, stage in enumerate(point.stages):
-        first, last = stage_end_modules(search.engine, stage)
+        first, last = stage_end_modules(search, stage)
         yield f"stage {number}: {first} to {last}" + (", recomputed" if stage.recompute else "")
-        for part in stage.parts:
+        for one in point.classes:
+            own = one.stages[number]
             yield (
-                f"  {part.copies} x {part.kind}: {format_seconds(part.stage.seconds)} per "
-                f"micro-batch of {part.microbatch}, {format_bytes(part.bytes)}"
+                f"  {len(one.copies)} x {one.kinds[number]}: {format_seconds(own.seconds)} per "
+                f"micro-batch of {one.microbatch}, {format_bytes(own.bytes)}"
             )
 
 
-def describe_mixed_point(point: MixedPoint) -> str:
-    """ "data 2, pipe 4, 16 micro-batches of 3 and 2, stage by stage"."""
-    combination = point.combination
-    degrees = combination.degrees(1)
-    words = degree_labels(degrees, " and ".join(map(str, dict.fromkeys(point.sizes))))
-    if degrees.data > 1 and degrees.pipeline > 1:
-        words.append("copy by copy" if combination.cells.order == "tpd" else "stage by stage")
-    again = sum(stage.recompute for stage in point.stages)
-    words += [f"recompute in {again} of {len(point.stages)} stages"] * bool(again)
-    return ", ".join(words)
-
-
-def format_device_runs(kinds: tuple[str, ...]) -> str:
-    """ "4 v100, 4 p100"."""
-    return ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(kinds))
-
-
-def mixed_report_data(outcome: MixedSearchResult, money: CostBasis = NO_COSTS) -> dict[str, object]:
+def mixed_report_data(outcome: SearchResult, money: CostBasis = NO_COSTS) -> dict[str, object]:
     """The frontier as plain data; the same question gives the same bytes."""
     return {
         "format": "headway plan search, mixed devices",
-        "version": 1,
+        "version": 2,
         "chosen": outcome.chosen,
         "gap": outcome.gap,
         "considered": outcome.considered,
@@ -368,19 +302,20 @@ def mixed_report_data(outcome: MixedSearchResult, money: CostBasis = NO_COSTS) -
             {
                 "seconds": point.seconds,
                 "bytes": point.bytes,
-                "devices": dict(point.combination.amounts),
-                "money": cost_data(_cost_per_step(outcome, point), money.amounts),
+                "devices": dict(point.amounts),
+                "money": cost_data(step_price(outcome.question, point), money.amounts),
                 "border": point.border,
-                "lacks": missing_for_mixed(point),
-                "combination": asdict(point.combination),
-                "shares": shares_of(outcome, point),
-                "ranks": ranks_of(point),
+                "lacks": missing_in_executor(point),
+                "degrees": asdict(point.degrees),
+                "classes": [asdict(one) for one in point.classes],
+                "shares": sample_shares(outcome.question.batch, point),
+                "ranks": point.rank_kinds,
                 "stages": [asdict(stage) for stage in point.stages],
             }
             for point in outcome.points
         ],
         "currency": money.currency,
-        "collectives": [asdict(one) for one in collectives_of_mixed(outcome.search, outcome.best)],
+        "collectives": [asdict(one) for one in collectives_of_ranks(outcome.search, outcome.best)],
         "provenance": {
             kind: dict(machine.device.source) for kind, machine in outcome.question.machines.items()
         },
@@ -390,7 +325,6 @@ def mixed_report_data(outcome: MixedSearchResult, money: CostBasis = NO_COSTS) -
 # `headway explain PLAN` where the cluster has devices of several types; words that both share.
 
 
-AnyPoint = TypeVar("AnyPoint", Point, MixedPoint)
 _PARTS = {
     "compute": "compute of the slowest stage, launches included",
     "bubble": "bubble: ranks wait while the pipeline fills and drains",
@@ -411,11 +345,11 @@ def part_line(part: StepPart) -> str:
 
 
 def choice_lines(
-    point: AnyPoint,
-    best: AnyPoint | None,
-    changes: Sequence[HardwareChange[AnyPoint]],
-    taken: Callable[[AnyPoint], str],
-    changed: Callable[[AnyPoint], str],
+    point: Point,
+    best: Point | None,
+    changes: Sequence[HardwareChange],
+    taken: Callable[[Point], str],
+    changed: Callable[[Point], str],
 ) -> Iterator[str]:
     """What the search would take, on these devices and on others.
 
@@ -463,8 +397,8 @@ def guidelines_mixed(
 ) -> tuple[dict[str, object], list[str]]:
     """A practitioner's questions, as `explain_mixed` is asked."""
     kinds = device_types_of_ranks(plan, cluster)
-    search = MixedSearch(mixed_plan_question(plan, recipe, cluster, memory))
-    return guideline_output(plan, *advice_of_mixed(search, mixed_point_of(plan, search, kinds)))
+    search = PlanSearch(mixed_plan_question(plan, recipe, cluster, memory))
+    return guideline_output(plan, *advice_of_mixed(search, point_of(plan, search, kinds)))
 
 
 def explain_mixed(
@@ -483,20 +417,20 @@ def explain_mixed(
     """
     kinds = device_types_of_ranks(plan, cluster)
     question = mixed_plan_question(plan, recipe, cluster, memory)
-    search = MixedSearch(question)
-    point, best = mixed_point_of(plan, search, kinds), fastest_of(question)
-    changes = tuple(mixed_changes(plan, question, kinds, best))
-    terms = step_parts(question.of(kinds[0]), point.slowest)
+    search = PlanSearch(question)
+    point, best = point_of(plan, search, kinds), fastest_plan(question)
+    changes = tuple(hardware_changes(question, lambda other: point_of(plan, other, kinds)))
+    terms = step_parts(question, point)
     facts: dict[str, object] = {
         "plan": plan.hash,
         "words": in_words(plan),
         "ranks": list(kinds),
         "point": asdict(point),
         "parts": [asdict(part) for part in terms],
-        "collectives": [asdict(one) for one in collectives_of_mixed(search, point)],
+        "collectives": [asdict(one) for one in collectives_of_ranks(search, point)],
         "today": best and asdict(best),
         "changes": [asdict(change) for change in changes],
-        "sources": {kind: in_data(question.of(kind)) for kind in question.machines},
+        "sources": {kind: in_data(question.of(kind)) for kind in search.types},
     }
     named = partial(_mixed_point_name, seconds=point.seconds)
     lines = [
@@ -517,7 +451,7 @@ def explain_mixed(
 
 def mixed_plan_question(
     plan: Plan | None, recipe: str, cluster: Cluster, memory: str | None, ranks: int = 0
-) -> MixedPlanRequest:
+) -> PlanRequest:
     """For the fastest plan that runs today; without a plan, for the fastest of all.
 
     Args:
@@ -564,14 +498,14 @@ def device_types_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _source_lines(question: MixedPlanRequest) -> Iterator[str]:
+def _source_lines(question: PlanRequest) -> Iterator[str]:
     for kind in question.machines:
         yield from ("", f"where the numbers of {kind} come from:", *in_lines(question.of(kind)))
 
 
-def _device_type_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
+def _device_type_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     """Memory and idle time of each type."""
-    for kind, _ in point.combination.amounts:
+    for kind, _ in point.amounts:
         cap, held = search.question.caps[kind], point.bytes_on(kind)
         fits = "" if held <= cap else "; this does not fit"
         yield (
@@ -580,7 +514,7 @@ def _device_type_lines(search: MixedSearch, point: MixedPoint) -> Iterator[str]:
         )
 
 
-def _mixed_point_name(one: MixedPoint, seconds: float) -> str:
-    on = " + ".join(f"{n} {kind}" for kind, n in one.combination.amounts)
+def _mixed_point_name(one: Point, seconds: float) -> str:
+    on = describe_devices(one)
     change = relative_difference(one.seconds, seconds)
-    return f"{describe_mixed_point(one)} on {on}, {format_seconds(one.seconds)} ({change})"
+    return f"{describe_point(one)} on {on}, {format_seconds(one.seconds)} ({change})"

@@ -18,7 +18,6 @@ from cyclopts import Parameter
 from headway.cli.plan.mixed_devices import (
     cost_basis,
     device_type_counts,
-    mixed_frontier_plot,
     mixed_question,
     search_mixed_plans,
 )
@@ -183,7 +182,9 @@ def search_plans(
             asked, found, cost_basis(wanted, found, loaded), save, json=json
         )
         if svg or png:
-            _pictures(mixed_frontier_plot(outcome, model=recipe, cluster=cluster), svg, png)
+            from headway.report.pictures.pareto_frontier import frontier_plot
+
+            _pictures(frontier_plot(outcome, model=recipe, cluster=cluster), svg, png)
         return
     question = build_question(wanted, work, batch, found)
     machine = with_measured_optimizer(question.machine, found, loaded)

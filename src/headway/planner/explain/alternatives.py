@@ -21,8 +21,12 @@ from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.pipeline_time import PLAIN
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
-from headway.planner.search.mixed_candidate import MixedStage
-from headway.planner.search.plan_point import Point, PointStage, describe_recomputation
+from headway.planner.search.plan_point import (
+    Point,
+    PointStage,
+    describe_point,
+    format_device_runs,
+)
 from headway.planner.search.request import ORDERS, PlanRequest
 from headway.units import format_bytes
 
@@ -50,7 +54,7 @@ class OperatorChoice:
 def operator_choices(search: PlanSearch, point: Point) -> tuple[OperatorChoice, ...]:
     """Of every operator of a point of the search, in order."""
     degrees = point.degrees
-    shared = search.tables_of(degrees.tensor, degrees.microbatch)
+    shared = search.tables_of(degrees.tensor, degrees.microbatch, point.kind)
     return tuple(
         _choice(shared, number, operator, rule)
         for number, stage in enumerate(point.stages)
@@ -130,7 +134,7 @@ def label_points(search: PlanSearch, points: Sequence[Point]) -> list[str]:
     """`distinguishing_labels` of points of one search, beside their degrees and number of
     recomputing stages.
     """
-    heads = [(point.degrees, describe_recomputation(point)) for point in points]
+    heads = [(point.degrees, point.amounts, describe_point(point)) for point in points]
     features: list[PlanFeatures] = [
         _features(search, point) if heads.count(head) > 1 else {}
         for head, point in zip(heads, points, strict=True)
@@ -143,6 +147,10 @@ def _features(search: PlanSearch, point: Point) -> PlanFeatures:
         "border": describe_placement(point.border),
         "bucket": f"buckets of {format_bytes(point.bucket)}",
     }
+    if len(point.amounts) > 1:
+        prices = [stage.price for one in point.classes for stage in one.stages]
+        ranks = {"ranks": f"ranks on {format_device_runs(point.rank_kinds)}"}
+        return ranks | found | {"strategies": f"strategies {prices}"}
     modules: dict[str, list[str]] = {}
     for choice in operator_choices(search, point) if point.degrees.tensor > 1 else ():
         modules.setdefault(choice.module or choice.operator, []).append(choice.how)
@@ -150,9 +158,7 @@ def _features(search: PlanSearch, point: Point) -> PlanFeatures:
     return found | {f"split of {name}": f"{name} {way}" for name, way in ways.items()}
 
 
-def describe_stages(
-    row: Sequence[LayerUnit], stages: Sequence[PointStage | MixedStage]
-) -> dict[str, str]:
+def describe_stages(row: Sequence[LayerUnit], stages: Sequence[PointStage]) -> dict[str, str]:
     """Where each stage begins, and whether it computes again."""
     found = {}
     for number, stage in enumerate(stages):
@@ -219,9 +225,13 @@ def plan_figures(engine: PlanSearch, point: Point) -> PlanFigures:
     """What else is known of a plan of this search."""
     degrees = point.degrees
     alone = Degrees(tensor=1, data=1, pipeline=1, microbatch=degrees.microbatch, microbatches=1)
-    one = engine.candidate(alone)
-    passes = one.planned((0, len(engine.row))).stages[0].seconds
-    compute = passes * degrees.data * degrees.microbatches
+    compute = 0.0  # T_C, on the devices of several types that of the fastest
+    for kind in [kind for kind, _ in point.amounts] or [""]:
+        one = engine.candidate(alone, kind)
+        passes = one.planned((0, len(engine.row))).stages[0].seconds
+        samples = engine.question.batch / degrees.microbatch
+        own = passes * (degrees.data * degrees.microbatches if len(point.amounts) < 2 else samples)
+        compute = min(compute, own) if compute else own
     return PlanFigures(
         reached=peak_utilisation(engine, point),
         overhead=(point.seconds - compute / point.devices) / compute,
@@ -231,9 +241,9 @@ def plan_figures(engine: PlanSearch, point: Point) -> PlanFigures:
 
 def step_price(question: PlanRequest, point: Point) -> float | None:
     """Of a step; None: no price is known."""
-    if question.price is None:
+    if not question.priced_devices:
         return None
-    return question.cost(point.devices, point.seconds)
+    return question.cost(point.devices, point.seconds, point.amounts)
 
 
 def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[AlternativePlan, ...]:
@@ -242,8 +252,7 @@ def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[Alterna
     best = outcome.best
     found = [("", point) for point in outcome.points if not _same(point, best)]
     if len(found) < number:
-        most = outcome.question.devices[-1]
-        around = neighbour_plans(outcome.search, best, most=most)
+        around = neighbour_plans(outcome.search, best, most=outcome.question.most)
         found += [(one.step, one.point) for one in around if one.point is not None]
     found.sort(key=lambda line: abs(math.log(line[1].seconds / best.seconds)))
     kept = sorted(found[:number], key=lambda line: line[1].seconds)
@@ -251,21 +260,26 @@ def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[Alterna
 
 
 def _same(one: Point, other: Point) -> bool:
-    return one.devices == other.devices and all(
+    return (one.devices, one.amounts) == (other.devices, other.amounts) and all(
         math.isclose(a, b, rel_tol=ALIKE)
         for a, b in ((one.seconds, other.seconds), (one.bytes, other.bytes))
     )
 
 
 def _against(question: PlanRequest, best: Point, step: str, point: Point) -> AlternativePlan:
-    cost = point.seconds * point.devices / (best.seconds * best.devices)
+    cost, own = (
+        question.cost(one.devices, one.seconds, one.amounts)
+        if one.amounts
+        else one.seconds * one.devices
+        for one in (point, best)
+    )
     return AlternativePlan(
         point=point,
         step=step,
         seconds=point.seconds / best.seconds - 1,
         bytes=point.bytes / best.bytes - 1,
         devices=point.devices - best.devices,
-        money=cost - 1,
+        money=cost / own - 1,
         free=any(how != "stage" for _, how in question.force)
         and question.tensor is not None
         and point.degrees.tensor not in question.tensor,
@@ -292,11 +306,13 @@ def peak_utilisation(engine: PlanSearch, point: Point) -> float:
     """Share of the devices' peak that a step's products reach."""
     question, work = engine.question, engine.question.work
     graph = work.graph
-    setting = engine.tables_of(1, point.degrees.microbatch).setting
     largest = max(graph.operators, key=lambda operator: operator.flops.total)
-    peak = setting.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
+    peaks = 0.0
+    for kind, number in point.amounts or (("", point.devices),):
+        setting = engine.tables_of(1, point.degrees.microbatch, kind).setting
+        peaks += number * setting.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
     flops = graph.flops.total * question.batch / work.samples
-    return float(flops / (point.seconds * point.devices * peak))
+    return float(flops / (point.seconds * peaks))
 
 
 def launch_seconds(engine: PlanSearch, point: Point) -> float:
@@ -307,16 +323,20 @@ def launch_seconds(engine: PlanSearch, point: Point) -> float:
     number = sum(
         (2 + slowest.recompute) * kernel_count(o) + bool(o.flops.weight_gradient) for o in operators
     )
-    host = engine.question.machine.device.seconds_of_host(float(number))
+    kinds = [kind for kind, _ in point.amounts] or [""]
+    host = max(engine.machine_of(kind).device.seconds_of_host(float(number)) for kind in kinds)
     return float(point.degrees.microbatches * point.degrees.virtual * host)
 
 
 def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[NeighbourPlan, ...]:
-    """One step up and down in t, d, p and b: t and p take from d, d is of other devices.
+    """One step up and down in t, d, p and b: t and p take from d, d is of other devices. None of a
+    plan on devices of several types, where a step up is a step of one of them.
 
     Args:
         engine: Of the plan's model and cluster.
     """
+    if len(point.amounts) > 1:
+        return ()
     return tuple(
         _neighbour(engine, point, name, factor, most)
         for name in ("tensor", "data", "pipeline", "microbatch")
@@ -336,7 +356,7 @@ def _neighbour(
     degrees, why = _moved(engine, point.degrees, name, int(new), most)
     if degrees is None:
         return NeighbourPlan(step=step, why=why)
-    candidate, cap = engine.candidate(degrees), engine.question.cap
+    candidate, cap = engine.candidate(degrees, point.kind), engine.question.cap
     found = candidate.fastest(cap)
     if found is not None:
         return NeighbourPlan(step=step, degrees=degrees, point=found)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -21,10 +20,7 @@ from headway.planner.search.request import (
     PlanRequest,
     restrict_to_executor,
 )
-from headway.planner.search.result import PricedPlan
 
-PricedT = TypeVar("PricedT", bound=PricedPlan)
-"""What a search finds: `Point`, or `MixedPoint`."""
 TWICE = "memory 2x"
 SAME = 1e-3
 """Times that differ by a smaller share are called equal."""
@@ -33,7 +29,7 @@ _STEPS = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardwareChange(Generic[PricedT]):
+class HardwareChange:
     """Other hardware.
 
     Attributes:
@@ -45,7 +41,7 @@ class HardwareChange(Generic[PricedT]):
 
     name: str
     own: float
-    best: PricedT | None
+    best: Point | None
     changed: bool
 
     @property
@@ -70,7 +66,7 @@ def fastest_runnable_request(question: PlanRequest, devices: int) -> PlanRequest
 
 def hardware_changes(
     question: PlanRequest, priced: Callable[[PlanSearch], Point]
-) -> Iterator[HardwareChange[Point]]:
+) -> Iterator[HardwareChange]:
     """Each level of links 2 and 4 times faster, memory and compute twice, launches in half the
     time, one at a time.
 
@@ -78,9 +74,9 @@ def hardware_changes(
         question: As of `fastest_runnable_request`.
         priced: The plan itself on another cluster.
     """
-    best = _best(question)
+    best = fastest_plan(question)
     for name, other in _others(question):
-        found = _best(other)
+        found = fastest_plan(other)
         yield HardwareChange(
             name=name,
             own=priced(PlanSearch(other)).seconds,
@@ -89,7 +85,8 @@ def hardware_changes(
         )
 
 
-def _best(question: PlanRequest) -> Point | None:
+def fastest_plan(question: PlanRequest) -> Point | None:
+    """The search's choice; None: nothing fits."""
     try:
         return find_plans(question).best
     except PlanError:
@@ -97,13 +94,19 @@ def _best(question: PlanRequest) -> Point | None:
 
 
 def _identity(point: Point | None) -> object:
-    """What makes it another plan: degrees, and the stages that compute again."""
-    return point and (point.degrees, tuple(stage.recompute for stage in point.stages))
+    """What makes it another plan: degrees, devices, and the stages that compute again."""
+    if point is None:
+        return None
+    layout = [(one.kinds, one.copies, one.microbatch) for one in point.classes]
+    return point.degrees, point.amounts, layout, [stage.recompute for stage in point.stages]
 
 
 def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     machine = question.machine
-    for name, network in faster_networks(machine.network, question.devices[-1]):
+    if question.groups:
+        yield from _others_of_groups(question)
+        return
+    for name, network in faster_networks(machine.network, question.most):
         yield name, replace(question, machine=replace(machine, network=network))
     for name, device in other_devices(machine.device):
         twice = question.memory and 2 * question.memory
@@ -115,6 +118,23 @@ def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
                 memory=twice if name == TWICE else question.memory,
             ),
         )
+
+
+def _others_of_groups(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Of each type of devices by itself. What may be used of a device's memory counts as all it
+    has, so that twice is more."""
+    machines = {
+        kind: replace(one, device=replace(one.device, memory=question.caps[kind]))
+        for kind, one in question.machines.items()
+    }
+    question = replace(question, memory=None)
+    for name, network in faster_networks(question.machine.network, question.most):
+        faster = {kind: replace(one, network=network) for kind, one in machines.items()}
+        yield name, question.with_machines(faster)
+    for kind, machine in machines.items():
+        for name, device in other_devices(machine.device):
+            other = machines | {kind: replace(machine, device=device)}
+            yield f"{kind} {name}", question.with_machines(other)
 
 
 def other_devices(device: DeviceModel) -> Iterator[tuple[str, DeviceModel]]:

@@ -27,7 +27,6 @@ from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
     COUNTED,
     Degrees,
-    describe_degrees,
     divisors,
     least_state_per_byte,
     state_per_byte,
@@ -37,8 +36,9 @@ from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.explain.step_parts import fullest_stage_memory
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
-from headway.planner.search.mixed_candidate import MixedStage
-from headway.planner.search.plan_point import Point, PointStage, describe_recomputation
+from headway.planner.search.device_layout import Combination
+from headway.planner.search.layout_candidate import LayoutCandidate
+from headway.planner.search.plan_point import Point, PointStage, describe_point
 from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes, format_seconds
 
@@ -96,36 +96,42 @@ def _least_memory(point: Point | None, proven: bool) -> LeastMemory | None:
     return LeastMemory(bytes=int(np.ceil(point.bytes)), point=point, proven=proven)
 
 
-def _by_memory(engine: PlanSearch, cap: float) -> Iterator[tuple[float, PlanCandidate]]:
+def _by_memory(
+    engine: PlanSearch, cap: float
+) -> Iterator[tuple[float, PlanCandidate | LayoutCandidate]]:
     """All combinations that may need at most `cap`, by the least that they may need."""
-    waiting: list[tuple[float, Degrees, PlanCandidate | None]] = []
-    for degrees in engine.combinations():
-        bound = _first(engine, degrees)
+    waiting: list[tuple[float, Combination, PlanCandidate | LayoutCandidate | None]] = []
+    for combination in engine.combinations():
+        bound = _first(engine, combination)
         if bound <= cap:
-            waiting.append((bound, degrees, None))
+            waiting.append((bound, combination, None))
     heapq.heapify(waiting)
     while waiting:
-        bound, degrees, candidate = heapq.heappop(waiting)
+        bound, combination, candidate = heapq.heappop(waiting)
         if candidate is not None:
             yield bound, candidate
             continue
-        candidate = engine.candidate(degrees)
+        candidate = engine.open(combination)
         better = max(bound, _second(candidate))
         if better <= cap:
-            heapq.heappush(waiting, (better, degrees, candidate))
+            heapq.heappush(waiting, (better, combination, candidate))
 
 
-def _first(engine: PlanSearch, degrees: Degrees) -> float:
+def _first(engine: PlanSearch, combination: Combination) -> float:
     """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
-    question = engine.question
+    if combination.layout is not None:
+        return engine.layouts.held(combination)
+    question, degrees = engine.question, combination.degrees
     per_byte = least_state_per_byte(question.itemsize, degrees, question.work.optimiser.state)
     kept = degrees.microbatch * min(engine.bounds.kept, engine.bounds.crossing)
     state = engine.bounds.held * per_byte * degrees.pipes
     return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))
 
 
-def _second(candidate: PlanCandidate) -> float:
+def _second(candidate: PlanCandidate | LayoutCandidate) -> float:
     """The same from the candidate's own tables."""
+    if isinstance(candidate, LayoutCandidate):
+        return candidate.bound()[1]
     rows = candidate.least_rows
     rows = np.stack([candidate.there(rows), rows[..., IntervalRows.KEPT]], axis=-1)
     return max(float(_spread(rows, candidate.degrees).min()), candidate.bound()[1])
@@ -178,9 +184,14 @@ class Relaxation:
     hardware: bool = False
 
     @property
+    def _step_cost(self) -> float:
+        point = self.point
+        return self.question.cost(point.devices, point.seconds, point.amounts)
+
+    @property
     def cost(self) -> float:
         """Of a sample, in money or seconds of devices."""
-        return self.question.cost(self.point.devices, self.point.seconds) / self.question.batch
+        return self._step_cost / self.question.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +223,9 @@ def find_relaxations(
         return InfeasibilityReport(question=question, need=None, changes=())
     free = engine.related(replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
-    found = [*_memory(engine, base, need), *_devices(engine, base, wider)]
+    found = list(_memory(engine, base, need))
+    if not question.groups:  # which type there should be more of, nobody says
+        found += _devices(engine, base, wider)
     found += [relaxed for kind in _RELAXATIONS for relaxed in kind(engine, base)]
     found.sort(key=lambda one: (one.hardware, one.cost))
     return InfeasibilityReport(question=question, need=need, changes=tuple(found))
@@ -221,7 +234,7 @@ def find_relaxations(
 def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Relaxation]:
     question = engine.question
     more = need.bytes - question.cap
-    own = need.bytes <= question.machine.device.memory
+    own = need.bytes <= (question.cap if question.groups else question.machine.device.memory)
     how = f', --memory "{need.bytes} B"' if own else ""
     words = f"{format_bytes(more)} more per device ({format_bytes(need.bytes)}{how})"
     yield from _relaxed(
@@ -279,8 +292,8 @@ def _tensor(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
     question = engine.question
     if question.tensor is None:
         return
-    inner = min(question.machine.network.levels[0].width, question.devices[-1])
-    others = {t for n in question.devices for t in divisors(n) if t <= inner}
+    inner = min(question.machine.network.levels[0].width, question.most)
+    others = {t for n in question.devices or (question.most,) for t in divisors(n) if t <= inner}
     yield from _first_that_fits(
         engine,
         base,
@@ -342,7 +355,7 @@ def _force(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
 def _device(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
     """The device with the least memory that does, of those with a datasheet."""
     question = engine.question
-    if question.memory is not None:
+    if question.memory is not None or question.groups:
         return
     machine = question.machine
     larger = sorted(
@@ -450,12 +463,13 @@ def describe_relaxation(one: Relaxation) -> str:
     time = f"time unknown: the cluster's file joins no more than {most:g} devices"
     if one.slower is not None:
         time = f"{format_seconds(point.seconds)} a step, {one.slower:+.1%} a sample"
-    return f"{one.change}: {time}; {describe_degrees(point.degrees)}{describe_recomputation(point)}"
+    return f"{one.change}: {time}; {describe_point(point)}"
 
 
 def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
     question, need = verdict.question, verdict.need
-    devices = f"{_or(question.devices)} device{'s' if question.devices != (1,) else ''}"
+    numbers = question.devices or (question.most,)
+    devices = f"{_or(numbers)} device{'s' if numbers != (1,) else ''}"
     if need is None:
         yield f"the model cannot be split over {devices} with a batch of {question.batch}"
         return
@@ -464,8 +478,7 @@ def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
     yield (
         f"{devices}: every plan needs {less}{format_bytes(need.bytes)} per device or more, "
         f"{format_bytes(need.bytes - question.cap)} more than the {format_bytes(question.cap)} "
-        f"that are allowed; least with {describe_degrees(point.degrees)}"
-        f"{describe_recomputation(point)}"
+        f"that are allowed; least with {describe_point(point)}"
     )
     yield describe_fullest_stage(engine, point)
 
@@ -488,7 +501,7 @@ def describe_fullest_stage(engine: PlanSearch, point: Point) -> str:
     return f"there {ranks} ({first} to {last}) is the fullest: {filled}"
 
 
-def stage_end_modules(engine: PlanSearch, stage: PointStage | MixedStage) -> tuple[str, str]:
+def stage_end_modules(engine: PlanSearch, stage: PointStage) -> tuple[str, str]:
     """The first and the last module of a stage that have a name."""
     operators = engine.question.work.graph.operators
     start, stop = engine.row[stage.start].start, engine.row[stage.stop - 1].stop
@@ -518,16 +531,21 @@ class MemoryFix:
 
 def excess_bytes(engine: PlanSearch, point: Point) -> int:
     """Whole bytes by which the fullest device is over what is allowed; 0: it fits."""
-    return max(0, math.ceil(point.bytes - engine.question.cap))
+    question = engine.question
+    over = [point.bytes_on(kind) - question.caps[kind] for kind, _ in point.amounts]
+    return max(0, math.ceil(max(over, default=point.bytes - question.cap)))
 
 
 def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
-    """The smallest change of each kind that makes a plan fit, the fastest first.
+    """The smallest change of each kind that makes a plan fit, the fastest first; none of a plan on
+    devices of several types.
 
     Args:
         engine: Of the plan's model, cluster and number of devices.
         point: A plan that holds more than is allowed.
     """
+    if len(point.amounts) > 1:
+        return ()
     found = [*_recomputed(engine, point), *_cut(engine, point)]
     for name in _FIXES:
         found += _moved(engine, point, name)
@@ -550,7 +568,7 @@ def _recomputed(engine: PlanSearch, point: Point) -> Iterator[MemoryFix]:
         return
     again = {n for n, stage in enumerate(point.stages) if stage.recompute}
     borders = [stage.start for stage in point.stages] + [point.stages[-1].stop]
-    new = engine.candidate(point.degrees).planned(borders, again | {*fresh})
+    new = engine.candidate(point.degrees, point.kind).planned(borders, again | {*fresh})
     spans = (" to ".join(stage_end_modules(engine, point.stages[n])) for n in fresh)
     yield from _memory_fix(engine, point, f"recompute {', '.join(spans)}", new)
 
@@ -559,7 +577,7 @@ def _cut(engine: PlanSearch, point: Point) -> Iterator[MemoryFix]:
     """The same degrees, cut elsewhere and without further recomputation, or with it."""
     if len(point.stages) == 1:
         return
-    new = engine.candidate(point.degrees).fastest(engine.question.cap)
+    new = engine.candidate(point.degrees, point.kind).fastest(engine.question.cap)
     if new is None:
         return
     starts = ", ".join(engine.row[stage.start].module for stage in new.stages[1:])
@@ -584,7 +602,7 @@ def _moved(engine: PlanSearch, point: Point, name: str) -> Iterator[MemoryFix]:
     asked = replace(engine.question, devices=(old.devices,), tensor=None, zero=(0, 1, 2, 3))
     others = [
         degrees
-        for degrees in engine.related(asked).combinations()
+        for degrees in (one.degrees for one in engine.related(asked).combinations())
         if getattr(degrees, name) != getattr(old, name)
         and replace(degrees, **{one: getattr(old, one) for one in follow}) == old
     ]
@@ -593,7 +611,7 @@ def _moved(engine: PlanSearch, point: Point, name: str) -> Iterator[MemoryFix]:
         return abs(math.log((1 + getattr(degrees, name)) / (1 + getattr(old, name))))
 
     for degrees in sorted(others, key=lambda one: (far(one), one)):
-        new = engine.candidate(degrees).fastest(engine.question.cap)
+        new = engine.candidate(degrees, point.kind).fastest(engine.question.cap)
         if new is not None:
             yield from _memory_fix(engine, point, f"{called} {getattr(degrees, name)}", new)
             return

@@ -60,10 +60,11 @@ class StageMemory:
 def step_parts(question: PlanRequest, point: Point) -> tuple[StepPart, ...]:
     """The terms of a step, the largest first; those of nothing are left out, but for an exchange
     that is hidden as a whole."""
-    degrees, network = point.degrees, question.machine.network
+    machine = question.of(point.amounts[0][0] if point.amounts else "").machine
+    degrees, network = point.degrees, machine.network
     graph = question.work.graph
     trained = {name for o in graph.operators for name in o.parameters} - set(graph.frozen)
-    host = host_seconds(question.machine.device.host, degrees, len(trained))
+    host = host_seconds(machine.device.host, degrees, len(trained))
     known = (point.busy, point.messages, point.exchange, point.update, point.reading, host)
     terms = {
         "compute": point.busy,
@@ -100,6 +101,13 @@ def level_of(network: HierarchicalNetwork, ranks: int) -> LinkLevel:
     return next((level for level in network.levels if level.width >= ranks), network.levels[-1])
 
 
+def memory_share(question: PlanRequest, point: Point) -> float:
+    """Of what a device may use, what the fullest one needs."""
+    if not point.amounts:
+        return point.bytes / question.cap
+    return max(point.bytes_on(kind) / question.caps[kind] for kind, _ in point.amounts)
+
+
 def fullest_stage_memory(question: PlanRequest, point: Point) -> StageMemory:
     """What the fullest stage holds, by category; a rank with several stages holds more."""
     number = max(range(len(point.stages)), key=lambda n: point.stages[n].bytes)
@@ -110,7 +118,7 @@ def fullest_stage_memory(question: PlanRequest, point: Point) -> StageMemory:
     return StageMemory(
         stage=number,
         bytes=stage.bytes,
-        share=point.bytes / question.cap,
+        share=memory_share(question, point),
         weights=weights,
         training=stage.state - weights - absent,
         activations=0.0 if updates else stage.kept,

@@ -83,7 +83,8 @@ def find_auto_plan(question: PlanRequest, limits: RecipeLimits, cluster: Cluster
 def _others(engine: PlanSearch, chosen: Point) -> Iterator[Point]:
     """Of each other way to share the ranks the fastest, and of the chosen way the next best."""
     best: dict[tuple[int, int, str], Point] = {}
-    for degrees, _ in zip(engine.combinations(), range(MOST), strict=False):
+    for combination, _ in zip(engine.combinations(), range(MOST), strict=False):
+        degrees = combination.degrees
         if degrees == chosen.degrees:
             continue
         point = engine.candidate(degrees).fastest(engine.question.cap)

@@ -10,7 +10,7 @@ from headway.cluster import Cluster, to_toml
 from headway.plan import Plan
 from headway.plan.prediction import Prediction
 from headway.planner.explain.step_parts import step_parts
-from headway.planner.search.plan_point import Point
+from headway.planner.search.plan_point import Point, format_device_runs
 from headway.planner.search.request import PlanRequest
 
 
@@ -30,7 +30,7 @@ def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Pred
         message=point.messages / edges if edges else 0.0,
         bytes=point.bytes,
         cluster=hash_of(cluster),
-        device=question.machine.device.name,
+        device=format_device_runs(point.rank_kinds) or question.machine.device.name,
         version=_version(),
     )
 

@@ -6,7 +6,7 @@ and the parameters. The seconds of a stage add up to those that the search price
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,9 +23,14 @@ from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.pricing import Pricing
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.plan_conversion import missing_in_executor, point_of
-from headway.planner.search.plan_point import Point, PointStage
-from headway.planner.traffic.estimate import collective_seconds, collectives_of
+from headway.planner.search.plan_conversion import executor_lacks, point_of
+from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.planner.traffic.estimate import (
+    collective_seconds,
+    collectives_of,
+    uniform_class,
+    uniform_point,
+)
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.pipeline_schedule import PipelineSchedule
 from headway.simulator.ranks import RankGrid
@@ -58,21 +63,26 @@ def one_stage_per_rank(plan: Plan) -> Plan:
     return replace(plan, mesh=Mesh(axes=tuple(axes)), pipeline=pipeline)
 
 
-def step_of_plan(plan: Plan, search: PlanSearch) -> tuple[StepWork, Point | None]:
+def step_of_plan(
+    plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()
+) -> tuple[StepWork, Point | None]:
     """A step as today's executor carries out the plan; and its price, where the search has one.
 
     Args:
         plan: A legal one; any schedule, or a table.
         search: Of its model, batch and cluster.
+        kinds: The type of each rank's device, where the search has groups of devices.
 
     Raises:
-        PlanError: The model has no such borders.
+        PlanError: The model has no such borders, or devices of several types no price for it.
     """
     table = table_of(plan)
     try:
-        point, priced = point_of(plan, search), True
+        point, priced = point_of(plan, search, kinds), True
     except PlanError:  # a schedule without a price, or the same fault again
-        point, priced = point_of(one_stage_per_rank(plan), search), False
+        if len({*kinds}) > 1:  # a stage more or less on a rank, and its type is not known
+            raise
+        point, priced = point_of(one_stage_per_rank(plan), search, kinds[:1]), False
     return _step(search, point, table, grid_of_plan(plan), plan), point if priced else None
 
 
@@ -100,16 +110,32 @@ def table_of_degrees(degrees: Degrees, again: tuple[int, ...]) -> PipelineSchedu
 def _step(
     search: PlanSearch, point: Point, table: PipelineSchedule, grid: RankGrid, plan: Plan | None
 ) -> StepWork:
-    machine = search.question.machine
+    kinds = [kind for kind, _ in point.amounts] or [""]
+    first, *others = (
+        _class_stages(search, point, one) for one in point.classes or (uniform_class(point),)
+    )
+    variant = {copy: n for n, one in enumerate(point.classes) for copy in one.copies}
     found = StepWork(
         table=table,
-        stages=stages_of(search, point),
+        stages=first,
+        others=tuple(others),
+        variant=tuple(variant[copy] for copy in range(len(variant))) if others else (),
         grid=grid,
-        network=machine.network,
+        network=search.question.machine.network,
         zero=point.degrees.zero,
-        overlap=getattr(machine.device, "overlap", 1.0),
+        overlap=min(search.machine_of(kind).device.overlap for kind in kinds),
     )
-    return place_reductions(found, plan, missing_in_executor(point))
+    again = any(stage.recompute for stage in point.stages)
+    return place_reductions(found, plan, executor_lacks(point.degrees, again))
+
+
+def _class_stages(search: PlanSearch, point: Point, one: CopyClass) -> tuple[StageWork, ...]:
+    """The stages of a class of copies, each on its own device."""
+    on = {
+        kind: stages_of(search, uniform_point(point, one, kind))
+        for kind in dict.fromkeys(one.kinds)
+    }
+    return tuple(on[kind][stage] for stage, kind in enumerate(one.kinds))
 
 
 def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
@@ -128,9 +154,9 @@ def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
 
 
 def stages_of(search: PlanSearch, point: Point) -> tuple[StageWork, ...]:
-    """All stages of a point."""
+    """All stages of a point on devices of one type."""
     inside = _collectives(search, point)
-    pricing = search.candidate(point.degrees).pricing
+    pricing = search.candidate(point.degrees, point.kind).pricing
     return tuple(_stage(search, point, number, own, pricing) for number, own in enumerate(inside))
 
 
@@ -170,7 +196,7 @@ def _stage(
     search: PlanSearch, point: Point, number: int, inside: tuple[float, float], pricing: Pricing
 ) -> StageWork:
     degrees, stage = point.degrees, point.stages[number]
-    tables = search.tables_of(degrees.tensor, degrees.microbatch)
+    tables = search.tables_of(degrees.tensor, degrees.microbatch, point.kind)
     units = list(_units(tables, point, stage))
     held = _held([line[3] for line in units], stage.params)
     pieces = tuple(
@@ -225,7 +251,7 @@ def _held(params: list[float], whole: float) -> list[float]:
 
 def _leaving(search: PlanSearch, point: Point, held: list[float]) -> Iterator[tuple[int, float]]:
     """The buckets of a model that is not cut, as `comm` fills them."""
-    shared = search.candidate(point.degrees).shared
+    shared = search.shared
     whole = np.maximum(shared.held, 1.0)
     sizes, units = shared.gradients.messages(point.bucket or BUCKETS[0], np.array(held) / whole)
     yield from zip(units.tolist(), sizes.tolist(), strict=True)

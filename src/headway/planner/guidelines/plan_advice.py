@@ -38,8 +38,7 @@ from headway.planner.explain.step_parts import level_of
 from headway.planner.guidelines.advice import Advice, AdviceFacts, guidelines
 from headway.planner.guidelines.layer_algorithms import Minibatch, choose_minibatch
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.mixed_candidate import MixedPoint
-from headway.planner.search.mixed_search import MixedSearch
+from headway.planner.search.plan_point import Point
 from headway.planner.whale.load_balance import whole_filling
 from headway.units import format_bytes, format_number, format_seconds, format_share
 
@@ -362,7 +361,7 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
 
 
 def advice_of_mixed(
-    search: MixedSearch, point: MixedPoint, *, efficiency: float = 0.8
+    search: PlanSearch, point: Point, *, efficiency: float = 0.8
 ) -> tuple[list[Advice], list[str]]:
     """The answers, and what is not known.
 
@@ -371,7 +370,7 @@ def advice_of_mixed(
         point: The plan, priced by it.
         efficiency: Wanted share of linear speed-up.
     """
-    jobs = {kind: _job(search, point, kind) for kind, _ in point.combination.amounts}
+    jobs = {kind: _job(search, point, kind) for kind, _ in point.amounts}
     answers = list(_of_group(point, jobs, efficiency))
     unknown: list[str] = []
     for kind, job in jobs.items():
@@ -385,16 +384,16 @@ def advice_of_mixed(
     return answers, list(dict.fromkeys(unknown))
 
 
-def _job(search: MixedSearch, point: MixedPoint, kind: str) -> AdviceRequest:
+def _job(search: PlanSearch, point: Point, kind: str) -> AdviceRequest:
     """All devices of the plan, with its largest micro-batch on this type, or a device's share."""
-    question = replace(search.question.of(kind), memory=search.question.caps[kind])
-    sizes = [part.microbatch for s in point.stages for part in s.parts if part.kind == kind]
+    question = search.question.of(kind)
+    sizes = [one.microbatch for one in point.classes if kind in one.kinds]
     share = max(1, question.batch // point.devices)
     return AdviceRequest(PlanSearch(question), point.devices, min(share, *sizes))
 
 
 def _of_group(
-    point: MixedPoint, jobs: Mapping[str, AdviceRequest], efficiency: float
+    point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float
 ) -> Iterator[Advice]:
     """Of the plan's own devices."""
     yield _idle(point)
@@ -403,14 +402,14 @@ def _of_group(
         yield _worth(point, jobs, efficiency)
 
 
-def _idle(point: MixedPoint) -> Advice:
-    kinds = [kind for kind, _ in point.combination.amounts]
+def _idle(point: Point) -> Advice:
+    kinds = [kind for kind, _ in point.amounts]
     shares = {kind: point.idle(kind) for kind in kinds}
     words = ", ".join(f"{kind} for {format_share(share)}" for kind, share in shares.items())
     slowest = max(
-        (part.stage.seconds, number, part.kind)
-        for number, stage in enumerate(point.stages)
-        for part in stage.parts
+        (stage.seconds, number, kind)
+        for one in point.classes
+        for number, (kind, stage) in enumerate(zip(one.kinds, one.stages, strict=True))
     )
     return Advice(
         question="How well are the plan's own devices filled?",
@@ -423,11 +422,11 @@ def _idle(point: MixedPoint) -> Advice:
     )
 
 
-def _shares(point: MixedPoint, jobs: Mapping[str, AdviceRequest]) -> Advice:
+def _shares(point: Point, jobs: Mapping[str, AdviceRequest]) -> Advice:
     """Of data parallelism over the plan's devices, in whole samples."""
     batch = next(iter(jobs.values())).batch
     each = {kind: _sample(job) for kind, job in jobs.items()}
-    numbers = dict(point.combination.amounts)
+    numbers = dict(point.amounts)
     costs = [np.arange(1, batch + 1, dtype=np.float64) * each[kind] for kind in numbers]
     sizes, longest = whole_filling(costs, list(numbers.values()), batch)
     even = -(-batch // point.devices) * max(each.values())
@@ -447,11 +446,11 @@ def _shares(point: MixedPoint, jobs: Mapping[str, AdviceRequest]) -> Advice:
     )
 
 
-def _worth(point: MixedPoint, jobs: Mapping[str, AdviceRequest], efficiency: float) -> Advice:
+def _worth(point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float) -> Advice:
     """Lemma 1 with the group as a number of its fastest devices."""
     each = {kind: _sample(job) for kind, job in jobs.items()}
     fastest = min(each, key=lambda kind: each[kind])
-    worth = sum(n * each[fastest] / each[kind] for kind, n in point.combination.amounts)
+    worth = sum(n * each[fastest] / each[kind] for kind, n in point.amounts)
     compute, overhead = jobs[fastest].compute, max(job.overhead for job in jobs.values())
     ratio = overhead / compute
     reached = zou.efficiency(ratio, worth)

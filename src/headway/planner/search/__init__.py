@@ -1,6 +1,6 @@
-"""The search: from a request (model, cluster, batch, objective) to the Pareto front of plans.
+"""The search: from a request (model, devices, batch, objective) to the Pareto front of plans.
 `branch_and_bound` opens combinations of degrees by their lower bounds, `candidate` cuts and prices
-one of them,
-`plan_point` is a plan of the result, `plan_conversion` turns it into a `Plan` and back. The
-`mixed_*` files do the same for devices of several types, and are to become one with them.
+one on devices of one type, `layout_candidate` one on devices of several types, laid out by
+`device_layout`. `plan_point` is a plan of the result, `plan_conversion` turns it into a `Plan` and
+back.
 """

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from headway.cost.transformer import Machine
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
     Degrees,
@@ -24,6 +26,7 @@ from headway.planner.estimate.degrees import (
 )
 from headway.planner.estimate.gradient_exchange import ModelParameters
 from headway.planner.estimate.operators import (
+    Floats,
     OperatorSetting,
     check_force,
     kernel_count,
@@ -32,20 +35,31 @@ from headway.planner.estimate.operators import (
 from headway.planner.estimate.partition import (
     IntervalClasses,
     LayerUnit,
+    forced_stage_starts,
     interval_classes,
     make_units,
 )
 from headway.planner.estimate.pipeline_time import schedule_options
 from headway.planner.estimate.segments import SegmentTables, make_segment_tables
 from headway.planner.estimate.transient_memory import TransientMemory
-from headway.planner.search.candidate import PlanCandidate, lower_hull_bound, step_lower_bound
+from headway.planner.pareto.front import reduce_front
+from headway.planner.search.candidate import (
+    FINER,
+    PlanCandidate,
+    lower_hull_bound,
+    step_lower_bound,
+)
+from headway.planner.search.device_layout import Combination, device_counts, layout_combinations
+from headway.planner.search.layout_candidate import (
+    LayoutBounds,
+    LayoutCandidate,
+    Picks,
+    ShareCandidate,
+)
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
-from headway.planner.search.result import ALIKE, ParetoResult, distinct_points, pareto_optimal
 from headway.units import format_bytes
 
-FINER = 0.75
-"""Plans are sought in bands of memory, each this share of the one before."""
 NEAR = 1.02
 """A band in which no plan can be faster than a known one by more than this factor is left."""
 TABLES = 64
@@ -55,28 +69,80 @@ LEAST = 0.02
 """Of the allowed memory: plans that need less than this share count as needing it."""
 
 
+ALIKE = 1.001
+"""Figures that are as near are equal: of such plans the one on fewest devices is of use."""
+KEPT = 24
+"""Candidates on devices of one type that are kept for the next layout of several."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class SearchResult(ParetoResult[Point]):
+class SearchResult:
     """What was found.
 
     Attributes:
+        points: The frontier over (seconds, bytes, devices), of groups of devices over money, too;
+            fastest first.
+        chosen: The number of the point that meets the objective.
+        bound: What the objective's value is at least; `gap` compares it with the chosen point.
         floor: Seconds that no plan takes less than on as many devices as the chosen one, also none
             that the search leaves out: work evenly spread, no bubble, no launch waits, and what of
             the exchange is longer than the backward passes.
+        opened: Of those considered, how many were priced.
     """
 
     question: PlanRequest
+    points: tuple[Point, ...]
+    chosen: int
+    bound: float
     floor: float
+    considered: int
+    opened: int
     search: PlanSearch = field(repr=False, compare=False)
 
     @property
+    def best(self) -> Point:
+        return self.points[self.chosen]
+
+    @property
     def value(self) -> float:
+        """The objective's, of the chosen point."""
         return _value(self.question, self.best)
+
+    @property
+    def gap(self) -> float:
+        """By which share the chosen point may be above the best there is."""
+        return max(0.0, self.value / self.bound - 1.0) if self.bound > 0 else 0.0
 
     @property
     def unexplored(self) -> float:
         """By which share the chosen point's time is above `floor`."""
         return max(0.0, self.best.seconds / self.floor - 1.0) if self.floor > 0 else 0.0
+
+
+def point_objectives(point: Point) -> tuple[float, ...]:
+    """What a point is judged by, where devices of all types cost the same."""
+    return point.seconds, point.bytes, float(point.devices)
+
+
+def pareto_optimal(
+    points: list[Point], of: Callable[[Point], tuple[float, ...]] = point_objectives
+) -> tuple[list[Point], Floats]:
+    """Those that no other one beats; and (n, figures) of them, as `of` has them."""
+    front = reduce_front(np.array([of(point) for point in points]))
+    return [points[row] for row in front.origins[:, 0]], front.costs
+
+
+def distinct_points(
+    points: Iterable[Point], of: Callable[[Point], tuple[float, ...]] = point_objectives
+) -> tuple[Point, ...]:
+    """Fastest first, without points that another one equals to a thousandth with fewer devices."""
+    found, kept = sorted(points, key=of), []
+    for point in found:
+        near = np.array(of(point)) * ALIKE
+        others = [other for other in found if other.devices < point.devices]
+        if not any(np.all(np.array(of(other)) <= near) for other in others):
+            kept.append(point)
+    return tuple(kept)
 
 
 class SearchBounds:
@@ -200,7 +266,10 @@ class PlanSearch:
     """Tables and combinations of one question; `run` answers it.
 
     Args:
-        allow: Which combinations are looked at; None: all.
+        allow: Which degrees are looked at; None: all.
+
+    Attributes:
+        types: Tables and bounds by type of device; "" where the question has one.
     """
 
     def __init__(
@@ -208,12 +277,33 @@ class PlanSearch:
     ) -> None:
         self.question = question
         self.allow = allow
-        self.bounds = SearchBounds(question)
+        kinds = [one.kind for one in question.groups] or [""]
+        self.types = {kind: SearchBounds(question.of(kind)) for kind in kinds}
+        self.bounds = next(iter(self.types.values()))
+        self.layouts = LayoutBounds(question, self.types)
         self.row = self.bounds.row
         self.shared = self.bounds.shared
+        self._begin()
+
+    def _begin(self) -> None:
         self.points: list[Point] = []
         self.opened = 0
         self._known: np.ndarray = np.zeros((0, 3))
+        self._candidates: dict[tuple[str, Degrees], PlanCandidate] = {}
+        self._picks: Picks = WeakKeyDictionary()
+
+    def related(self, question: PlanRequest) -> PlanSearch:
+        """A search of another question of the same model, machines and forced choices: its tables
+        are these."""
+        other = copy.copy(self)
+        other.question = question
+        other.types = {kind: copy.copy(bounds) for kind, bounds in self.types.items()}
+        for kind, bounds in other.types.items():
+            bounds.question = question.of(kind)
+        other.bounds = next(iter(other.types.values()))
+        other.layouts = LayoutBounds(question, other.types)
+        other._begin()
+        return other
 
     def run(self) -> SearchResult:
         """Search.
@@ -223,148 +313,248 @@ class PlanSearch:
         """
         question = self.question
         end = np.inf if question.seconds is None else perf_counter() + question.seconds
-        waiting: list[tuple[float, Degrees, float, bool]] = []
-        for degrees in self.combinations():
-            seconds, held = self.bounds.first(degrees)
-            waiting.append((seconds, degrees, held, False))
+        waiting: list[tuple[float, Combination, float, bool]] = []
+        for combination in self.combinations():
+            seconds, held = self._first_bound(combination)
+            waiting.append((seconds, combination, held, False))
         considered = len(waiting)
         heapq.heapify(waiting)
         bound, tables = np.inf, 0
         while waiting:
-            seconds, degrees, held, tight = heapq.heappop(waiting)
+            seconds, combination, held, tight = heapq.heappop(waiting)
             if held > question.cap or not np.isfinite(seconds):
                 continue
             late = bool(self.points) and perf_counter() > end
-            if late or self._beaten(seconds, question.cap, degrees.devices, held):
-                bound = min(bound, _bound_value(question, degrees.devices, seconds))
+            if late or self._beaten(seconds, question.cap, combination, held):
+                bound = min(bound, _bound_value(question, combination, seconds))
                 continue
-            candidate = self.candidate(degrees)
+            candidate = self.open(combination)
+            degrees = combination.degrees
             if not tight:
                 better = candidate.bound(question.cap)
-                line = (max(seconds, better[0]), degrees, max(held, better[1]), True)
+                line = (max(seconds, better[0]), combination, max(held, better[1]), True)
                 heapq.heappush(waiting, line)
                 continue
             if degrees.pipeline > 1 and degrees.schedule != question.schedules[0]:
                 if tables == TABLES:
-                    bound = min(bound, _bound_value(question, degrees.devices, seconds))
+                    bound = min(bound, _bound_value(question, combination, seconds))
                     continue
                 tables += 1
             self.opened += 1
-            self._open(candidate)
+            self._open(combination, candidate)
+            if np.isfinite(candidate.left_out):
+                bound = min(bound, _bound_value(question, combination, candidate.left_out))
         if not self.points:
             raise self._impossible()
         return self._outcome(considered, float(bound))
 
-    def related(self, question: PlanRequest) -> PlanSearch:
-        """A search of another question of the same model, machine and forced choices: its tables
-        are these."""
-        other = copy.copy(self)
-        other.question, other.bounds = question, copy.copy(self.bounds)
-        other.bounds.question = question
-        other.points, other.opened, other._known = [], 0, np.zeros((0, 3))
-        return other
+    def tables_of(self, tensor: int, samples: int, kind: str = "") -> SegmentTables:
+        """Shared by all combinations with this tensor degree and micro-batch on one type."""
+        return self._type(kind).tables_of(tensor, samples)
 
-    def tables_of(self, tensor: int, samples: int) -> SegmentTables:
-        """Shared by all combinations with this tensor degree and micro-batch."""
-        return self.bounds.tables_of(tensor, samples)
+    def machine_of(self, kind: str) -> Machine:
+        """That of a type; "": of the first."""
+        return self._type(kind).question.machine
 
-    def combinations(self) -> Iterator[Degrees]:
+    def _type(self, kind: str) -> SearchBounds:
+        return self.types[kind] if kind else self.bounds
+
+    def combinations(self) -> Iterator[Combination]:
         """All of them."""
-        return filter(self.allow, self._every_combination())
+        return filter(self._allowed, self._every_combination())
 
-    def _every_combination(self) -> Iterator[Degrees]:
+    def _allowed(self, combination: Combination) -> bool:
+        return self.allow is None or self.allow(combination.degrees)
+
+    def _every_combination(self) -> Iterator[Combination]:
+        question = self.question
+        if not question.groups:
+            for devices in question.devices:
+                for degrees in self._degrees(devices):
+                    yield Combination(degrees=degrees)
+            return
+        groups = list(question.groups)
+        if question.balance == "whale":
+            groups.sort(key=lambda one: -one.machine.device.memory)
+        counts = {one.kind: one.count for one in groups}
+        for amounts in device_counts(counts, question.devices or None):
+            used = tuple((kind, number) for kind, number in amounts.items() if number)
+            if len(used) == 1:
+                for degrees in self._degrees(used[0][1]):
+                    yield Combination(degrees=degrees, amounts=used)
+            else:
+                yield from layout_combinations(question, amounts, len(self.row))
+
+    def _degrees(self, devices: int) -> Iterator[Degrees]:
+        """On so many devices of one type."""
         question = self.question
         inner = question.machine.network.levels[0].width
-        for devices in question.devices:
-            allowed = question.tensor or tuple(
-                t for t in range(1, devices + 1) if devices % t == 0 and t <= min(inner, devices)
-            )
-            if any(how.startswith("split") for _, how in question.force):
-                allowed = tuple(t for t in allowed if t > 1)
-            yield from combinations(
-                devices,
-                question.batch,
-                units=len(self.row),
-                tensor=allowed,
-                zero=question.zero,
-                schedules=schedule_options(question.schedules),
-                orders=question.orders,
-                one_level=int(min(inner, devices)),
-            )
-
-    def candidate(self, degrees: Degrees) -> PlanCandidate:
-        """A combination of degrees on the search's tables."""
-        shared = self.tables_of(degrees.tensor, degrees.microbatch)
-        recompute = self.question.recompute == "any" or degrees.pipeline > 1
-        return PlanCandidate(
-            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute
+        allowed = question.tensor or tuple(
+            t for t in range(1, devices + 1) if devices % t == 0 and t <= min(inner, devices)
+        )
+        if any(how.startswith("split") for _, how in question.force):
+            allowed = tuple(t for t in allowed if t > 1)
+        return combinations(
+            devices,
+            question.batch,
+            units=len(self.row),
+            tensor=allowed,
+            zero=question.zero,
+            schedules=schedule_options(question.schedules),
+            orders=question.orders,
+            one_level=int(min(inner, devices)),
         )
 
-    def _open(self, candidate: PlanCandidate) -> None:
+    def _first_bound(self, combination: Combination) -> tuple[float, float]:
+        """(seconds, bytes) that no plan of it is below, without its own tables."""
+        if combination.layout is not None:
+            return self.layouts.seconds(combination), self.layouts.held(combination)
+        return self._type(combination.kind).first(combination.degrees)
+
+    def candidate(self, degrees: Degrees, kind: str = "") -> PlanCandidate:
+        """A combination of degrees on the tables of devices of one type."""
+        recompute = self.question.recompute == "any" or degrees.pipeline > 1
+        return PlanCandidate(
+            self.tables_of(degrees.tensor, degrees.microbatch, kind),
+            degrees,
+            self.question.itemsize,
+            self.shared,
+            may_recompute=recompute,
+            kind=kind,
+            limit=self.question.caps[kind] if kind else np.inf,
+        )
+
+    def open(self, combination: Combination) -> PlanCandidate | LayoutCandidate:
+        """A combination on the tables of its types."""
+        if combination.layout is None:
+            return self.candidate(combination.degrees, combination.kind)
+        return LayoutCandidate(
+            combination,
+            self.layouts,
+            partial(self.sharing, combination),
+            self.question.caps,
+            partial(self._known_is, combination),
+        )
+
+    def sharing(self, combination: Combination, sizes: tuple[int, ...]) -> ShareCandidate:
+        """A layout with the size of the micro-batches of each class of copies."""
+        return ShareCandidate(
+            combination=combination,
+            sizes=sizes,
+            candidate=self._cell_candidate,
+            starts=forced_stage_starts(self.question.force, self.row),
+            picks=self._picks,
+        )
+
+    def _cell_candidate(self, kind: str, degrees: Degrees) -> PlanCandidate:
+        """The last ones are kept: other layouts have the same."""
+        key = (kind, degrees)
+        if key not in self._candidates:
+            while len(self._candidates) >= KEPT:
+                self._candidates.pop(next(iter(self._candidates)))
+            self._candidates[key] = self.candidate(degrees, kind)
+        return self._candidates[key]
+
+    def _open(self, combination: Combination, candidate: PlanCandidate | LayoutCandidate) -> None:
         """Adds the fastest plan of each band of memory that may hold one of use."""
         cap = self.question.cap
         least = max(candidate.bound()[1], self.question.cap * LEAST)
-        devices = candidate.degrees.devices
         while cap >= least:
-            if not self._beaten(candidate.bound(cap)[0], cap, devices, cap):
-                known = self._known_within(cap, devices)
+            if not self._beaten(candidate.bound(cap)[0], cap, combination, cap):
+                known = self._known_within(cap, combination)
                 point = candidate.fastest(cap, known, parts=False)
                 if point is not None:
                     self._add(point)
                     cap = min(cap, point.bytes)
-                elif not np.isfinite(known):
+                elif not np.isfinite(known) or candidate.exhausted:
                     return
             if self.question.objective != "frontier":
                 return
-            cap *= FINER
+            cap *= candidate.band
 
-    def _known_within(self, cap: float, devices: int) -> float:
+    def _known_within(self, cap: float, combination: Combination) -> float:
         """Seconds from which on no plan of this band is of use. Of the frontier: a slower one is
         beaten, or needs less than the band and is sought again below it."""
-        found = [point.seconds for point in self.points]
-        if self.question.objective == "frontier":
+        question = self.question
+        if question.objective == "frontier":
             found = [
-                point.seconds
+                max(point.seconds, self._equal_cost(point, combination))
                 for point in self.points
-                if point.bytes <= cap * FINER and point.devices <= devices
+                if point.bytes <= cap * FINER and point.devices <= combination.devices
             ]
-        elif self.question.objective != "fastest":
-            found = []
-        return min(found, default=np.inf)
+            # A layout's cuts take long: one that gains less than the frontier tells is not sought.
+            near = 1.0 if combination.layout is None else NEAR
+            return min(found, default=np.inf) / near
+        if question.objective == "fastest":
+            return min((point.seconds for point in self.points), default=np.inf)
+        if question.objective == "cheapest" and combination.layout is not None:
+            return min(
+                (self._equal_cost(point, combination) for point in self.points), default=np.inf
+            )
+        return np.inf
+
+    def _equal_cost(self, point: Point, combination: Combination) -> float:
+        """Seconds of a plan on other devices that costs as much; 0 where all are of one type."""
+        if not combination.amounts:
+            return 0.0
+        cost = self.question.cost(point.devices, point.seconds, point.amounts)
+        return cost / self.question.cost(combination.devices, 1.0, combination.amounts)
 
     def _add(self, point: Point) -> None:
         self.points.append(point)
-        self.points, self._known = pareto_optimal(self.points)
+        self.points, self._known = pareto_optimal(self.points, self._figures)
 
-    def _beaten(self, seconds: float, cap: float, devices: int, held: float) -> bool:
+    def _figures(self, point: Point | Combination, *own: float) -> tuple[float, ...]:
+        """What a point is judged by; of groups with money: slower devices may cost less than fewer
+        fast ones.
+
+        Args:
+            own: Seconds and bytes, where they are not the point's.
+        """
+        seconds, held = own if isinstance(point, Combination) else (point.seconds, point.bytes)
+        found = (seconds, held, float(point.devices))
+        if not point.amounts:
+            return found
+        return *found, self.question.cost(point.devices, seconds, point.amounts)
+
+    def _known_is(self, combination: Combination, seconds: float, held: float) -> bool:
+        """Whether a known plan is as good as one with these figures."""
+        if not len(self._known):
+            return False
+        if self.question.objective == "fastest":
+            return bool(self._known[:, 0].min() <= seconds)
+        most = np.array(self._figures(combination, seconds, held))
+        return bool((self._known <= most).all(axis=1).any())
+
+    def _beaten(self, seconds: float, cap: float, combination: Combination, held: float) -> bool:
         """Whether nothing of use can be found.
 
         Args:
             cap: that needs at most this memory
-            devices: on so many devices,
+            combination: on its devices,
             held: and none needs less memory than this.
         """
         if not len(self.points):
             return False
         if self.question.objective == "frontier":
-            most = np.array(
-                [
-                    seconds * NEAR,
-                    max(held, min(cap, held / FINER), self.question.cap * LEAST),
-                    devices,
-                ]
-            )
+            room = max(held, min(cap, held / FINER), self.question.cap * LEAST)
+            most = np.array(self._figures(combination, seconds * NEAR, room))
             return bool((self._known <= most).all(axis=1).any())
         least, fewest = min((_value(self.question, p), p.devices) for p in self.points)
-        value = _bound_value(self.question, devices, seconds)
+        value = _bound_value(self.question, combination, seconds)
         if self.question.objective == "fewest-devices":
             return value > least
-        return value > least * ALIKE if devices < fewest else value >= least
+        return value > least * ALIKE if combination.devices < fewest else value >= least
 
     def _outcome(self, considered: int, bound: float) -> SearchResult:
         question = self.question
-        found = distinct_points(self.points)
-        points = tuple(self.candidate(point.degrees).detailed(point) for point in found)
+        found = distinct_points(self.points, self._figures)
+        points = tuple(
+            point
+            if len(point.amounts) > 1  # has them already
+            else self.candidate(point.degrees, point.kind).detailed(point)
+            for point in found
+        )
         values = [_value(question, point) for point in points]
         equal = [n for n, value in enumerate(values) if value <= min(values) * ALIKE]
         chosen = min(equal, key=lambda n: (points[n].devices, points[n].seconds))
@@ -374,22 +564,36 @@ class PlanSearch:
             chosen=chosen,
             bound=min(bound, values[chosen]),
             floor=min(
-                self.bounds.floor(degrees)
-                for degrees in self.combinations()
-                if degrees.devices == points[chosen].devices
+                self._floor(combination)
+                for combination in self.combinations()
+                if combination.devices == points[chosen].devices
             ),
             considered=considered,
             opened=self.opened,
             search=self,
         )
 
+    def _floor(self, combination: Combination) -> float:
+        if combination.layout is not None:
+            return self.layouts.seconds(combination)
+        return self._type(combination.kind).floor(combination.degrees)
+
     def _impossible(self) -> PlanError:
-        """Without looking for changes that would do: `refusal.refusal` does."""
+        """Without looking for changes that would do: `infeasible_error` does."""
         question = self.question
-        counts = " or ".join(map(str, question.devices))
+        problems = [
+            f"{' or '.join(map(str, question.devices))} devices, {format_bytes(question.cap)} "
+            "allowed on each"
+        ]
+        if question.groups:
+            there = ", ".join(
+                f"{one.count} x {one.kind} with {format_bytes(question.caps[one.kind])}"
+                for one in question.groups
+            )
+            problems = [f"there are {there}"]
         return NothingFits(
             "no plan fits",
-            problems=[f"{counts} devices, {format_bytes(question.cap)} allowed on each"],
+            problems=problems,
             fix="headway.planner.explain.infeasible.infeasible_error(question) says which changes "
             "would do.",
         )
@@ -406,13 +610,13 @@ def find_plans(question: PlanRequest) -> SearchResult:
 
 
 def _value(question: PlanRequest, point: Point) -> float:
-    return _bound_value(question, point.devices, point.seconds)
+    return _bound_value(question, point, point.seconds)
 
 
-def _bound_value(question: PlanRequest, devices: int, seconds: float) -> float:
+def _bound_value(question: PlanRequest, one: Point | Combination, seconds: float) -> float:
     """What the objective counts."""
     if question.objective == "fewest-devices":
-        return float(devices)
+        return float(one.devices)
     if question.objective == "cheapest":
-        return question.cost(devices, seconds)
+        return question.cost(one.devices, seconds, one.amounts)
     return seconds

@@ -32,7 +32,7 @@ from headway.planner.estimate.pipeline_time import (
 from headway.planner.estimate.pricing import IntervalRows, Pricing
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.estimate.stage_capacity import ROUNDING
-from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.search.plan_point import CopyClass, Point, PointStage
 
 
 def lower_hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]:
@@ -237,6 +237,10 @@ SHARES = 2
 """How often the memory of a rank with several stages is divided between them in another way."""
 
 
+FINER = 0.75
+"""Plans are sought in bands of memory, each this share of the one before."""
+
+
 class PlanCandidate:
     """A combination of degrees, ready to be asked for the fastest plan within a memory.
 
@@ -245,7 +249,13 @@ class PlanCandidate:
         itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
+        kind: The type of the devices, where the request has groups.
+        limit: Bytes of such a device that may be used.
     """
+
+    band = FINER
+    left_out = np.inf
+    exhausted = False
 
     def __init__(
         self,
@@ -255,7 +265,11 @@ class PlanCandidate:
         shared: ModelParameters | None = None,
         *,
         may_recompute: bool = True,
+        kind: str = "",
+        limit: float = np.inf,
     ) -> None:
+        self.kind = kind
+        self.limit = limit
         self.tables = tables
         self.degrees = degrees
         self.itemsize = itemsize
@@ -292,7 +306,7 @@ class PlanCandidate:
         lower hull of the whole model's strategies. All ranks compute m / p micro-batches and sum
         their gradients behind them, or wait as the table says.
         """
-        least, need = lower_hull_bound(*self._spread, cap)
+        least, need = lower_hull_bound(*self._spread, min(cap, self.limit))
         return max(least, self._crowded), need
 
     @cached_property
@@ -432,6 +446,7 @@ class PlanCandidate:
             known: Seconds of a plan that is known; others are not of interest unless faster.
             parts: False: what of a step is messages and so on is left open, see `detailed`.
         """
+        cap = min(cap, self.limit)
         if self.degrees.pipeline == 1:
             return None if self._starts else self._alone(cap)
         if self.book is None or not self._enough(cap, known):
@@ -696,6 +711,16 @@ class PlanCandidate:
                 parts=parts,
             )
             ranks = self._ranks(stages)
+        classes: tuple[CopyClass, ...] = ()
+        amounts: tuple[tuple[str, int], ...] = ()
+        if self.kind:
+            one = CopyClass(
+                kinds=(self.kind,) * len(stages),
+                copies=tuple(range(self.degrees.data)),
+                microbatch=self.degrees.microbatch,
+                stages=stages,
+            )
+            classes, amounts = (one,), ((self.kind, self.degrees.devices),)
         return Point(
             degrees=self.degrees,
             border=border,
@@ -709,6 +734,8 @@ class PlanCandidate:
             busy=price.busy,
             ranks=ranks,
             bucket=price.bucket,
+            amounts=amounts,
+            classes=classes,
         )
 
     def _ranks(self, stages: tuple[PointStage, ...]) -> tuple[float, ...]:

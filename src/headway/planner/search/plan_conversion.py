@@ -6,12 +6,14 @@ prices a plan that somebody has decided already with the search's own cost model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
 from headway.errors import PlanError
 from headway.plan import ExchangePlan, LayerSplit, Plan, pipelined
+from headway.plan.batch import largest_remainder_shares
 from headway.plan.layer_split import TENSOR
 from headway.plan.mesh import Mesh
 from headway.plan.pipeline import PipelinePlan
@@ -22,6 +24,7 @@ from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_m
 from headway.planner.estimate.pipeline_time import PLAIN, SCHEDULE_OPTIONS, schedule_option
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
+from headway.planner.search.device_layout import Combination, DeviceLayout
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes
@@ -29,7 +32,17 @@ from headway.units import format_bytes
 
 def missing_in_executor(point: Point) -> str:
     """What the executor lacks for a point; "" where it can run it."""
-    return executor_lacks(point.degrees, any(stage.recompute for stage in point.stages))
+    found = [executor_lacks(point.degrees, any(stage.recompute for stage in point.stages))]
+    if len(point.amounts) > 1 and point.degrees.tensor > 1:
+        found.append("tensor axis on unequal devices")
+    return ", ".join(filter(None, found))
+
+
+def sample_shares(batch: int, point: Point) -> tuple[int, ...]:
+    """Samples of a step that each copy takes, in proportion to its micro-batches; empty where the
+    request has devices of one type."""
+    sizes = {copy: one.microbatch for one in point.classes for copy in one.copies}
+    return largest_remainder_shares(batch, [sizes[copy] for copy in range(len(sizes))])
 
 
 def executor_lacks(degrees: Degrees, recompute: bool) -> str:
@@ -68,9 +81,11 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
     Which layers a tensor axis splits, and how, is not in the plan: the executor finds that out.
 
     Raises:
-        PlanError: It recomputes without a pipeline, which no plan can say yet.
+        PlanError: It recomputes without a pipeline, or a tensor axis lies on devices of several
+            types, which no plan can say yet.
     """
-    if point.degrees.pipeline == 1 and any(stage.recompute for stage in point.stages):
+    recomputes = any(stage.recompute for stage in point.stages)
+    if (point.degrees.pipeline == 1 and recomputes) or len(point.amounts) > 1:
         check_executor(missing_in_executor(point))
     degrees, row = point.degrees, outcome.search.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
@@ -87,6 +102,7 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
         ),
     )
     bucket = point.bucket if point.bucket not in (0.0, BUCKETS[0]) else None
+    shares = sample_shares(outcome.question.batch, point) if len(point.amounts) > 1 else ()
     plan = pipelined(
         outcome.question.batch,
         processes=degrees.devices,
@@ -97,7 +113,12 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
         exchange=ExchangePlan(bucket=format_bytes(bucket)) if bucket else None,
         zero=zero_of(degrees),
         split=_split(outcome.question, degrees.tensor),
+        shares=shares,
     )
+    if shares:  # copies take as many micro-batches, of different sizes
+        parts = min(degrees.microbatches, *shares)
+        plan = replace(plan, batch=replace(plan.batch, microbatch=None, parts=parts))
+        plan.check()
     if degrees.pipeline > 1 and degrees.data > 1 and degrees.order == "tdp":
         # The last axis of a mesh varies fastest: data inside of pipe.
         data, pipe, *rest = plan.mesh.axes
@@ -158,37 +179,96 @@ def degrees_of(plan: Plan) -> Degrees:
     )
 
 
-def point_of(plan: Plan, search: PlanSearch) -> Point:
+def point_of(plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()) -> Point:
     """The plan's price. A plan that names no cut gets the fastest that needs the least memory; how
     a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
 
     Args:
         search: Of its model, batch and cluster.
+        kinds: The type of each rank's device, where the search has groups of devices.
 
     Raises:
         PlanError: The search has no price for it, or the model has no such borders.
     """
+    if len({*kinds}) > 1:
+        return _layout_point(plan, search, kinds)
     degrees = degrees_of(plan)
-    candidate = search.candidate(degrees)
+    kind = kinds[0] if kinds else ""
+    candidate = search.candidate(degrees, kind)
     borders = borders_of(plan, search.row, candidate)
     recompute = recomputed_of(plan, len(borders) - 1)
     bucket = plan.exchange.bucket_bytes
     buckets = BUCKETS if bucket is None else (float(bucket),)
     overlap = plan.exchange.overlap
     point = candidate.planned(borders, recompute, buckets=buckets, overlap=overlap)
-    fits = point.bytes <= search.question.cap
+    fits = point.bytes <= min(search.question.cap, candidate.limit)
     if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
         return point
-    found = _fastest_split(plan, search, degrees)
+    found = _fastest_split(plan, search, degrees, kind)
     return found if found is not None and _alike(found, point) else point
 
 
-def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees) -> Point | None:
+def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees, kind: str) -> Point | None:
     """What the search takes where stages must begin as the plan says; None: nothing fits."""
     cut = tuple((name, "stage") for name in plan.pipeline.cut if plan.pipe_degree > 1)
     question = search.question
     engine = PlanSearch(replace(question, force=(*question.force, *cut))) if cut else search
-    return engine.candidate(degrees).fastest(question.cap)
+    return engine.candidate(degrees, kind).fastest(question.cap)
+
+
+def fastest_alike(point: Point, search: PlanSearch) -> Point | None:
+    """The fastest plan with the degrees, devices and sizes of micro-batches of another one, without
+    a limit of memory.
+
+    Args:
+        search: Of the same groups of devices, on other machines.
+    """
+    if len(point.amounts) < 2:
+        return search.candidate(point.degrees, point.kind).fastest(float("inf"))
+    kinds = {copy: one.kinds for one in point.classes for copy in one.copies}
+    copies = tuple(kinds[copy] for copy in range(len(kinds)))
+    layout = DeviceLayout(copies=copies, order=point.degrees.order)
+    combination = Combination(degrees=point.degrees, amounts=point.amounts, layout=layout)
+    sizes = {one.kinds: one.microbatch for one in point.classes}
+    sharing = search.sharing(combination, tuple(sizes[own] for own, _ in layout.classes))
+    return sharing.fastest(dict.fromkeys(search.types, float("inf")))
+
+
+def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point:
+    """The price of a plan on devices of several types."""
+    degrees = degrees_of(plan)
+    several = degrees.pipeline > 1 and degrees.schedule != "1f1b"
+    problems = [f"pipeline.schedule: {degrees.schedule}, and only 1f1b has a price"] * several
+    if degrees.tensor > 1:
+        problems.append("split.tensor: which devices form a group is not known")
+    if problems:
+        raise PlanError("there is no price on devices of several types", problems=problems)
+    copies = _copies(plan, kinds)
+    used = Counter(kinds)
+    largest: dict[tuple[str, ...], int] = {}
+    for copy, own in enumerate(copies):
+        share = plan.batch.share(copy, plan.data_degree)
+        size = max(len(part) for part in plan.batch.microbatches(share))
+        largest[own] = max(size, largest.get(own, 0))
+    layout = DeviceLayout(copies=copies, order=degrees.order)
+    amounts = tuple((kind, used[kind]) for kind in search.types if used[kind])
+    combination = Combination(degrees=degrees, amounts=amounts, layout=layout)
+    sharing = search.sharing(combination, tuple(largest[own] for own, _ in layout.classes))
+    some = sharing.of(next(iter(layout.types_of(0))))
+    borders = borders_of(plan, search.row, some)
+    return sharing.planned(borders, recomputed_of(plan, len(borders) - 1))
+
+
+def _copies(plan: Plan, kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """For each copy of the model the types of its stages."""
+    found = {}
+    for rank, kind in enumerate(kinds):
+        place = plan.mesh.coordinate(rank)
+        found[place.get(plan.exchange.axis, 0), place.get("pipe", 0)] = kind
+    return tuple(
+        tuple(found[copy, stage] for stage in range(plan.pipe_degree))
+        for copy in range(plan.data_degree)
+    )
 
 
 def _alike(one: Point, other: Point) -> bool:

@@ -1,18 +1,17 @@
-"""The request of a search: model, machine, batch, objective, limits, and forced modules.
-`PlanRequest` is for devices of one type, `MixedPlanRequest` for several. Modules may be forced to a
-strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022); what is forced is
-checked against the model before
-anything is searched: every pattern must mean modules with parameters, and each tensor degree must
-    be legal for all.
+"""The request of a search: model, devices, batch, objective, limits, and forced modules.
+A request is for devices of one type, or for groups of devices of several. Modules may be forced
+to a strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022); what is forced
+is checked against the model before anything is searched: every pattern must mean modules with
+parameters, and each tensor degree must be legal for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,11 +35,28 @@ AUTOCAST = {"bfloat16": ("bf16", "fp16")}
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceGroup:
+    """Devices of one type.
+
+    Attributes:
+        machine: With the network that joins all groups.
+        price: Of one device and hour; None: not known.
+    """
+
+    kind: str
+    machine: Machine
+    count: int
+    price: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What is asked.
 
     Attributes:
-        devices: Numbers of devices that may be used, ascending.
+        machine: Of the devices; of groups that of the first, see `request_of_groups`.
+        devices: Numbers of devices that may be used, ascending; empty: each of the groups whole or
+            not at all.
         batch: Samples of a step.
         memory: Bytes of a device that a plan may use; None: the device's.
         objective: What the chosen plan must be best in.
@@ -53,12 +69,20 @@ class PlanRequest:
         force: As in `Setting`.
         seconds: Of searching, after which nothing more is opened once a plan is found: what is
             found then depends on the machine, its bound holds. None: as long as it takes.
+        groups: Where there are devices of several types: all of them, in an order that
+            `balance = "whale"` may change.
+        balance: Of unequal devices: "exact": the best sizes of micro-batches; "whale": those of
+            Algorithm 1, and devices in the order of their memory.
+        proof: Price all shares of a batch that the bound leaves, not only the first few.
+
+    Raises:
+        PlanError: The groups have different networks: which one joins two, nobody says.
     """
 
     work: PlanningWorkload
     machine: Machine
-    devices: tuple[int, ...]
     batch: int
+    devices: tuple[int, ...] = ()
     memory: float | None = None
     objective: Objective = "frontier"
     price: float | None = None
@@ -70,10 +94,71 @@ class PlanRequest:
     precision: str = ""
     force: tuple[tuple[str, str], ...] = ()
     seconds: float | None = None
+    groups: tuple[DeviceGroup, ...] = ()
+    balance: Literal["exact", "whale"] = "exact"
+    proof: bool = False
+
+    def __post_init__(self) -> None:
+        differ = [g.kind for g in self.groups if g.machine.network != self.machine.network]
+        if differ:
+            first = self.groups[0].kind
+            raise PlanError(
+                "types of devices have different networks",
+                problems=[f"machines.{kind}: not that of {first}" for kind in differ],
+                fix="Give all the one network that joins them, of the slowest nodes' levels.",
+            )
+
+    def with_machines(self, machines: Mapping[str, Machine]) -> PlanRequest:
+        """The same question on other machines, by type."""
+        groups = tuple(replace(one, machine=machines[one.kind]) for one in self.groups)
+        return replace(self, machine=groups[0].machine, groups=groups)
+
+    def of(self, kind: str) -> PlanRequest:
+        """As if there were only the devices of one type; "": as it is."""
+        if not kind:
+            return self
+        group = next(one for one in self.groups if one.kind == kind)
+        return replace(
+            self,
+            machine=group.machine,
+            groups=(),
+            devices=(group.count,),
+            memory=self.caps[kind],
+            price=group.price,
+        )
+
+    @property
+    def most(self) -> int:
+        """Devices, at most."""
+        return self.devices[-1] if self.devices else sum(one.count for one in self.groups)
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """By type, where there are groups."""
+        return {one.kind: one.machine for one in self.groups}
 
     @property
     def cap(self) -> float:
+        """Bytes of a device that a plan may use; of groups those of the largest."""
+        if self.groups:
+            return max(self.caps.values())
         return self.memory or self.machine.device.memory
+
+    @property
+    def caps(self) -> dict[str, float]:
+        """By type, where there are groups: a small device has no more than it has."""
+        limit = np.inf if self.memory is None else self.memory
+        return {one.kind: min(limit, one.machine.device.memory) for one in self.groups}
+
+    @property
+    def priced_devices(self) -> bool:
+        """Whether the price of all devices is known."""
+        return self.priced_groups if self.groups else self.price is not None
+
+    @property
+    def priced_groups(self) -> bool:
+        """Whether the price of every group is known."""
+        return bool(self.groups) and all(one.price is not None for one in self.groups)
 
     @cached_property
     def itemsize(self) -> int:
@@ -92,92 +177,25 @@ class PlanRequest:
         peak = {**device.peak, "fp32": device.peak[known[0]]}
         return replace(self.machine, device=replace(device, peak=peak))
 
-    def cost(self, devices: int, seconds: float) -> float:
-        """Of a step; in seconds of devices where no price is known."""
+    def cost(self, devices: int, seconds: float, amounts: Sequence[tuple[str, int]] = ()) -> float:
+        """Of a step; in seconds of devices where no price is known.
+
+        Args:
+            amounts: Devices of each type, where there are groups.
+        """
+        if amounts:
+            prices = {one.kind: one.price for one in self.groups}
+            known = self.priced_groups
+            each = sum(
+                n * ((prices[kind] or 0.0) / 3600.0 if known else 1.0) for kind, n in amounts
+            )
+            return seconds * each
         return devices * seconds * (1.0 if self.price is None else self.price / 3600.0)
 
 
-# What is asked of the search on devices of several types.
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedPlanRequest:
-    """What is asked.
-
-    Attributes:
-        machines: Of each type of devices, with one network for all; in an order that
-            `balance = "whale"` may change.
-        counts: Devices that there are of each type.
-        devices: Numbers of devices in all; None: every type whole or not at all.
-        batch: Samples of a step.
-        memory: Bytes of a device that a plan may use, of any type; None: all of it.
-        objective: What the chosen plan must be best in.
-        prices: Of a device of each type and hour; empty: not known.
-        tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
-        force: As in `Setting`, and (module, "stage"): a stage begins there.
-        balance: "exact": the best sizes of micro-batches; "whale": those of Algorithm 1, and
-            devices in the order of their memory.
-        runnable: Only what today's executor can run.
-        proof: Price all shares that the bound leaves, not `mixed.TRIES` of them.
-        precision: As in `PlanRequest`.
-        seconds: As in `PlanRequest`.
-
-    Raises:
-        PlanError: The types have different networks: which one joins two types, nobody says.
-    """
-
-    work: PlanningWorkload
-    machines: Mapping[str, Machine]
-    counts: Mapping[str, int]
-    batch: int
-    devices: tuple[int, ...] | None = None
-    memory: float | None = None
-    objective: Objective = "frontier"
-    prices: Mapping[str, float] = field(default_factory=dict)
-    tensor: tuple[int, ...] | None = None
-    zero: tuple[int, ...] = (0, 1, 3)
-    force: tuple[tuple[str, str], ...] = ()
-    balance: Literal["exact", "whale"] = "exact"
-    runnable: bool = False
-    proof: bool = False
-    precision: str = ""
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        first, *others = self.machines
-        network = self.machines[first].network
-        differ = [kind for kind in others if self.machines[kind].network != network]
-        if differ:
-            raise PlanError(
-                "types of devices have different networks",
-                problems=[f"machines.{kind}: not that of {first}" for kind in differ],
-                fix="Give all the one network that joins them, of the slowest nodes' levels.",
-            )
-
-    @cached_property
-    def caps(self) -> Mapping[str, float]:
-        """Bytes by type."""
-        limit = np.inf if self.memory is None else self.memory
-        return {kind: min(limit, m.device.memory) for kind, m in self.machines.items()}
-
-    def of(self, kind: str) -> PlanRequest:
-        """As if there were only one type."""
-        return PlanRequest(
-            work=self.work,
-            machine=self.machines[kind],
-            devices=(self.counts[kind],),
-            batch=self.batch,
-            force=self.force,
-            precision=self.precision,
-            recompute="pipeline" if self.runnable else "any",
-        )
-
-    def cost(self, amounts: Sequence[tuple[str, int]], seconds: float) -> float:
-        """Of a step; in seconds of devices where prices are not known."""
-        return seconds * sum(
-            number * (self.prices[kind] / 3600.0 if self.prices else 1.0)
-            for kind, number in amounts
-        )
+def request_of_groups(groups: Sequence[DeviceGroup], **asked: Any) -> PlanRequest:
+    """A request on groups of devices; what else is asked as for `PlanRequest`."""
+    return PlanRequest(machine=groups[0].machine, groups=tuple(groups), **asked)
 
 
 # What modules are forced to do, checked against a model before anything is searched.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.segments import ENDS, SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
-from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.search.plan_point import CopyClass, Point, PointStage
 
 
 def collective_seconds(
@@ -44,13 +44,73 @@ def collective_seconds(
 # -- a point of the search ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class EqualRanks:
+    """Ranks of a plan on groups of devices that do the same.
+
+    Attributes:
+        copies: Copies of the model in which they are.
+        microbatch: Samples of their largest micro-batch.
+    """
+
+    stage: int
+    kind: str
+    copies: int
+    microbatch: int
+    calls: CollectiveCalls
+
+
+def collectives_of_ranks(search: PlanSearch, point: Point) -> tuple[EqualRanks, ...]:
+    """Stage by stage, and class by class of the copies; a stage in a class sends what the same
+    stage sends where all copies are of that class."""
+    found = []
+    for one in point.classes or (uniform_class(point),):
+        for kind in dict.fromkeys(one.kinds):
+            lists = collectives_of(search, uniform_point(point, one, kind))
+            found += [
+                EqualRanks(
+                    stage=stage,
+                    kind=kind,
+                    copies=len(one.copies),
+                    microbatch=one.microbatch,
+                    calls=calls,
+                )
+                for stage, calls in enumerate(lists)
+                if one.kinds[stage] == kind
+            ]
+    return tuple(sorted(found, key=lambda one: one.stage))
+
+
+def uniform_class(point: Point) -> CopyClass:
+    """All copies of a plan on devices of one type."""
+    return CopyClass(
+        kinds=(point.kind,) * len(point.stages),
+        copies=tuple(range(point.degrees.data)),
+        microbatch=point.degrees.microbatch,
+        stages=point.stages,
+    )
+
+
+def uniform_point(point: Point, one: CopyClass, kind: str) -> Point:
+    """As if all copies were of one class, on devices of one type; stages that the class has
+    elsewhere stand for themselves."""
+    return replace(
+        point,
+        degrees=replace(point.degrees, microbatch=one.microbatch),
+        stages=one.stages,
+        amounts=((kind, point.devices),) if kind else (),
+        classes=(),
+    )
+
+
 def collectives_of(search: PlanSearch, point: Point) -> tuple[CollectiveCalls, ...]:
-    """For each stage what one of its ranks does in one step.
+    """For each stage what one of its ranks does in one step; of copies that differ, those of the
+    slowest stages.
 
     Args:
         search: That found the point, or has its model, batch and cluster.
     """
-    candidate = search.candidate(point.degrees)
+    candidate = search.candidate(point.degrees, point.kind)
     return tuple(
         merge_calls(
             [

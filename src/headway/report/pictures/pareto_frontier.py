@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.alternatives import label_points
 from headway.planner.search.branch_and_bound import SearchResult
-from headway.planner.search.plan_point import describe_recomputation
+from headway.planner.search.plan_point import describe_point
 from headway.report.pictures.canvas import COLOURS, NUM_SERIES, colour, draw, stack_svg
 from headway.units import format_bytes, format_seconds
 
@@ -76,8 +75,7 @@ def frontier_plot(outcome: SearchResult, *, model: str, cluster: str) -> Frontie
             seconds=point.seconds,
             bytes=point.bytes,
             devices=point.devices,
-            words=f"{describe_degrees(point.degrees)}{describe_recomputation(point)}"
-            f"{said and f' ({said})'}",
+            words=f"{describe_point(point)}{said and f' ({said})'}",
             chosen=number == outcome.chosen,
         )
         for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
