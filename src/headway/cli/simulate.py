@@ -18,7 +18,6 @@ from cyclopts import Parameter
 from headway.cli.plan.mixed_devices import (
     device_type_counts,
     device_types_of_ranks,
-    format_device_runs,
     mixed_plan_question,
 )
 from headway.cli.plan.plan_file import missing_option_error, pricing_target
@@ -35,7 +34,7 @@ from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
-from headway.planner.search.plan_point import Point, describe_point
+from headway.planner.search.plan_point import Point, describe_point, format_device_runs
 from headway.planner.search.request import PlanRequest
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS, StepFaults

@@ -576,12 +576,15 @@ class _CellIntervals(NamedTuple):
         """Bytes of some classes."""
         late = self.first is not None and under_way == self.all
         more = self.first if self.first is not None and late else self.more
-        found = self.state[some] + under_way * self.kept[some] + more[some]
-        return np.maximum(found, self.updated[some])
+        held = self.state[some] + under_way * self.kept[some] + more[some]
+        found: Floats = np.maximum(held, self.updated[some])
+        return found
 
     def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Floats:
         """Of some classes, infinite where they do not fit."""
-        return np.where(self.held(some, under_way) <= cap, self.seconds[some], np.inf)
+        fits = self.held(some, under_way) <= cap
+        found: Floats = np.where(fits, self.seconds[some], np.inf)
+        return found
 
 
 def _together(values: tuple[Floats, ...], alike: tuple[Floats, ...]) -> tuple[Floats, np.ndarray]:
