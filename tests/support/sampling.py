@@ -4,8 +4,8 @@
 
 An exhaustive list proves most, but nobody waits for it before each commit. `make test` takes a
 sample of it; `make test-all` (`pytest --all-cases`) takes the whole. The sample depends on a
-seed, which pytest prints at its start and `--case-seed` sets; by default it is the day, so that a
-fortnight of ordinary runs sees most of the list, and a failure can be repeated.
+number, which pytest prints at its start and `--case-seed` sets, so that a failure can be repeated.
+By default it is the day, and samples of successive days tile the list.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def sampled(cases: Sequence[T], count: int) -> list[T]:
     seed = os.environ.get(VARIABLE) or seed_of_today()
     if seed == ALL or count >= len(cases):
         return list(cases)
-    # The number of cases is part of the seed: two lists are not sampled in step.
-    chosen = random.Random(f"{seed}/{len(cases)}").sample(range(len(cases)), count)
+    # A window that moves on by its own width over a shuffled list: after len / count days, every
+    # case has had its turn, which independent samples would not promise.
+    order = random.Random(len(cases)).sample(range(len(cases)), len(cases))
+    start = int(seed) * count
+    chosen = (order[(start + n) % len(order)] for n in range(count))
     return [cases[number] for number in sorted(chosen)]
