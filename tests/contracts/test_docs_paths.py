@@ -24,7 +24,7 @@ PAGES = sorted(
         *SOURCE.rglob("README.md"),
     ]
 )
-FOLDERS = "|".join(sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()))
+FOLDERS = "|".join(room.name for room in ROOMS if room.parent == SOURCE)
 FULL = re.compile(r"\bsrc/headway/[\w/]+(?:\.py)?")
 SHORT = re.compile(rf"`((?:{FOLDERS})/[\w/]*(?:\.py)?)(?::[\w.]+)?`")
 LOCAL = re.compile(r"`([\w/]+\.py)(?::[\w.]+)?`")
@@ -89,10 +89,11 @@ def unknown(page: Path) -> list[str]:
         files = [base / path for base in (SOURCE, page.parent, ROOT) if (base / path).exists()]
         if files and name not in definitions(files[0]):
             found.append(f"{path}:{name}")
-    for rest in sorted(set(DOTTED.findall(text))):
-        if rest.rsplit(".", 1)[-1] not in FILE_NAMES and not is_dotted_name(f"headway{rest}"):
-            found.append(f"headway{rest}")
-    return found
+    dotted = sorted({f"headway{rest}" for rest in DOTTED.findall(text)})
+    files = tuple(f".{kind}" for kind in FILE_NAMES)
+    return found + [
+        name for name in dotted if not name.endswith(files) and not is_dotted_name(name)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -112,8 +113,8 @@ def test_each_room_has_a_short_readme(room):
 def test_names_that_do_not_exist_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "`src/headway/plan/plan.py` `plan/plan.py:Plan` `plan/plan.py:Plan.save` headway.plan.Plan\n"
-        "headway.Recipe headway.units.format_bytes `run/executor.py:Executor.step` headway.json\n"
+        "`src/headway/plan/plan.py` `plan/plan.py:Plan` `plan/plan.py:Plan.save` headway.Recipe\n"
+        "headway.plan.Plan headway.units.GIB `run/executor.py:Executor.step` headway.json\n"
         "`src/headway/absent.py` `plan/absent.py` `plan/plan.py:Absent` headway.plan.absent\n"
         "headway.absent `run/executor.py:Executor.absent`\n"
     )
