@@ -10,17 +10,19 @@ import pytest
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.pipeline_time import (
-    PLAIN,
-    SCHEDULE_OPTIONS,
-    ScheduleOption,
     make_periodic_table,
     one_f_one_b_timetable,
-    schedule_option,
-    schedule_options,
     timetable_of,
 )
 from headway.planner.search.candidate import one_f_one_b_lower_bound, step_lower_bound
-from headway.schedule.generators.registry import make_schedule
+from headway.schedule.generators.registry import (
+    PLAIN,
+    SCHEDULE_OPTIONS,
+    ScheduleOption,
+    make_schedule,
+    schedule_option,
+    schedule_options,
+)
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import ActionKind
 from headway.schedule.stage_costs import StageCosts

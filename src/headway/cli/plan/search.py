@@ -44,8 +44,9 @@ from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.auto import ExecutorSearch, RecipeLimits
 from headway.planner.export.prediction import with_prediction
 from headway.planner.search.branch_and_bound import SearchResult, find_plans
-from headway.planner.search.plan_conversion import RUNNABLE_SCHEDULES, missing_in_executor, to_plan
+from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.request import Objective, PlanRequest
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from headway.errors import PlanError
-from headway.schedule.generators.registry import SCHEDULES, make_schedule
+from headway.schedule.generators.registry import PLAIN, ScheduleOption, make_schedule
 from headway.schedule.lowering import eager_stages
 from headway.schedule.pipeline_schedule import COMPUTE_KINDS, ActionKind, PipelineSchedule
 from headway.schedule.timing import (
@@ -203,76 +202,11 @@ def _peaks(
     )
 
 
-# The schedules that the search can price, and their tables for any number of micro-batches.
+# Tables of any number of micro-batches.
 
 
 LIMIT = 5_000
 """Cells of a table that is played as a whole."""
-
-
-class ScheduleOption(NamedTuple):
-    """A schedule with its options, as `Degrees` have it.
-
-    Attributes:
-        name: A key of `schedule.named.SCHEDULES`.
-        virtual: Stages of one pipe on a rank.
-    """
-
-    name: str
-    virtual: int = 1
-    pipes: int = 1
-
-    def __str__(self) -> str:
-        option = {"virtual": self.virtual, "pipes": self.pipes}
-        words = [f"{key} {option[key]}" for key in SCHEDULES[self.name].options if key in option]
-        return " ".join([self.name, *words])
-
-
-PLAIN = ScheduleOption("1f1b")
-SCHEDULE_OPTIONS = (
-    PLAIN,
-    ScheduleOption("gpipe"),
-    ScheduleOption("interleaved", virtual=2),
-    ScheduleOption("interleaved", virtual=4),
-    ScheduleOption("zb-h1"),
-    ScheduleOption("zbv", virtual=2),
-    ScheduleOption("dualpipe-v", virtual=2),
-    ScheduleOption("chimera", pipes=2),
-    ScheduleOption("chimera", pipes=4),
-)
-"""All that the search can price and the executor can run."""
-
-
-def schedule_option(name: str, virtual: int, pipes: int) -> ScheduleOption:
-    """A schedule of which the search has a price.
-
-    Args:
-        name: Of one in `SCHEDULE_OPTIONS`.
-        virtual: Stages of a rank, where the schedule leaves that open.
-    """
-    known = next(scheme for scheme in SCHEDULE_OPTIONS if scheme.name == name)
-    takes = SCHEDULES[name].options
-    return ScheduleOption(
-        name,
-        virtual if "virtual" in takes else known.virtual,
-        pipes if "pipes" in takes else known.pipes,
-    )
-
-
-def schedule_options(words: Sequence[str]) -> tuple[ScheduleOption, ...]:
-    """Those of some names, with all their options; "all": all.
-
-    Raises:
-        PlanError: No price is known for a name.
-    """
-    known = {scheme.name for scheme in SCHEDULE_OPTIONS}
-    if unknown := [word for word in words if word not in {*known, "all"}]:
-        raise PlanError(
-            "the search has no price for a schedule",
-            problems=unknown,
-            fix=f"Take some of {', '.join(sorted(known))}, or all.",
-        )
-    return tuple(s for s in SCHEDULE_OPTIONS if s.name in words or "all" in words)
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,13 @@ from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import dtype_of, kernel_count
-from headway.planner.estimate.pipeline_time import PLAIN
 from headway.planner.estimate.pricing import host_seconds
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
-from headway.planner.search.plan_conversion import (
-    RUNNABLE_SCHEDULES,
-    candidate_of,
-    restrict_to_executor,
-)
+from headway.planner.search.plan_conversion import candidate_of, restrict_to_executor
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import ORDERS, PlanRequest
 from headway.planner.search.result import PricedPlan
+from headway.schedule.generators.registry import PLAIN, RUNNABLE_SCHEDULES
 from headway.units import format_bytes
 
 PricedT = TypeVar("PricedT", bound=PricedPlan)

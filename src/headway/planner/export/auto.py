@@ -16,7 +16,6 @@ from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.prediction import with_prediction
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_conversion import (
-    RUNNABLE_SCHEDULES,
     candidate_of,
     missing_in_executor,
     restrict_to_executor,
@@ -24,6 +23,7 @@ from headway.planner.search.plan_conversion import (
 )
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 MOST = 64
 """Combinations among which the next best is looked for."""

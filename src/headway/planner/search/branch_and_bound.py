@@ -18,11 +18,11 @@ import numpy as np
 
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import Degrees, combinations, describe_degrees
-from headway.planner.estimate.pipeline_time import schedule_options
 from headway.planner.search.candidate import PlanCandidate, SearchBounds
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import Objective, PlanRequest
 from headway.planner.search.result import ALIKE, ParetoResult, distinct_points, pareto_optimal
+from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
 
 __all__ = [

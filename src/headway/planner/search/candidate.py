@@ -38,16 +38,13 @@ from headway.planner.estimate.partition import (
     interval_classes,
     make_units,
 )
-from headway.planner.estimate.pipeline_time import (
-    PeriodicTable,
-    ScheduleOption,
-    make_periodic_table,
-)
+from headway.planner.estimate.pipeline_time import PeriodicTable, make_periodic_table
 from headway.planner.estimate.pricing import IntervalRows, Pricing
 from headway.planner.estimate.segments import SegmentTables, make_segment_tables
 from headway.planner.estimate.stage_capacity import ROUNDING
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.search.plan_point import Point, PointStage
+from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
 
 if TYPE_CHECKING:
     from headway.planner.search.request import PlanRequest
@@ -83,10 +80,11 @@ def step_lower_bound(degrees: Degrees, forward: Floats, backward: Floats) -> Flo
     both = forward + backward
     if p == 1:
         return m * both
-    if degrees.schedule == "gpipe" or (degrees.schedule == "1f1b" and m > p):
+    held = SCHEDULES[degrees.schedule].held
+    if held == "all" or (held == "depth" and m > p):
         return both * (m + p - 1) / p
     whole = both * m / p
-    if degrees.schedule == "1f1b":
+    if held == "depth":
         return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
     return np.maximum(whole, forward)
 
@@ -699,7 +697,8 @@ class PlanCandidate(CandidateBounds):
 
     def _at_least(self, border: str, stages: tuple[PointStage, ...]) -> float:
         """Seconds below which the table does not take, without playing it; of 1F1B alone."""
-        if self.degrees.schedule != "1f1b" or self.book is None or self.book.rounds:
+        depth = SCHEDULES[self.degrees.schedule].held == "depth"
+        if not depth or self.book is None or self.book.rounds:
             return 0.0
         starts = [stage.start for stage in stages]
         params = np.array([stage.params for stage in stages])
