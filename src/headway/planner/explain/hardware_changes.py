@@ -21,6 +21,7 @@ from headway.planner.search.request import (
     restrict_to_executor,
 )
 from headway.planner.search.result import PricedPlan
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 PricedT = TypeVar("PricedT", bound=PricedPlan)
 """What a search finds: `Point`, or `MixedPoint`."""
