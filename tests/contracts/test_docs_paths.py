@@ -126,7 +126,7 @@ def test_names_that_do_not_exist_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "`src/headway/plan/plan.py` `plan/plan.py:Plan` `plan/plan.py:Plan.save` headway.Recipe\n"
-        "headway.plan.Plan headway.units.GIB `run/executor.py:Executor.step` headway.json\n"
+        "headway.plan.Plan headway.errors.PlanError `run/executor.py:Executor.step` headway.csv\n"
         "`src/headway/absent.py` `plan/absent.py` `plan/plan.py:Absent` headway.plan.absent\n"
         "headway.absent `run/executor.py:Executor.absent`\n"
     )
