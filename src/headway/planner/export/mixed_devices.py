@@ -17,7 +17,7 @@ from headway.plan import Axis, BatchSplit, Mesh, PipelinePlan, Plan
 from headway.plan.batch import largest_remainder_shares
 from headway.plan.plan import MemoryPolicy
 from headway.planner.estimate.partition import border_name
-from headway.planner.explain.bottlenecks import HardwareChange, faster_networks, other_devices
+from headway.planner.explain.hardware_changes import HardwareChange, faster_networks, other_devices
 from headway.planner.export.to_simulation import (
     grid_of,
     grid_of_plan,

@@ -26,21 +26,6 @@ from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes
 
-RUNNABLE_SCHEDULES = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
-"""Schedules that the executor runs and the search can price."""
-
-
-def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
-    """The same question about plans that today's executor can run.
-
-    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
-    may be that of another split.
-
-    Args:
-        zero: Degrees of ZeRO to look at.
-    """
-    return replace(question, tensor=(1,), zero=zero, recompute="pipeline")
-
 
 def missing_in_executor(point: Point) -> str:
     """What the executor lacks for a point; "" where it can run it."""
@@ -173,11 +158,6 @@ def degrees_of(plan: Plan) -> Degrees:
     )
 
 
-def candidate_of(search: PlanSearch, degrees: Degrees) -> PlanCandidate:
-    """A combination of degrees on the tables of a search."""
-    return search.candidate(degrees)
-
-
 def point_of(plan: Plan, search: PlanSearch) -> Point:
     """The plan's price. A plan that names no cut gets the fastest that needs the least memory; how
     a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
@@ -189,7 +169,7 @@ def point_of(plan: Plan, search: PlanSearch) -> Point:
         PlanError: The search has no price for it, or the model has no such borders.
     """
     degrees = degrees_of(plan)
-    candidate = candidate_of(search, degrees)
+    candidate = search.candidate(degrees)
     borders = borders_of(plan, search.row, candidate)
     recompute = recomputed_of(plan, len(borders) - 1)
     bucket = plan.exchange.bucket_bytes
@@ -208,7 +188,7 @@ def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees) -> Point | 
     cut = tuple((name, "stage") for name in plan.pipeline.cut if plan.pipe_degree > 1)
     question = search.question
     engine = PlanSearch(replace(question, force=(*question.force, *cut))) if cut else search
-    return candidate_of(engine, degrees).fastest(question.cap)
+    return engine.candidate(degrees).fastest(question.cap)
 
 
 def _alike(one: Point, other: Point) -> bool:
