@@ -42,7 +42,7 @@ from headway.cost.machine_presets import machine_of
 from headway.data import RankBatch
 from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.explain.step_parts import step_parts
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.plan_point import Point

@@ -33,6 +33,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.check import check_recipe
 from headway.run.training.job import TrainingOutcome
 from support.golden import check_golden
+from support.patience import patient
 
 RECIPE = """
     name = "small"
@@ -95,7 +96,11 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 def python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -416,7 +421,7 @@ def test_a_run_from_end_to_end(folder):
     """The real thing: one worker process, progress in lines, results in the run directory; what
     only workers need, the launcher does not import (4 s of processor time)."""
     command = [sys.executable, "-c", LIGHT, "train", "recipe.toml", "-d", "run", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["steps"], facts["stopped_by"], facts["attempts"]) == (3, None, 1)

@@ -26,14 +26,13 @@ from headway.plan import LayerSplit, Plan, data_parallel, pipelined
 from headway.plan.pipeline import PipelinePlan
 from headway.plan.plan import unsupported_by_executor
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.bottlenecks import (
+from headway.planner.explain.alternatives import neighbour_plans
+from headway.planner.explain.hardware_changes import (
     TWICE,
     fastest_runnable_request,
-    fullest_stage_memory,
     hardware_changes,
-    neighbour_plans,
-    step_parts,
 )
+from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import (

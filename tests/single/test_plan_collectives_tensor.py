@@ -30,7 +30,6 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload, legal_rules, operator_cost
 from headway.planner.explain.alternatives import _rules
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.plan_conversion import candidate_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collective_seconds, collectives_of
 from headway.planner.traffic.torch_wrappers import (
@@ -115,7 +114,7 @@ def by_hand(monkeypatch, axes):
 
 def point_by_hand(asked, degrees):
     engine = PlanSearch(asked)
-    return engine, candidate_of(engine, degrees).planned((0, len(engine.row)))
+    return engine, engine.candidate(degrees).planned((0, len(engine.row)))
 
 
 def arrives(lies, wanted):
@@ -253,7 +252,7 @@ def test_what_is_listed_is_what_is_priced(degrees, recompute):
     asked = question(degrees.devices, microbatches=degrees.microbatches, data=degrees.data)
     asked = replace(asked, force=(("blocks.*", "split"),))
     engine = PlanSearch(asked)
-    point = candidate_of(engine, degrees).planned((0, len(engine.row)), recompute)
+    point = engine.candidate(degrees).planned((0, len(engine.row)), recompute)
     free = PlanSearch(
         replace(
             asked,
@@ -291,7 +290,7 @@ def test_what_is_listed_of_gradients_is_what_is_priced(zero, tensor):
     degrees = degrees_of(tensor, 3, 8, zero=zero)
     asked = question(degrees.devices, microbatches=3, data=8)
     engine = PlanSearch(asked)
-    point = candidate_of(engine, degrees).planned((0, len(engine.row)))
+    point = engine.candidate(degrees).planned((0, len(engine.row)))
     (calls,) = collectives_of(engine, point)
     sums = [call for call in calls if call.axis == "data" or call.phase == "gradients"]
     listed = collective_seconds(sums, MACHINE.network, degrees)

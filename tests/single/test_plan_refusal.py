@@ -19,7 +19,6 @@ from headway.planner.explain.infeasible import (
     find_relaxations,
     infeasible_error,
     least_memory,
-    related_search,
 )
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.request import PlanRequest
@@ -191,10 +190,10 @@ def test_the_words(refused):
 def test_a_sibling_shares_tables_and_nothing_else(asked):
     engine = PlanSearch(asked())
     outcome = engine.run()
-    other = related_search(engine, asked(memory=1e9, objective="fastest"))
+    other = engine.related(asked(memory=1e9, objective="fastest"))
     assert other._tables is engine._tables
     assert not other.points
     fresh = find_plans(asked(memory=1e9, objective="fastest"))
     assert other.run().best == fresh.best
     assert engine.points == outcome.search.points
-    assert find_fitting(related_search(engine, asked(memory=1.0))) is None
+    assert find_fitting(engine.related(asked(memory=1.0))) is None

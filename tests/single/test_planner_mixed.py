@@ -23,9 +23,10 @@ from headway.planner.export.mixed_devices import (
     shares_of,
     to_mixed_plan,
 )
+from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.mixed_candidate import device_counts, device_layouts
 from headway.planner.search.mixed_search import MixedSearch, microbatch_shares, search_mixed
-from headway.planner.search.request import MixedPlanRequest
+from headway.planner.search.request import MixedPlanRequest, PlanRequest
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
@@ -167,20 +168,19 @@ def slowest(sharing, stage, border, number, again, caps):
     for cell in sorted(one.cells.types_of(stage)):
         candidate = sharing.of(cell)
         under_way = candidate._in_flight[stage]
-        lines = candidate._prepared(border)[0][number, again]
-        ways.append(
-            [
-                (
-                    line[IntervalRows.SECONDS] + line[IntervalRows.TAIL] / one.microbatches,
-                    line[IntervalRows.STATE],
-                )
-                for line in lines
-                if line[IntervalRows.STATE]
-                + under_way * line[IntervalRows.KEPT]
-                + line[IntervalRows.MORE]
-                <= caps[cell[1]]
-            ]
-        )
+        every = candidate._prepared(border)[0]
+        first = candidate.first(every) if candidate.is_late(stage) else None
+        memory = candidate.pricing.memory
+        own = []
+        for place, line in enumerate(every[number, again]):
+            more = line[IntervalRows.MORE] if first is None else first[number, again, place]
+            state = line[IntervalRows.STATE]
+            held = state + under_way * line[IntervalRows.KEPT] + more
+            updated = state * (1 + memory.passing) + memory.waiting[number]
+            if max(held, updated) <= caps[cell[1]]:
+                tail = line[IntervalRows.TAIL] / one.microbatches
+                own.append((line[IntervalRows.SECONDS] + tail, state))
+        ways.append(own)
     found = [
         max(value for value, _ in some)
         for some in itertools.product(*ways)
@@ -292,6 +292,30 @@ def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
     assert found.bound <= found.best.seconds
     quick = search_mixed(replace(question, proof=False))
     assert quick.best.seconds <= best.seconds * 1.01
+
+
+def test_equal_devices_have_the_price_of_one_type(work):
+    """Two types that are alike in one plan: seconds and bytes are those of the ordinary search."""
+    v100 = MACHINES["v100"]
+    kinds = {"one": v100, "other": v100}
+    search = MixedSearch(
+        MixedPlanRequest(work=work, machines=kinds, counts={"one": 4, "other": 4}, batch=16)
+    )
+    alone = PlanSearch(PlanRequest(work=work, machine=v100, devices=(8,), batch=16))
+    seen = set()
+    for combination in search.combinations():
+        d, m = combination.data, combination.microbatches
+        if combination.devices < 8 or combination.tensor > 1 or 16 % (d * m):
+            continue
+        degrees = combination.degrees(16 // (d * m))
+        some = search.sharing(combination, (16 // (d * m),) * len(combination.cells.classes))
+        p, units = combination.pipeline, len(search.engine.row)
+        borders = (0, *(n * units // p for n in range(1, p)), units)
+        mixed, plain = some.planned(borders), alone.candidate(degrees).planned(borders)
+        assert mixed.seconds == pytest.approx(plain.seconds, rel=1e-12)
+        assert mixed.bytes == pytest.approx(plain.bytes, rel=1e-12)
+        seen.add((p > 1, combination.zero, m == 1))
+    assert len(seen) > 8
 
 
 # ---- what comes out -----------------------------------------------------------------------------

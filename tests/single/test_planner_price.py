@@ -22,19 +22,18 @@ from headway.plan.exchange import ExchangePlan
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.explain.step_parts import step_parts
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import (
-    RUNNABLE_SCHEDULES,
     degrees_of,
     missing_in_executor,
     point_of,
-    restrict_to_executor,
     to_plan,
     unpriced_parts,
 )
-from headway.planner.search.request import PlanRequest
+from headway.planner.search.request import PlanRequest, restrict_to_executor
 from headway.planner.traffic.estimate import collectives_of
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from support.big_models import ids
 
 SLOW = Link(rate=1e9, latency=20e-6)

@@ -12,7 +12,7 @@ from headway.cost.machine_presets import machine_of
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.candidate import CandidateBounds, PlanCandidate
+from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
@@ -60,6 +60,6 @@ def test_nothing_is_lost(question, monkeypatch):
     assert 0.1 < np.mean(left_out) < 0.9
     monkeypatch.setattr(PlanCandidate, "_enough", lambda *args: True)
     monkeypatch.setattr(PlanCandidate, "_at_least", lambda *args: 0.0)
-    monkeypatch.setattr(CandidateBounds, "_widths", (0,))
+    monkeypatch.setattr(PlanCandidate, "_widths", (0,))
     assert asked(question) == short
     assert 0.1 < np.mean([one is not None for one in short]) < 0.9

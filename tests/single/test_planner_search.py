@@ -96,7 +96,7 @@ def test_the_fastest_of_all_combinations(work):
         except PlanError:
             outcome = None
         engine = (outcome or find_plans(asked(work))).search
-        every = [engine._candidate(d).fastest(memory) for d in engine.combinations()]
+        every = [engine.candidate(d).fastest(memory) for d in engine.combinations()]
         best = min((point.seconds for point in every if point), default=np.inf)
         assert best == (outcome.best.seconds if outcome else np.inf)
 

@@ -48,8 +48,8 @@ def playing():
         patch.object(StepReduction, "read", lambda self: (1.0, 1.0, 0)),
         patch.object(DataParallelStrategy, "_note_norm", lambda self, norm: None),
         patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
-        patch.object(pipeline_parallel, "found_by_first", alone),
-        patch.object(sharded_parameters, "found_by_first", alone),
+        patch.object(pipeline_parallel, "broadcast_from_rank0", alone),
+        patch.object(sharded_parameters, "broadcast_from_rank0", alone),
     ):
         yield
 

@@ -45,28 +45,27 @@ from headway.plan.layer_split import SPACE
 from headway.plan.pipeline import PIPE_AXIS
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.alternatives import label_points
-from headway.planner.explain.bottlenecks import (
-    TWICE,
-    HardwareChange,
+from headway.planner.explain.alternatives import (
     NeighbourPlan,
-    StageMemory,
-    StepPart,
-    fastest_runnable_request,
-    fullest_stage_memory,
-    hardware_changes,
+    label_points,
     launch_seconds,
     neighbour_plans,
     peak_utilisation,
+)
+from headway.planner.explain.hardware_changes import (
+    TWICE,
+    HardwareChange,
+    fastest_runnable_request,
+    hardware_changes,
+)
+from headway.planner.explain.infeasible import MemoryFix, excess_bytes, memory_fixes
+from headway.planner.explain.sources import in_data, in_lines
+from headway.planner.explain.step_parts import (
+    StageMemory,
+    StepPart,
+    fullest_stage_memory,
     step_parts,
 )
-from headway.planner.explain.infeasible import (
-    MemoryFix,
-    describe_recomputation,
-    excess_bytes,
-    memory_fixes,
-)
-from headway.planner.explain.sources import in_data, in_lines
 from headway.planner.guidelines.layer_algorithms import Minibatch
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of, advice_of_splits
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
@@ -76,7 +75,7 @@ from headway.planner.search.plan_conversion import (
     point_of,
     unpriced_parts,
 )
-from headway.planner.search.plan_point import Point
+from headway.planner.search.plan_point import Point, describe_recomputation
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.executor import collectives_of_plan, parts_of
 from headway.units import format_bytes, format_seconds

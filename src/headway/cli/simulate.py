@@ -37,7 +37,7 @@ from headway.planner.export.mixed_devices import ranks_of, step_of_mixed_plan, s
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.mixed_search import MixedSearch, search_mixed
-from headway.planner.search.plan_conversion import candidate_of, unpriced_parts
+from headway.planner.search.plan_conversion import unpriced_parts
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.report.trace_export import chrome_trace_json
@@ -504,7 +504,7 @@ class UniformSimulationJob:
         if machines is self.machines:
             return step_of_point(self.point, self.engine), self.point.seconds
         engine = PlanSearch(question)
-        again = candidate_of(engine, self.point.degrees).fastest(float("inf"))
+        again = engine.candidate(self.point.degrees).fastest(float("inf"))
         assert again is not None  # it had a plan before, and memory is no limit here
         return step_of_point(again, engine), again.seconds
 

@@ -49,9 +49,10 @@ from headway.planner.explain.alternatives import (
     describe_stages,
     distinguishing_labels,
 )
-from headway.planner.explain.bottlenecks import SAME, HardwareChange, StepPart, step_parts
+from headway.planner.explain.hardware_changes import SAME, HardwareChange
 from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, in_lines
+from headway.planner.explain.step_parts import StepPart, step_parts
 from headway.planner.export.mixed_devices import (
     collectives_of_mixed,
     fastest_of,
@@ -67,9 +68,9 @@ from headway.planner.guidelines.advice import Advice
 from headway.planner.guidelines.plan_advice import advice_of_mixed
 from headway.planner.search.mixed_candidate import MixedPoint
 from headway.planner.search.mixed_search import MixedSearch, MixedSearchResult, search_mixed
-from headway.planner.search.plan_conversion import RUNNABLE_SCHEDULES
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import MixedPlanRequest, resolve_force
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from headway.planner.explain.alternatives import (
     plan_figures,
     step_price,
 )
-from headway.planner.explain.bottlenecks import fullest_stage_memory, step_parts
-from headway.planner.explain.infeasible import describe_recomputation, stage_end_modules
+from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, kinds, machine_numbers
+from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
 from headway.planner.search.branch_and_bound import SearchResult
 from headway.planner.search.plan_conversion import missing_in_executor
-from headway.planner.search.plan_point import Point
+from headway.planner.search.plan_point import Point, describe_recomputation
 from headway.planner.traffic.estimate import collectives_of
 from headway.units import format_bytes, format_number, format_seconds
 

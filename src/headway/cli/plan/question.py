@@ -16,8 +16,6 @@ from headway.documents import nearest
 from headway.errors import HeadwayError, PlanError, UsageError
 from headway.planner.estimate.degrees import divisors
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.search.plan_conversion import RUNNABLE_SCHEDULES
-from headway.planner.search.plan_conversion import restrict_to_executor as narrowed
 from headway.planner.search.request import (
     ForcedModules,
     Objective,
@@ -26,6 +24,8 @@ from headway.planner.search.request import (
     resolve_force,
     restrict_to_force,
 )
+from headway.planner.search.request import restrict_to_executor as narrowed
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:

@@ -41,11 +41,12 @@ from headway.plan import Plan
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.infeasible import infeasible_error
-from headway.planner.export.auto import ExecutorSearch, RecipeLimits
+from headway.planner.export.auto import RecipeLimits
 from headway.planner.export.prediction import with_prediction
-from headway.planner.search.branch_and_bound import SearchResult, find_plans
-from headway.planner.search.plan_conversion import RUNNABLE_SCHEDULES, missing_in_executor, to_plan
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult, find_plans
+from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.request import Objective, PlanRequest
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def executable_outcome(outcome: SearchResult, recipe: Recipe) -> SearchResult:
         return outcome
     note(f"{describe_degrees(degrees)} would be chosen, but cannot run: {why}")
     try:
-        return ExecutorSearch(outcome.question, RecipeLimits(pipeline=False)).run()
+        return PlanSearch(outcome.question, RecipeLimits(pipeline=False).allow).run()
     except NothingFits:
         raise PlanError(
             "no plan that today's executor can run fits",

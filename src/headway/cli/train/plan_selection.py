@@ -335,7 +335,7 @@ def auto_plan_summary(decision: AutoPlan) -> Iterator[str]:
 
 def _slowest_part(decision: AutoPlan, other: Point) -> str:
     """The part of a step by which another plan is slower most."""
-    from headway.planner.explain.bottlenecks import step_parts
+    from headway.planner.explain.step_parts import step_parts
 
     prediction = decision.plan.prediction
     assert prediction is not None

@@ -3,7 +3,7 @@
 schedule, gradient exchange and optimiser update. A row is never above what the cut made of it is
 priced at, so bounds made of rows hold.
 
-Its base `DeviceBytes` counts what a device holds beside weights, gradients, optimiser state and
+`DeviceMemory` counts what a device holds beside weights, gradients, optimiser state and
 saved activations: samples, messages of the pipeline, what FSDP2 gathers and sums unit by unit, the
 sum of a stage's gradients. A message that arrives has memory from its POST on; one that has left
 keeps it until the table proves that it has arrived (`schedule.retirement`). Sources: Zhao et al.
@@ -34,16 +34,12 @@ from headway.planner.estimate.gradient_exchange import (
     sharded_passes,
 )
 from headway.planner.estimate.operators import Floats
-from headway.planner.estimate.pipeline_time import (
-    PeriodicTable,
-    ScheduleOption,
-    StageMessages,
-    StagePasses,
-)
+from headway.planner.estimate.pipeline_time import PeriodicTable
 from headway.planner.estimate.segments import IntervalStrategies, SegmentTables
-from headway.schedule.generators.registry import make_schedule
+from headway.schedule.generators.registry import ScheduleOption, make_schedule
 from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
+from headway.schedule.timing import StageMessages, StagePasses
 
 RANKS = 8
 """Of the longest pipeline whose table is looked at: messages are posted four computes ahead."""
@@ -143,8 +139,8 @@ if they have at least this share of the parameters, or of the largest one's: as 
 `parallel.state_sharding`."""
 
 
-class DeviceBytes:
-    """Of one combination on its tables.
+class DeviceMemory:
+    """What a device holds for a moment: of one combination on its tables.
 
     Attributes:
         per_byte: Bytes of state per byte of parameters.
@@ -364,13 +360,17 @@ def host_seconds(host: HostOverhead, degrees: Degrees, tensors: int) -> float:
     return host.step + degrees.microbatches * host.microbatch + tensors * host.tensor
 
 
-class Pricing(DeviceBytes):
+class Pricing:
     """Of one combination on its tables."""
 
     def __init__(
         self, tables: SegmentTables, degrees: Degrees, itemsize: int, shared: ModelParameters
     ) -> None:
-        super().__init__(tables, degrees, itemsize, shared)
+        self.tables = tables
+        self.degrees = degrees
+        self.itemsize = itemsize
+        self.shared = shared
+        self.memory = DeviceMemory(tables, degrees, itemsize, shared)
         self.machine = tables.setting.machine
         self.overlap = self.machine.device.overlap
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
@@ -390,8 +390,8 @@ class Pricing(DeviceBytes):
             back = backward + sent - most_hidden(sent, backward, self.overlap)
         after = cells.step + self.after(params)
         tail = self._behind(params, backward) + after
-        state = params * self.per_byte
-        more = self.moment(cells)
+        state = params * self.memory.per_byte
+        more = self.memory.moment(cells)
         own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, more)
         return np.moveaxis(np.stack(own), (0, 1), (3, 1))
 
@@ -403,7 +403,7 @@ class Pricing(DeviceBytes):
 
     def updated(self, rows: Floats) -> Floats:
         """Bytes while the update runs, when nothing is kept."""
-        found: Floats = rows[..., IntervalRows.STATE] * (1.0 + self.passing)
+        found: Floats = rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing)
         return found
 
     def _in_passes(self, params: Floats) -> tuple[Floats, Floats]:
@@ -517,7 +517,7 @@ class Pricing(DeviceBytes):
         m, zero = self.degrees.microbatches, self.degrees.zero
         share = self.overlap if overlap else 0.0
         compute = m * float(forward.sum() + backward.sum())
-        own, bucket = self.own(units[:, 3]), 0.0
+        own, bucket = self.memory.own(units[:, 3]), 0.0
         if self.degrees.data == 1:
             sent = exposed = 0.0
         elif zero >= 2:
@@ -576,7 +576,7 @@ class Pricing(DeviceBytes):
         key = (number, stop - start, again, price, border)
         if key not in self._passes:
             units = self.units(start, stop, again, price, border)
-            own = self.own(units[:, 3], start)
+            own = self.memory.own(units[:, 3], start)
             ahead, back, late = sharded_passes(
                 units[:, 0],
                 units[:, 1] + again * units[:, 0],

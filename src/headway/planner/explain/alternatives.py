@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.graph.model_graph import Operator
 from headway.graph.sharding_rules import Rule
-from headway.planner.estimate.degrees import Degrees
-from headway.planner.estimate.operators import parameter_bytes
+from headway.planner.estimate.degrees import Degrees, microbatch_sizes
+from headway.planner.estimate.operators import dtype_of, kernel_count, parameter_bytes
 from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.segments import SegmentTables
-from headway.planner.explain.bottlenecks import neighbour_plans, peak_utilisation
-from headway.planner.explain.infeasible import describe_recomputation
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.mixed_candidate import MixedStage
-from headway.planner.search.plan_conversion import candidate_of
-from headway.planner.search.plan_point import Point, PointStage
-from headway.planner.search.request import PlanRequest
+from headway.planner.search.plan_point import Point, PointStage, describe_recomputation
+from headway.planner.search.request import ORDERS, PlanRequest
+from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes
 
 
@@ -221,7 +219,7 @@ def plan_figures(engine: PlanSearch, point: Point) -> PlanFigures:
     """What else is known of a plan of this search."""
     degrees = point.degrees
     alone = Degrees(tensor=1, data=1, pipeline=1, microbatch=degrees.microbatch, microbatches=1)
-    one = candidate_of(engine, alone)
+    one = engine.candidate(alone)
     passes = one.planned((0, len(engine.row))).stages[0].seconds
     compute = passes * degrees.data * degrees.microbatches
     return PlanFigures(
@@ -272,3 +270,118 @@ def _against(question: PlanRequest, best: Point, step: str, point: Point) -> Alt
         and question.tensor is not None
         and point.degrees.tensor not in question.tensor,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourPlan:
+    """A plan one step away.
+
+    Attributes:
+        step: "tensor 1 -> 2".
+        degrees: What it would be; None where it cannot be.
+        point: Its fastest plan; None where it cannot be.
+    """
+
+    step: str
+    degrees: Degrees | None = None
+    point: Point | None = None
+    why: str = ""
+
+
+def peak_utilisation(engine: PlanSearch, point: Point) -> float:
+    """Share of the devices' peak that a step's products reach."""
+    question, work = engine.question, engine.question.work
+    graph = work.graph
+    setting = engine.tables_of(1, point.degrees.microbatch).setting
+    largest = max(graph.operators, key=lambda operator: operator.flops.total)
+    peak = setting.machine.device.peak[dtype_of(setting, graph.specs(largest)[1])]
+    flops = graph.flops.total * question.batch / work.samples
+    return float(flops / (point.seconds * point.devices * peak))
+
+
+def launch_seconds(engine: PlanSearch, point: Point) -> float:
+    """Seconds of a step that the host needs to issue the kernels of the slowest stage."""
+    slowest = max(point.stages, key=lambda stage: stage.seconds)
+    units = engine.row[slowest.start : slowest.stop]
+    operators = engine.question.work.graph.operators[units[0].start : units[-1].stop]
+    number = sum(
+        (2 + slowest.recompute) * kernel_count(o) + bool(o.flops.weight_gradient) for o in operators
+    )
+    host = engine.question.machine.device.seconds_of_host(float(number))
+    return float(point.degrees.microbatches * point.degrees.virtual * host)
+
+
+def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[NeighbourPlan, ...]:
+    """One step up and down in t, d, p and b: t and p take from d, d is of other devices.
+
+    Args:
+        engine: Of the plan's model and cluster.
+    """
+    return tuple(
+        _neighbour(engine, point, name, factor, most)
+        for name in ("tensor", "data", "pipeline", "microbatch")
+        for factor in (2.0, 0.5)
+    )
+
+
+def _neighbour(
+    engine: PlanSearch, point: Point, name: str, factor: float, most: int
+) -> NeighbourPlan:
+    old = getattr(point.degrees, name)
+    new = old * factor
+    label = "pipe" if name == "pipeline" else "micro-batch" if name == "microbatch" else name
+    step = f"{label} {old} -> {new:g}"
+    if new != int(new):
+        return NeighbourPlan(step=f"{label} {old} -> less", why=f"{old} cannot be halved")
+    degrees, why = _moved(engine, point.degrees, name, int(new), most)
+    if degrees is None:
+        return NeighbourPlan(step=step, why=why)
+    candidate, cap = engine.candidate(degrees), engine.question.cap
+    found = candidate.fastest(cap)
+    if found is not None:
+        return NeighbourPlan(step=step, degrees=degrees, point=found)
+    least = candidate.fastest(float("inf"))
+    need = candidate.bound()[1]
+    why = "the model cannot be cut so"
+    if least is not None:
+        why = f"it needs at least {format_bytes(need)} per device; {format_bytes(cap)} are allowed"
+        if need <= cap:
+            why = f"no cut of it fits into {format_bytes(cap)} per device"
+    return NeighbourPlan(step=step, degrees=degrees, why=why)
+
+
+def _moved(
+    engine: PlanSearch, old: Degrees, name: str, new: int, most: int
+) -> tuple[Degrees | None, str]:
+    """The degrees after one step, or why there are none."""
+    batch = engine.question.batch
+    t, d, p = old.tensor, old.data, old.pipeline
+    if name == "microbatch":
+        if batch % (d * new):
+            return None, f"a share of {batch // d} samples is no multiple of {new}"
+        return replace(old, microbatch=new, microbatches=batch // d // new), ""
+    if name == "data":
+        d = new
+        if t * d * p > most:
+            return None, f"it needs {t * d * p} devices, the cluster has {most}"
+    else:
+        number = old.data * getattr(old, name)
+        if number % new:
+            return None, f"{number} ranks that tensor, pipe and data share are no multiple of {new}"
+        d = number // new
+        t, p = (new, p) if name == "tensor" else (t, new)
+    if p * old.virtual > len(engine.row):
+        return None, f"the model has {len(engine.row)} units that can be a stage"
+    if t > engine.question.machine.network.levels[0].width:
+        return None, "a tensor axis stays within the innermost level of links"
+    if batch % d:
+        return None, f"a batch of {batch} samples is no multiple of {d} shares"
+    sizes = [b for b in microbatch_sizes(batch // d) if b <= old.microbatch]
+    b = old.microbatch if batch // d % old.microbatch == 0 else max(sizes)
+    zero = old.zero if d > 1 else 0
+    moved = replace(old, tensor=t, data=d, pipeline=p, microbatch=b, zero=zero)
+    if p == 1:
+        moved = replace(moved, schedule=PLAIN.name, virtual=1, pipes=1)
+    if 1 in (d, p):
+        moved = replace(moved, order=ORDERS[0])
+    return replace(moved, microbatches=batch // d // b), ""

@@ -12,7 +12,6 @@ make it fit. The changes are those that people try by hand.
 
 from __future__ import annotations
 
-import copy
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,6 @@ from headway.cost.machine_presets import device_of
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
-    COUNTED,
     Degrees,
     describe_degrees,
     divisors,
@@ -35,12 +33,13 @@ from headway.planner.estimate.degrees import (
 )
 from headway.planner.estimate.operators import Floats
 from headway.planner.estimate.pricing import IntervalRows
-from headway.planner.explain.bottlenecks import fullest_stage_memory
+from headway.planner.explain.step_parts import fullest_stage_memory
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.mixed_candidate import MixedStage
-from headway.planner.search.plan_point import Point, PointStage
+from headway.planner.search.plan_point import Point, PointStage, describe_recomputation
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes, format_seconds
 
 MOST = 256
@@ -59,14 +58,6 @@ class LeastMemory:
     bytes: int
     point: Point
     proven: bool
-
-
-def related_search(engine: PlanSearch, question: PlanRequest) -> PlanSearch:
-    """A search of another question of the same model, machine and forced choices: same tables."""
-    other = copy.copy(engine)
-    other.question = question
-    other.points, other.opened, other._known = [], 0, np.zeros((0, 3))
-    return other
 
 
 def find_fitting(engine: PlanSearch) -> Point | None:
@@ -128,8 +119,8 @@ def _first(engine: PlanSearch, degrees: Degrees) -> float:
     """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
     question = engine.question
     per_byte = least_state_per_byte(question.itemsize, degrees, question.work.optimiser.state)
-    kept = degrees.microbatch * min(engine.kept, engine.crossing)
-    state = engine.held * per_byte * degrees.pipes
+    kept = degrees.microbatch * min(engine.bounds.kept, engine.bounds.crossing)
+    state = engine.bounds.held * per_byte * degrees.pipes
     return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))
 
 
@@ -146,7 +137,7 @@ def _spread(rows: Floats, degrees: Degrees) -> Floats:
     end in (state, kept) of the model."""
     state, kept, p = rows[..., 0], rows[..., 1], degrees.pipeline
     alike = (state + kept) / p
-    if degrees.schedule not in COUNTED:
+    if not degrees.counted:
         return alike
     under_way = [degrees.in_flight(behind) for behind in range(p)]
     fair = (state / max(under_way) + kept) / sum(1.0 / number for number in under_way)
@@ -219,7 +210,7 @@ def find_relaxations(
     need = least_memory(engine)
     if need is None:
         return InfeasibilityReport(question=question, need=None, changes=())
-    free = related_search(engine, replace(question, memory=np.inf, objective="fastest"))
+    free = engine.related(replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
     found = [*_memory(engine, base, need), *_devices(engine, base, wider)]
     found += [relaxed for kind in _RELAXATIONS for relaxed in kind(engine, base)]
@@ -254,7 +245,9 @@ def _devices(
         engine = PlanSearch(replace(engine.question, machine=machine))
     question = engine.question
     most = question.devices[-1]
-    whole = engine.held * state_per_byte(question.itemsize, 0, 1, question.work.optimiser.state)
+    whole = engine.bounds.held * state_per_byte(
+        question.itemsize, 0, 1, question.work.optimiser.state
+    )
     least = max(most + 1, int(np.ceil(whole / question.cap)))
     width, node = question.machine.network.levels[0].width, 1
     if np.isfinite(width):
@@ -268,7 +261,7 @@ def _devices(
     before = most
     for number in numbers:
         asked = replace(question, devices=(number,))
-        if find_fitting(related_search(engine, asked)) is not None:
+        if find_fitting(engine.related(asked)) is not None:
             yield from _relaxed(
                 engine,
                 base,
@@ -308,10 +301,10 @@ def _zero(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
 
 def _schedule(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
     question = engine.question
-    if "1f1b" in question.schedules or "all" in question.schedules:
+    if PLAIN.name in question.schedules or "all" in question.schedules:
         return
-    more = replace(question, schedules=(*question.schedules, "1f1b"))
-    yield from _first_that_fits(engine, base, kind="schedule", tried=[("schedule 1f1b", more)])
+    more = replace(question, schedules=(*question.schedules, PLAIN.name))
+    yield from _first_that_fits(engine, base, kind="schedule", tried=[(f"schedule {PLAIN}", more)])
 
 
 def _recompute(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
@@ -380,7 +373,7 @@ def _first_that_fits(
     shorter = None
     for change, question in tried:
         same = question.machine is engine.question.machine
-        own = related_search(engine, question) if same else PlanSearch(question)
+        own = engine.related(question) if same else PlanSearch(question)
         if _fits(own):
             yield from _relaxed(
                 own,
@@ -413,7 +406,7 @@ def _relaxed(
     hardware: bool,
 ) -> Iterator[Relaxation]:
     """With its fastest plan."""
-    point = related_search(engine, replace(question, objective="fastest")).run().best
+    point = engine.related(replace(question, objective="fastest")).run().best
     known = question.machine.network.levels[-1].width >= point.devices
     yield Relaxation(
         kind=kind,
@@ -458,18 +451,6 @@ def describe_relaxation(one: Relaxation) -> str:
     if one.slower is not None:
         time = f"{format_seconds(point.seconds)} a step, {one.slower:+.1%} a sample"
     return f"{one.change}: {time}; {describe_degrees(point.degrees)}{describe_recomputation(point)}"
-
-
-def describe_recomputation(point: Point) -> str:
-    """ ", recompute in 2 stages" where some do."""
-    number = sum(stage.recompute for stage in point.stages)
-    if not number:
-        return ""
-    return (
-        ", recompute"
-        if number == len(point.stages)
-        else f", recompute in {number} stage{'s' * (number > 1)}"
-    )
 
 
 def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
@@ -603,7 +584,7 @@ def _moved(engine: PlanSearch, point: Point, name: str) -> Iterator[MemoryFix]:
     asked = replace(engine.question, devices=(old.devices,), tensor=None, zero=(0, 1, 2, 3))
     others = [
         degrees
-        for degrees in related_search(engine, asked).combinations()
+        for degrees in engine.related(asked).combinations()
         if getattr(degrees, name) != getattr(old, name)
         and replace(degrees, **{one: getattr(old, one) for one in follow}) == old
     ]

@@ -118,7 +118,7 @@ FORMULAS = (
         figure="MFU",
         formula="FLOPs of the model / (step devices peak)",
         paper="Chowdhery et al. 2022 (PaLM), section 4.1",
-        code="planner/explain/bottlenecks.py",
+        code="planner/explain/alternatives.py",
         uses=("device.peak",),
     ),
     FigureFormula(

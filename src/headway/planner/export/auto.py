@@ -15,15 +15,10 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.prediction import with_prediction
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
-from headway.planner.search.plan_conversion import (
-    RUNNABLE_SCHEDULES,
-    candidate_of,
-    missing_in_executor,
-    restrict_to_executor,
-    to_plan,
-)
+from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
-from headway.planner.search.request import PlanRequest
+from headway.planner.search.request import PlanRequest, restrict_to_executor
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 MOST = 64
 """Combinations among which the next best is looked for."""
@@ -45,17 +40,6 @@ class RecipeLimits:
         if self.microbatch is not None and degrees.microbatch > self.microbatch:
             return False
         return self.pipeline or degrees.pipeline == 1
-
-
-class ExecutorSearch(PlanSearch):
-    """A search among what the executor can run and the recipe leaves open."""
-
-    def __init__(self, question: PlanRequest, limits: RecipeLimits) -> None:
-        super().__init__(question)
-        self.limits = limits
-
-    def combinations(self) -> Iterator[Degrees]:
-        return filter(self.limits.allow, super().combinations())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +71,7 @@ def find_auto_plan(question: PlanRequest, limits: RecipeLimits, cluster: Cluster
         replace(question, schedules=RUNNABLE_SCHEDULES, objective="fastest")
     )
     try:
-        outcome = ExecutorSearch(question, limits).run()
+        outcome = PlanSearch(question, limits.allow).run()
     except NothingFits:
         raise infeasible_error(question) from None
     point = outcome.best
@@ -103,7 +87,7 @@ def _others(engine: PlanSearch, chosen: Point) -> Iterator[Point]:
     for degrees, _ in zip(engine.combinations(), range(MOST), strict=False):
         if degrees == chosen.degrees:
             continue
-        point = candidate_of(engine, degrees).fastest(engine.question.cap)
+        point = engine.candidate(degrees).fastest(engine.question.cap)
         if point is None or missing_in_executor(point):
             continue
         key = (degrees.data, degrees.pipeline, degrees.schedule)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from headway.cluster import Cluster, to_toml
 from headway.plan import Plan
 from headway.plan.prediction import Prediction
-from headway.planner.explain.bottlenecks import step_parts
+from headway.planner.explain.step_parts import step_parts
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 

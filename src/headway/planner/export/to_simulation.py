@@ -23,7 +23,7 @@ from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.pricing import Pricing
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
-from headway.planner.search.plan_conversion import candidate_of, missing_in_executor, point_of
+from headway.planner.search.plan_conversion import missing_in_executor, point_of
 from headway.planner.search.plan_point import Point, PointStage
 from headway.planner.traffic.estimate import collective_seconds, collectives_of
 from headway.schedule.generators.registry import make_schedule
@@ -130,7 +130,7 @@ def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
 def stages_of(search: PlanSearch, point: Point) -> tuple[StageWork, ...]:
     """All stages of a point."""
     inside = _collectives(search, point)
-    pricing = candidate_of(search, point.degrees).pricing
+    pricing = search.candidate(point.degrees).pricing
     return tuple(_stage(search, point, number, own, pricing) for number, own in enumerate(inside))
 
 
@@ -225,7 +225,7 @@ def _held(params: list[float], whole: float) -> list[float]:
 
 def _leaving(search: PlanSearch, point: Point, held: list[float]) -> Iterator[tuple[int, float]]:
     """The buckets of a model that is not cut, as `comm` fills them."""
-    shared = candidate_of(search, point.degrees).shared
+    shared = search.candidate(point.degrees).shared
     whole = np.maximum(shared.held, 1.0)
     sizes, units = shared.gradients.messages(point.bucket or BUCKETS[0], np.array(held) / whole)
     yield from zip(units.tolist(), sizes.tolist(), strict=True)

@@ -34,13 +34,12 @@ from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.graph.model_graph import ModelGraph, Operator
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import OperatorSetting, legal_rules, operator_cost
-from headway.planner.explain.bottlenecks import level_of
+from headway.planner.explain.step_parts import level_of
 from headway.planner.guidelines.advice import Advice, AdviceFacts, guidelines
 from headway.planner.guidelines.layer_algorithms import Minibatch, choose_minibatch
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.mixed_candidate import MixedPoint
 from headway.planner.search.mixed_search import MixedSearch
-from headway.planner.search.plan_conversion import candidate_of
 from headway.planner.whale.load_balance import whole_filling
 from headway.units import format_bytes, format_number, format_seconds, format_share
 
@@ -77,7 +76,7 @@ class AdviceRequest:
     @cached_property
     def alone(self) -> tuple[float, float]:
         """Seconds of one micro-batch on one device in both passes, and bytes of its state."""
-        stage = candidate_of(self.engine, self._degrees(1)).planned((0, len(self.engine.row)))
+        stage = self.engine.candidate(self._degrees(1)).planned((0, len(self.engine.row)))
         return stage.stages[0].seconds, stage.stages[0].state
 
     @cached_property
@@ -88,7 +87,7 @@ class AdviceRequest:
     @cached_property
     def overhead(self) -> float:
         """T_O: the exchange over all devices, none of it hidden, and the update."""
-        candidate = candidate_of(self.engine, self._degrees(self.devices))
+        candidate = self.engine.candidate(self._degrees(self.devices))
         stage = candidate.planned((0, len(self.engine.row))).stages[0]
         return float(candidate.pricing.summed(np.asarray(stage.params))) + stage.after
 

@@ -27,6 +27,9 @@ import numpy as np
 from headway.errors import PlanError
 from headway.planner.pareto.front import Floats, Ints
 
+BUDGET = 2_000_000
+"""Cells of the table that one elimination may make."""
+
 
 @dataclass(frozen=True)
 class ChoiceGraph:

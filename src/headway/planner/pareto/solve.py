@@ -16,6 +16,7 @@ import numpy as np
 from headway.documents import nearest
 from headway.errors import PlanError
 from headway.planner.pareto.choice_graph import (
+    BUDGET,
     ChoiceGraph,
     CostTables,
     Elimination,
@@ -43,7 +44,6 @@ from headway.planner.pareto.elimination import (
 )
 from headway.planner.pareto.front import Floats, Ints
 
-BUDGET = 2_000_000
 _GRID = {1: 1, 2: 7}
 _GRID_OF_MORE = 4
 _ROUNDS = 10

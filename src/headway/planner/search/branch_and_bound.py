@@ -1,38 +1,48 @@
 """Best-first branch and bound over combinations of degrees, to the Pareto front of plans.
 Combinations are opened in the order of their lower bounds: of compute alone at first, of their own
-    tables then. One
-whose bounds a known point beats is never opened. The same request gives the same points in the same
-order, and
-`gap` is proven by the bounds of all that was left closed. Planning by levels as in Zheng et al.
-2022 (Alpa) and Cai et al. 2022 (TensorOpt; the objectives).
+tables then. One whose bounds a known point beats is never opened. The same request gives the same
+points in the same order, and `gap` is proven by the bounds of all that was left closed. Planning by
+levels as in Zheng et al. 2022 (Alpa) and Cai et al. 2022 (TensorOpt; the objectives).
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 
 from headway.errors import NothingFits, PlanError
-from headway.planner.estimate.degrees import Degrees, combinations, describe_degrees
-from headway.planner.estimate.pipeline_time import schedule_options
-from headway.planner.search.candidate import PlanCandidate, SearchBounds
+from headway.planner.estimate.degrees import (
+    Degrees,
+    combinations,
+    least_state_per_byte,
+)
+from headway.planner.estimate.gradient_exchange import ModelParameters
+from headway.planner.estimate.operators import (
+    OperatorSetting,
+    check_force,
+    kernel_count,
+    roofline_seconds,
+)
+from headway.planner.estimate.partition import (
+    IntervalClasses,
+    LayerUnit,
+    interval_classes,
+    make_units,
+)
+from headway.planner.estimate.segments import SegmentTables, make_segment_tables
+from headway.planner.estimate.transient_memory import TransientMemory
+from headway.planner.search.candidate import PlanCandidate, lower_hull_bound, step_lower_bound
 from headway.planner.search.plan_point import Point
-from headway.planner.search.request import Objective, PlanRequest
+from headway.planner.search.request import PlanRequest
 from headway.planner.search.result import ALIKE, ParetoResult, distinct_points, pareto_optimal
+from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
-
-__all__ = [
-    "Objective",
-    "PlanRequest",
-    "PlanSearch",
-    "SearchResult",
-    "describe_degrees",
-    "find_plans",
-]
 
 FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
@@ -69,11 +79,138 @@ class SearchResult(ParetoResult[Point]):
         return max(0.0, self.best.seconds / self.floor - 1.0) if self.floor > 0 else 0.0
 
 
-class PlanSearch(SearchBounds):
-    """Tables and combinations of one question; `run` answers it."""
+class SearchBounds:
+    """The tables of one question, and what bounds its combinations before any is opened."""
 
     def __init__(self, question: PlanRequest) -> None:
-        super().__init__(question)
+        self.question = question
+        self.row: tuple[LayerUnit, ...] = make_units(question.work)
+        self.classes: IntervalClasses = interval_classes(self.row)
+        self.shared = ModelParameters(question.work, self.row, self.classes)
+        self.transients = TransientMemory(question.work, self.row, self.classes)
+        self._tables: dict[tuple[int, int], SegmentTables] = {}
+        self._least: dict[tuple[int, int], tuple[float, float]] = {}
+        self._sums: dict[tuple[int, int, int], float] = {}
+
+    def tables_of(self, tensor: int, samples: int) -> SegmentTables:
+        """Shared by all combinations with this tensor degree and micro-batch."""
+        key = (tensor, samples)
+        if key not in self._tables:
+            question = self.question
+            setting = OperatorSetting(
+                work=question.work,
+                machine=question.priced,
+                tensor=tensor,
+                samples=samples,
+                force=question.force,
+            )
+            if tensor > 1:
+                check_force(setting)
+            self._tables[key] = make_segment_tables(
+                setting, self.row, self.classes, self.transients
+            )
+        return self._tables[key]
+
+    def first(self, degrees: Degrees) -> tuple[float, float]:
+        """Work alone, evenly spread; state, and what is kept without or with recomputation."""
+        question = self.question
+        p, b = degrees.pipeline, degrees.microbatch
+        copies = question.work.optimiser.state
+        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
+        state = self.held * per_byte * degrees.pipes
+        forward, backward = self._least_seconds(degrees.tensor, b)
+        passes = np.array([backward, forward + backward])
+        seconds = step_lower_bound(degrees, np.full(2, forward), passes)
+        held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
+        return lower_hull_bound(seconds, held, question.cap)
+
+    def floor(self, degrees: Degrees) -> float:
+        """Seconds below which no plan of these degrees is, whatever its cut, its schedule, its
+        order of axes and its placements: work evenly spread without a bubble, and what of the
+        exchange is longer than all backward passes."""
+        forward, backward = self._least_seconds(degrees.tensor, degrees.microbatch)
+        m, p, d = degrees.microbatches, degrees.pipeline, degrees.data
+        compute = (forward + backward) * m / p
+        if d == 1:
+            return compute
+        sums = self._least_sums(degrees.tensor, p, d)
+        return compute + max(0.0, sums - backward * m / p)
+
+    def _least_sums(self, tensor: int, pipeline: int, data: int) -> float:
+        """Seconds in which gradients are scattered, in the better order of the axes."""
+        key = (tensor, pipeline, data)
+        if key not in self._sums:
+            network, held = self.question.machine.network, self.held / tensor / pipeline
+            self._sums[key] = min(
+                float(network.reduce_scatter(held, data, tensor * inside))
+                for inside in (1, pipeline)
+            )
+        return self._sums[key]
+
+    def _least_seconds(self, tensor: int, samples: int) -> tuple[float, float]:
+        """Of a micro-batch in both passes: every operator's work evenly spread, or its launch."""
+        key = (tensor, samples)
+        if key not in self._least:
+            device = self.question.machine.device
+            passes, launches = self.work
+            spread = passes * samples / tensor + device.seconds_of_kernels(launches)
+            slower = np.where(passes > 0, np.maximum(spread, device.seconds_of_host(launches)), 0.0)
+            forward, backward = slower.sum(axis=0)
+            self._least[key] = float(forward), float(backward)
+        return self._least[key]
+
+    @cached_property
+    def work(self) -> tuple[np.ndarray, np.ndarray]:
+        """(operators, 2): seconds of one sample on one device in both passes, and kernels."""
+        setting = self.tables_of(1, self.question.work.samples).setting
+        operators = self.question.work.graph.operators
+        batched = self.question.work.batch_loops
+        known: dict[int, list[tuple[float, float, int]]] = {}
+        for unit in self.row:
+            if unit.kind not in known:
+                known[unit.kind] = [
+                    (
+                        *(roofline_seconds(setting, o) if o.name in batched else (0.0, 0.0)),
+                        kernel_count(o),
+                    )
+                    for o in operators[unit.start : unit.stop]
+                ]
+        each = np.array([line for unit in self.row for line in known[unit.kind]])
+        return each[:, :2] / self.question.work.samples, each[:, 2:]
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of all parameters."""
+        return self.question.work.graph.parameter_bytes
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that a sample's forward keeps."""
+        return self.question.work.graph.saved_bytes / self.question.work.samples
+
+    @cached_property
+    def crossing(self) -> float:
+        """Bytes of one sample that enter units."""
+        graph = self.question.work.graph
+        entered = sum(graph.tensors[unit.entry].bytes for unit in self.row if unit.entry)
+        return entered / self.question.work.samples
+
+
+class PlanSearch:
+    """Tables and combinations of one question; `run` answers it.
+
+    Args:
+        allow: Which combinations are looked at; None: all.
+    """
+
+    def __init__(
+        self, question: PlanRequest, allow: Callable[[Degrees], bool] | None = None
+    ) -> None:
+        self.question = question
+        self.allow = allow
+        self.bounds = SearchBounds(question)
+        self.row = self.bounds.row
+        self.shared = self.bounds.shared
         self.points: list[Point] = []
         self.opened = 0
         self._known: np.ndarray = np.zeros((0, 3))
@@ -88,7 +225,7 @@ class PlanSearch(SearchBounds):
         end = np.inf if question.seconds is None else perf_counter() + question.seconds
         waiting: list[tuple[float, Degrees, float, bool]] = []
         for degrees in self.combinations():
-            seconds, held = self._first_bound(degrees)
+            seconds, held = self.bounds.first(degrees)
             waiting.append((seconds, degrees, held, False))
         considered = len(waiting)
         heapq.heapify(waiting)
@@ -118,8 +255,24 @@ class PlanSearch(SearchBounds):
             raise self._impossible()
         return self._outcome(considered, float(bound))
 
+    def related(self, question: PlanRequest) -> PlanSearch:
+        """A search of another question of the same model, machine and forced choices: its tables
+        are these."""
+        other = copy.copy(self)
+        other.question, other.bounds = question, copy.copy(self.bounds)
+        other.bounds.question = question
+        other.points, other.opened, other._known = [], 0, np.zeros((0, 3))
+        return other
+
+    def tables_of(self, tensor: int, samples: int) -> SegmentTables:
+        """Shared by all combinations with this tensor degree and micro-batch."""
+        return self.bounds.tables_of(tensor, samples)
+
     def combinations(self) -> Iterator[Degrees]:
         """All of them."""
+        return filter(self.allow, self._every_combination())
+
+    def _every_combination(self) -> Iterator[Degrees]:
         question = self.question
         inner = question.machine.network.levels[0].width
         for devices in question.devices:
@@ -139,15 +292,13 @@ class PlanSearch(SearchBounds):
                 one_level=int(min(inner, devices)),
             )
 
-    def candidate(self, degrees: Degrees, *, late: bool = True) -> PlanCandidate:
-        """A combination of degrees on the search's tables; `late` as for `CandidateBounds`."""
+    def candidate(self, degrees: Degrees) -> PlanCandidate:
+        """A combination of degrees on the search's tables."""
         shared = self.tables_of(degrees.tensor, degrees.microbatch)
         recompute = self.question.recompute == "any" or degrees.pipeline > 1
         return PlanCandidate(
-            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute, late=late
+            shared, degrees, self.question.itemsize, self.shared, may_recompute=recompute
         )
-
-    _candidate = candidate
 
     def _open(self, candidate: PlanCandidate) -> None:
         """Adds the fastest plan of each band of memory that may hold one of use."""
@@ -223,7 +374,7 @@ class PlanSearch(SearchBounds):
             chosen=chosen,
             bound=min(bound, values[chosen]),
             floor=min(
-                self.floor(degrees)
+                self.bounds.floor(degrees)
                 for degrees in self.combinations()
                 if degrees.devices == points[chosen].devices
             ),

@@ -14,43 +14,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from headway.cost.device import Number
 from headway.errors import PlanError
-from headway.planner.estimate.degrees import Degrees, late_per_byte, least_state_per_byte
+from headway.planner.estimate.degrees import Degrees, late_per_byte
 from headway.planner.estimate.gradient_exchange import BUCKETS, ModelParameters
 from headway.planner.estimate.operators import (
     Floats,
-    OperatorSetting,
-    check_force,
-    kernel_count,
-    roofline_seconds,
 )
 from headway.planner.estimate.partition import (
-    IntervalClasses,
-    LayerUnit,
     bar_intervals,
     cut_stages,
     forced_stage_starts,
-    interval_classes,
-    make_units,
 )
-from headway.planner.estimate.pipeline_time import (
-    PeriodicTable,
-    ScheduleOption,
-    make_periodic_table,
-)
+from headway.planner.estimate.pipeline_time import PeriodicTable, make_periodic_table
 from headway.planner.estimate.pricing import IntervalRows, Pricing
-from headway.planner.estimate.segments import SegmentTables, make_segment_tables
+from headway.planner.estimate.segments import SegmentTables
 from headway.planner.estimate.stage_capacity import ROUNDING
-from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.search.plan_point import Point, PointStage
-
-if TYPE_CHECKING:
-    from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
 
 
 def lower_hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]:
@@ -83,10 +68,11 @@ def step_lower_bound(degrees: Degrees, forward: Floats, backward: Floats) -> Flo
     both = forward + backward
     if p == 1:
         return m * both
-    if degrees.schedule == "gpipe" or (degrees.schedule == "1f1b" and m > p):
+    held = SCHEDULES[degrees.schedule].held
+    if held == "all" or (held == "depth" and m > p):
         return both * (m + p - 1) / p
     whole = both * m / p
-    if degrees.schedule == "1f1b":
+    if held == "depth":
         return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
     return np.maximum(whole, forward)
 
@@ -128,123 +114,6 @@ def indivisible_units_bound(tables: SegmentTables, degrees: Degrees) -> float:
     counts, seconds = tables.kinds
     most = (degrees.microbatches // pipes) * -(-counts * pipes // p)
     return float((most * seconds).max())
-
-
-class SearchBounds:
-    """The tables of one question, and what bounds its combinations."""
-
-    def __init__(self, question: PlanRequest) -> None:
-        self.question = question
-        self.row: tuple[LayerUnit, ...] = make_units(question.work)
-        self.classes: IntervalClasses = interval_classes(self.row)
-        self.shared = ModelParameters(question.work, self.row, self.classes)
-        self.transients = TransientMemory(question.work, self.row, self.classes)
-        self._tables: dict[tuple[int, int], SegmentTables] = {}
-        self._least: dict[tuple[int, int], tuple[float, float]] = {}
-        self._sums: dict[tuple[int, int, int], float] = {}
-
-    def tables_of(self, tensor: int, samples: int) -> SegmentTables:
-        """Shared by all combinations with this tensor degree and micro-batch."""
-        key = (tensor, samples)
-        if key not in self._tables:
-            question = self.question
-            setting = OperatorSetting(
-                work=question.work,
-                machine=question.priced,
-                tensor=tensor,
-                samples=samples,
-                force=question.force,
-            )
-            if tensor > 1:
-                check_force(setting)
-            self._tables[key] = make_segment_tables(
-                setting, self.row, self.classes, self.transients
-            )
-        return self._tables[key]
-
-    def _first_bound(self, degrees: Degrees) -> tuple[float, float]:
-        """Work alone, evenly spread; state, and what is kept without or with recomputation."""
-        question = self.question
-        p, b = degrees.pipeline, degrees.microbatch
-        copies = question.work.optimiser.state
-        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
-        state = self.held * per_byte * degrees.pipes
-        forward, backward = self._least_seconds(degrees.tensor, b)
-        passes = np.array([backward, forward + backward])
-        seconds = step_lower_bound(degrees, np.full(2, forward), passes)
-        held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
-        return lower_hull_bound(seconds, held, question.cap)
-
-    def floor(self, degrees: Degrees) -> float:
-        """Seconds below which no plan of these degrees is, whatever its cut, its schedule, its
-        order of axes and its placements: work evenly spread without a bubble, and what of the
-        exchange is longer than all backward passes."""
-        forward, backward = self._least_seconds(degrees.tensor, degrees.microbatch)
-        m, p, d = degrees.microbatches, degrees.pipeline, degrees.data
-        compute = (forward + backward) * m / p
-        if d == 1:
-            return compute
-        sums = self._least_sums(degrees.tensor, p, d)
-        return compute + max(0.0, sums - backward * m / p)
-
-    def _least_sums(self, tensor: int, pipeline: int, data: int) -> float:
-        """Seconds in which gradients are scattered, in the better order of the axes."""
-        key = (tensor, pipeline, data)
-        if key not in self._sums:
-            network, held = self.question.machine.network, self.held / tensor / pipeline
-            self._sums[key] = min(
-                float(network.reduce_scatter(held, data, tensor * inside))
-                for inside in (1, pipeline)
-            )
-        return self._sums[key]
-
-    def _least_seconds(self, tensor: int, samples: int) -> tuple[float, float]:
-        """Of a micro-batch in both passes: every operator's work evenly spread, or its launch."""
-        key = (tensor, samples)
-        if key not in self._least:
-            device = self.question.machine.device
-            passes, launches = self.work
-            spread = passes * samples / tensor + device.seconds_of_kernels(launches)
-            slower = np.where(passes > 0, np.maximum(spread, device.seconds_of_host(launches)), 0.0)
-            forward, backward = slower.sum(axis=0)
-            self._least[key] = float(forward), float(backward)
-        return self._least[key]
-
-    @cached_property
-    def work(self) -> tuple[np.ndarray, np.ndarray]:
-        """(operators, 2): seconds of one sample on one device in both passes, and kernels."""
-        setting = self.tables_of(1, self.question.work.samples).setting
-        operators = self.question.work.graph.operators
-        batched = self.question.work.batch_loops
-        known: dict[int, list[tuple[float, float, int]]] = {}
-        for unit in self.row:
-            if unit.kind not in known:
-                known[unit.kind] = [
-                    (
-                        *(roofline_seconds(setting, o) if o.name in batched else (0.0, 0.0)),
-                        kernel_count(o),
-                    )
-                    for o in operators[unit.start : unit.stop]
-                ]
-        each = np.array([line for unit in self.row for line in known[unit.kind]])
-        return each[:, :2] / self.question.work.samples, each[:, 2:]
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes of all parameters."""
-        return self.question.work.graph.parameter_bytes
-
-    @cached_property
-    def kept(self) -> float:
-        """Bytes that a sample's forward keeps."""
-        return self.question.work.graph.saved_bytes / self.question.work.samples
-
-    @cached_property
-    def crossing(self) -> float:
-        """Bytes of one sample that enter units."""
-        graph = self.question.work.graph
-        entered = sum(graph.tensors[unit.entry].bytes for unit in self.row if unit.entry)
-        return entered / self.question.work.samples
 
 
 # The strategies of stretches in the order of their times, so that what fits is found in one
@@ -325,7 +194,7 @@ def sort_strategies(
         microbatches: Over which a step's end is spread.
         passing: Bytes that the update needs for a moment, per byte of state.
         first: (classes, ways, K) bytes for a moment with all micro-batches under way.
-        waiting: (classes, 1) bytes above what the update needs, as `DeviceBytes.waiting`.
+        waiting: (classes, 1) bytes above what the update needs, as `DeviceMemory.waiting`.
     """
     flat = (len(rows), -1)
     value = (rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / microbatches).reshape(
@@ -361,22 +230,25 @@ def _first_above(upto: np.ndarray, flights: np.ndarray) -> np.ndarray:
     return whole[:, flights - 1]
 
 
-# One combination of degrees before any cut: its strategies, priced, and what bounds its plans.
+# One combination of degrees: its strategies, what bounds its plans, and its best cuts.
 
 
 WIDTH = 4
 """Times the mean number of units of a stage: cuts with longer stages are sought later."""
 
 
-class CandidateBounds:
-    """What is known of a combination before its stages are cut.
+SHARES = 2
+"""How often the memory of a rank with several stages is divided between them in another way."""
+
+
+class PlanCandidate:
+    """A combination of degrees, ready to be asked for the fastest plan within a memory.
 
     Args:
         tables: Of its tensor degree and micro-batch.
         itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
-        late: Whether memory knows that a step begins without gradients.
     """
 
     def __init__(
@@ -387,14 +259,13 @@ class CandidateBounds:
         shared: ModelParameters | None = None,
         *,
         may_recompute: bool = True,
-        late: bool = True,
     ) -> None:
         self.tables = tables
         self.degrees = degrees
         self.itemsize = itemsize
         self.shared = shared or ModelParameters(tables.setting.work, tables.row, tables.classes)
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
-        self.late = late_per_byte(itemsize, degrees) if late else 0.0
+        self.late = late_per_byte(itemsize, degrees)
         self._passes = (0, 1) if may_recompute else (0,)
         self._known: dict[tuple[str, int], tuple[Floats, np.ndarray]] = {}
         self._orders: dict[tuple[str, int], StrategiesByTime] = {}
@@ -445,7 +316,9 @@ class CandidateBounds:
 
     def there(self, rows: Floats) -> Floats:
         """Bytes of state at any moment of a step; rows (..., columns) as `IntervalRows` says."""
-        found: Floats = rows[..., IntervalRows.STATE] * (1.0 - self.late / self.pricing.per_byte)
+        found: Floats = rows[..., IntervalRows.STATE] * (
+            1.0 - self.late / self.pricing.memory.per_byte
+        )
         return found
 
     def is_late(self, stage: int) -> bool:
@@ -461,7 +334,7 @@ class CandidateBounds:
         """
         if not self.late:
             return None
-        first = self.pricing.first[: len(rows), :, None]
+        first = self.pricing.memory.first[: len(rows), :, None]
         first = np.asarray(self.early(first, rows[..., IntervalRows.MORE]))
         if self.degrees.microbatches == 1:
             return np.broadcast_to(first, rows.shape[:-1])
@@ -489,13 +362,13 @@ class CandidateBounds:
 
     def places(self, cap: float, known: float, whole: float) -> Floats:
         """(kinds, stages): `Room.places` of this combination; arguments as there."""
-        per_byte = self.pricing.per_byte
+        per_byte = self.pricing.memory.per_byte
         return self.tables.room.places(
             self.degrees,
             self._in_flight,
             self._passes,
             state=per_byte,
-            passing=self.pricing.passing,
+            passing=self.pricing.memory.passing,
             tied=float(self.shared.whole[0]) / self.degrees.tensor * per_byte,
             late=self.late,
             cap=cap,
@@ -526,9 +399,9 @@ class CandidateBounds:
             self._orders[key] = sort_strategies(
                 rows[:, :some],
                 self.degrees.microbatches,
-                self.pricing.passing,
+                self.pricing.memory.passing,
                 None if first is None else first[:, :some],
-                self.pricing.waiting[: len(rows), None],
+                self.pricing.memory.waiting[: len(rows), None],
             )
         return self._orders[key]
 
@@ -554,19 +427,6 @@ class CandidateBounds:
         flights, place = np.unique(counts, return_inverse=True)
         times, picks = self._order(border, width).picked(cap, flights)
         return times[place], picks[place]
-
-
-# One combination of degrees on its tables: the frontier of its stages, cuts and placements.
-
-
-__all__ = ["PlanCandidate", "Point", "PointStage"]
-
-SHARES = 2
-"""How often the memory of a rank with several stages is divided between them in another way."""
-
-
-class PlanCandidate(CandidateBounds):
-    """A combination of degrees, ready to be asked for the fastest plan within a memory."""
 
     def fastest(self, cap: float, known: float = np.inf, *, parts: bool = True) -> Point | None:
         """The fastest plan of which no device needs more than `cap` bytes.
@@ -699,7 +559,8 @@ class PlanCandidate(CandidateBounds):
 
     def _at_least(self, border: str, stages: tuple[PointStage, ...]) -> float:
         """Seconds below which the table does not take, without playing it; of 1F1B alone."""
-        if self.degrees.schedule != "1f1b" or self.book is None or self.book.rounds:
+        depth = SCHEDULES[self.degrees.schedule].held == "depth"
+        if not depth or self.book is None or self.book.rounds:
             return 0.0
         starts = [stage.start for stage in stages]
         params = np.array([stage.params for stage in stages])
@@ -757,7 +618,10 @@ class PlanCandidate(CandidateBounds):
         `_prepared`."""
         rows, prices = self._prepared(border, width)
         setting, several = self.tables.setting, self.degrees.pipeline > 1
-        firsts, made = self.pricing.first, self.tables.transients.first(setting, several=several)[1]
+        firsts, made = (
+            self.pricing.memory.first,
+            self.tables.transients.first(setting, several=several)[1],
+        )
         starts, stops, numbers, agains, places = np.array(chosen).T
         own = rows[numbers, agains, places]
         firsts = np.asarray(self.early(firsts[numbers, agains], own[:, IntervalRows.MORE]))
@@ -768,7 +632,7 @@ class PlanCandidate(CandidateBounds):
                 made[numbers, agains],
                 self.shared.weight_shares(starts, stops),
                 prices[places],
-                self.pricing.waiting[numbers],
+                self.pricing.memory.waiting[numbers],
             ]
         )
         stages = []
@@ -793,7 +657,7 @@ class PlanCandidate(CandidateBounds):
                     first=first,
                     gradients=gradients if self.is_late(place) else 0.0,
                     flights=self._in_flight[place],
-                    passing=state * self.pricing.passing + waiting,
+                    passing=state * self.pricing.memory.passing + waiting,
                     params=params,
                     forward=forward,
                     weight=share * max(backward - again * compute, 0.0),

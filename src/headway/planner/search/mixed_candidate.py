@@ -267,6 +267,7 @@ class MixedCandidate:
     starts: tuple[int, ...] = ()
     picks: Picks = field(default_factory=WeakKeyDictionary)
     _candidates: dict[Cell, PlanCandidate] = field(default_factory=dict)
+    _known_lines: dict[tuple[Cell, str, int], _MixedIntervals] = field(default_factory=dict)
     _mixed: dict[
         tuple[tuple[Cell, ...], str, tuple[float, ...]], dict[int, tuple[Floats, np.ndarray]]
     ] = field(default_factory=dict)
@@ -286,12 +287,13 @@ class MixedCandidate:
         seconds, held = 0.0, np.inf
         for number, (kinds, _) in enumerate(combination.cells.classes):
             stages = Counter(kinds)
-            rows = [self._whole(self.of((number, kind))) for kind in stages]
+            own = [self.of((number, kind)) for kind in stages]
+            rows = [one.least_rows[list(one._passes)] for one in own]
             held = min(
                 held,
                 *(
-                    float((r[..., IntervalRows.STATE] + r[..., IntervalRows.KEPT]).min()) / p
-                    for r in rows
+                    float((one.there(r) + r[..., IntervalRows.KEPT]).min()) / p
+                    for one, r in zip(own, rows, strict=True)
                 ),
             )
             if len(stages) == 1:
@@ -308,10 +310,6 @@ class MixedCandidate:
                 busy = m * float(slowest_stage(with_sums, np.append(counts, 1), on)[0][0])
                 seconds = max(seconds, busy, (m - 1) * alike + through)
         return seconds, held
-
-    def _whole(self, candidate: PlanCandidate) -> Floats:
-        found: Floats = candidate.least_rows[list(candidate._passes)]
-        return found
 
     def fastest(
         self,
@@ -409,9 +407,9 @@ class MixedCandidate:
         for stage, (_, _, number, (again, *prices)) in enumerate(chosen):
             cells = sorted(self.combination.cells.types_of(stage))
             for cell, price in zip(cells, prices, strict=True):
-                candidate = self.of(cell)
-                row = candidate._prepared(border)[0][number, again, price]
-                most = max(most, float(_held(candidate, row, stage)))
+                line = self._lines(cell, border, again)
+                held = line.held(np.array([number]), self.of(cell)._in_flight[stage])
+                most = max(most, float(held[0, price]))
         return most
 
     def _picked(
@@ -431,7 +429,9 @@ class MixedCandidate:
         self, cells: tuple[Cell, ...], border: str, caps: Mapping[str, float]
     ) -> dict[int, tuple[Floats, np.ndarray]]:
         """`_picked` of all stages with these cells. What takes as long both with few and with many
-        micro-batches under way takes as long between them."""
+        micro-batches under way takes as long between them; but stages that hold all of them before
+        their gradients are made may have room where those with fewer have none, so these, which are
+        alike and come first, are looked at by themselves."""
         stages = [s for s in self._stages if sorted(self.combination.cells.types_of(s)) == [*cells]]
         every = np.arange(len(self.of(cells[0])._prepared(border)[0]))
         times = np.full((len(stages), len(every)), np.inf)
@@ -453,10 +453,14 @@ class MixedCandidate:
                 picks[place, some[better], 0] = again
                 picks[place, some[better], 1:] = ways[better]
 
+        late = sum(self.of(cells[0]).is_late(stage) for stage in stages)
+        if late:
+            pick(0, every)
+            times[1:late], picks[1:late] = times[0], picks[0]
         last = len(stages) - 1
-        for place in {0, last}:
+        waiting = [(late, last, every)] if late <= last else []
+        for place in {late, last} if waiting else ():
             pick(place, every)
-        waiting = [(0, last, every)]
         while waiting:
             low, high, some = waiting.pop()
             same = times[low, some] == times[high, some]
@@ -482,19 +486,23 @@ class MixedCandidate:
 
     def _lines(self, cell: Cell, border: str, again: int) -> _MixedIntervals:
         """The strategies of all classes of stretches in a cell."""
-        candidate = self.of(cell)
-        rows = candidate._prepared(border)[0][:, again]
-        seconds = (
-            rows[..., IntervalRows.SECONDS]
-            + rows[..., IntervalRows.TAIL] / self.combination.microbatches
-        )
-        return _MixedIntervals(
-            seconds=seconds,
-            state=rows[..., IntervalRows.STATE],
-            kept=rows[..., IntervalRows.KEPT],
-            more=rows[..., IntervalRows.MORE],
-            updated=candidate.pricing.updated(rows),
-        )
+        key = (cell, border, again)
+        if key not in self._known_lines:
+            candidate = self.of(cell)
+            every = candidate._prepared(border)[0]
+            rows, first = every[:, again], candidate.first(every)
+            waiting = candidate.pricing.memory.waiting[: len(rows), None]
+            m = self.combination.microbatches
+            self._known_lines[key] = _MixedIntervals(
+                seconds=rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / m,
+                state=rows[..., IntervalRows.STATE],
+                kept=rows[..., IntervalRows.KEPT],
+                more=rows[..., IntervalRows.MORE],
+                updated=candidate.pricing.updated(rows) + waiting,
+                all=m,
+                first=None if first is None else first[:, again],
+            )
+        return self._known_lines[key]
 
     def _alike(self, lines: Sequence[_MixedIntervals]) -> tuple[Floats, ...]:
         """Of each cell but the first, (classes, K, K): 0 where its strategy holds as many bytes as
@@ -571,19 +579,27 @@ class MixedCandidate:
 
 
 class _MixedIntervals(NamedTuple):
-    """(classes, K) strategies in a cell, as `IntervalRows` says."""
+    """(classes, K) strategies in a cell, as `IntervalRows` and `StrategiesByTime` say."""
 
     seconds: Floats
     state: Floats
     kept: Floats
     more: Floats
     updated: Floats
+    all: int
+    first: Floats | None
+
+    def held(self, some: np.ndarray, under_way: int) -> Floats:
+        """Bytes of some classes."""
+        late = self.first is not None and under_way == self.all
+        more = self.first if self.first is not None and late else self.more
+        found = self.state[some] + under_way * self.kept[some] + more[some]
+        held: Floats = np.maximum(found, self.updated[some])
+        return held
 
     def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Floats:
         """Of some classes, infinite where they do not fit."""
-        held = self.state[some] + under_way * self.kept[some]
-        held = np.maximum(held + self.more[some], self.updated[some])
-        return np.where(held <= cap, self.seconds[some], np.inf)
+        return np.where(self.held(some, under_way) <= cap, self.seconds[some], np.inf)
 
 
 def _together(values: tuple[Floats, ...], alike: tuple[Floats, ...]) -> tuple[Floats, np.ndarray]:
@@ -601,14 +617,6 @@ def _together(values: tuple[Floats, ...], alike: tuple[Floats, ...]) -> tuple[Fl
     first = longest.argmin(axis=1)[:, None]
     ways = [first, *(np.take_along_axis(pick, first, 1) for pick in chosen)]
     return np.take_along_axis(longest, first, 1)[:, 0], np.concatenate(ways, axis=1)
-
-
-def _held(candidate: PlanCandidate, rows: Floats, stage: int) -> Floats:
-    """(...) bytes of a stage's strategies, (..., columns) as `IntervalRows` says."""
-    found: Floats = (
-        rows[..., IntervalRows.STATE] + candidate._in_flight[stage] * rows[..., IntervalRows.KEPT]
-    )
-    return np.maximum(found + rows[..., IntervalRows.MORE], candidate.pricing.updated(rows))
 
 
 def _slowest(stage: MixedStage) -> PointStage:

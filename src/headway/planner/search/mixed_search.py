@@ -23,7 +23,7 @@ import numpy as np
 
 from headway.cost.transformer import Machine
 from headway.errors import NothingFits, PlanError
-from headway.planner.estimate.degrees import Degrees, divisors, state_per_byte
+from headway.planner.estimate.degrees import Degrees, divisors, least_state_per_byte, state_per_byte
 from headway.planner.estimate.operators import Floats
 from headway.planner.estimate.partition import forced_stage_starts
 from headway.planner.search.branch_and_bound import LEAST, NEAR, PlanSearch
@@ -106,7 +106,7 @@ class MixedBounds:
         type: every operator's work evenly spread, or its launch."""
         key = (kind, tensor)
         if key not in self._bounds:
-            passes, launches = self.engines[kind].work
+            passes, launches = self.engines[kind].bounds.work
             device = self.question.machines[kind].device
             batch = self.question.batch
             sparse = np.floor(np.geomspace(min(batch, DENSE), batch, 512))
@@ -128,7 +128,7 @@ class MixedBounds:
     def held(self, combination: MixedCombination) -> float:
         """Bytes that the fullest device needs at least: some copy takes no less than the mean."""
         microbatch = -(-self.question.batch // combination.microbatches // combination.data)
-        kept = min(self.engine.kept, self.engine.crossing) / combination.tensor
+        kept = min(self.engine.bounds.kept, self.engine.bounds.crossing) / combination.tensor
         return (self.state(combination) + kept * microbatch) / combination.pipeline
 
     def may_fit(
@@ -136,23 +136,19 @@ class MixedBounds:
     ) -> np.ndarray:
         """Which sizes leave room for the state and the least that forward keeps."""
         state, t = self.state(combination), combination.tensor
-        kept = min(self.engine.kept, self.engine.crossing) / t
+        kept = min(self.engine.bounds.kept, self.engine.bounds.crossing) / t
         fits = np.ones(len(tuples), dtype=bool)
         for c, (kinds, _) in enumerate(combination.cells.classes):
             fits &= state + kept * tuples[:, c] <= sum(caps[kind] for kind in kinds)
         return fits
 
     def state(self, combination: MixedCombination) -> float:
-        """Bytes of weights, gradients and optimiser of a copy on the devices of one tensor rank."""
-        itemsize, work = self.engine.question.itemsize, self.engine.question.work
-        per_byte = state_per_byte(
-            itemsize,
-            combination.zero,
-            combination.data,
-            work.optimiser.state,
-            microbatches=combination.microbatches,
-        )
-        return self.engine.held * per_byte / combination.tensor
+        """Bytes of weights, gradients and optimiser of a copy at any moment of a step, on the
+        devices of one tensor rank."""
+        question = self.engine.question
+        degrees, copies = combination.degrees(1), question.work.optimiser.state
+        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
+        return self.engine.bounds.held * per_byte / combination.tensor
 
 
 # The sizes of micro-batches with which copies on unequal devices are tried.
@@ -183,7 +179,7 @@ def _by_algorithm_1(
     bounds: MixedBounds, combination: MixedCombination, caps: Mapping[str, float], need: int
 ) -> tuple[int, ...] | None:
     """Whale's shares: by the rates of the devices of a copy, within its memory."""
-    kept = bounds.engine.kept * min(combination.microbatches, combination.pipeline)
+    kept = bounds.engine.bounds.kept * min(combination.microbatches, combination.pipeline)
     shares = [
         DeviceShare(
             rate=sum(_flops(bounds.question.machines[kind]) for kind in kinds),
@@ -489,7 +485,7 @@ class MixedSearch:
         if key not in self._candidates:
             while len(self._candidates) >= KEPT:
                 self._candidates.pop(next(iter(self._candidates)))
-            self._candidates[key] = self.engines[kind].candidate(degrees, late=False)
+            self._candidates[key] = self.engines[kind].candidate(degrees)
         return self._candidates[key]
 
     def _took(self, point: MixedPoint) -> Floats:
@@ -534,7 +530,7 @@ class MixedSearch:
             for kind, number in question.counts.items()
         )
         least = min(question.zero)
-        state = self.engine.held * state_per_byte(
+        state = self.engine.bounds.held * state_per_byte(
             self.engine.question.itemsize, least, 1, self.engine.question.work.optimiser.state
         )
         return NothingFits(

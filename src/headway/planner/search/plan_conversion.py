@@ -19,27 +19,12 @@ from headway.plan.plan import SHARD_AXIS, Zero
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_module
-from headway.planner.estimate.pipeline_time import PLAIN, SCHEDULE_OPTIONS, schedule_option
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import PLAIN, RUNNABLE_SCHEDULES, schedule_option
 from headway.units import format_bytes
-
-RUNNABLE_SCHEDULES = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
-"""Schedules that the executor runs and the search can price."""
-
-
-def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
-    """The same question about plans that today's executor can run.
-
-    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
-    may be that of another split.
-
-    Args:
-        zero: Degrees of ZeRO to look at.
-    """
-    return replace(question, tensor=(1,), zero=zero, recompute="pipeline")
 
 
 def missing_in_executor(point: Point) -> str:
@@ -124,10 +109,6 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
 # A plan as a point of the search: the same cost model prices what somebody has decided already.
 
 
-PRICED = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
-"""Schedules of which the search knows the price."""
-
-
 def degrees_of(plan: Plan) -> Degrees:
     """Its degrees, with the micro-batches of the largest share.
 
@@ -143,15 +124,16 @@ def degrees_of(plan: Plan) -> Degrees:
         problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
     if several and pipeline.table:
         problems.append("pipeline.table: a table of one's own")
-    elif several and pipeline.schedule not in PRICED:
+    elif several and pipeline.schedule not in RUNNABLE_SCHEDULES:
         problems.append(f"pipeline.schedule: {pipeline.schedule}")
-    elif several and pipeline.schedule == "chimera" and pipeline.mode != "direct":
+    elif several and pipeline.mode_of_schedule != "direct":
         problems.append(f"pipeline.mode: {pipeline.mode}")
     if problems:
         raise PlanError(
             "the search has no price for this plan",
             problems=problems,
-            fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
+            fix=f"Take {' or '.join(RUNNABLE_SCHEDULES)}; "
+            "`headway schedule compare` has the others' bubbles.",
         )
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = (
@@ -173,11 +155,6 @@ def degrees_of(plan: Plan) -> Degrees:
     )
 
 
-def candidate_of(search: PlanSearch, degrees: Degrees) -> PlanCandidate:
-    """A combination of degrees on the tables of a search."""
-    return search.candidate(degrees)
-
-
 def point_of(plan: Plan, search: PlanSearch) -> Point:
     """The plan's price. A plan that names no cut gets the fastest that needs the least memory; how
     a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
@@ -189,7 +166,7 @@ def point_of(plan: Plan, search: PlanSearch) -> Point:
         PlanError: The search has no price for it, or the model has no such borders.
     """
     degrees = degrees_of(plan)
-    candidate = candidate_of(search, degrees)
+    candidate = search.candidate(degrees)
     borders = borders_of(plan, search.row, candidate)
     recompute = recomputed_of(plan, len(borders) - 1)
     bucket = plan.exchange.bucket_bytes
@@ -208,7 +185,7 @@ def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees) -> Point | 
     cut = tuple((name, "stage") for name in plan.pipeline.cut if plan.pipe_degree > 1)
     question = search.question
     engine = PlanSearch(replace(question, force=(*question.force, *cut))) if cut else search
-    return candidate_of(engine, degrees).fastest(question.cap)
+    return engine.candidate(degrees).fastest(question.cap)
 
 
 def _alike(one: Point, other: Point) -> bool:

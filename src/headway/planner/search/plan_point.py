@@ -104,3 +104,15 @@ class Point:
     @property
     def devices(self) -> int:
         return self.degrees.devices
+
+
+def describe_recomputation(point: Point) -> str:
+    """ ", recompute in 2 stages" where some do."""
+    number = sum(stage.recompute for stage in point.stages)
+    if not number:
+        return ""
+    return (
+        ", recompute"
+        if number == len(point.stages)
+        else f", recompute in {number} stage{'s' * (number > 1)}"
+    )

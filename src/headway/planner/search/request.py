@@ -290,3 +290,15 @@ def _alone(question: PlanRequest) -> Iterator[str]:
     for pattern, how in question.force:
         if how.startswith("split"):
             yield f"--force {pattern}={how}: without a tensor axis nothing is split; more devices?"
+
+
+def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
+    """The same question about plans that today's executor can run.
+
+    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
+    may be that of another split.
+
+    Args:
+        zero: Degrees of ZeRO to look at.
+    """
+    return replace(question, tensor=(1,), zero=zero, recompute="pipeline")

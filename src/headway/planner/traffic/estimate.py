@@ -22,7 +22,6 @@ from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.segments import ENDS, SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
-from headway.planner.search.plan_conversion import candidate_of
 from headway.planner.search.plan_point import Point, PointStage
 
 
@@ -51,7 +50,7 @@ def collectives_of(search: PlanSearch, point: Point) -> tuple[CollectiveCalls, .
     Args:
         search: That found the point, or has its model, batch and cluster.
     """
-    candidate = candidate_of(search, point.degrees)
+    candidate = search.candidate(point.degrees)
     return tuple(
         merge_calls(
             [
@@ -111,7 +110,7 @@ def _messages(candidate: PlanCandidate, point: Point, stage: PointStage) -> list
         :, 3
     ]
     if degrees.zero >= 2:
-        found: list[float] = pricing.own(units, stage.start).tolist()
+        found: list[float] = pricing.memory.own(units, stage.start).tolist()
         return found
     parts = np.where(shared.held > 0, units / np.maximum(shared.held, 1.0), 0.0)
     sizes, _ = shared.gradients.messages(point.bucket, parts)

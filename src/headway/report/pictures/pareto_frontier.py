@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.alternatives import label_points
-from headway.planner.explain.infeasible import describe_recomputation
 from headway.planner.search.branch_and_bound import SearchResult
+from headway.planner.search.plan_point import describe_recomputation
 from headway.report.pictures.canvas import COLOURS, NUM_SERIES, colour, draw, stack_svg
 from headway.units import format_bytes, format_seconds
 

@@ -1,0 +1,146 @@
+"""What other hardware would change: faster links, more memory, more compute, cheaper launches.
+One change at a time, with the seconds of the plan itself and the search's choice on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from headway.cost.device import DeviceModel, scale_device
+from headway.cost.network import HierarchicalNetwork
+from headway.errors import PlanError
+from headway.planner.explain.step_parts import level_of
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import (
+    PlanRequest,
+    restrict_to_executor,
+)
+from headway.planner.search.result import PricedPlan
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
+
+PricedT = TypeVar("PricedT", bound=PricedPlan)
+"""What a search finds: `Point`, or `MixedPoint`."""
+TWICE = "memory 2x"
+SAME = 1e-3
+"""Times that differ by a smaller share are called equal."""
+_STEPS = (2, 4)
+"""How much faster each level of links is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareChange(Generic[PricedT]):
+    """Other hardware.
+
+    Attributes:
+        name: "node links 2x".
+        own: Seconds of the plan itself on it.
+        best: What the search finds on it; None: nothing fits.
+        changed: Whether that is another plan than on the hardware as it is.
+    """
+
+    name: str
+    own: float
+    best: PricedT | None
+    changed: bool
+
+    @property
+    def better(self) -> bool:
+        """Whether the choice changes to what is faster than the plan itself on this hardware."""
+        faster = self.best is not None and self.best.seconds < self.own * (1 - SAME)
+        return self.changed and faster
+
+
+# -- neighbours -----------------------------------------------------------------------------------
+
+
+# -- other hardware -------------------------------------------------------------------------------
+
+
+def fastest_runnable_request(question: PlanRequest, devices: int) -> PlanRequest:
+    """The same question for the fastest plan that today's executor can run, as `headway plan
+    --runnable --objective fastest` asks it."""
+    today = restrict_to_executor(question, zero=question.zero)
+    return replace(today, devices=(devices,), objective="fastest", schedules=RUNNABLE_SCHEDULES)
+
+
+def hardware_changes(
+    question: PlanRequest, priced: Callable[[PlanSearch], Point]
+) -> Iterator[HardwareChange[Point]]:
+    """Each level of links 2 and 4 times faster, memory and compute twice, launches in half the
+    time, one at a time.
+
+    Args:
+        question: As of `fastest_runnable_request`.
+        priced: The plan itself on another cluster.
+    """
+    best = _best(question)
+    for name, other in _others(question):
+        found = _best(other)
+        yield HardwareChange(
+            name=name,
+            own=priced(PlanSearch(other)).seconds,
+            best=found,
+            changed=_identity(found) != _identity(best),
+        )
+
+
+def _best(question: PlanRequest) -> Point | None:
+    try:
+        return find_plans(question).best
+    except PlanError:
+        return None
+
+
+def _identity(point: Point | None) -> object:
+    """What makes it another plan: degrees, and the stages that compute again."""
+    return point and (point.degrees, tuple(stage.recompute for stage in point.stages))
+
+
+def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    machine = question.machine
+    for name, network in faster_networks(machine.network, question.devices[-1]):
+        yield name, replace(question, machine=replace(machine, network=network))
+    for name, device in other_devices(machine.device):
+        twice = question.memory and 2 * question.memory
+        yield (
+            name,
+            replace(
+                question,
+                machine=replace(machine, device=device),
+                memory=twice if name == TWICE else question.memory,
+            ),
+        )
+
+
+def other_devices(device: DeviceModel) -> Iterator[tuple[str, DeviceModel]]:
+    """Memory twice, peaks twice, launches in half the time, one at a time."""
+    yield TWICE, replace(device, memory=2 * device.memory)
+    yield "compute 2x", scale_device(device, compute=2.0)
+    yield "launches 2x faster", scale_device(device, launches=2.0)
+
+
+def faster_networks(
+    network: HierarchicalNetwork, ranks: int
+) -> Iterator[tuple[str, HierarchicalNetwork]]:
+    """Each level of links that so many ranks use 2 and 4 times faster, one at a time."""
+    outermost = level_of(network, ranks).name
+    for number, level in enumerate(network.levels):
+        if np.isfinite(level.link.rate):
+            for factor in _STEPS:
+                yield f"{level.name} links {factor}x", _faster(network, number, factor)
+        if level.name == outermost:
+            break
+
+
+def _faster(network: HierarchicalNetwork, number: int, factor: int) -> HierarchicalNetwork:
+    """One level's rates, of collectives and of messages; latencies stay."""
+    level = network.levels[number]
+    link = replace(level.link, rate=level.link.rate * factor)
+    message = level.message and replace(level.message, rate=level.message.rate * factor)
+    faster = replace(level, link=link, message=message)
+    return HierarchicalNetwork((*network.levels[:number], faster, *network.levels[number + 1 :]))
