@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from headway.comm.algorithms.method import AllReduce
-from headway.comm.exchange.gradient_exchange import GradientExchange
-from headway.comm.lanes.bucket_lanes import Bucket
+from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
+from headway.comm.lanes.buckets import Bucket
 from headway.data.loader import Loader
 from headway.errors import NotEqual
 from headway.plan import BatchSplit, ExchangePlan, data_parallel
@@ -242,7 +242,7 @@ def clipped_before_the_exchange(_):
 
 
 def stale_gradients(_):
-    original = GradientExchange.begin
+    original = StepExchange.begin
 
     def begin(self):
         old = [b.fused.gradients.clone() for b in self.buckets]
@@ -255,7 +255,7 @@ def stale_gradients(_):
             bucket.fused.gradients.add_(old, alpha=0.1)
         return flights
 
-    GradientExchange.begin = begin
+    StepExchange.begin = begin
     GradientExchange.receive = receive
 
 

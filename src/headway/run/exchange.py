@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway import plan as plans
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.errors import PlanError, UsageError
 from headway.plan import data_parallel
 from headway.run.distributed import replica_sync
