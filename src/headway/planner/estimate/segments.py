@@ -40,6 +40,7 @@ from headway.planner.estimate.partition import IntervalClasses, LayerUnit
 from headway.planner.estimate.stage_capacity import ROUNDING, StageCapacity, stage_capacity
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.pareto.choice_graph import (
+    BUDGET,
     ChoiceGraph,
     EliminationOrder,
     all_choices,
@@ -47,7 +48,6 @@ from headway.planner.pareto.choice_graph import (
     order_eliminations,
 )
 from headway.planner.pareto.elimination import find_weighted_bounds
-from headway.planner.pareto.solve import BUDGET
 
 _SAME = 1e-12
 """Share by which what a further unit adds may differ, as sums of floats do."""
