@@ -17,7 +17,8 @@ import numpy as np
 
 from headway.cost.device import Array
 from headway.errors import PlanError
-from headway.planner.pareto import ChoiceGraph, solve
+from headway.planner.pareto.choice_graph import ChoiceGraph
+from headway.planner.pareto.solve import solve
 from headway.planner.whale.load_balance import DeviceShare, algorithm_1
 from headway.units import format_bytes
 
