@@ -2,7 +2,8 @@
 
 Read from the source text, so that nothing has to be imported. A path may leave out `src/headway/`
 where it begins with one of headway's folders; in the README of a room it may be relative to the
-room. `path.py:name` and `path.py:Class.method` also name something that the file defines.
+room. A bare `name.py` of a page under `docs/` is any file of the repository, or one that the page
+itself writes. `path.py:name` and `path.py:Class.method` also name something that the file defines.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FOLDERS = "|".join(room.name for room in ROOMS if room.parent == SOURCE)
 FULL = re.compile(r"\bsrc/headway/[\w/]+(?:\.py)?")
 SHORT = re.compile(rf"`((?:{FOLDERS})/[\w/]*(?:\.py)?)(?::[\w.]+)?`")
 LOCAL = re.compile(r"`([\w/]+\.py)(?::[\w.]+)?`")
+BARE = re.compile(r"`(\w+\.py)`")
 FUNCTION = re.compile(r"`([\w/]+\.py):([A-Za-z_][\w.]*)`")
 DOTTED = re.compile(r"\bheadway((?:\.[A-Za-z_]\w*)+)")
 FILE_NAMES = ("toml", "json", "csv", "svg", "log", "yaml", "py")
@@ -72,6 +74,13 @@ def is_dotted_name(name: str) -> bool:
     return True
 
 
+@cache
+def python_files() -> set[str]:
+    """The names of all files with code, wherever they are."""
+    folders = ("src", "tests", "benchmarks", "docs")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
 def is_path(name: str, page: Path) -> bool:
     """Whether a path of the documentation leads to a file or folder."""
     bases = (ROOT, SOURCE, SOURCE / "..", ROOT / "tests", page.parent)
@@ -85,6 +94,9 @@ def unknown(page: Path) -> list[str]:
     if page.parent != ROOT and page.is_relative_to(SOURCE):
         paths.update(LOCAL.findall(text))
     found = [path for path in sorted(paths) if not is_path(path, page)]
+    if page.parent == ROOT / "docs":
+        known = python_files() | set(re.findall(r"^# ([\w/]+\.py)$", text, flags=re.MULTILINE))
+        found += [file for file in sorted(set(BARE.findall(text))) if file not in known]
     for path, name in FUNCTION.findall(text):
         files = [base / path for base in (SOURCE, page.parent, ROOT) if (base / path).exists()]
         if files and name not in definitions(files[0]):
@@ -114,7 +126,7 @@ def test_names_that_do_not_exist_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "`src/headway/plan/plan.py` `plan/plan.py:Plan` `plan/plan.py:Plan.save` headway.Recipe\n"
-        "headway.plan.Plan headway.units.GIB `run/executor.py:Executor.step` headway.json\n"
+        "headway.plan.Plan headway.errors.PlanError `run/executor.py:Executor.step` headway.csv\n"
         "`src/headway/absent.py` `plan/absent.py` `plan/plan.py:Absent` headway.plan.absent\n"
         "headway.absent `run/executor.py:Executor.absent`\n"
     )
