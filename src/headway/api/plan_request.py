@@ -228,9 +228,19 @@ def pricing_request(
     Args:
         memory: Bytes of a device that may be used; None: all of it.
         precision: Of a plan that is to be priced; None: the recipe's.
+
+    Raises:
+        PlanError: The cluster has devices of several types, or says nothing of them.
     """
     from headway.api.recipe_workload import with_measured_optimizer  # imports torch
 
+    kinds = sorted({name for name in cluster.devices_of_ranks if name is not None})
+    if len(kinds) > 1:
+        raise PlanError(
+            "the cluster has devices of several types",
+            problems=[f"devices: {', '.join(kinds)}"],
+            fix="Describe one type; on the command line plan, explain and simulate take several.",
+        )
     return PlanRequest(
         work=captured.work,
         machine=with_measured_optimizer(machine_of(cluster), cluster, captured.recipe),
