@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from headway.errors import RunError
-from headway.parallel.pipeline.runtime import torch_runtime
+from support import torch_runtime
 
 RUNTIME = schedules._PipelineScheduleRuntime
 USED = {

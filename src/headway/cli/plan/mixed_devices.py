@@ -69,7 +69,8 @@ from headway.planner.guidelines.plan_advice import advice_of_mixed
 from headway.planner.search.mixed_candidate import MixedPoint
 from headway.planner.search.mixed_search import MixedSearch, MixedSearchResult, search_mixed
 from headway.planner.search.plan_point import Point
-from headway.planner.search.request import RUNNABLE_SCHEDULES, MixedPlanRequest, resolve_force
+from headway.planner.search.request import MixedPlanRequest, resolve_force
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from headway.errors import HeadwayError, PlanError, UsageError
 from headway.planner.estimate.degrees import divisors
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.request import (
-    RUNNABLE_SCHEDULES,
     ForcedModules,
     Objective,
     PlanRequest,
@@ -26,6 +25,7 @@ from headway.planner.search.request import (
     restrict_to_force,
 )
 from headway.planner.search.request import restrict_to_executor as narrowed
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:

@@ -45,7 +45,8 @@ from headway.planner.export.auto import RecipeLimits
 from headway.planner.export.prediction import with_prediction
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult, find_plans
 from headway.planner.search.plan_conversion import missing_in_executor, to_plan
-from headway.planner.search.request import RUNNABLE_SCHEDULES, Objective, PlanRequest
+from headway.planner.search.request import Objective, PlanRequest
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

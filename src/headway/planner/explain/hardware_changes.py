@@ -17,11 +17,11 @@ from headway.planner.explain.step_parts import level_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import (
-    RUNNABLE_SCHEDULES,
     PlanRequest,
     restrict_to_executor,
 )
 from headway.planner.search.result import PricedPlan
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 PricedT = TypeVar("PricedT", bound=PricedPlan)
 """What a search finds: `Point`, or `MixedPoint`."""

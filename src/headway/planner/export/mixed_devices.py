@@ -39,6 +39,7 @@ from headway.planner.search.plan_conversion import (
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import MixedPlanRequest
 from headway.planner.traffic.estimate import collectives_of
+from headway.schedule.generators.registry import PLAIN
 from headway.schedule.pipeline_schedule import PipelineSchedule
 from headway.simulator.ranks import RankGrid
 from headway.simulator.work import StageWork, StepWork
@@ -188,7 +189,7 @@ def mixed_point_of(plan: Plan, search: MixedSearch, kinds: Sequence[str]) -> Mix
         PlanError: The search has no price for it, or the model has no such borders.
     """
     degrees = degrees_of(plan)
-    several = degrees.pipeline > 1 and degrees.schedule != "1f1b"
+    several = degrees.pipeline > 1 and degrees.schedule != PLAIN.name
     problems = [f"pipeline.schedule: {degrees.schedule}, and only 1f1b has a price"] * several
     if degrees.tensor > 1:
         problems.append("split.tensor: which devices form a group is not known")

@@ -35,13 +35,13 @@ from headway.planner.estimate.partition import (
     interval_classes,
     make_units,
 )
-from headway.planner.estimate.pipeline_time import schedule_options
 from headway.planner.estimate.segments import SegmentTables, make_segment_tables
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.search.candidate import PlanCandidate, lower_hull_bound, step_lower_bound
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.planner.search.result import ALIKE, ParetoResult, distinct_points, pareto_optimal
+from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
 
 FINER = 0.75

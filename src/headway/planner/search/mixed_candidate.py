@@ -594,7 +594,8 @@ class _MixedIntervals(NamedTuple):
         late = self.first is not None and under_way == self.all
         more = self.first if self.first is not None and late else self.more
         found = self.state[some] + under_way * self.kept[some] + more[some]
-        return np.maximum(found, self.updated[some])
+        held: Floats = np.maximum(found, self.updated[some])
+        return held
 
     def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Floats:
         """Of some classes, infinite where they do not fit."""
