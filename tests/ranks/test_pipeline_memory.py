@@ -24,8 +24,7 @@ from headway.run.executor import Executor
 from headway.run.step.components import check_components
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import CheckpointInventory, StepCounter, Training
-from headway.run.training.worker import train
+from headway.run.training.loop import CheckpointInventory, StepCounter, Training, train
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.distributed_run import record_in_world
 from support.commands import events, newest_tensors

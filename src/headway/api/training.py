@@ -367,7 +367,7 @@ def _train_as_rank(
 ) -> TrainingResult:
     """Train as one rank of the world that another launcher has made; rank 0 is observed."""
     from headway.launch.worker import run_rank_here
-    from headway.run.training.worker import train as train_rank
+    from headway.run.training.loop import train as train_rank
 
     def tell(error: HeadwayError) -> None:
         # The process ends at once after this: without an observer the log is the only witness.
@@ -400,7 +400,7 @@ def _launch(
     with observer.watch(job.directory, launched=True) if observer else nullcontext():
         result = launch_local(
             # By name: imported here, it would double the seconds of the start.
-            "headway.run.training.worker:train",
+            "headway.run.training.loop:train",
             (job,),
             processes=processes,
             directory=job.directory,

@@ -20,8 +20,8 @@ from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.step.defaults import recipe_plan
 from headway.run.step.forward_pass import to_float64
+from headway.run.step.randomness import build_model
 from headway.run.strategy.parameters import HeldParameters
-from headway.run.training.loop import build_model
 from headway.verification.exchange_law import ExchangeLawMonitor, save_laws
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.reference import save_cut

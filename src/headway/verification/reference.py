@@ -34,11 +34,11 @@ from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
+    build_model,
     probe_random_draws,
     seed_everything,
 )
 from headway.run.strategy.training_state import TrainingState
-from headway.run.training.loop import build_model
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
 from headway.schedule.update_groups import update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from headway.plan import Plan
 from headway.plan.layer_split import TENSOR
 from headway.plan.tensor_layout import TensorGrid
 from headway.run.distributed.failure_record import mark_reported_elsewhere, summarize_exception
-from headway.run.distributed.world import World
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
 
 
 def exchange_routes(plan: Plan, world: World) -> RoutePool:

@@ -42,11 +42,16 @@ from headway.parallel.tensor import (
 from headway.parallel.tensor.model.parameters import install_parameter_access
 from headway.plan import Plan
 from headway.plan.layer_split import SPACE, TENSOR
-from headway.run.measure.recipe_model import example_batch
 from headway.run.pipeline.partition import partition_model
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Loss
-from headway.run.step.batch import SpatialInputs, dry_run_spatial_context, resize_batch, to_device
+from headway.run.step.batch import (
+    SpatialInputs,
+    dry_run_spatial_context,
+    example_batch,
+    resize_batch,
+    to_device,
+)
 from headway.run.step.components import sum_and_count
 from headway.run.step.forward_pass import autocast, float_dtype, to_float64
 from headway.run.strategy.split_layers import infer_plan_split, with_split_inputs

@@ -12,15 +12,15 @@ group. `PipelineEvaluation` runs forward passes only, with the model in eval mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
@@ -32,7 +32,6 @@ from headway.parallel import (
     StageGradientSync,
     open_shared_memory_streams,
 )
-from headway.parallel.fsdp import ShardedParameterSite
 from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
 from headway.parallel.pipeline.runtime.executor import forward_only_schedule
 from headway.parallel.spatial import SpatialContext
@@ -41,7 +40,6 @@ from headway.plan.layer_split import SPACE
 from headway.plan.pipeline import PIPE_AXIS
 from headway.plan.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
-from headway.run.distributed.world import World
 from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
 from headway.run.recipe.recipe import Loss
 from headway.run.step.batch import SpatialInputs, spatial_context
@@ -52,6 +50,11 @@ from headway.run.step.record import PipelineTrace, StageGradientSum, StepRecord
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.update_groups import Groups, common_update_groups
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
+    from headway.run.strategy.stage_parameters import StageParameters
+    from headway.run.strategy.updater import Updater
 
 
 class PipelineEvaluation:
@@ -222,34 +225,6 @@ def _unknown_count() -> RecipeError:
 # A step of a pipeline: the plan's schedule over the user's model, as one instruction.
 
 
-class StageWeights(Protocol):
-    """What the pipeline needs of the stages' parameters; see `StageParameters`."""
-
-    @property
-    def own(self) -> tuple[Any, ...]:
-        """What values between stages refer to, once the model is cut."""
-
-    def keep_own(
-        self, homes: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
-    ) -> Mapping[str, ShardedParameterSite]:
-        """The model has been cut."""
-
-    def entering(self, model: Any) -> Any:
-        """What a loss calls in place of a stage."""
-
-    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
-        """Around a step, or a batch of a validation."""
-
-    def at(self, stage: int) -> AbstractContextManager[None]:
-        """Around one action of a stage."""
-
-
-class StageUpdate(Protocol):
-    """STEP of a table; see `Updater.update_stage`."""
-
-    def __call__(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None: ...
-
-
 class PipelineRunner:
     """All steps of a pipeline on this rank.
 
@@ -270,8 +245,8 @@ class PipelineRunner:
         *,
         seed: int,
         remark: Callable[[str], None],
-        weights: StageWeights,
-        update_stage: StageUpdate,
+        weights: StageParameters,
+        updater: Updater,
     ) -> None:
         self._forward = forward
         self._plan = plan
@@ -279,7 +254,7 @@ class PipelineRunner:
         self._seed = seed
         self._remark = remark
         self._weights = weights
-        self._update_stage = update_stage
+        self._updater = updater
         rank = world.rank
         self._inputs = (
             SpatialInputs(plan, spatial_context(plan, world)) if plan.split.spatial else None
@@ -478,7 +453,7 @@ class PipelineRunner:
         def step(stage: int) -> None:
             made[stage] += 1
             last = made[stage] % steps[stage] == 0
-            self._update_stage(stages[stage].parameters.values(), last=last)
+            self._updater.update_stage(stages[stage].parameters.values(), last=last)
 
         assert self._randomness is not None
         calls = PipelineCallbacks(

@@ -40,13 +40,13 @@ class HeldParameters(ABC):
     Attributes:
         named: What the optimiser has, by logical name; whole, or in parts.
         sources: Where backward leaves the gradients, by logical name.
-        layout: Where parameters are held otherwise than they are saved; None: nowhere.
+        layers: Split ones, whose parameters are held otherwise than they are saved; None: none are.
         whole: The model; after `make_whole` it is whole on rank 0.
     """
 
     named: Mapping[str, nn.Parameter]
     sources: Mapping[str, nn.Parameter]
-    layout: LogicalLayout | None = None
+    layers: SplitLayers | None = None
     whole: nn.Module
 
     @property
@@ -54,21 +54,23 @@ class HeldParameters(ABC):
     def away(self) -> frozenset[Tensor]:
         """Parameters and buffers that other ranks hold, and this one does not."""
 
-    @abstractmethod
     def follow(self) -> None:
         """Look at what the user has frozen or thawed."""
+        if self.layers is not None:
+            self.layers.follow()
 
     @abstractmethod
     def clear(self) -> None:
         """Forget gradients that the optimiser does not see."""
 
-    @abstractmethod
     def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
         """Give the optimiser's parameters the gradients, once they are summed.
 
         Args:
             reuse: Gradients have the same memory in each step.
         """
+        if self.layers is not None:
+            self.layers.collect(trained, reuse=reuse)
 
     @abstractmethod
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
@@ -107,13 +109,7 @@ class WholeParameters(HeldParameters):
     def away(self) -> frozenset[Tensor]:
         return frozenset()
 
-    def follow(self) -> None:
-        pass
-
     def clear(self) -> None:
-        pass
-
-    def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
         pass
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
@@ -152,7 +148,6 @@ class ShardedParameters(HeldParameters):
         layers: SplitLayers | None = None,
     ) -> None:
         self.layers = layers
-        self.layout = None if layers is None else self
         self.named = self.sources = dict(model.named_parameters()) if layers is None else {}
         self.whole = model
         self._model = model
@@ -179,17 +174,9 @@ class ShardedParameters(HeldParameters):
     def away(self) -> frozenset[Tensor]:
         return frozenset()
 
-    def follow(self) -> None:
-        if self.layers is not None:
-            self.layers.follow()
-
     def clear(self) -> None:
         if self.layers is not None:
             self.layers.clear()
-
-    def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
-        if self.layers is not None:
-            self.layers.collect(trained, reuse=reuse)
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
         gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
@@ -200,7 +187,7 @@ class ShardedParameters(HeldParameters):
     def complete(self, numbers: Numbers) -> Numbers:
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
-            for kind, name, _, full in completed(numbers, self.logical):
+            for kind, name, _, full in completed(numbers, self.layers):
                 found.setdefault(kind, {})[name] = full
         return found
 
@@ -210,7 +197,7 @@ class ShardedParameters(HeldParameters):
         first = self._context.world.rank == 0
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with self._context.exchanging(), torch.no_grad():
-            full = completed({"": tensors}, self.logical)
+            full = completed({"": tensors}, self.layers)
             found = {name: tensor.clone() for _, name, _, tensor in full if first}
         if first:
             self.whole = whole_model(form, self._model, self.named, found)
@@ -221,34 +208,27 @@ class ShardedParameters(HeldParameters):
     def share_buffers(self) -> None:
         replica_sync.broadcast_buffers(self._model, self._context.world)
 
-    def logical(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or something of its shape, in the order of the unsplit model; collective."""
-        return tensor if self.layers is None else self.layers.logical(name, tensor)
-
-    def held(self, name: str, tensor: Tensor) -> Tensor:
-        """The inverse of `logical`."""
-        return tensor if self.layers is None else self.layers.held(name, tensor)
-
     def close(self) -> None:
         pass
 
 
 def completed(
     numbers: Numbers,
-    logical: Callable[[str, Tensor], Tensor],
+    layout: LogicalLayout | None,
     holds: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, str, str, Tensor]]:
     """Kind, name, name of the parameter, all of the tensor: one after the other; collective.
 
     Args:
-        logical: See `LogicalLayout`.
         holds: Whether this rank has parts of a parameter: else it is left out here.
     """
     for kind, tensors in numbers.items():
         for name, tensor in tensors.items():
             owner = name.rpartition(".")[0] if kind == "optimizer" else name
             if holds(owner):
-                yield kind, name, owner, full_tensor_of(logical(owner, tensor.detach()))
+                part = tensor.detach()
+                logical = part if layout is None else layout.logical(owner, part)
+                yield kind, name, owner, full_tensor_of(logical)
 
 
 def whole_model(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.parallel.fsdp import ShardedState

@@ -195,7 +195,7 @@ def _pipeline_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         seed=setup.seed,
         remark=context.remarks.append,
         weights=parameters,
-        update_stage=updater.update_stage,
+        updater=updater,
     )
     return Strategy(
         setup,

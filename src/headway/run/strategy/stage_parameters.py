@@ -74,14 +74,13 @@ class StageParameters(HeldParameters):
         layers: SplitLayers | None,
     ) -> None:
         self.homes: ParameterOwnership | None = None
-        self.layout = None if layers is None else self
+        self.layers = layers
         self.named = self.sources = dict(model.named_parameters())
         self.whole = model
         self._model = model
         self._optimizer = optimizer
         self._plan = plan
         self._context = context
-        self._layers = layers
         self._form: nn.Module | None = None
         self._guard: PartialModelGuard | None = None
         self._shards: ShardedStageParameters | None = None
@@ -100,7 +99,7 @@ class StageParameters(HeldParameters):
             Where parameters are kept in parts, by name.
         """
         decisions: SplitDecisions | None = None
-        if self._layers is not None:
+        if self.layers is not None:
             self._form = meta_copy(self._model)
             decisions = broadcast_from_rank0(
                 self._context.world.rank,
@@ -119,7 +118,7 @@ class StageParameters(HeldParameters):
     ) -> None:
         """Cut what is left by layers, and that by rows; the optimiser has the parts."""
         names = {parameter: name for name, parameter in self.named.items()}
-        layers = self._layers
+        layers = self.layers
         with self._context.exchanging():
             if layers is not None and decisions is not None:
                 self._context.remarks += self._split_layers(layers, stages, homes, decisions)
@@ -159,12 +158,12 @@ class StageParameters(HeldParameters):
 
     def entering(self, model: Any) -> Any:
         """What a loss calls in place of the model, or of a stage."""
-        return model if self._layers is None else with_split_inputs(model, self._layers.split)
+        return model if self.layers is None else with_split_inputs(model, self.layers.split)
 
     @property
     def own(self) -> tuple[Any, ...]:
         """What values between stages refer to; see `headway.parallel.PipelineRanks`."""
-        split = None if self._layers is None else self._layers.split
+        split = None if self.layers is None else self.layers.split
         return () if split is None else (split.context,)
 
     def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
@@ -190,20 +189,12 @@ class StageParameters(HeldParameters):
             return frozenset()
         return frozenset(t for name, t in self._tensors().items() if not self.homes.holds(name))
 
-    def follow(self) -> None:
-        if self._layers is not None:
-            self._layers.follow()
-
     def clear(self) -> None:
-        if self._layers is not None:
-            self._layers.clear()
+        if self.layers is not None:
+            self.layers.clear()
         elif self._shards is not None:
             for parameter in self.named.values():
                 parameter.grad = None
-
-    def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
-        if self._layers is not None:
-            self._layers.collect(trained, reuse=reuse)
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
         assert self.homes is not None
@@ -234,7 +225,7 @@ class StageParameters(HeldParameters):
         holds = (lambda name: True) if self.homes is None else self.homes.holds
         return {
             f"{kind}/{name}": full.to_dense() if full.is_sparse else full
-            for kind, name, owner, full in completed(numbers, self.logical, holds)
+            for kind, name, owner, full in completed(numbers, self.layers, holds)
             if self._owns(owner)
         }
 
@@ -245,7 +236,7 @@ class StageParameters(HeldParameters):
     def make_whole(self) -> None:
         if self.homes is None or self._guard is None:
             return
-        if self._layers is not None:
+        if self.layers is not None:
             self._make_copy()
             return
         with self._context.exchanging():
@@ -285,14 +276,6 @@ class StageParameters(HeldParameters):
     def _tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers of the model."""
         return dict((*self._model.named_parameters(), *self._model.named_buffers()))
-
-    def logical(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or something of its shape, in the order of the unsplit model; collective."""
-        return tensor if self._layers is None else self._layers.logical(name, tensor)
-
-    def held(self, name: str, tensor: Tensor) -> Tensor:
-        """The inverse of `logical`."""
-        return tensor if self._layers is None else self._layers.held(name, tensor)
 
     def close(self) -> None:
         """After `make_whole` the model stays whole on rank 0."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from headway.comm.exchange.gradient_exchange import GradientExchange
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch
 from headway.errors import Diverged
-from headway.run.pipeline.step import PipelineRunner
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.record import StepRecord
 from headway.run.strategy.parameters import HeldParameters, Numbers
@@ -27,6 +27,9 @@ from headway.run.strategy.reducer import Reducer
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
 from headway.run.strategy.updater import Updater
+
+if TYPE_CHECKING:
+    from headway.run.pipeline.step import PipelineRunner
 
 
 class Strategy:
@@ -130,7 +133,7 @@ class Strategy:
 
     def numbers(self) -> Numbers:
         """What a step has left, complete on rank 0: see `TrainingState.numbers`; collective."""
-        setup, layout = self._setup, self.parameters.layout
+        setup, layout = self._setup, self.parameters.layers
         trained = TrainingState(setup.model, setup.optimizer, setup.scheduler, layout=layout)
         return self.parameters.complete(trained.numbers())
 
