@@ -11,7 +11,7 @@ from headway.planner.traffic.executor import collectives_of_plan
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.measure.communication_dry_run import dry_run
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
+from support.collective_recorder import CollectiveRecorder, collective_differences
 from support.ranks import run_ranks
 from support.split_recipes import Lines, Segmenter, Speaker, Volumes, labelling, speaking
 from support.tiny_models import Points, Residual, Sentences, Tied, cross_entropy, ignoring_a_word

@@ -21,7 +21,7 @@ from headway.run import executor as executor_module
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.strategy.data_parallel import DataParallelStrategy
+from headway.run.strategy.strategy import Strategy
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here
@@ -214,31 +214,31 @@ def local_mean(_):
         return original(self, dataclasses.replace(batch, samples=12))
 
     Executor.step = step
-    DataParallelStrategy.scale = lambda self: self._read_tally() and None
+    Strategy.scale = lambda self: self._read_tally() and None
 
 
 def accumulation_lost(_):
     """Only the last micro-batch counts."""
-    original = DataParallelStrategy.arm
+    original = Strategy.arm
 
     def arm(self):
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         original(self)
 
-    DataParallelStrategy.arm = arm
+    Strategy.arm = arm
 
 
 def clipped_before_the_exchange(_):
-    original = DataParallelStrategy.send
+    original = Strategy.send
 
     def send(self):
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), self._setup.clip)
         original(self)
 
     GradientExchange.arm = lambda self: None
-    DataParallelStrategy.send = send
+    Strategy.send = send
 
 
 def stale_gradients(_):
@@ -260,21 +260,21 @@ def stale_gradients(_):
 
 
 def scheduler_twice(_):
-    original = DataParallelStrategy.update
+    original = Strategy.update
 
     def update(self):
         original(self)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._setup.scheduler is not None:
+            self._setup.scheduler.step()
 
-    DataParallelStrategy.update = update
+    Strategy.update = update
 
 
 def no_scheduler(_):
     def update(self):
-        self._optimizer.step()
+        self.updater.update()
 
-    DataParallelStrategy.update = update
+    Strategy.update = update
 
 
 def zeros_for_unused(_):
@@ -282,7 +282,7 @@ def zeros_for_unused(_):
 
 
 def not_clipped(_):
-    DataParallelStrategy.clip = lambda self: None
+    Strategy.clip = lambda self: None
 
 
 def float32_gradients(_):

@@ -406,7 +406,7 @@ import sys
 from headway.cli.main import main
 code = main(sys.argv[1:])
 assert "torch" in sys.modules
-heavy = {"headway.run.training.worker", "torch.distributed.tensor", "sympy"} & {*sys.modules}
+heavy = {"headway.run.training.loop", "torch.distributed.tensor", "sympy"} & {*sys.modules}
 assert not heavy, f"the launcher has imported {heavy}"
 sys.exit(code)
 """

@@ -25,9 +25,9 @@ from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of
 from headway.planner.traffic.executor import collectives_of_plan, parts_of
-from headway.run.strategy.data_parallel import StepReduction
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from headway.run.strategy.step_context import StepReduction
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 from support.tiny_models import CLASSES, FEATURES, Points
 
 LOSS = criterion(nn.CrossEntropyLoss())

@@ -18,8 +18,8 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.traffic.estimate import of_gradients
 from headway.planner.traffic.executor import collectives_of_plan
 from headway.planner.traffic.torch_wrappers import FullyShardedModule, fsdp2_wrapper_calls
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 from support.tiny_models import FEATURES, Points
 
 WORLDS = (2, 8, 1024)

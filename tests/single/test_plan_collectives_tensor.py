@@ -39,8 +39,8 @@ from headway.planner.traffic.torch_wrappers import (
     fsdp2_wrapper_calls,
     tensor_shards,
 )
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 
 SAMPLES, LENGTH, WIDTH, HEADS, WIDE = 2, 16, 32, 8, 128
 MACHINE = machine_of(of_preset("dgx-a100", nodes=128))

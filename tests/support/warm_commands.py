@@ -46,7 +46,7 @@ PRELOAD = (
     "headway.launch.worker", "headway.verification", "headway.checkpoint.storage",
     "headway.run.recipe.factory", "headway.cli.train.command", "headway.cli.verify",
     "headway.launch.local",
-    "headway.run.training.preload",
+    "headway.launch.preload",
 )  # fmt: skip
 """The last one lets the collector work again."""
 PATIENCE = 60.0

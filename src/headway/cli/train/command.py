@@ -298,7 +298,7 @@ def _next_free(name: str) -> Path:
 def _train_as_rank(place: LaunchEnv, job: TrainJob) -> _Result:
     """Train as one rank of the world that another launcher has made; rank 0 shows the progress."""
     from headway.launch.worker import run_rank_here
-    from headway.run.training.worker import train as train_rank
+    from headway.run.training.loop import train as train_rank
 
     display = ProgressDisplay(job.directory, live=False) if place.rank == 0 else nullcontext()
 
@@ -334,7 +334,7 @@ def _launch(
     with display:
         result = launch_local(
             # By name: imported here, it would double the seconds of the start.
-            "headway.run.training.worker:train",
+            "headway.run.training.loop:train",
             (job,),
             processes=processes,
             directory=job.directory,

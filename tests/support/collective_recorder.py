@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.collective.collective_calls import CollectiveCall
-from headway.verification.fake_world import group_named
+from support.fake_world import group_named
 
 _SPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _QUIET = frozenset({"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"})

@@ -9,7 +9,7 @@ import gc
 
 import torch
 
-import headway.run.training.worker
+import headway.run.training.loop
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
