@@ -28,15 +28,6 @@ from headway.planner.whale.load_balance import (
     water_filling,
     whole_samples,
 )
-from headway.planner.whale.task_graphs import (
-    StageBlock,
-    StageDevice,
-    UnequalStages,
-    by_memory,
-    cut_by_shares,
-    cut_exactly,
-    in_flight,
-)
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
@@ -45,6 +36,15 @@ from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.big_models import ResNet50, ids, meta
+from support.whale_task_graphs import (
+    StageBlock,
+    StageDevice,
+    UnequalStages,
+    by_memory,
+    cut_by_shares,
+    cut_exactly,
+    in_flight,
+)
 
 EFFICIENCY = 0.6
 LINK = parse_rate("50 Gbit/s")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link
-from headway.collective.model.exchange_scheme import ExchangePrediction
+from headway.collective.model.exchange_scheme import ExchangePrediction, gradient_moments
 from headway.collective.model.exchange_scheme import GradientLayer as Priced
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import LinkLoad, simulate_link
@@ -173,7 +173,10 @@ def played(stack, link, *, crossing, weights_first):
         layers.append(Priced(name=f"{i}", shapes=(), forward=one.forward, backward=second))
         if one.num_bytes:
             home.append(i)
-    loads = tuple(LinkLoad(str(i), stack[i].num_bytes, 0.0, 0.0) for i in home)
+    ready, needed = gradient_moments(layers)
+    loads = tuple(
+        LinkLoad(str(i), stack[i].num_bytes, ready[2 * i + 1], needed[2 * i + 1]) for i in home
+    )
     order = tuple(reversed(range(len(home))))
     predicted = ExchangePrediction(
         forward=0.0,
@@ -187,7 +190,9 @@ def played(stack, link, *, crossing, weights_first):
         credit=1,
         crossing=crossing,
         link=link,
-        played=simulate_link([], link),
+        played=simulate_link(
+            loads, link, order=order, credit=1, crossing=crossing, compute=max(ready)
+        ),
         traffic=NOTHING,
     )
     return simulate_exchange(predicted, layers, steps=3)

@@ -35,6 +35,7 @@ from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_boun
 from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
 from headway.plan import ExchangePlan
+from headway.plan.exchange import DEFAULT_BUCKET
 from headway.plan.exchange_scheme import scheme_of
 from headway.planner.collective_algorithm import choose_all_reduce, fit_all_reduce, parse_wires
 from headway.simulator.collective import FREE_HOST
@@ -44,7 +45,7 @@ from headway.units import parse_bytes as parse_size
 DDP_CAPS = (1, 2, 5, 10, 25)
 """MiB; the bucket sizes among which the best is looked for."""
 FLAT_EXCHANGES: dict[str, ExchangePlan] = {
-    "buckets of 8 MiB (default)": ExchangePlan(),
+    f"buckets of {DEFAULT_BUCKET} (default)": ExchangePlan(),
     "fitted buckets": ExchangePlan(bucket="auto"),
     "fitted buckets, fp16": ExchangePlan(bucket="auto", compress="fp16"),
     "priority": ExchangePlan(bucket="auto", priority=True),
@@ -170,7 +171,7 @@ def _on_cluster(text: str) -> tuple[ExchangeNetwork, Mapping[str, ExchangePlan]]
     """Gloo's ring by number as the link, and exchanges whose sums the best program carries."""
     wires = parse_wires(text)
     ring = fit_all_reduce("ring", None, wires, host=FREE_HOST)
-    found = choose_all_reduce("auto", wires, parse_size("8 MiB"))
+    found = choose_all_reduce("auto", wires, ExchangePlan().initial_bucket_bytes)
     if found.collective not in ALL_REDUCE_KINDS:
         return ExchangeNetwork(ring, wires.nodes), {}
     fit = fit_all_reduce(found.collective, found.carrier, wires)

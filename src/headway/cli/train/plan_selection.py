@@ -22,7 +22,7 @@ from headway.errors import PlanError, UsageError
 from headway.plan import ExchangePlan, Plan, with_collective
 from headway.plan.exchange import AllReduceName
 from headway.run.training.run_directory import RunDirectory
-from headway.units import format_bytes, format_seconds, parse_bytes
+from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from headway.cluster.measurement import RankReadings
@@ -356,8 +356,6 @@ def _recompute_note(point: Point) -> str:
 
 
 CollectiveName = Literal["auto"] | AllReduceName
-DEFAULT_BUCKET, DEFAULT_CHUNK = "8 MiB", "1 MiB"
-"""Of an exchange that fits them to the link, before anything is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,9 +457,7 @@ def _from_resumed_run(
 
 def _message_bytes(exchange: ExchangePlan) -> int:
     """Bytes of the sums that programs carry one by one."""
-    if exchange.priority:
-        return exchange.chunk_bytes or parse_bytes(DEFAULT_CHUNK)
-    return exchange.bucket_bytes or parse_bytes(DEFAULT_BUCKET)
+    return exchange.initial_chunk_bytes if exchange.priority else exchange.initial_bucket_bytes
 
 
 def collective_summary(name: str, carrying: AllReduceChoice, size: int) -> Iterator[str]:

@@ -25,11 +25,11 @@ from headway.collective.nodes import Nodes
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, WorkerFailed
 from headway.plan import Plan
 from headway.plan.layer_split import TENSOR
 from headway.plan.tensor_layout import TensorGrid
-from headway.run.distributed.failure_record import mark_reported_elsewhere
+from headway.run.distributed.failure_record import mark_reported_elsewhere, summarize_exception
 from headway.run.distributed.world import World
 
 
@@ -97,18 +97,25 @@ def broadcast_from_rank0(
         find: Called on rank 0 alone; its result travels pickled.
 
     Raises:
-        HeadwayError: What `find` raised on rank 0.
+        HeadwayError: What `find` raised on rank 0. Another exception, of the user's code, is raised
+            there as it is, and a `WorkerFailed` on the other ranks.
     """
     found: list[Any] = [None]
+    cause: Exception | None = None
     if rank == 0:
         try:
             found = [find()]
         except HeadwayError as error:
-            found = [error]
+            found, cause = [error], error
+        except Exception as error:
+            # It may not be picklable, and its class may not exist elsewhere: its text travels.
+            found, cause = [WorkerFailed(summarize_exception(error), where="rank 0")], error
     with exchanging:
         dist.broadcast_object_list(found, src=0)
+    if cause is not None:
+        raise cause
     if isinstance(found[0], HeadwayError):
-        raise found[0] if rank == 0 else mark_reported_elsewhere(found[0])
+        raise mark_reported_elsewhere(found[0])
     result: Result = found[0]
     return result
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.batch import to_device
-from headway.run.step.components import to_float64
+from headway.run.step.forward_pass import autocast, float_dtype, to_float64
 from headway.run.training.loop import build_model
 
 _FORWARDS = 3
@@ -89,16 +89,11 @@ def measure_model_costs(reference: str, ranks: int) -> ModelCosts:
     samples = min(batch, recipe.microbatch or _SAMPLES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(recipe).to(device)
-    exact = recipe.precision == "float64"
-    if exact:
+    dtype = float_dtype(recipe.precision)
+    if dtype is not None:
         to_float64(model)
-    data = to_device(example_batch(recipe, samples), device, torch.float64 if exact else None)
-
-    def arithmetic() -> AbstractContextManager[Any]:
-        if recipe.precision == "bfloat16":
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
+    data = to_device(example_batch(recipe, samples), device, dtype)
+    arithmetic = partial(autocast, recipe.precision, device)
     with arithmetic():
         units = _units(model, recipe, data, ranks)
         stages = cut(model, recipe.loss, data, stages=units)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter, time
 from typing import Any
 
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.data import RankBatch
 from headway.run.distributed.world import World
 from headway.run.step import bucket_timing as told
