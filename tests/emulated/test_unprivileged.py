@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.cli.train import emulation
-from headway.cli.train.emulation import read_emulation_options
+from headway.api import emulation
+from headway.api.emulation import read_emulation_options
 from headway.errors import UsageError
 from headway.launch.emulation import PacedCluster
 from headway.launch.namespaces import enter_user_namespace

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from headway.api.plan_selection import CollectiveOption
 from headway.cli.main import main
-from headway.cli.train.plan_selection import CollectiveOption
 from headway.cluster import Cluster, Pair, to_toml
 from headway.collective.all_reduce.algorithm import (
     ALL_REDUCE_KINDS,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from headway.api.schedule_table import recipe_overrides
 from headway.cli.main import main
-from headway.cli.schedule.show import recipe_overrides
 from headway.errors import HeadwayError, PlanError, RecipeError
 from headway.plan import PipelinePlan, Plan, explain, pipelined
 from headway.run.distributed.launch_env import LaunchEnv

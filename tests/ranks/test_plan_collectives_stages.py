@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
 
 from headway.plan import LayerSplit, PipelinePlan, pipelined
 from headway.planner.traffic.executor import collectives_of_plan

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import headway
+from headway.api import training
+from headway.api.training import default_plan
 from headway.cli import main as cli
 from headway.cli.terminal.console import error_text
-from headway.cli.train import command as cli_train
-from headway.cli.train.command import _check_plan
 from headway.errors import (
     CheckpointDamaged,
     Diverged,
@@ -90,7 +90,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("headway.launch.local.launch_local", launch_local)
     monkeypatch.setattr("headway.launch.worker.run_rank_here", work_here)
-    monkeypatch.setattr(cli_train, "start_forkserver", lambda processes: None)
+    monkeypatch.setattr(training, "start_forkserver", lambda processes: None)
     return calls
 
 
@@ -440,9 +440,9 @@ def test_a_batch_in_tokens_needs_no_more_than_the_window_of_the_file(tmp_path):
         '[loss]\ncriterion = "torch.nn:CrossEntropyLoss"\n'
         '[optimizer]\ncall = "torch.optim:AdamW"\n'
     )
-    _check_plan(check_recipe(str(recipe)), None, 4)
+    default_plan(check_recipe(str(recipe)).document, 4)
     with pytest.raises(PlanError, match=r"batch.samples is 4 for 5 ranks"):
-        _check_plan(check_recipe(str(recipe)), None, 5)
+        default_plan(check_recipe(str(recipe)).document, 5)
 
 
 def test_degrees_of_a_function_are_checked_before_any_worker_starts():
@@ -451,8 +451,8 @@ def test_degrees_of_a_function_are_checked_before_any_worker_starts():
     for change, ranks in degrees.items():
         checked = check_recipe("support.recipes:mlp", (change,))
         with pytest.raises(PlanError, match=f"4 processes are no multiple of {ranks}"):
-            _check_plan(checked, None, 4)
+            default_plan(checked.document, 4)
     both = check_recipe("support.recipes:mlp", (*degrees,))
     with pytest.raises(PlanError, match="6 processes are no multiple of 9 ranks"):
-        _check_plan(both, None, 6)
-    assert _check_plan(both, None, 9) is None
+        default_plan(both.document, 6)
+    assert default_plan(both.document, 9) is None

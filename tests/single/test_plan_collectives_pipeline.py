@@ -7,9 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from headway.run.strategy.data_parallel import StepReduction
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
 from torch import nn
 
 from headway import Executor, criterion

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

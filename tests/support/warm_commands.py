@@ -44,7 +44,7 @@ KINDS = ("python", "headway", "torchrun")
 PRELOAD = (
     "torch", "torch.distributed", "torch.distributed.run", "torch.export", "torch.utils.data",
     "headway.launch.worker", "headway.verification", "headway.checkpoint.storage",
-    "headway.run.recipe.factory", "headway.cli.train.command", "headway.cli.verify",
+    "headway.run.recipe.factory", "headway.cli.train", "headway.cli.verify",
     "headway.launch.local",
     "headway.run.training.preload",
 )  # fmt: skip

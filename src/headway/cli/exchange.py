@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
 
-from headway.cli.terminal.console import say, say_json
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
 from headway.collective.model.bucket_cost import ExchangeNetwork
 from headway.collective.model.exchange_scheme import (
@@ -135,7 +135,7 @@ def compare(
         from headway.report.pictures.simulated_steps import exchange_steps_svg
 
         shown = [(row.name, row.choice.predicted) for row in _shown(rows)]
-        svg.write_text(exchange_steps_svg(shown, chain), encoding="utf-8")
+        write_file(svg, exchange_steps_svg(shown, chain))
     if json:
         say_json([_facts(row) for row in rows])
     else:

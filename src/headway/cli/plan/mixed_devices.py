@@ -16,6 +16,14 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
+from headway.api.plan_request import (
+    PlanSearchOptions,
+    TrainingLength,
+    parse_memory_limit,
+    recipe_workload,
+    search_precision,
+    training_length,
+)
 from headway.cli.plan.output import (
     COLLECTIVES_HEADING,
     cost_columns,
@@ -23,14 +31,6 @@ from headway.cli.plan.output import (
     cost_headings,
     cost_sentence,
     device_hours_sentence,
-)
-from headway.cli.plan.question import (
-    PlanSearchOptions,
-    TrainingLength,
-    parse_memory_limit,
-    recipe_workload,
-    search_precision,
-    training_length,
 )
 from headway.cli.terminal.console import note, say, say_json
 from headway.cluster import Cluster
@@ -42,7 +42,6 @@ from headway.plan import Plan
 from headway.plan import explain as in_words
 from headway.plan.prediction import Prediction
 from headway.planner.estimate.degrees import degree_labels
-from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.partition import LayerUnit
 from headway.planner.explain.alternatives import (
     describe_placement,
@@ -74,6 +73,7 @@ from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from headway.api.recipe_workload import RecipeWorkload
     from headway.report.pictures.pareto_frontier import FrontierPlot
     from headway.run.recipe.recipe import Recipe
 
@@ -84,28 +84,21 @@ def device_type_counts(cluster: Cluster) -> dict[str, int]:
 
 
 def mixed_question(
-    wanted: PlanSearchOptions,
-    work: PlanningWorkload,
-    batch: int,
-    cluster: Cluster,
-    recipe: Recipe,
-    precision: str,
+    wanted: PlanSearchOptions, captured: RecipeWorkload, cluster: Cluster, precision: str
 ) -> MixedPlanRequest:
     """The question to the search.
 
     Args:
-        work: Of the recipe's model.
-        batch: Samples of a step.
-        recipe: Whose optimiser's update counts, where the file has measured it.
+        captured: Whose optimizer's update counts, where the file has measured it.
         precision: As in `PlanRequest`.
 
     Raises:
         PlanError: Somebody's devices are not known, or something is asked for that cannot be.
     """
-    from headway.cli.plan.optimizer_cost import with_measured_optimizer  # imports torch
+    from headway.api.recipe_workload import with_measured_optimizer  # imports torch
 
     counts, network = device_type_counts(cluster), network_of(cluster)
-    force, problems = resolve_force(work, wanted.force)
+    force, problems = resolve_force(captured.work, wanted.force)
     if sum(counts.values()) < cluster.ranks:
         problems.append("some nodes do not say which device they have")
     if wanted.counts and wanted.counts[-1] > cluster.ranks:
@@ -119,16 +112,16 @@ def mixed_question(
             fix="Describe the cluster's devices; ask for what they and the model have.",
         )
     return MixedPlanRequest(
-        work=work,
+        work=captured.work,
         machines={
             kind: replace(
-                with_measured_optimizer(machine_of(cluster, device=kind), cluster, recipe),
+                with_measured_optimizer(machine_of(cluster, device=kind), cluster, captured.recipe),
                 network=network,
             )
             for kind in counts
         },
         counts=counts,
-        batch=batch,
+        batch=captured.batch,
         devices=wanted.counts,
         memory=wanted.memory,
         objective=wanted.objective,
@@ -526,7 +519,7 @@ def mixed_plan_question(
         memory: Of a device that may be used.
         ranks: Devices, without a plan.
     """
-    work, batch, found = recipe_workload(recipe, plan)
+    captured = recipe_workload(recipe, plan)
     wanted = PlanSearchOptions(
         objective="fastest",
         counts=(ranks if plan is None else plan.ranks,),
@@ -536,8 +529,8 @@ def mixed_plan_question(
         schedules=("1f1b",),
         runnable=plan is not None,
     )
-    said = found.precision if plan is None else plan.memory.precision
-    return mixed_question(wanted, work, batch, cluster, found, search_precision(said))
+    said = captured.recipe.precision if plan is None else plan.memory.precision
+    return mixed_question(wanted, captured, cluster, search_precision(said))
 
 
 def device_types_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -146,12 +146,13 @@ CAPTURE_SAMPLES = 64
 """Of the micro-batch with which a model is captured, so that every small divisor can be tried."""
 
 
-def recipe_graph(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGraph, int, int]:
+def recipe_graph(
+    reference: str | Recipe, overrides: Sequence[str] = ()
+) -> tuple[ModelGraph, int, int]:
     """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
 
     Args:
-        reference: As for `headway train`.
-        overrides: KEY=VALUE, likewise.
+        reference: As for `load_recipe`; so are `overrides`.
 
     Raises:
         PlanError: The model cannot be captured.
@@ -162,7 +163,7 @@ def recipe_graph(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGr
 
 
 def annotated_recipe_graph(
-    reference: str, overrides: Sequence[str] = ()
+    reference: str | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[ModelGraph, int, int, Annotations]:
     """As `recipe_graph`, and what the recipe's model says of its parts.
 

@@ -23,7 +23,9 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
     """
     step = StepCounter()
     world: World | None = None
-    folders = [Path.cwd(), *([Path(job.recipe).parent] if job.recipe.endswith(".toml") else [])]
+    folders = [Path.cwd()]
+    if isinstance(job.recipe, str) and job.recipe.endswith(".toml"):
+        folders.append(Path(job.recipe).parent)
     try:
         with importable_folders(*folders), ExitStack() as stack:
             world = stack.enter_context(

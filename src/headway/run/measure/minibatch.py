@@ -7,8 +7,6 @@ The measured model is thrown away; nothing is trained.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -24,19 +22,7 @@ from headway.run.step.components import sum_and_count
 from headway.run.step.randomness import seed_everything
 
 
-@dataclass(frozen=True)
-class MinibatchChoice:
-    """What was chosen.
-
-    Attributes:
-        minibatch: The best one and the trials.
-    """
-
-    minibatch: Minibatch
-    samples: int
-
-
-def choose_algorithms(
+def measure_minibatch(
     reference: str,
     *,
     memory: float,
@@ -44,7 +30,7 @@ def choose_algorithms(
     device: str = "cpu",
     seconds: float = 0.04,
     mode: Mode = "sum",
-) -> MinibatchChoice:
+) -> Minibatch:
     """The minibatch of one device with the shortest epoch, and how it computes each layer.
 
     Args:
@@ -77,8 +63,7 @@ def choose_algorithms(
 
     samples = len(as_source(recipe.data()))
     tried = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
-    found = choose_minibatch(profile, tried, memory=memory, samples=samples, mode=mode)
-    return MinibatchChoice(found, samples)
+    return choose_minibatch(profile, tried, memory=memory, samples=samples, mode=mode)
 
 
 def _training_state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:

@@ -1,4 +1,4 @@
-"""Memory and update time of a recipe's optimizer.
+"""A recipe as the planner sees it: captured model, batch, optimizer memory and update time.
 
 The recipe's model and optimizer are built on the meta device; nothing is allocated. Update times
 come from the `updates` that `headway cluster measure` wrote for a device.
@@ -6,17 +6,67 @@ come from the `updates` that `headway cluster measure` wrote for a device.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from headway.api.plan_request import search_precision
 from headway.capture.benchmark.kernels import optimizer_name
 from headway.cluster import Cluster
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
 from headway.cost.transformer import Machine
+from headway.graph.annotations import ForcedChoices
+from headway.planner.estimate.operators import PlanningWorkload
+from headway.run.measure.recipe_model import annotated_recipe_graph
+from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 
 CLIP_UPDATE = "clip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeWorkload:
+    """What of a recipe the search needs.
+
+    Attributes:
+        recipe: As it was loaded, with overrides.
+        batch: Samples of the global batch.
+        annotations: What the model's author says of its parts.
+    """
+
+    recipe: Recipe
+    work: PlanningWorkload
+    batch: int
+    annotations: ForcedChoices
+
+    @property
+    def precision(self) -> str:
+        """As in `PlanRequest.precision`."""
+        return search_precision(self.recipe.precision)
+
+
+def capture_workload(recipe: str | Recipe, overrides: Sequence[str] = ()) -> RecipeWorkload:
+    """Capture a recipe's model and describe its optimizer.
+
+    Args:
+        recipe: As for `load_recipe`; so are `overrides`.
+
+    Raises:
+        PlanError: The model cannot be captured, or its annotations contradict each other.
+        RecipeError: The recipe cannot be used.
+    """
+    graph, samples, batch, annotations = annotated_recipe_graph(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
+    work = PlanningWorkload(
+        graph=graph,
+        samples=samples,
+        optimiser=optimizer_footprint(loaded),
+        reads=not loaded.workers,
+    )
+    return RecipeWorkload(
+        recipe=loaded, work=work, batch=batch, annotations=annotations.forced_choices()
+    )
 
 
 def with_measured_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) -> Machine:

@@ -1,4 +1,4 @@
-"""`headway train --plan auto` and `--collective`: decide before workers start.
+"""The plan of `train(plan="auto")`, and the algorithm of `collective=`, before workers start.
 
 `AutoPlanSearch` searches for the fastest plan on a given cluster, or on this machine as measured
 now with as many processes as will train; plan and measured cluster are kept in the run directory.
@@ -8,16 +8,18 @@ A resumed run keeps the plan and the algorithm that it has. The module itself im
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headway.cli.plan.plan_file import record_provenance
-from headway.cli.terminal.console import note, warn
+from headway.api.inputs import ClusterInput, record_provenance, resolve_cluster
 from headway.cluster import Cluster, find_cluster
 from headway.cluster.measurement import fingerprint, fingerprint_differences
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, AllReduceOptions
+from headway.collective.topology import NetworkTopology
 from headway.errors import PlanError, UsageError
 from headway.plan import ExchangePlan, Plan, with_collective
 from headway.plan.exchange import AllReduceName
@@ -25,18 +27,19 @@ from headway.run.training.run_directory import RunDirectory
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from headway.api.recipe_workload import RecipeWorkload
     from headway.cluster.measurement import RankReadings
     from headway.launch.emulation import EmulatedCluster, PacedCluster
     from headway.planner.collective_algorithm import AllReduceChoice
-    from headway.planner.estimate.operators import PlanningWorkload
     from headway.planner.export.auto import AutoPlan, RecipeLimits
     from headway.planner.search.plan_point import Point
-    from headway.planner.search.request import PlanRequest
     from headway.run.distributed.world import World
     from headway.run.recipe.recipe import Recipe
 
 
-AUTO = Path("auto")
+_LOG = logging.getLogger("headway")
+
+AUTO = "auto"
 """As the value of --plan."""
 MEASURE = "measure"
 """As the value of --cluster."""
@@ -49,23 +52,23 @@ class AutoPlanSearch:
     """A plan that is to be found.
 
     Attributes:
-        recipe: As for `headway train`.
-        cluster: A cluster.toml, a preset, or "measure".
+        recipe: As for `load_recipe`; so are `overrides`.
+        cluster: A cluster, its cluster.toml, a preset, or "measure".
         device: To compute on: "auto", "cpu" or "cuda".
         fallback: Whether data parallelism does where no plan is found.
     """
 
-    recipe: str
+    recipe: Recipe | str
     overrides: tuple[str, ...]
-    cluster: str
+    cluster: ClusterInput
     device: str
     fallback: bool
 
     def ranks(self, processes: int | None) -> int:
         """Processes: as many as are asked for, else the given cluster's, else the machine's."""
         if processes is None and self.cluster != MEASURE:
-            return find_cluster(self.cluster).ranks
-        from headway.cli.cluster import default_ranks
+            return resolve_cluster(self.cluster).ranks
+        from headway.api.cluster_measurement import default_ranks
 
         return default_ranks(processes, self.device)
 
@@ -95,7 +98,7 @@ class AutoPlanSearch:
             asked = self._asked()
 
             def measure() -> list[RankReadings]:
-                from headway.cli.cluster import measure_in_workers
+                from headway.api.cluster_measurement import measure_in_workers
 
                 return measure_in_workers(ranks, self.device, emulated)
 
@@ -148,31 +151,22 @@ class AutoPlanSearch:
         return plan
 
     def _known(self, run: RunDirectory) -> Path:
-        note(f"plan auto: {run.plan_file}, as before")
+        _LOG.info("plan auto: %s, as before", run.plan_file)
         return run.plan_file
 
     def _fall_back(self, error: PlanError, *, told: bool = True) -> None:
         if not self.fallback:
             raise error
         if told:
-            warn(f"plan auto: {error.what}; data parallelism instead")
+            warnings.warn(f"plan auto: {error.what}; data parallelism instead", stacklevel=2)
 
     def _asked(self) -> _SearchInputs:
-        from headway.cli.plan.optimizer_cost import optimizer_footprint
-        from headway.planner.estimate.operators import PlanningWorkload
-        from headway.run.measure.recipe_model import annotated_recipe_graph
+        from headway.api.recipe_workload import capture_workload
         from headway.run.recipe.factory import load_recipe
 
-        recipe = load_recipe(self.recipe, self.overrides)
-        limits = search_limits(recipe)
-        graph, samples, batch, said = annotated_recipe_graph(self.recipe, self.overrides)
-        work = PlanningWorkload(
-            graph=graph,
-            samples=samples,
-            optimiser=optimizer_footprint(recipe),
-            reads=not recipe.workers,
-        )
-        return _SearchInputs(recipe, limits, work, batch, said.forced_choices().force)
+        # What the recipe decides itself is refused before the seconds of the capture.
+        limits = search_limits(load_recipe(self.recipe, self.overrides))
+        return _SearchInputs(limits, capture_workload(self.recipe, self.overrides))
 
     def _decide(
         self,
@@ -182,34 +176,20 @@ class AutoPlanSearch:
         measure: Callable[[], list[RankReadings]],
     ) -> Plan:
         """Search, say what was found, and keep it."""
-        from headway.cli.plan.optimizer_cost import with_measured_optimizer
-        from headway.cli.plan.question import search_precision
-        from headway.cost.machine_presets import machine_of
-        from headway.planner.search.request import PlanRequest
-
-        recipe = asked.recipe
+        recipe = asked.captured.recipe
         run.path.mkdir(parents=True, exist_ok=True)
         cluster = self._cluster(run, ranks, measure)
-        question = PlanRequest(
-            work=asked.work,
-            machine=with_measured_optimizer(machine_of(cluster), cluster, recipe),
-            devices=(ranks,),
-            batch=asked.batch,
-            force=asked.force,
-            precision=search_precision(recipe.precision),
-        )
-        decision = _fastest_executable(question, asked, cluster)
+        decision = _fastest_executable(asked, cluster, ranks)
         for sentence in auto_plan_summary(decision):
-            note(sentence)
+            _LOG.info(sentence)
         plan = replace(
             decision.plan,
             memory=replace(decision.plan.memory, precision=recipe.precision),
             exchange=recipe.exchange or decision.plan.exchange,
         )
-        if not self.overrides:  # they are part of what was asked, and no word of Asked
-            known = (
-                str(run.path / MEASURED_CLUSTER_FILE) if self.cluster == MEASURE else self.cluster
-            )
+        if not self.overrides:  # they are part of what was asked, and no field of PlanProvenance
+            measured = self.cluster == MEASURE
+            known = run.path / MEASURED_CLUSTER_FILE if measured else self.cluster
             plan = record_provenance(plan, self.recipe, known, None, run.plan_file)
         plan.save(run.plan_file)
         return plan
@@ -219,33 +199,39 @@ class AutoPlanSearch:
     ) -> Cluster:
         if self.cluster == MEASURE:
             return self._measured(run, measure())
-        cluster = find_cluster(self.cluster)
+        cluster = resolve_cluster(self.cluster)
+        name = _cluster_name(self.cluster)
         if cluster.ranks < ranks:
             raise UsageError(
-                f"{self.cluster} has {cluster.ranks} ranks, the job {ranks}",
+                f"{name} has {cluster.ranks} ranks, the job {ranks}",
                 fix="Start fewer processes, describe a larger cluster, or leave --cluster out to "
                 "measure this machine.",
             )
         if not cluster.measured:
-            warn(f"{self.cluster} was not measured: its predictions may be wrong here")
+            warnings.warn(
+                f"{name} was not measured: its predictions may be wrong here", stacklevel=2
+            )
             return cluster
         unlike = fingerprint_differences(cluster.measured, self._here(ranks))
         if found := "; ".join(unlike):
-            warn(
-                f"{self.cluster} was not measured on what runs here ({found}): its predictions "
-                "may be wrong; leave --cluster out to measure"
+            warnings.warn(
+                f"{name} was not measured on what runs here ({found}): its predictions "
+                "may be wrong; leave --cluster out to measure",
+                stacklevel=2,
             )
         return cluster
 
     def _measured(self, run: RunDirectory, readings: list[RankReadings]) -> Cluster:
         """Kept in the run directory."""
-        from headway.cli.cluster import write_measured
+        from headway.api.cluster_measurement import write_measured
 
         path = run.path / MEASURED_CLUSTER_FILE
         warning = write_measured(path, readings)
         if warning:
-            warn(warning)
-        note(f"plan auto: measured {len(readings)} processes on this machine, kept in {path}")
+            warnings.warn(warning, stacklevel=2)
+        _LOG.info(
+            "plan auto: measured %d processes on this machine, kept in %s", len(readings), path
+        )
         return find_cluster(str(path))
 
     def _here(self, ranks: int) -> dict[str, str]:
@@ -260,26 +246,25 @@ class AutoPlanSearch:
 class _SearchInputs:
     """What a recipe asks of the search; the machine comes later."""
 
-    recipe: Recipe
     limits: RecipeLimits
-    work: PlanningWorkload
-    batch: int
-    force: tuple[tuple[str, str], ...]
+    captured: RecipeWorkload
 
 
-def _fastest_executable(question: PlanRequest, asked: _SearchInputs, cluster: Cluster) -> AutoPlan:
+def _fastest_executable(asked: _SearchInputs, cluster: Cluster, ranks: int) -> AutoPlan:
     """The fastest plan; without a pipeline where the executor cannot cut the model so."""
-    from headway.cli.plan.search import why_not_cuttable
-    from headway.planner.estimate.degrees import describe_degrees
+    from headway.api.plan_request import pricing_request
+    from headway.api.planning import search_cuttable
     from headway.planner.export.auto import find_auto_plan
 
-    decision = find_auto_plan(question, asked.limits, cluster)
-    degrees = decision.point.degrees
-    why = why_not_cuttable(asked.recipe, decision.plan, degrees.microbatch)
-    if not why:
-        return decision
-    note(f"plan auto: {describe_degrees(degrees)} would be faster, but cannot run: {why}")
-    return find_auto_plan(question, replace(asked.limits, pipeline=False), cluster)
+    captured = asked.captured
+    question = pricing_request(captured, cluster, devices=(ranks,))
+    question = replace(question, force=captured.annotations.force)
+    return search_cuttable(
+        lambda limits: find_auto_plan(question, limits, cluster),
+        lambda decision: decision.outcome,
+        asked.limits,
+        captured.recipe,
+    )
 
 
 def search_limits(recipe: Recipe) -> RecipeLimits:
@@ -364,13 +349,13 @@ class CollectiveOption:
 
     Attributes:
         name: Of a collective, or "auto"; None: nothing.
-        cluster: A cluster.toml, or a preset; None: not given.
-        emulate: The cluster.toml of an emulated job.
+        cluster: That describes the network; None: not given.
+        emulate: The cluster of an emulated job.
     """
 
     name: CollectiveName | None
-    cluster: str | None
-    emulate: Path | None
+    cluster: ClusterInput | None
+    emulate: ClusterInput | None
 
     def find(
         self, run: RunDirectory, known: Plan | None, ranks: int, *, resume: bool, told: bool
@@ -389,7 +374,7 @@ class CollectiveOption:
             return _from_resumed_run(run, known, ranks, told=told) if resume else (None, None)
         if ranks == 1 or (self.name == "auto" and known and known.exchange_degree == 1):
             if told:
-                note(f"collective {self.name}: this plan has no exchange that it could carry")
+                _LOG.info("collective %s: this plan has no exchange that it could carry", self.name)
             return None, None
         collective, carrier = self._found(self.name, run, known, ranks, told=told)
         if known is not None:
@@ -412,25 +397,33 @@ class CollectiveOption:
             )
         from headway.planner.collective_algorithm import choose_all_reduce, parse_wires
 
-        wires = parse_wires(network)
+        if isinstance(network, Cluster):
+            wires = NetworkTopology.of_cluster(network)
+        else:
+            wires = parse_wires(str(network))
         if wires.ranks != ranks:
             raise UsageError(
-                f"--collective {name}: {network} has {wires.ranks} ranks, the job {ranks}",
+                f"--collective {name}: {_cluster_name(network)} has {wires.ranks} ranks, the job "
+                f"{ranks}",
                 fix="Start as many processes, or describe the nodes on which the job runs.",
             )
         size = _message_bytes(known.exchange if known else ExchangePlan())
         carrying = choose_all_reduce(name, wires, size)
         if told:
             for sentence in collective_summary(name, carrying, size):
-                note(sentence)
+                _LOG.info(sentence)
         return carrying.collective, carrying.carrier
 
-    def _network(self, run: RunDirectory) -> str | None:
+    def _network(self, run: RunDirectory) -> ClusterInput | None:
         """What describes it; the measured cluster is that of --plan auto."""
         if self.cluster is not None or self.emulate is not None:
-            return self.cluster or str(self.emulate)
-        measured = run.path / "cluster.toml"
-        return str(measured) if measured.is_file() else None
+            return self.cluster if self.cluster is not None else self.emulate
+        measured = run.path / MEASURED_CLUSTER_FILE
+        return measured if measured.is_file() else None
+
+
+def _cluster_name(network: ClusterInput) -> str:
+    return "the cluster" if isinstance(network, Cluster) else str(network)
 
 
 def _from_resumed_run(
@@ -445,13 +438,16 @@ def _from_resumed_run(
         return None, None
     if before.ranks != ranks:
         if told:
-            note(
-                f"collective: the program {exchange.collective} of the run was for {before.ranks} "
-                f"ranks, and there are {ranks}: without it; --collective finds another"
+            _LOG.info(
+                "collective: the program %s of the run was for %d ranks, and there are %d: without "
+                "it; --collective finds another",
+                exchange.collective,
+                before.ranks,
+                ranks,
             )
         return None, None
     if told:
-        note(f"collective: {exchange.collective}, as before")
+        _LOG.info("collective: %s, as before", exchange.collective)
     return exchange.collective, exchange.carrier
 
 

@@ -90,7 +90,7 @@ class EmulationOptions:
 
 
 def read_emulation_options(
-    emulate: Path | None, faults: Sequence[str], place: LaunchEnv, device: str
+    emulate: Cluster | str | Path | None, faults: Sequence[str], place: LaunchEnv, device: str
 ) -> EmulationOptions:
     """Read both options.
 
@@ -115,8 +115,10 @@ def read_emulation_options(
         found = tuple(parse_fault(text) for text in faults)
     except ValueError as error:
         raise UsageError(str(error), where="--fault") from None
+    if isinstance(emulate, str | Path):
+        emulate = read_cluster(Path(emulate))
     return EmulationOptions(
-        cluster=None if emulate is None else read_cluster(emulate),
+        cluster=emulate,
         faults=found,
         device=device if emulate is None else "cpu",
     )
