@@ -19,8 +19,8 @@ import torch
 from headway.capture import capture
 from headway.cluster.datasheets import datasheet_of
 from headway.collective.model.link_fit import LinkFit
-from headway.cost.guidelines.das_model import LayerTimes, windows
 from headway.graph.model_graph import ModelGraph
+from headway.planner.guidelines.das import LayerTimes, windows
 from headway.planner.whale.load_balance import (
     DeviceShare,
     algorithm_1,

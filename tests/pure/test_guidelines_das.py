@@ -13,8 +13,10 @@ from headway.collective.model.exchange_scheme import GradientLayer as Priced
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import LinkLoad, simulate_link
 from headway.collective.nodes import NOTHING
-from headway.cost.guidelines.das import (
+from headway.cost.network import HierarchicalNetwork, LinkLevel
+from headway.planner.guidelines.das import (
     DasLayer,
+    LayerTimes,
     Matmul,
     best_degree,
     best_groups,
@@ -28,10 +30,10 @@ from headway.cost.guidelines.das import (
     most_nodes,
     ratio,
     ratio_of,
+    smallest_bucket,
     tensor_seconds,
+    windows,
 )
-from headway.cost.guidelines.das_model import LayerTimes, smallest_bucket, windows
-from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.simulator.exchange import simulate_exchange
 
 VGG_A = ((3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28))

@@ -291,6 +291,7 @@ def make_periodic_table(
         limit: Cells that are played at most, where the table has a steady state to go on from.
     """
     per = 2 * ranks * scheme.virtual  # cells of a micro-batch
+    # Whole units of Chimera and whole turns of a looped schedule, which both take p micro-batches.
     round_ = 2 * ranks
     least = 2 * round_
     most = max(limit // per, least + round_)

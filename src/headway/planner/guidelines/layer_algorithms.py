@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.guidelines.zou import left_for_algorithms
 from headway.errors import PlanError
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm, LayerAlgorithms
+from headway.planner.guidelines.zou import left_for_algorithms
 from headway.planner.pareto.choice_graph import ChoiceGraph
 from headway.planner.pareto.solve import Solution, mini_time, solve
 from headway.units import format_bytes
