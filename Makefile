@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test check format docs-check clean
+.PHONY: help venv install demo test test-all check format docs-check clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,10 @@ demo: $(STAMP)  ## train a small language model on two processes, verify it, wri
 
 test: check  ## all checks, then all tests
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
+
+test-all: check  ## all checks, then all tests with every case of every enumeration (an hour)
+	@$(BIN)/python -m pytest --all-cases -n auto --maxprocesses 4 --dist loadfile \
+	  --no-loadscope-reorder --durations 25
 
 check: $(STAMP)  ## format, lint, types, direction of the imports
 	$(BIN)/ruff check

@@ -26,8 +26,8 @@ from headway.comm.algorithms.method import (
     GradientSlice,
     Route,
     complete,
-    make_route,
 )
+from headway.comm.lanes.routes import make_route
 
 LAYERS, SIZE, RANKS = 25, 2**18, 4
 TARGET, ERROR = 1.05, 1e-7

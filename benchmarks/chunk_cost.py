@@ -19,7 +19,7 @@ from torch import nn
 
 import emulated
 import headway
-from headway.comm.exchange.gradient_exchange import BucketOptimizers
+from headway.comm.exchange.priority_exchange import BucketOptimizers
 from headway.comm.tuning import autotuning
 
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 200

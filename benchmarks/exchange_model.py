@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import emulated
+from headway.collective.compression import parse_compression
 from headway.collective.model.bucket_cost import ExchangeNetwork
 from headway.collective.model.exchange_scheme import (
     TYPICAL_COMPRESSOR_SPEEDS,
@@ -36,7 +37,7 @@ OWN: dict[str, tuple[dict[str, Any], ExchangeScheme]] = {
     "headway, fitted": ({"bucket": "auto"}, ExchangeScheme()),
     "headway, fitted, fp16": (
         {"bucket": "auto", "compress": "fp16"},
-        ExchangeScheme(compressor="fp16"),
+        ExchangeScheme(compression=parse_compression("fp16")),
     ),
     "headway, priority": ({"bucket": "auto", "priority": True}, ExchangeScheme(priority=True)),
 }

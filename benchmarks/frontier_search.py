@@ -14,11 +14,17 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.planner.pareto import ChoiceGraph, block_of, chain, reduce_front, repeat, solve
+from headway.planner.pareto.choice_graph import ChoiceGraph
+from headway.planner.pareto.front import reduce_front
+from headway.planner.pareto.solve import solve
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from support.front_algebra import block_of, chain, repeat
 
 Costs = NDArray[np.float64]
 OBJECTIVES = ("bytes", "seconds")

@@ -27,9 +27,9 @@ from headway.comm.algorithms.method import (
     GradientSlice,
     Route,
     complete,
-    make_route,
 )
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.lanes.routes import make_route
 
 NUMEL, DENSITY, RATE = 25 * 2**18, 0.01, "100 Mbit/s"
 MIB = 2**20

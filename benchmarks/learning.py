@@ -11,7 +11,7 @@ from torch import nn
 import headway
 from headway import Recipe
 from headway.data import Cursor, Source
-from headway.run.training.loop import build_model
+from headway.run.step.randomness import build_model
 
 
 def train(

@@ -19,23 +19,14 @@ import torch
 from headway.capture import capture
 from headway.cluster.datasheets import datasheet_of
 from headway.collective.model.link_fit import LinkFit
-from headway.cost.guidelines.das_model import LayerTimes, windows
 from headway.graph.model_graph import ModelGraph
+from headway.planner.guidelines.das import LayerTimes, windows
 from headway.planner.whale.load_balance import (
     DeviceShare,
     algorithm_1,
     proportional,
     water_filling,
     whole_samples,
-)
-from headway.planner.whale.task_graphs import (
-    StageBlock,
-    StageDevice,
-    UnequalStages,
-    by_memory,
-    cut_by_shares,
-    cut_exactly,
-    in_flight,
 )
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
@@ -45,6 +36,15 @@ from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.big_models import ResNet50, ids, meta
+from support.whale_task_graphs import (
+    StageBlock,
+    StageDevice,
+    UnequalStages,
+    by_memory,
+    cut_by_shares,
+    cut_exactly,
+    in_flight,
+)
 
 EFFICIENCY = 0.6
 LINK = parse_rate("50 Gbit/s")

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from headway.cli.plan.optimizer_cost import with_measured_optimizer
+from headway.api.recipe_workload import with_measured_optimizer
 from headway.cluster import Cluster
 from headway.cost.cluster_fit import cluster_of_readings
 from headway.cost.machine_presets import machine_of

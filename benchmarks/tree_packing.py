@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,13 @@ from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
 from headway.collective.generators import trees
 from headway.collective.packing import ChunkTuner, LinkGraph, Packing, dgx1p, dgx1v, islands, pack
-from headway.collective.packing.pack import pack_by_multiplicative_weights, packing_problem
+from headway.collective.packing.pack import packing_problem
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.collective.topology import NetworkTopology
 from headway.planner.collective_algorithm import choose_all_reduce
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.multiplicative_weights import pack_by_multiplicative_weights
 
 ELEMENTS = 2 * 2**20
 """8 MiB."""

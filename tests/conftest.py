@@ -15,7 +15,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from support import golden, leaks
+from support import golden, leaks, sampling
+from support.patience import patient
 from support.without_torch import without_torch
 
 os.environ[leaks.MARK] = str(os.getpid())
@@ -35,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the golden files instead of comparing"
     )
+    parser.addoption(
+        "--all-cases", action="store_true", help="every case of enumerations, not a sample"
+    )
+    parser.addoption("--case-seed", help="the sample of enumerations; default: of the day")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,6 +51,22 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--update-golden"):
         os.environ[golden.VARIABLE] = "1"
+    if sampling.VARIABLE not in os.environ:  # a worker of xdist has the seed of its controller
+        seed = config.getoption("--case-seed") or sampling.seed_of_today()
+        os.environ[sampling.VARIABLE] = sampling.ALL if config.getoption("--all-cases") else seed
+
+
+def pytest_report_header() -> str:
+    return f"case seed: {os.environ[sampling.VARIABLE]} (repeat with --case-seed)"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """The limit of a test, stretched on a slow or busy machine before pytest-timeout reads it."""
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker else float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(patient(limit)), append=False)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,12 @@
 """headway: plan, check and run distributed PyTorch training; prove it equal to the serial run.
 
-The public names are listed in `__all__`. Importing `headway` does not import torch: the names of
-the torch plane are loaded when they are first used.
+    found = headway.plan(recipe, "dgx-a100")      # the frontier of plans, and the chosen one
+    run = headway.train(recipe, plan=found.plan)  # a run directory and the final losses
+    headway.verify(recipe, plan=found.plan).check()
+    headway.simulate(found.plan, recipe=recipe, cluster="dgx-a100", fault=["rank 3 slow 2x"])
+
+The public names are listed in `__all__`. Importing `headway` does not import torch: names are
+loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -10,13 +15,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.api.equivalence import EquivalenceResult, VerificationResult, verify
+    from headway.api.planning import PlanningResult
+    from headway.api.simulation import SimulationResult, SimulationScenario, simulate
+    from headway.api.training import TrainingObserver, TrainingResult, train
     from headway.capture.annotations import replicate, set_default_strategy, split, stage
     from headway.channel import Channel
+    from headway.cluster import Cluster
     from headway.comm.backend.process_group import register_backend
     from headway.comm.exchange.ddp_hook import register_comm_hook
     from headway.data.source import MemmapSource, Source
-    from headway.errors import HeadwayError
-    from headway.plan import Plan, data_parallel
+    from headway.errors import (
+        CheckpointDamaged,
+        CheckpointError,
+        CheckpointMismatch,
+        DataError,
+        Diverged,
+        DocumentError,
+        HeadwayError,
+        MissingExtra,
+        NotEqual,
+        NothingFits,
+        PeerLost,
+        PlanError,
+        RecipeError,
+        RunDirectoryTaken,
+        RunError,
+        Stalled,
+        UsageError,
+        WorkerFailed,
+    )
+    from headway.plan import ExchangePlan, LayerSplit, PipelinePlan, Plan, data_parallel
+    from headway.plan.prediction import Prediction
     from headway.run.exchange import Exchange
     from headway.run.executor import Executor
     from headway.run.recipe.recipe import Recipe, criterion
@@ -27,42 +57,106 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Channel": "headway.channel",
+    "CheckpointDamaged": "headway.errors",
+    "CheckpointError": "headway.errors",
+    "CheckpointMismatch": "headway.errors",
+    "Cluster": "headway.cluster",
+    "DataError": "headway.errors",
+    "Diverged": "headway.errors",
+    "DocumentError": "headway.errors",
+    "EquivalenceResult": "headway.api.equivalence",
     "Exchange": "headway.run.exchange",
+    "ExchangePlan": "headway.plan",
     "Executor": "headway.run.executor",
     "HeadwayError": "headway.errors",
+    "LayerSplit": "headway.plan",
     "MemmapSource": "headway.data.source",
+    "MissingExtra": "headway.errors",
+    "NotEqual": "headway.errors",
+    "NothingFits": "headway.errors",
+    "PeerLost": "headway.errors",
+    "PipelinePlan": "headway.plan",
     "Plan": "headway.plan",
+    "PlanError": "headway.errors",
+    "PlanningResult": "headway.api.planning",
+    "Prediction": "headway.plan.prediction",
     "Recipe": "headway.run.recipe.recipe",
+    "RecipeError": "headway.errors",
+    "RunDirectoryTaken": "headway.errors",
+    "RunError": "headway.errors",
+    "SimulationResult": "headway.api.simulation",
+    "SimulationScenario": "headway.api.simulation",
     "Source": "headway.data.source",
+    "Stalled": "headway.errors",
     "Timeline": "headway.timeline",
+    "TrainingObserver": "headway.api.training",
+    "TrainingResult": "headway.api.training",
+    "UsageError": "headway.errors",
+    "VerificationResult": "headway.api.equivalence",
+    "WorkerFailed": "headway.errors",
     "criterion": "headway.run.recipe.recipe",
     "data_parallel": "headway.plan",
     "register_backend": "headway.comm.backend.process_group",
     "register_comm_hook": "headway.comm.exchange.ddp_hook",
     "replicate": "headway.capture.annotations",
     "set_default_strategy": "headway.capture.annotations",
+    "simulate": "headway.api.simulation",
     "split": "headway.capture.annotations",
     "stage": "headway.capture.annotations",
+    "train": "headway.api.training",
+    "verify": "headway.api.equivalence",
 }
 
 __all__ = [
     "Channel",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "Cluster",
+    "DataError",
+    "Diverged",
+    "DocumentError",
+    "EquivalenceResult",
     "Exchange",
+    "ExchangePlan",
     "Executor",
     "HeadwayError",
+    "LayerSplit",
     "MemmapSource",
+    "MissingExtra",
+    "NotEqual",
+    "NothingFits",
+    "PeerLost",
+    "PipelinePlan",
     "Plan",
+    "PlanError",
+    "PlanningResult",
+    "Prediction",
     "Recipe",
+    "RecipeError",
+    "RunDirectoryTaken",
+    "RunError",
+    "SimulationResult",
+    "SimulationScenario",
     "Source",
+    "Stalled",
     "Timeline",
+    "TrainingObserver",
+    "TrainingResult",
+    "UsageError",
+    "VerificationResult",
+    "WorkerFailed",
     "criterion",
     "data_parallel",
     "register_backend",
     "register_comm_hook",
     "replicate",
     "set_default_strategy",
+    "simulate",
     "split",
     "stage",
+    "train",
+    "verify",
 ]
 
 
@@ -71,3 +165,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not loaded yet."""
+    return sorted({*__all__, "__version__"})

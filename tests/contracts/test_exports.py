@@ -37,9 +37,33 @@ def test_the_lazy_homes_and_the_type_checkers_imports_agree_with_all():
     assert imported == set(headway.__all__)
 
 
-def test_a_public_name_never_hides_a_subpackage():
-    folders = {package.name for package in PACKAGES} - {"headway"}
-    assert not folders & set(headway.__all__)
+PUBLIC = """
+    Channel CheckpointDamaged CheckpointError CheckpointMismatch Cluster DataError Diverged
+    DocumentError EquivalenceResult Exchange ExchangePlan Executor HeadwayError LayerSplit
+    MemmapSource MissingExtra NotEqual NothingFits PeerLost PipelinePlan Plan PlanError
+    PlanningResult Prediction Recipe RecipeError RunDirectoryTaken RunError SimulationResult
+    SimulationScenario Source Stalled Timeline TrainingObserver TrainingResult UsageError
+    VerificationResult WorkerFailed criterion data_parallel register_backend register_comm_hook
+    replicate set_default_strategy simulate split stage train verify
+"""
+
+
+def test_the_public_surface_is_this_list():
+    assert headway.__all__ == PUBLIC.split()
+    assert set(dir(headway)) == {*PUBLIC.split(), "__version__"}
+
+
+def test_every_error_that_users_meet_is_public():
+    errors = importlib.import_module("headway.errors")
+    kinds = {n for n, kind in vars(errors).items() if isinstance(kind, type) and n[0] != "_"}
+    assert {n for n in kinds if issubclass(getattr(errors, n), Exception)} <= set(headway.__all__)
+
+
+def test_a_public_name_never_hides_a_submodule():
+    """Python binds a submodule to its package when it is imported: a function would be gone."""
+    modules = {path.stem for path in SOURCE.glob("*.py")}
+    folders = {path.name for path in PACKAGES if path.parent == SOURCE}
+    assert not (modules | folders) & set(headway.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -21,6 +21,7 @@ from headway.run.distributed.failure_record import read_failures
 from support import heartbeat_entries as entries
 from support.commands import environment, events, none_left, warm_variables
 from support.emulated import needs_root
+from support.patience import patient
 
 pytestmark = [needs_root, pytest.mark.filterwarnings("ignore:.*CPU cores.*:UserWarning")]
 
@@ -71,7 +72,7 @@ def test_the_command_names_the_cut_link_once(tmp_path):
     ) as job:  # fmt: skip
         assert job.stderr is not None
         lines = [(time.time(), line.rstrip()) for line in job.stderr]
-        assert job.wait(timeout=30) == 5, lines
+        assert job.wait(timeout=patient(30)) == 5, lines
     told = [(when, line) for when, line in lines if line.startswith("HW-")]
     ((when, line),) = told
     assert line == "HW-5001 rank 0, step 5: rank 1 on b has not been heard of for 5 s"

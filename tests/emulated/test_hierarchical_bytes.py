@@ -13,10 +13,11 @@ from headway.comm.algorithms.method import (
     ExchangeMethod,
     FusedBuffer,
     GradientSlice,
+    StatelessMethod,
     complete,
-    make_route,
 )
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.lanes.routes import make_route
 from support.emulated import needs_root, run_nodes
 
 pytestmark = needs_root
@@ -56,7 +57,7 @@ def test_each_node_sends_what_the_formula_says(cluster, method, expected):
         assert sent == pytest.approx(expected, rel=0.03)
 
 
-class Quiet(ExchangeMethod):
+class Quiet(StatelessMethod):
     """Says nothing."""
 
     def rounds(self, fused, route):

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.cli.train import emulation
-from headway.cli.train.emulation import read_emulation_options
+from headway.api import emulation
+from headway.api.emulation import read_emulation_options
 from headway.errors import UsageError
 from headway.launch.emulation import PacedCluster
 from headway.launch.namespaces import enter_user_namespace
 from headway.run.distributed.launch_env import LaunchEnv
 from support.commands import HERE, command, events
 from support.emulated import needs_root
+from support.patience import patient
 
 pytestmark = needs_root
 
@@ -61,7 +62,7 @@ def as_nobody(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     }  # fmt: skip
     return subprocess.run(
         [python, *words], cwd=folder, env=variables, user=NOBODY, group=NOBODY, extra_groups=[],
-        capture_output=True, text=True, timeout=150,
+        capture_output=True, text=True, timeout=patient(150),
     )  # fmt: skip
 
 

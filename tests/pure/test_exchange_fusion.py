@@ -12,7 +12,6 @@ from headway.collective.model.gradient_buckets import (
     CHUNK_ALIGNMENT,
     SLACK,
     SLOWER,
-    arrival,
     backward_order,
     chunk_spans,
     ddp_buckets,
@@ -20,6 +19,15 @@ from headway.collective.model.gradient_buckets import (
     merge_buckets,
 )
 from headway.collective.model.link_fit import LinkFit
+
+
+def arrival(buckets, sizes, ready, link) -> float:
+    """When the last bucket has arrived, sent one after the other in this order."""
+    clock = -math.inf
+    for bucket in buckets:
+        clock = max(clock, max(ready[i] for i in bucket))
+        clock += link.seconds(sum(sizes[i] for i in bucket))
+    return clock
 
 
 def all_cuts(order):

@@ -11,12 +11,12 @@ import pytest
 
 from headway.cli.exchange import compare, equal_layers
 from headway.cli.main import main
-from headway.collective.model.bucket_cost import CompressorSpeed, ExchangeNetwork, bucket_service
+from headway.collective.compression import CompressorSpeed, parse_compression
+from headway.collective.model.bucket_cost import ExchangeNetwork, bucket_service
 from headway.collective.model.exchange_scheme import (
     CANDIDATE_COMPRESSORS,
     ExchangeScheme,
     GradientLayer,
-    compression_pays,
     exactness,
     gradient_moments,
     predict_exchange,
@@ -34,6 +34,19 @@ from support.golden import check_golden
 MIB = 2**20
 SLOW = ExchangeNetwork.flat(LinkFit.of_rate(12.5e6, 2e-4, 2))
 """100 Mbit/s, two ranks."""
+
+FP16 = parse_compression("fp16")
+
+
+def compression_pays(speed: CompressorSpeed, ratio: float, seconds_per_byte: float) -> bool:
+    """Whether a compressor can pay at all: 1 / S < (1 - 1 / q) x link time per byte.
+
+    Args:
+        speed: Of the compressor, per byte of gradient.
+        ratio: q: how many times smaller it makes gradients.
+        seconds_per_byte: Of the link, for uncompressed gradients.
+    """
+    return speed.encode + speed.decode < (1 - 1 / ratio) * seconds_per_byte
 
 
 def chain(n=25, compute=1.0, shape=(512, 512)):
@@ -113,14 +126,23 @@ def test_fp16_halves_the_communication():
         )
         ddp = predict_exchange(ExchangeScheme(), layers, network, {}, buckets=buckets).step
         half = predict_exchange(
-            ExchangeScheme(compressor="fp16", priority=True), layers, network, {}
+            ExchangeScheme(compression=FP16, priority=True),
+            layers,
+            network,
+            {},
         ).step
         assert ddp / half == pytest.approx(gain, abs=0.03)
     inside = predict_exchange(
-        ExchangeScheme(compressor="fp16"), layers, without_latency(layers, 1.0), {}
+        ExchangeScheme(compression=FP16),
+        layers,
+        without_latency(layers, 1.0),
+        {},
     ).step
     across = predict_exchange(
-        ExchangeScheme(compressor="fp16", priority=True), layers, without_latency(layers, 1.0), {}
+        ExchangeScheme(compression=FP16, priority=True),
+        layers,
+        without_latency(layers, 1.0),
+        {},
     ).step
     assert inside / across == pytest.approx(1.0, abs=0.02)
 
@@ -162,7 +184,7 @@ GRID = ExchangeNetwork.of_rates(2, 2, rate=2e6, inside=1e9, latency=1e-3)
 def test_the_price_is_what_the_simulator_plays(name, seed):
     exchange, layers = EXCHANGES[name], uneven(seed)
     price = price_exchange(exchange, layers, GRID)
-    played = simulate_exchange(price.predicted, layers, steps=4, overlap=exchange.overlap)
+    played = simulate_exchange(price.predicted, layers, steps=4)
     first = 1 if exchange.priority else 0  # nothing is under way in the very first forward pass
     for step in played.steps[first:-1]:
         assert step == pytest.approx(price.step, rel=1e-12)
@@ -232,7 +254,7 @@ def test_the_plain_all_reduce_is_priced_at_what_was_measured():
 def test_gathering_costs_as_the_bytes_that_a_rank_sends():
     """Flat top-k of 1 % over four ranks: 3 payloads of 8 bytes, where a ring sends 1.5 of all."""
     served = bucket_service(
-        ExchangeScheme(compressor="topk", amount=0.01),
+        ExchangeScheme(compression=parse_compression("topk:0.01")),
         [(1000, 1000)],
         ExchangeNetwork.flat(LinkFit(1e-3, 1e-8, 0.0, 4)),
         {"topk": CompressorSpeed(1e-9, 1e-10)},
@@ -245,7 +267,7 @@ def test_gathering_costs_as_the_bytes_that_a_rank_sends():
 def test_powersgd_has_a_second_round():
     link = LinkFit(1e-3, 1e-8, 0.0, 2)
     served = bucket_service(
-        ExchangeScheme(compressor="powersgd", amount=1.0),
+        ExchangeScheme(compression=parse_compression("powersgd:1")),
         [(500, 500)],
         ExchangeNetwork.flat(link),
         {},
@@ -313,7 +335,7 @@ def test_impossible_exchanges_are_refused_with_the_reason():
 
 def test_exact_is_chosen_where_communication_is_hidden_anyway():
     ranked = rank_schemes(chain(), without_latency(chain(), 0.2), base=ExchangeScheme())
-    assert ranked[0].scheme.compressor == "none"
+    assert ranked[0].scheme.compression.name == "none"
     assert ranked[0].reason.startswith("exact")
 
 
@@ -322,7 +344,7 @@ def test_on_a_slow_link_the_coarse_ones_win_by_their_bytes():
     assert exactness(ranked[0].scheme) == 2
     assert "as fast as the best exact exchange" in ranked[0].reason
     steps = [choice.step for choice in ranked]
-    assert ranked[-1].scheme.compressor == "none"
+    assert ranked[-1].scheme.compression.name == "none"
     assert steps[-1] > 10 * steps[0]
 
 
@@ -330,7 +352,7 @@ def test_only_exact_ones_where_nothing_else_is_allowed():
     ranked = rank_schemes(
         chain(), without_latency(chain(), 4.0), base=ExchangeScheme(), exact_only=True
     )
-    assert {choice.scheme.compressor for choice in ranked} == {"none"}
+    assert {choice.scheme.compression.name for choice in ranked} == {"none"}
     both = rank_schemes(
         chain(),
         without_latency(chain(), 1.0),
@@ -348,17 +370,17 @@ def test_an_approximation_must_gain_something():
         layers,
         without_latency(layers, 0.5),
         base=ExchangeScheme(),
-        candidates=(("none", 0.0), ("fp16", 0.0)),
+        candidates=(parse_compression("none"), parse_compression("fp16")),
         speeds={},
     )
-    assert [choice.scheme.compressor for choice in ranked] == ["none", "fp16"]
+    assert [choice.scheme.compression.name for choice in ranked] == ["none", "fp16"]
     assert ranked[1].step < ranked[0].step
     assert "less exact: it must be 1.02x" in ranked[1].reason
 
 
 def test_never_worse_than_the_best_hook_of_ddp():
     """Whatever the link, the choice's step is within its class's handicap of the best hook's."""
-    hooks = (("fp16", 0.0), ("powersgd", 1.0), ("powersgd", 2.0), ("powersgd", 4.0))
+    hooks = [*map(parse_compression, ("fp16", "powersgd:1", "powersgd:2", "powersgd:4"))]
     for ratio in (0.1, 0.5, 1.0, 2.0, 5.0, 20.0, 100.0):
         network = without_latency(chain(), ratio)
         chosen = rank_schemes(chain(), network, base=ExchangeScheme())[0]
@@ -371,7 +393,7 @@ def test_never_worse_than_the_best_hook_of_ddp():
 
 def test_shards_that_cut_gradients_leave_some_compressors_out():
     ranked = rank_schemes(chain(4), GRID, base=ExchangeScheme(collective="hierarchical"))
-    assert {choice.scheme.compressor for choice in ranked} == {"none", "fp16", "topk"}
+    assert {choice.scheme.compression.name for choice in ranked} == {"none", "fp16", "topk"}
 
 
 def test_a_slow_compressor_does_not_pay_on_a_fast_link():
@@ -384,9 +406,13 @@ def test_a_slow_compressor_does_not_pay_on_a_fast_link():
     fast = ExchangeNetwork.flat(LinkFit(0.0, 0.2e-9, 0.0, 2))
     slow = {"topk": CompressorSpeed(3e-9)}
     ranked = rank_schemes(
-        layers, fast, base=ExchangeScheme(), speeds=slow, candidates=(("none", 0.0), ("topk", 0.01))
+        layers,
+        fast,
+        base=ExchangeScheme(),
+        speeds=slow,
+        candidates=[*map(parse_compression, ("none", "topk:0.01"))],
     )
-    assert ranked[0].scheme.compressor == "none"
+    assert ranked[0].scheme.compression.name == "none"
 
 
 def test_the_ranking_is_the_same_every_time():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from headway.collective.compression import NoCompression, parse_compression
 from headway.collective.model.bucket_cost import (
     adasum_traffic,
     bucket_traffic,
@@ -14,7 +15,6 @@ from headway.collective.model.bucket_cost import (
     ring_all_reduce_traffic,
     shard_parcels,
 )
-from headway.collective.model.payload import payloads
 from headway.collective.nodes import Nodes, Traffic
 
 D = 6_553_600
@@ -49,8 +49,8 @@ def test_the_specification_s_table_of_two_nodes_with_two_ranks():
 
     assert nic() == pytest.approx(37.5, abs=0.01)
     assert nic(collective="hierarchical") == pytest.approx(25.0, abs=0.01)
-    assert nic(compressor="topk", amount=0.01) == pytest.approx(1.50, abs=0.01)
-    sparse = nic(collective="hierarchical", compressor="mstopk", amount=0.01)
+    assert nic(compression=parse_compression("topk:0.01")) == pytest.approx(1.50, abs=0.01)
+    sparse = nic(collective="hierarchical", compression=parse_compression("mstopk:0.01"))
     assert sparse == pytest.approx(0.50, abs=0.01)
 
 
@@ -59,7 +59,7 @@ def test_hitopkcomm_s_closed_form(m, n):
     """(m - 1) rho d x 8 bytes leave a node."""
     nodes = grid(m, n)
     traffic = bucket_traffic(
-        SHAPES, nodes, collective="hierarchical", compressor="topk", amount=0.01
+        SHAPES, nodes, collective="hierarchical", compression=parse_compression("topk:0.01")
     )
     assert traffic.busiest_node(nodes) == pytest.approx((m - 1) * 0.01 * D * 8, rel=1e-3)
 
@@ -105,18 +105,20 @@ def test_beyond_a_power_of_two_whole_buffers_go_there_and_back(n):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "amount", "factor"),
-    [("fp16", 0.0, 0.5), ("bf16", 0.0, 0.5), ("randomk", 0.01, 0.01), ("powersgd", 2.0, 4 / 2560)],
+    ("text", "factor"),
+    [("fp16", 0.5), ("bf16", 0.5), ("randomk:0.01", 0.01), ("powersgd:2", 4 / 2560)],
 )
-def test_summable_payloads_travel_in_rings(compressor, amount, factor):
+def test_summable_payloads_travel_in_rings(text, factor):
     dense = bucket_traffic(SHAPES, apart(4)).by_rank(0)
-    sent = bucket_traffic(SHAPES, apart(4), compressor=compressor, amount=amount).by_rank(0)
+    sent = bucket_traffic(SHAPES, apart(4), compression=parse_compression(text)).by_rank(0)
     assert sent == pytest.approx(factor * dense, rel=1e-3)
 
 
 def test_gathered_payloads_grow_with_the_ranks():
     def sent(n):
-        return bucket_traffic(SHAPES, apart(n), compressor="topk", amount=0.01).by_rank(0)
+        return bucket_traffic(SHAPES, apart(n), compression=parse_compression("topk:0.01")).by_rank(
+            0
+        )
 
     assert sent(8) == pytest.approx(7 * sent(2), rel=1e-3)
     assert sent(2) == pytest.approx(0.08 * D, rel=1e-3)
@@ -124,7 +126,7 @@ def test_gathered_payloads_grow_with_the_ranks():
 
 def test_int8_is_scattered_from_three_ranks_on():
     """Two rounds of a quarter, each to all others: as much as a ring of a quarter."""
-    found = bucket_traffic(SHAPES, apart(8), compressor="int8").by_rank(0)
+    found = bucket_traffic(SHAPES, apart(8), compression=parse_compression("int8")).by_rank(0)
     assert found == pytest.approx(bucket_traffic(SHAPES, apart(8)).by_rank(0) / 4, rel=0.02)
 
 
@@ -132,15 +134,15 @@ def test_int8_is_scattered_from_three_ranks_on():
     "how",
     [
         {},
-        {"compressor": "fp16"},
-        {"compressor": "int8"},
-        {"compressor": "sign"},
-        {"compressor": "topk", "amount": 0.1},
-        {"compressor": "powersgd", "amount": 1.0},
+        {"compression": parse_compression("fp16")},
+        {"compression": parse_compression("int8")},
+        {"compression": parse_compression("sign")},
+        {"compression": parse_compression("topk:0.1")},
+        {"compression": parse_compression("powersgd:1")},
         {"reduce": "adasum"},
         {"collective": "hierarchical"},
-        {"collective": "hierarchical", "compressor": "fp16"},
-        {"collective": "hierarchical", "compressor": "topk", "amount": 0.3},
+        {"collective": "hierarchical", "compression": parse_compression("fp16")},
+        {"collective": "hierarchical", "compression": parse_compression("topk:0.3")},
         {"collective": "hierarchical", "reduce": "adasum"},
     ],
 )
@@ -160,7 +162,7 @@ def test_what_is_sent_is_received(how, nodes):
 def test_flags_are_part_of_the_figure():
     many, one = bucket_traffic([(10,)] * 100, apart(2)), bucket_traffic([(1000,)], apart(2))
     assert many.by_rank(0) - one.by_rank(0) == pytest.approx(99 * 4)
-    payload = payloads("none", 0.0, [(10,)] * 100, 4, 2)
+    payload = NoCompression().payloads([(10,)] * 100, 4, 2)
     assert many.by_rank(0) == payload[0].num_bytes
 
 
@@ -189,7 +191,10 @@ def test_ranks_that_alternate_over_nodes_cost_the_ring_more():
 def test_compressors_that_need_whole_tensors_are_refused_where_gradients_are_cut():
     with pytest.raises(ValueError, match="cuts gradients anywhere, not so powersgd"):
         bucket_traffic(
-            SHAPES, grid(2, 2), collective="hierarchical", compressor="powersgd", amount=1.0
+            SHAPES,
+            grid(2, 2),
+            collective="hierarchical",
+            compression=parse_compression("powersgd:1"),
         )
 
 

@@ -1,4 +1,4 @@
-"""pure: chains, powers of repeated blocks, and the user's three questions."""
+"""pure: chains, powers of repeated blocks, and the fastest strategy within caps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.pareto import (
-    ChoiceGraph,
-    block_of,
-    chain,
-    mini_parallelism,
-    mini_time,
-    product,
-    profiling,
-    reduce_front,
-    repeat,
-    solve,
-)
-from headway.planner.pareto.front import covering_factor
+from headway.planner.pareto.choice_graph import ChoiceGraph
+from headway.planner.pareto.solve import mini_time, solve
 from support.brute_frontier import coverage, front_of, random_graph
+from support.front_algebra import block_of, chain, covering_factor, product, repeat
 
 
 def random_block(seed, entries=3, exits=3, objectives=2):
@@ -108,18 +98,8 @@ def test_blocks_that_do_not_fit():
 OBJECTIVES = ("bytes", "seconds")
 
 
-def frontiers():
-    """Of 1 to 8 devices: memory and time of each device fall with their number."""
-    found = {}
-    for devices in (1, 2, 4, 8):
-        graph = chain_graph(7)
-        nodes = {name: costs / devices for name, costs in graph.nodes.items()}
-        found[devices] = solve(ChoiceGraph(OBJECTIVES, nodes, graph.edges))
-    return found
-
-
 def test_the_fastest_within_the_memory_is_the_row_of_the_frontier():
-    frontier = frontiers()[2]
+    frontier = solve(ChoiceGraph(OBJECTIVES, (graph := chain_graph(7)).nodes, graph.edges))
     for row, costs in enumerate(frontier.costs):
         found = mini_time(OBJECTIVES, frontier, cap={"bytes": float(costs[0])})
         assert found.row == row
@@ -127,34 +107,3 @@ def test_the_fastest_within_the_memory_is_the_row_of_the_frontier():
     low = float(frontier.costs[:, 0].min())
     with pytest.raises(PlanError, match=f"bytes: at least {low:g}"):
         mini_time(OBJECTIVES, frontier, cap={"bytes": low / 2})
-
-
-def test_the_fewest_devices_are_too_many_by_none():
-    whole = frontiers()
-    for devices, frontier in whole.items():
-        cap = {"bytes": float(frontier.costs[:, 0].min())}
-        found = mini_parallelism(OBJECTIVES, whole, cap=cap)
-        assert found.devices == devices
-        for fewer in (number for number in whole if number < devices):
-            with pytest.raises(PlanError):
-                mini_time(OBJECTIVES, whole[fewer], cap=cap)
-        same = mini_time(OBJECTIVES, frontier, cap=cap)
-        np.testing.assert_array_equal(found.costs, same.costs)
-    with pytest.raises(PlanError, match="no number of devices") as caught:
-        mini_parallelism(OBJECTIVES, whole, cap={"bytes": 0.0})
-    assert len(caught.value.problems) == 4
-
-
-def test_the_profile_holds_the_answers_to_the_other_two_questions():
-    whole = frontiers()
-    profile = profiling(whole)
-    rows = {(found.devices, found.row) for found in profile}
-    for devices, frontier in whole.items():
-        for costs in frontier.costs:
-            best = [f for f in profile if f.devices <= devices and (f.costs <= costs).all()]
-            assert best
-    cap = {"bytes": float(whole[4].costs[:, 0].min())}
-    fewest = mini_parallelism(OBJECTIVES, whole, cap=cap)
-    assert (fewest.devices, fewest.row) in rows
-    assert len(reduce_front(np.array([(f.devices, *f.costs) for f in profile]))) == len(profile)
-    assert profiling({}) == ()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.planner.pareto import ChoiceGraph
-from headway.planner.pareto.choice_graph import all_choices, make_cost_tables, order_eliminations
+from headway.planner.pareto.choice_graph import (
+    ChoiceGraph,
+    all_choices,
+    make_cost_tables,
+    order_eliminations,
+)
 from headway.planner.pareto.elimination import find_weighted_bounds
 
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from headway.errors import PlanError
-from headway.planner.pareto import ChoiceGraph, solve
-from headway.planner.pareto.choice_graph import all_choices, make_cost_tables, order_eliminations
+from headway.planner.pareto.choice_graph import (
+    ChoiceGraph,
+    all_choices,
+    make_cost_tables,
+    order_eliminations,
+)
 from headway.planner.pareto.elimination import eliminate
+from headway.planner.pareto.solve import solve
 from support.brute_frontier import brute_force, costs_of, coverage, random_dag, random_graph
 
 RULES = {  # nodes in their order, edges, and which rules the elimination takes

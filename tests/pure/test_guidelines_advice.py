@@ -7,10 +7,9 @@ import re
 import pytest
 
 from headway.collective.model.link_fit import LinkFit
-from headway.cost.guidelines.das import DasLayer
-from headway.cost.guidelines.das_model import LayerTimes
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.planner.guidelines.advice import AdviceFacts, guidelines
+from headway.planner.guidelines.das import DasLayer, LayerTimes
 from headway.planner.guidelines.layer_algorithms import choose_minibatch
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link
-from headway.collective.model.exchange_scheme import ExchangePrediction
+from headway.collective.model.exchange_scheme import ExchangePrediction, gradient_moments
 from headway.collective.model.exchange_scheme import GradientLayer as Priced
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import LinkLoad, simulate_link
 from headway.collective.nodes import NOTHING
-from headway.cost.guidelines.das import (
+from headway.cost.network import HierarchicalNetwork, LinkLevel
+from headway.planner.guidelines.das import (
     DasLayer,
+    LayerTimes,
     Matmul,
     best_degree,
     best_groups,
@@ -28,10 +30,10 @@ from headway.cost.guidelines.das import (
     most_nodes,
     ratio,
     ratio_of,
+    smallest_bucket,
     tensor_seconds,
+    windows,
 )
-from headway.cost.guidelines.das_model import LayerTimes, smallest_bucket, windows
-from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.simulator.exchange import simulate_exchange
 
 VGG_A = ((3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28))
@@ -173,7 +175,10 @@ def played(stack, link, *, crossing, weights_first):
         layers.append(Priced(name=f"{i}", shapes=(), forward=one.forward, backward=second))
         if one.num_bytes:
             home.append(i)
-    loads = tuple(LinkLoad(str(i), stack[i].num_bytes, 0.0, 0.0) for i in home)
+    ready, needed = gradient_moments(layers)
+    loads = tuple(
+        LinkLoad(str(i), stack[i].num_bytes, ready[2 * i + 1], needed[2 * i + 1]) for i in home
+    )
     order = tuple(reversed(range(len(home))))
     predicted = ExchangePrediction(
         forward=0.0,
@@ -187,7 +192,9 @@ def played(stack, link, *, crossing, weights_first):
         credit=1,
         crossing=crossing,
         link=link,
-        played=simulate_link([], link),
+        played=simulate_link(
+            loads, link, order=order, credit=1, crossing=crossing, compute=max(ready)
+        ),
         traffic=NOTHING,
     )
     return simulate_exchange(predicted, layers, steps=3)

@@ -8,8 +8,10 @@ import math
 import pytest
 
 from headway.cluster import Link
-from headway.cost.guidelines import paradl
-from headway.cost.guidelines.paradl import (
+from headway.cost.network import HierarchicalNetwork, LinkLevel
+from headway.errors import PlanError
+from headway.planner.guidelines import paradl
+from headway.planner.guidelines.paradl import (
     ParadlJob,
     ParadlLayer,
     data_filter,
@@ -17,8 +19,6 @@ from headway.cost.guidelines.paradl import (
     pipeline,
     possible,
 )
-from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.errors import PlanError
 
 D, B, ALPHA, BETA, DELTA, GAMMA = 1280, 64, 1e-5, 1e-9, 4, 0.8
 LAYERS = (

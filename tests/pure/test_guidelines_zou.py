@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from headway.cost.guidelines import zou
 from headway.errors import PlanError
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
+from headway.planner.guidelines import zou
 from headway.planner.guidelines.layer_algorithms import (
     choose_algorithms,
     choose_minibatch,

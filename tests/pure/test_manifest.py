@@ -46,6 +46,7 @@ from headway.checkpoint.format import (
 from headway.checkpoint.save_plan import WHOLE_BELOW, HeldTensorSpec, Holdings, partition_writes
 from headway.cli.checkpoint import convert, show
 from headway.errors import CheckpointDamaged, CheckpointError, UsageError
+from support.patience import patient
 
 FILE = "rank-00000.safetensors"
 
@@ -56,7 +57,7 @@ def test_the_modules_without_torch_import_no_torch():
         "import headway.cli.checkpoint;"
         "sys.exit('torch' in sys.modules or 'pickle' in vars(headway.checkpoint.convert))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0
 
 
 # ---- facts ----------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from headway.collective.packing.constraints import (
 )
 from headway.collective.packing.pack import (
     best_weights,
-    pack_by_multiplicative_weights,
     packing_problem,
 )
 from headway.errors import PlanError
 from support.link_graphs import random_graph
+from support.multiplicative_weights import pack_by_multiplicative_weights
 
 
 def every_tree(n, *, root=None):

@@ -7,18 +7,15 @@ import pytest
 from headway.collective.generators import trees
 from headway.collective.packing import (
     LinkGraph,
-    TransferChannel,
-    channel_shares,
     dgx1p,
     dgx1v,
-    one_hop_trees,
     pack,
-    trees_over_servers,
 )
 from headway.collective.program.check import program_problems
 from headway.collective.program.program import CollectiveTask
 from headway.collective.topology import NetworkTopology
 from headway.simulator.collective import simulate_collective
+from support.blink import TransferChannel, channel_shares, one_hop_trees, trees_over_servers
 from support.link_graphs import random_graph
 
 DIRECTIONS = ("broadcast", "reduce", "all_reduce")

@@ -10,20 +10,22 @@ import pytest
 from headway.collective.packing import (
     ChunkTuner,
     LinkGraph,
-    TransferChannel,
     WeightedTree,
-    channel_shares,
     dgx1v,
     drifted_links,
     highest_rate,
-    one_hop_trees,
     pack,
     repack_trees,
-    servers_rate,
-    trees_over_servers,
 )
 from headway.collective.packing.tree import spans
 from headway.errors import PlanError
+from support.blink import (
+    TransferChannel,
+    channel_shares,
+    one_hop_trees,
+    servers_rate,
+    trees_over_servers,
+)
 from support.link_graphs import random_graph
 
 KIB = 1024

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from headway.collective.model.payload import (
+from headway.collective.compression import (
+    COMPRESSORS,
     Payload,
+    TopKCompression,
     blocks_per_rank,
     is_dense,
     kept_elements,
     low_rank_pays,
     matrix_shape,
-    payload_bytes,
-    payloads,
+    parse_compression,
     sign_bytes_per_rank,
 )
-from headway.plan.exchange import COMPRESSORS
 
 MIB25 = [(512, 512)] * 25
 """25 MiB of float32."""
+
+
+def num_bytes(text: str, shapes, itemsize: int, ranks: int, **options) -> int:
+    payloads = parse_compression(text).payloads(shapes, itemsize, ranks, **options)
+    return sum(payload.num_bytes for payload in payloads)
 
 
 def test_what_is_sent_whole():
@@ -44,32 +49,30 @@ def test_a_density_keeps_at_least_one_and_rounds_up():
 def test_the_model_of_the_specification(ranks):
     """d = 6,553,600 float32: 1 % is d * 8 bytes * 0.01, fp16 halves, sign divides by 32."""
     d = 25 * 512 * 512
-    assert payload_bytes("none", 0, MIB25, 4, ranks, flags=False) == 4 * d
-    assert payload_bytes("fp16", 0, MIB25, 4, ranks, flags=False) == 2 * d
-    sparse = payload_bytes("topk", 0.01, MIB25, 4, ranks, flags=False)
+    assert num_bytes("none", MIB25, 4, ranks, flags=False) == 4 * d
+    assert num_bytes("fp16", MIB25, 4, ranks, flags=False) == 2 * d
+    sparse = num_bytes("topk:0.01", MIB25, 4, ranks, flags=False)
     assert sparse == pytest.approx(0.08 * d, rel=0.001)
-    assert payload_bytes("adaptive", 0.01, MIB25, 4, ranks) == payload_bytes(
-        "mstopk", 0.01, MIB25, 4, ranks
-    )
-    low_rank = payload_bytes("powersgd", 2, MIB25, 4, ranks, flags=False)
+    assert num_bytes("adaptive:0.01", MIB25, 4, ranks) == num_bytes("mstopk:0.01", MIB25, 4, ranks)
+    low_rank = num_bytes("powersgd:2", MIB25, 4, ranks, flags=False)
     assert low_rank == 25 * 2 * (512 + 512) * 4
 
 
 def test_two_ranks_gather_and_more_scatter():
     d = 25 * 512 * 512
-    assert payloads("int8", 0, MIB25, 4, 2) == (
+    assert parse_compression("int8").payloads(MIB25, 4, 2) == (
         Payload("all_reduce", 25 * 4),
         Payload("all_gather", d // 256 * 260),
     )
     part = -(-d // 256 // 4) * 260
-    assert payloads("int8", 0, MIB25, 4, 4, flags=False) == (
+    assert parse_compression("int8").payloads(MIB25, 4, 4, flags=False) == (
         Payload("all_to_all", 4 * part),
         Payload("all_gather", part),
     )
-    assert payloads("sign", 0, MIB25, 4, 2, flags=False) == (
+    assert parse_compression("sign").payloads(MIB25, 4, 2, flags=False) == (
         Payload("all_gather", d // 8 + 25 * 4),
     )
-    assert payloads("sign", 0, MIB25, 4, 4, flags=False) == (
+    assert parse_compression("sign").payloads(MIB25, 4, 4, flags=False) == (
         Payload("all_to_all", 4 * (d // 32 + 100)),
         Payload("all_gather", d // 32 + 100),
     )
@@ -81,7 +84,8 @@ def test_two_ranks_gather_and_more_scatter():
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_bucket_without_matrices_is_one_sum(compressor):
     """Of 16-bit gradients, too, which PowerSGD widens where it computes."""
-    found = payloads(compressor, 1, [(100,), (10, 10)], 2, 3)
+    amount = "" if COMPRESSORS[compressor].amount_kind == "none" else ":1"
+    found = parse_compression(compressor + amount).payloads([(100,), (10, 10)], 2, 3)
     if compressor == "int8":
         assert [part.operation for part in found] == ["all_reduce", "all_to_all", "all_gather"]
     else:
@@ -91,7 +95,7 @@ def test_a_bucket_without_matrices_is_one_sum(compressor):
 def test_rows_of_payloads_are_aligned():
     for itemsize in (2, 4, 8):
         for density in (0.001, 0.0137, 0.5):
-            (row,) = payloads("topk", density, [(37, 41)], itemsize, 2, flags=False)
+            (row,) = TopKCompression(amount=density).payloads([(37, 41)], itemsize, 2, flags=False)
             count = kept_elements(37 * 41, density)
             assert row.num_bytes % 8 == 0
             assert 0 <= row.num_bytes - count * (itemsize + 4) < 8

@@ -21,6 +21,7 @@ from headway.report.pictures.canvas import COLOURS, draw, plain_axes
 from headway.report.trace_export import tensorboard_scalars, write_tensorboard
 from headway.timeline import Span, Timeline
 from support.golden import check_golden
+from support.patience import patient
 from support.run_directories import NASTY, loss_at, write_lines, write_run
 
 
@@ -399,7 +400,7 @@ def test_a_report_never_imports_torch(run):
         f"write_report(Path({str(run)!r})); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
 
 def test_the_command_names_the_files(run, capsys):

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from headway.errors import PlanError
+from headway.plan.pipeline import PipelinePlan
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.pipeline_schedule import Action, ActionKind
 from headway.schedule.stage_costs import StageCosts
@@ -353,3 +354,13 @@ def test_all_problems_come_together():
     with pytest.raises(PlanError) as caught:
         chimera(4, -1, pipes=8, mode="no")
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("named", [{"schedule": "chimera-halving"}, {"mode": "halving"}])
+def test_a_plan_halves_even_numbers_of_micro_batches_alone(named):
+    """By its name as by its option: a ragged batch of an odd number is not halved."""
+    pipeline = PipelinePlan(**{"schedule": "chimera", **named})
+    assert pipeline.make(4, 8).num_microbatches == 8
+    assert pipeline.make(4, 8).halves
+    assert pipeline.make(4, 7).num_microbatches == 7
+    assert not pipeline.make(4, 7).halves

@@ -10,10 +10,10 @@ import pytest
 
 from headway.cluster.link import Link
 from headway.collective.model.link_fit import LinkFit
-from headway.cost.guidelines.das_model import LayerTimes, windows
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.cost.transformer import pipeline_seconds
 from headway.errors import PlanError
+from headway.planner.guidelines.das import LayerTimes, windows
 from headway.schedule.generators.registry import make_schedule
 from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
 from headway.simulator.simulation import simulate_training_step

@@ -11,7 +11,6 @@ from headway.graph.ranges import (
     TransposedWindow,
     balanced_ranges,
     box_transfers,
-    halo_size,
     range_exchange,
     range_intersection,
     range_length,
@@ -95,6 +94,11 @@ def test_a_spread_wants_all_inputs_that_reach_its_outputs(extent):
                 first, last = spread.reached((wanted[0], wanted[-1] + 1))
                 assert first == wanted[0] * stride - padding
                 assert last == wanted[-1] * stride - padding + spread.span
+
+
+def halo_size(rank, have, want):
+    """Elements per line along the dimension that a rank receives."""
+    return sum(stop - start for _, (start, stop) in range_exchange(rank, have, want)[1])
 
 
 def test_every_wanted_element_is_received_once_or_owned():

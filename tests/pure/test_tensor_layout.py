@@ -10,14 +10,12 @@ import pytest
 from headway.errors import PlanError
 from headway.plan.tensor_layout import (
     AxisDivisor,
-    LinearLayout,
     MatrixParts,
     TensorGrid,
     check_divisibility,
     divisors,
-    elements_exchanged,
-    optimal_data_groups,
 )
+from support.linear_layout import LinearLayout, elements_exchanged, optimal_data_groups
 
 
 def test_two_layers_turn_a_cuboid_back():

@@ -23,7 +23,10 @@ from headway.planner.whale.load_balance import (
     water_filling,
     whole_samples,
 )
-from headway.planner.whale.task_graphs import (
+from headway.schedule.generators.registry import make_schedule
+from headway.schedule.stage_costs import StageCosts
+from headway.schedule.stats import peak_activations
+from support.whale_task_graphs import (
     StageBlock,
     StageDevice,
     by_memory,
@@ -32,9 +35,6 @@ from headway.planner.whale.task_graphs import (
     in_flight,
     virtual_devices,
 )
-from headway.schedule.generators.registry import make_schedule
-from headway.schedule.stage_costs import StageCosts
-from headway.schedule.stats import peak_activations
 
 GB = 1e9
 

@@ -14,13 +14,12 @@ from headway.comm.algorithms import adasum
 from headway.comm.algorithms.adasum import (
     Adasum,
     Float64Workspace,
-    HierarchicalAdasum,
     adasum_coefficients,
     adasum_tree,
-    describe_tree,
     dot_and_norms,
 )
-from headway.comm.algorithms.method import FusedBuffer, GradientSlice, complete, make_route
+from headway.comm.algorithms.method import FusedBuffer, GradientSlice, complete
+from headway.comm.lanes.routes import make_route
 from support.ranks import ranks, run_ranks
 
 SIZES = (130, 1, 0, 700, 3, 166)
@@ -68,7 +67,7 @@ def flags_of(world) -> list[float]:
 
 def over_ranks(world, dtype, group_bytes: int, nodes: Nodes | None = None):
     adasum.GROUP_BYTES = group_bytes
-    method: Adasum = HierarchicalAdasum() if nodes else Adasum()
+    method = Adasum(hierarchical=nodes is not None)
     route = make_route(None, nodes or Nodes.one(world.size), hierarchical=nodes is not None)
     for number in (0, 4):  # twice: the second time with memory that was used before
         fused = bucket(vector(world.rank, number).to(dtype), flags_of(world), number=number)
@@ -220,20 +219,6 @@ def test_factors_of_zero_are_one():
     assert adasum_coefficients(0.0, 0.0, 4.0) == (1.0, 1.0)
     assert adasum_coefficients(1.0, 2.0, 4.0) == (0.75, 0.875)
     assert adasum_coefficients(1.0, 1e-160, 4.0) == (1.0, 0.875)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (1, "0"),
-        (2, "A(0, 1)"),
-        (4, "A(A(0, 1), A(2, 3))"),
-        (5, "A(A(A(0, 4), 1), A(2, 3))"),
-        (6, "A(A(A(0, 4), A(1, 5)), A(2, 3))"),
-    ],
-)
-def test_the_tree_in_words(size, text):
-    assert describe_tree(range(size)) == text
 
 
 # ---- on the wire -------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from functools import partial
 import pytest
 import torch
 
-from headway.cli.plan.optimizer_cost import with_measured_optimizer
-from headway.cli.train.plan_selection import AutoPlanSearch
+from headway.api.plan_selection import AutoPlanSearch
+from headway.api.recipe_workload import with_measured_optimizer
 from headway.cluster import read_cluster
 from headway.cluster.measurement import DeviceReadings, LinkReadings, RankReadings
 from headway.cost.machine_presets import machine_of

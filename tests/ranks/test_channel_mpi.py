@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import test_channel_ranks
 
+from support.patience import patient
+
 TESTS = Path(__file__).parent.parent
 NAMES = [
     name
@@ -36,7 +38,7 @@ def test_the_provider_passes_what_all_providers_pass(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(tmp_path), *NAMES], env=environment, capture_output=True, text=True,
-        timeout=150,
+        timeout=patient(150),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split("\n")[: len(NAMES)] == [f"{name} passed" for name in NAMES]

@@ -106,7 +106,7 @@ def planned(run: Executor) -> tuple[int, Traffic]:
             [piece.shape for piece in bucket.fused.pieces],
             bucket.routes[0].nodes,
             collective=exchange.description.collective,
-            compressor=exchange.description.compress,
+            compression=exchange.description.compression,
             carrier=exchange.description.carrier,
             element_bytes=bucket.fused.buffer.element_size(),
         )

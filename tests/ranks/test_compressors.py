@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.collective.model.payload import LARGE, is_dense, payloads
+from headway.collective.compression import COMPRESSORS, LARGE, is_dense
 from headway.comm.algorithms.method import FusedBuffer, Route, complete
 from headway.comm.compress import make_method, spread_states
 from headway.comm.compress.topk_selection import top_k
 from headway.errors import RunError
 from headway.plan import parse_compression
-from headway.plan.exchange import COMPRESSORS
 from support.fused import CUTS, SHAPES, Buckets, draw_gradients, fuse, make_route
 from support.ranks import ranks, run_ranks
 
@@ -35,7 +34,7 @@ def maker(text, seed=3):
 def test_the_lists_of_this_file_are_complete():
     assert {text.partition(":")[0] for text in ALL} == set(COMPRESSORS)
     for text in ALL:
-        assert parse_compression(text).facts.feedback is (text not in NO_FEEDBACK)
+        assert parse_compression(text).feedback is (text not in NO_FEEDBACK)
 
 
 def summed(tensors, world):
@@ -514,12 +513,8 @@ def count_bytes(world):
             for _ in range(2):
                 handed.clear()
                 complete(method, fused, route)
-                planned = payloads(
-                    compression.name,
-                    compression.amount,
-                    [shapes[name] for name in names],
-                    dtype.itemsize,
-                    world.size,
+                planned = compression.payloads(
+                    [shapes[name] for name in names], dtype.itemsize, world.size
                 )
                 expected = [(part.operation, part.num_bytes) for part in planned]
                 assert whole(handed) == expected, f"{text} {dtype} {names}"

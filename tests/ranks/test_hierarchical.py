@@ -17,11 +17,11 @@ from headway.comm.algorithms.method import (
     PeerGroup,
     PointToPointOperations,
     ScratchBuffers,
+    StatelessMethod,
     all_gather,
     check_uniform_nodes,
     complete,
     first_tag,
-    make_route,
     pipeline_rounds,
     reduce_scatter,
     send_receive,
@@ -30,6 +30,7 @@ from headway.comm.algorithms.method import (
 )
 from headway.comm.compress import merge_states, spread_states
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.lanes.routes import make_route
 from headway.errors import PlanError
 from support.ranks import ranks, run_ranks
 
@@ -181,7 +182,7 @@ def test_a_conveyor_keeps_its_window_full_and_resumes_in_turn():
 # ---- hierarchical, dense -----------------------------------------------------------------------
 
 
-class Half(ExchangeMethod):
+class Half(StatelessMethod):
     """Stands for an elementwise compressor: the sum in 16 bits."""
 
     elementwise = True
@@ -253,7 +254,7 @@ def test_what_cannot_be_hierarchical_is_refused_with_the_reason():
         check_uniform_nodes(Nodes(((0, 1), (2,))))
     assert "as many processes on every node" in str(caught.value)
 
-    class Whole(ExchangeMethod):
+    class Whole(StatelessMethod):
         def rounds(self, fused, route):
             yield from ()
 

@@ -15,7 +15,7 @@ from headway.plan import PipelinePlan, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import UpdateGroupWeights, check_last_batch
-from headway.run.strategy.pipeline_parallel import AsyncPipelineStrategy, check_clip
+from headway.run.strategy.updater import StageUpdater, check_clip
 from headway.schedule.csv_format import to_csv
 from headway.schedule.pipeline_schedule import ActionKind
 from headway.verification import (
@@ -131,8 +131,8 @@ def means_of_the_batch():
 
 def others_step_too():
     """STEP leaves the gradients where they are."""
-    original = AsyncPipelineStrategy.step
-    AsyncPipelineStrategy.step = lambda self, parameters, *, last: original(
+    original = StageUpdater.update_stage
+    StageUpdater.update_stage = lambda self, parameters, *, last: original(
         self, parameters, last=True
     )
 

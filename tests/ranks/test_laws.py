@@ -59,7 +59,7 @@ def forgets():
 
     def rounds(self, fused, route):
         yield from original(self, fused, route)
-        if self.feedback:
+        if self.compression.feedback:
             self._residual.zero_()
 
     Compressor.rounds = rounds

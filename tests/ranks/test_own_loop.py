@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.collective.model.bucket_cost import CompressorSpeed
+from headway.collective.compression import CompressorSpeed
 from headway.collective.model.exchange_scheme import TYPICAL_COMPRESSOR_SPEEDS
 from headway.collective.model.link_fit import LinkFit
 from headway.comm.tuning import autotuning
@@ -211,7 +211,7 @@ def groups(world: Any, **choices: Any) -> dict[str, Tensor]:
     """`first` is averaged inside pairs of ranks only, the rest over all."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    description = headway.plan.Exchange(
+    description = headway.plan.ExchangePlan(
         parts=(headway.plan.ExchangePart(parameters="first.*", ranks=((0, 1), (2, 3))),), **choices
     )
     exchange = headway.Exchange(model, optimizer, description, world=World.adopt())
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(UsageError, match="no choice compression"):
         headway.Exchange(model, optimizer, compression="fp16")
     with pytest.raises(UsageError, match="not both"):
-        headway.Exchange(model, optimizer, headway.plan.Exchange(), compress="fp16")
+        headway.Exchange(model, optimizer, headway.plan.ExchangePlan(), compress="fp16")
     with pytest.raises(PlanError, match="did you mean powersgd"):
         headway.Exchange(model, optimizer, compress="powersdg:2")
     with pytest.raises(PlanError, match="adasum does not go with priority"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from headway.api.schedule_table import recipe_overrides
 from headway.cli.main import main
-from headway.cli.schedule.show import recipe_overrides
 from headway.errors import HeadwayError, PlanError, RecipeError
 from headway.plan import PipelinePlan, Plan, explain, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
@@ -108,6 +108,40 @@ def test_the_user_sees_where_the_model_was_cut(tmp_path):
     (note,) = events(tmp_path / "run", "note")
     assert note["text"].startswith("cut by measured time into stages of ")
     assert note["text"] in done.err
+
+
+# -- what rank 0 cannot measure ------------------------------------------------------------------
+
+
+def cut_with_a_fault(world, error):
+    """What a rank raises where rank 0 cannot measure; rank 0 alone measures."""
+
+    def raising(model, data):
+        raise error
+
+    try:
+        partition_model(
+            Uneven(),
+            raising if world.rank == 0 else cross_entropy,
+            example(),
+            how=PipelinePlan(balance="time"),
+            stages=2,
+            arithmetic=nullcontext,
+            remark=print,
+        )
+    except Exception as raised:
+        return type(raised).__name__, str(raised)
+    return None
+
+
+def test_what_rank_0_raises_while_it_measures_reaches_all_ranks():
+    own, other = run_ranks(2, cut_with_a_fault, KeyError("my own"))
+    assert own == ("KeyError", "'my own'")
+    assert other[0] == "WorkerFailed"
+    assert "KeyError: 'my own'" in other[1]
+    own, other = run_ranks(2, cut_with_a_fault, PlanError("not so", problems=["because"]))
+    assert own[0] == other[0] == "PlanError"
+    assert "not so" in other[1]
 
 
 # -- what is refused -----------------------------------------------------------------------------

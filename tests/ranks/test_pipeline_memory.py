@@ -22,10 +22,9 @@ from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.step.components import check_components
-from headway.run.strategy.pipeline_parallel import PipelineStrategy
+from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import CheckpointInventory, StepCounter, Training
-from headway.run.training.worker import train
+from headway.run.training.loop import CheckpointInventory, StepCounter, Training, train
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.distributed_run import record_in_world
 from support.commands import events, newest_tensors
@@ -92,7 +91,7 @@ def measured(world: Any) -> list[tuple[int, int, int]]:
         early = live_bytes(model, optimizer)
         for _ in range(2):
             run.step(next(batches))
-        away = run.gradients.away
+        away = run.gradients.parameters.away
         assert all(torch.isnan(t).all() for t in away)
         found.append((early, live_bytes(model, optimizer), len(away)))
         run.gradients.close()
@@ -241,7 +240,9 @@ def odd(
     def held() -> dict[str, Tensor]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {
-            name: t.detach().clone() for name, t in tensors.items() if t not in run.gradients.away
+            name: t.detach().clone()
+            for name, t in tensors.items()
+            if t not in run.gradients.parameters.away
         }
 
     before = held()
@@ -292,7 +293,7 @@ def test_what_several_ranks_hold_becomes_the_owners_before_it_counts(size, sched
 
 def recorded(world: Any, target: str, planted: bool) -> None:
     if planted:
-        PipelineStrategy.clip = lambda self: None  # type: ignore[method-assign]
+        Strategy.clip = lambda self: None  # type: ignore[method-assign]
     one = VerifyJob(recipe=DEEP, overrides=STAGES[4])
     record_in_world(World.adopt(), one, world.directory / "split")
     if world.rank == 0:
@@ -390,7 +391,7 @@ def used_afterwards(world: Any) -> dict[str, Tensor]:
         with run.whole():
             if world.rank == 0:
                 assert not any(torch.isnan(t).any() for t in model.state_dict().values())
-        assert all(torch.isnan(t).all() for t in run.gradients.away)
+        assert all(torch.isnan(t).all() for t in run.gradients.parameters.away)
         for batch in run.batches(Points()):
             run.step(batch)
     with pytest.raises(UsageError, match="optimiser's state of its own stages"):

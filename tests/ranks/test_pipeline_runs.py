@@ -10,7 +10,6 @@ from headway.errors import PlanError
 from headway.plan import ExchangePlan, PipelinePlan, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.strategy.pipeline_parallel import PipelineStrategy
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import CLASSES, FEATURES
@@ -51,7 +50,7 @@ def split(world, stages, pipeline, loss, clip):
     made = adamw(model)
     plan = plan_of(world.size, stages, pipeline)
     run = Executor(model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt())
-    assert isinstance(run.gradients, PipelineStrategy)
+    assert run.pipeline is not None
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)

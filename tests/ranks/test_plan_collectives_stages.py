@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.collective.collective_calls import call_volumes
 from headway.plan import LayerSplit, PipelinePlan, pipelined
 from headway.planner.traffic.executor import collectives_of_plan
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.measure.communication_dry_run import dry_run
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
+from support.call_volumes import call_volumes
+from support.collective_recorder import CollectiveRecorder, collective_differences
 from support.ranks import run_ranks
 from support.split_recipes import Lines, Segmenter, Speaker, Volumes, labelling, speaking
 from support.tiny_models import Points, Residual, Sentences, Tied, cross_entropy, ignoring_a_word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.patience import patient
 from support.ranks import RanksFailed, ranks, run_ranks
 
 TESTS = Path(__file__).parent.parent
@@ -114,9 +116,10 @@ def test_a_hanging_rank_times_out_with_the_stacks_of_all():
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, hang_on_one, timeout=3)
-    assert 3 <= time.monotonic() - start < 20
+    assert 3 <= time.monotonic() - start < patient(20)
     text = str(caught.value)
-    assert text.startswith("rank 0 did not end within 3 s, rank 1 did not end within 3 s")
+    late = r"did not end within [\d.]+ s"  # 3 s, more on a slow machine
+    assert re.match(rf"rank 0 {late}, rank 1 {late}", text)
     assert text.count("in hang_on_one") == 2
     assert "in barrier" in text
     assert "before the wait" in text

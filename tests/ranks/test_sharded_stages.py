@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.errors import PlanError
 from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
-from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
 from support.pipelines import assert_equal, numbers_of, points, run_serially
 from support.ranks import run_ranks
 from support.tiny_models import CLASSES, FEATURES, cross_entropy
+from support.torch_runtime import TorchPipeline
 
 PIPE, SHARD, COUNT = 2, 2, 4
 TABLES = [

@@ -60,7 +60,7 @@ def one(world, case, layers, stages, pipeline, options):
         held = flat({"parameter": dict(whole.named_parameters())}, value) if not world.rank else {}
     mine = [
         (p.numel(), local_data(p).numel())
-        for n, p in run.gradients.parameters.items()
+        for n, p in run.gradients.parameters.named.items()
         if n in run.pipeline.homes.trained
     ]
     assert sum(own for _, own in mine) < sum(all_ for all_, _ in mine) or layers.spatial

@@ -61,8 +61,8 @@ def train(world, case, layers, batch, microbatch, clip, kept):
     with run.loader(data(), epochs=1) as loader:
         told = run.evaluate(loader)
     run.gradients.close()
-    parts = getattr(run.gradients, "split", None)
-    return history, told, parts.explain() if parts else ""
+    layers = getattr(run.gradients.parameters, "layers", None)
+    return history, told, layers.split.explain() if layers else ""
 
 
 def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None, **kept):

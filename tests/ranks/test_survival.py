@@ -30,6 +30,7 @@ from support.commands import (
     wait_for_step,
     warm_variables,
 )
+from support.patience import patient
 
 STEPS = 20
 
@@ -125,7 +126,7 @@ def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path, undisturbed, name)
     )  # fmt: skip
     wait_for_step(run, 4, job)
     job.send_signal(getattr(signal, name))
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=patient(60))
     assert job.returncode == 128 + getattr(signal, name), out + err
     (stop,) = events(run, "stop")
     assert stop["reason"] == name
@@ -202,7 +203,7 @@ def test_a_vanished_data_file_is_named(tmp_path):
     wait_for_step(tmp_path / "run", 5, job)
     data.unlink()
     start = time.monotonic()
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=patient(60))
     assert job.returncode == 1, err
     assert time.monotonic() - start < 25  # the agent kills those that wait after 30 s
     assert [line[:7] for line in err.splitlines() if line.startswith("HW-")] == ["HW-1301"]
@@ -319,7 +320,7 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
         )
         for node in (0, 1)
     ]  # fmt: skip
-    texts = [agent.communicate(timeout=120)[0] for agent in agents]
+    texts = [agent.communicate(timeout=patient(120))[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(texts)
     assert trap.exists()
     same(undisturbed, newest_tensors(tmp_path / "run"))
@@ -343,7 +344,7 @@ def test_srun(tmp_path, undisturbed, free_port):
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
-    texts = [job.communicate(timeout=120)[0] for job in jobs]
+    texts = [job.communicate(timeout=patient(120))[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(texts)
     same(undisturbed, newest_tensors(tmp_path / "run"))
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from headway.errors import PlanError
 from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
-from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
 from support.pipelines import assert_equal, numbers_of, points, run_serially
 from support.ranks import run_ranks
 from support.tiny_models import CLASSES, FEATURES, cross_entropy
+from support.torch_runtime import TorchPipeline
 
 PIPE, TENSOR, COUNT = 2, 2, 4
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from headway.errors import PlanError
 from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, StageGradientSync, cut
-from headway.parallel.pipeline.runtime import torch_runtime
-from headway.parallel.pipeline.runtime.torch_runtime import TorchPipeline
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
+from support import torch_runtime
 from support.pipelines import (
     assert_equal,
     chain,
@@ -25,6 +24,7 @@ from support.pipelines import (
 )
 from support.ranks import ranks, run_ranks
 from support.tiny_models import CLASSES, FEATURES, cross_entropy
+from support.torch_runtime import TorchPipeline
 
 RANKS = 4
 EXECUTORS = (Pipeline, TorchPipeline)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from headway.comm.algorithms.method import AllReduce
-from headway.comm.exchange.gradient_exchange import GradientExchange
-from headway.comm.lanes.bucket_lanes import Bucket
+from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
+from headway.comm.lanes.buckets import Bucket
 from headway.data.loader import Loader
 from headway.errors import NotEqual
 from headway.plan import BatchSplit, ExchangePlan, data_parallel
@@ -21,7 +21,7 @@ from headway.run import executor as executor_module
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.strategy.data_parallel import DataParallelStrategy
+from headway.run.strategy.strategy import Strategy
 from headway.verification import Recording, VerifyJob, compare, record_serial
 from headway.verification.distributed_run import record_in_world
 from support.commands import headway_here
@@ -214,35 +214,35 @@ def local_mean(_):
         return original(self, dataclasses.replace(batch, samples=12))
 
     Executor.step = step
-    DataParallelStrategy.scale = lambda self: self._read_tally() and None
+    Strategy.scale = lambda self: self._read_tally() and None
 
 
 def accumulation_lost(_):
     """Only the last micro-batch counts."""
-    original = DataParallelStrategy.arm
+    original = Strategy.arm
 
     def arm(self):
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         original(self)
 
-    DataParallelStrategy.arm = arm
+    Strategy.arm = arm
 
 
 def clipped_before_the_exchange(_):
-    original = DataParallelStrategy.send
+    original = Strategy.send
 
     def send(self):
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip)
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), self._setup.clip)
         original(self)
 
     GradientExchange.arm = lambda self: None
-    DataParallelStrategy.send = send
+    Strategy.send = send
 
 
 def stale_gradients(_):
-    original = GradientExchange.begin
+    original = StepExchange.begin
 
     def begin(self):
         old = [b.fused.gradients.clone() for b in self.buckets]
@@ -255,26 +255,26 @@ def stale_gradients(_):
             bucket.fused.gradients.add_(old, alpha=0.1)
         return flights
 
-    GradientExchange.begin = begin
+    StepExchange.begin = begin
     GradientExchange.receive = receive
 
 
 def scheduler_twice(_):
-    original = DataParallelStrategy.update
+    original = Strategy.update
 
     def update(self):
         original(self)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._setup.scheduler is not None:
+            self._setup.scheduler.step()
 
-    DataParallelStrategy.update = update
+    Strategy.update = update
 
 
 def no_scheduler(_):
     def update(self):
-        self._optimizer.step()
+        self.updater.update()
 
-    DataParallelStrategy.update = update
+    Strategy.update = update
 
 
 def zeros_for_unused(_):
@@ -282,7 +282,7 @@ def zeros_for_unused(_):
 
 
 def not_clipped(_):
-    DataParallelStrategy.clip = lambda self: None
+    Strategy.clip = lambda self: None
 
 
 def float32_gradients(_):

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from support.commands import command, environment, none_left, warm_variables
+from support.patience import patient
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is a warm process on Linux")
 
@@ -35,7 +36,13 @@ FORM = {"file": ["say.py"], "module": ["-m", "say"], "text": ["-c", SAY]}
 def run(words, cwd, variables, **options):
     variables = environment(**(variables or {}), WORD="so it is")
     return subprocess.run(
-        words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60, **options
+        words,
+        cwd=cwd,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        **options,
     )
 
 
@@ -75,7 +82,7 @@ def test_a_signal_to_the_client_reaches_the_command(tmp_path, number):
         assert time.monotonic() < deadline, "the command did not begin"
         time.sleep(0.01)
     job.send_signal(number)
-    assert job.wait(timeout=30) == -number
+    assert job.wait(timeout=patient(30)) == -number
     assert none_left(tmp_path)
 
 

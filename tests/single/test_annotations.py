@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import headway
+from headway.api.plan_request import TrainingLength
 from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
 from headway.cli.plan.output import PlanSearchReport, report_data
-from headway.cli.plan.question import TrainingLength
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError

@@ -134,8 +134,8 @@ def test_no_other_file_touches_it():
     words = r"register_backend\(torch|_set_default_backend|ProcessGroupGloo|_allgather_base"
     words += r"|\b_Options|Backend\.register_backend\(|global_ranks_in_group"
     named = {f.name for f in root.rglob("*.py") if re.search(words, f.read_text("utf-8"))}
-    named -= {"recorder.py", "backend.py"}  # names of operations; a docstring
-    assert named == {"backend_torch.py"}
+    named -= {"collective_recorder.py"}  # names of operations
+    assert named == {"torch_compat.py"}
 
 
 def test_one_ranks_part_of_an_all_to_all():

@@ -28,6 +28,7 @@ from headway.checkpoint.staging import StagingBuffer
 from headway.checkpoint.store import CheckpointStore, CheckpointWarning
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from support.commands import environment, warm_variables
+from support.patience import patient
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
@@ -494,7 +495,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path):
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=patient(20),
     )  # fmt: skip
     if mounted.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
@@ -512,7 +513,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path):
         store.restore(lambda _: {"model.weight": found})
         assert found.sum().item() == 2**17
     finally:
-        subprocess.run(["umount", str(place)], check=True, timeout=20)
+        subprocess.run(["umount", str(place)], check=True, timeout=patient(20))
 
 
 _VICTIM = """
@@ -555,7 +556,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_sound_newest(tmp_path: Path, wh
         assert victim.stdout.readline() == b"here\n"
     finally:
         victim.send_signal(signal.SIGKILL)
-        victim.communicate(timeout=20)
+        victim.communicate(timeout=patient(20))
     assert any(name.endswith(".partial") for name in os.listdir(tmp_path))
     store = _store(tmp_path)
     found = torch.zeros(9)

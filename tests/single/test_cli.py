@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import headway
+from headway.api import training
+from headway.api.training import default_plan
 from headway.cli import main as cli
 from headway.cli.terminal.console import error_text
-from headway.cli.train import command as cli_train
-from headway.cli.train.command import _check_plan
 from headway.errors import (
     CheckpointDamaged,
     Diverged,
@@ -33,6 +33,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.check import check_recipe
 from headway.run.training.job import TrainingOutcome
 from support.golden import check_golden
+from support.patience import patient
 
 RECIPE = """
     name = "small"
@@ -89,13 +90,17 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("headway.launch.local.launch_local", launch_local)
     monkeypatch.setattr("headway.launch.worker.run_rank_here", work_here)
-    monkeypatch.setattr(cli_train, "start_forkserver", lambda processes: None)
+    monkeypatch.setattr(training, "start_forkserver", lambda processes: None)
     return calls
 
 
 def python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -406,7 +411,7 @@ import sys
 from headway.cli.main import main
 code = main(sys.argv[1:])
 assert "torch" in sys.modules
-heavy = {"headway.run.training.worker", "torch.distributed.tensor", "sympy"} & {*sys.modules}
+heavy = {"headway.run.training.loop", "torch.distributed.tensor", "sympy"} & {*sys.modules}
 assert not heavy, f"the launcher has imported {heavy}"
 sys.exit(code)
 """
@@ -416,7 +421,7 @@ def test_a_run_from_end_to_end(folder):
     """The real thing: one worker process, progress in lines, results in the run directory; what
     only workers need, the launcher does not import (4 s of processor time)."""
     command = [sys.executable, "-c", LIGHT, "train", "recipe.toml", "-d", "run", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["steps"], facts["stopped_by"], facts["attempts"]) == (3, None, 1)
@@ -435,9 +440,9 @@ def test_a_batch_in_tokens_needs_no_more_than_the_window_of_the_file(tmp_path):
         '[loss]\ncriterion = "torch.nn:CrossEntropyLoss"\n'
         '[optimizer]\ncall = "torch.optim:AdamW"\n'
     )
-    _check_plan(check_recipe(str(recipe)), None, 4)
+    default_plan(check_recipe(str(recipe)).document, 4)
     with pytest.raises(PlanError, match=r"batch.samples is 4 for 5 ranks"):
-        _check_plan(check_recipe(str(recipe)), None, 5)
+        default_plan(check_recipe(str(recipe)).document, 5)
 
 
 def test_degrees_of_a_function_are_checked_before_any_worker_starts():
@@ -446,8 +451,8 @@ def test_degrees_of_a_function_are_checked_before_any_worker_starts():
     for change, ranks in degrees.items():
         checked = check_recipe("support.recipes:mlp", (change,))
         with pytest.raises(PlanError, match=f"4 processes are no multiple of {ranks}"):
-            _check_plan(checked, None, 4)
+            default_plan(checked.document, 4)
     both = check_recipe("support.recipes:mlp", (*degrees,))
     with pytest.raises(PlanError, match="6 processes are no multiple of 9 ranks"):
-        _check_plan(both, None, 6)
-    assert _check_plan(both, None, 9) is None
+        default_plan(both.document, 6)
+    assert default_plan(both.document, 9) is None

@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.comm.exchange.gradient_exchange import BucketUpdater
+from headway.comm.exchange.priority_exchange import BucketUpdater
 
 
 class Slices:

@@ -16,7 +16,6 @@ from headway.cli.main import main
 from headway.cli.plan.mixed_devices import part_line
 from headway.cluster import to_toml
 from headway.cluster.presets import of_preset
-from headway.cost.guidelines.das_model import layers_of
 from headway.cost.machine_presets import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork
@@ -33,6 +32,7 @@ from headway.planner.explain.hardware_changes import (
     hardware_changes,
 )
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
+from headway.planner.guidelines.das import layers_of
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import (

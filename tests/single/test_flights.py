@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.data import Cursor
 from headway.report import read_history
 from headway.run.distributed.launch_env import LaunchEnv

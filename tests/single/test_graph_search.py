@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headway.capture import capture
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.graph.stage_boundaries import input_independent_tensors
-from headway.planner.pareto import ChoiceGraph, solve
-from headway.planner.pareto.choice_graph import order_eliminations
+from headway.planner.pareto.choice_graph import ChoiceGraph, order_eliminations
+from headway.planner.pareto.solve import solve
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, ids, meta
 

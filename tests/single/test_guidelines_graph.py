@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from headway.capture import capture
-from headway.cost.guidelines.das import communication, computation, ratio, ratio_of
-from headway.cost.guidelines.das_model import layers_of
 from headway.graph.operator_fusion import fuse_light_operators
+from headway.planner.guidelines.das import communication, computation, layers_of, ratio, ratio_of
 from support.big_models import OVERFEAT_FAST, VGG_A, ResNet50, meta, plain_convolutions
 
 

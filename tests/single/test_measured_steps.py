@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from headway.api.recipe_workload import with_measured_optimizer
 from headway.capture import capture
 from headway.capture.benchmark.kernels import (
     EMPTY_KERNEL,
@@ -17,7 +18,6 @@ from headway.capture.benchmark.kernels import (
     time_case,
 )
 from headway.capture.benchmark.timer import DeviceTimer, time_in_rounds
-from headway.cli.plan.optimizer_cost import with_measured_optimizer
 from headway.cluster import Cluster
 from headway.cluster.device import Device, OptimizerPace
 from headway.cost.machine_presets import machine_of

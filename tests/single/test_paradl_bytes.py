@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from headway.cost.guidelines.paradl import ROWS, ParadlJob, ParadlLayer
-from headway.verification.collective_recorder import CollectiveRecorder
-from headway.verification.fake_world import fake_world
+from headway.planner.guidelines.paradl import ROWS, ParadlJob, ParadlLayer
+from support.collective_recorder import CollectiveRecorder
+from support.fake_world import fake_world
 
 BATCH, SIDE = 8, 16
 CHANNELS = ((8, 32), (32, 16), (16, 32))

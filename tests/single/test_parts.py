@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.comm.algorithms.method import AllReduce
-from headway.comm.exchange.gradient_exchange import GradientExchange
-from headway.comm.lanes.bucket_lanes import InlineLane, make_bucket
+from headway.comm.exchange.gradient_exchange import StepExchange
+from headway.comm.lanes.bucket_lanes import InlineLane
+from headway.comm.lanes.buckets import make_bucket
 from headway.data import Cursor
 from headway.errors import Diverged, PeerLost, RecipeError
 from headway.plan import data_parallel
@@ -17,7 +18,8 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.step.batch import resize_batch, to_device
-from headway.run.step.components import check_components, sum_and_count, to_float64
+from headway.run.step.components import check_components, sum_and_count
+from headway.run.step.forward_pass import to_float64
 from headway.run.strategy.training_state import TrainingState
 from headway.run.training.loop import Training
 from support.tiny_models import Mlp, Points, WithDropout, cross_entropy
@@ -216,7 +218,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
         make_bucket(number, [name], parameters, AllReduce(), ())
         for number, name in enumerate(parameters)
     )
-    exchange = GradientExchange(buckets, InlineLane(buckets))
+    exchange = StepExchange(buckets, InlineLane(buckets))
     for parameter in parameters.values():
         (parameter * parameter).sum().backward()
         assert parameter.grad is not None

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from headway.api.plan_request import TrainingLength
 from headway.cli.plan.output import PlanSearchReport, report_lines
-from headway.cli.plan.question import TrainingLength
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.planner.estimate.degrees import Degrees, describe_degrees

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from headway.api.plan_request import parse_device_counts
 from headway.cli.main import main
 from headway.cli.plan.output import format_money
-from headway.cli.plan.question import parse_device_counts
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.plan import Plan, data_parallel

@@ -13,8 +13,8 @@ from headway.graph.model_graph import TensorSpec
 from headway.plan import ExchangePlan, data_parallel
 from headway.planner.traffic.executor import collectives_of_plan, of_exchange
 from headway.planner.traffic.torch_wrappers import ddp_calls
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 from support.tiny_models import CLASSES, FEATURES, Points, TinyConv
 
 WORLDS = (2, 8, 1024)

@@ -12,7 +12,7 @@ from torch import nn
 from headway import Executor, criterion
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.collective.collective_calls import CommunicatingStage, call_volumes
+from headway.collective.collective_calls import CommunicatingStage
 from headway.cost.machine_presets import machine_of
 from headway.graph.model_graph import TensorSpec
 from headway.graph.operator_fusion import fuse_light_operators
@@ -25,9 +25,10 @@ from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of
 from headway.planner.traffic.executor import collectives_of_plan, parts_of
-from headway.run.strategy.data_parallel import StepReduction
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from headway.run.strategy.step_context import StepReduction
+from support.call_volumes import call_volumes
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 from support.tiny_models import CLASSES, FEATURES, Points
 
 LOSS = criterion(nn.CrossEntropyLoss())

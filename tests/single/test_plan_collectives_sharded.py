@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headway import Executor, criterion
-from headway.collective.collective_calls import CommunicatingStage, call_volumes
+from headway.collective.collective_calls import CommunicatingStage
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
 from headway.parallel.fsdp import fsdp_units as gathered_of
@@ -18,8 +18,9 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.traffic.estimate import of_gradients
 from headway.planner.traffic.executor import collectives_of_plan
 from headway.planner.traffic.torch_wrappers import FullyShardedModule, fsdp2_wrapper_calls
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from support.call_volumes import call_volumes
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 from support.tiny_models import FEATURES, Points
 
 WORLDS = (2, 8, 1024)

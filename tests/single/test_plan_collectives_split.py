@@ -15,7 +15,7 @@ from headway.plan import LayerSplit, ModuleSplit, PipelinePlan, data_parallel, e
 from headway.plan.plan import unsupported_by_executor
 from headway.planner.traffic.executor import collectives_of_plan
 from headway.run.measure.communication_dry_run import dry_run
-from headway.verification.collective_recorder import collective_differences
+from support.collective_recorder import collective_differences
 from support.played import played
 from support.split_recipes import (
     Estimator,

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.collective.collective_calls import call_volumes
 from headway.cost.machine_presets import machine_of
 from headway.cost.network import HierarchicalNetwork
 from headway.graph.model_graph import TensorSpec
@@ -38,8 +37,9 @@ from headway.planner.traffic.torch_wrappers import (
     fsdp2_wrapper_calls,
     tensor_shards,
 )
-from headway.verification.collective_recorder import CollectiveRecorder, collective_differences
-from headway.verification.fake_world import fake_world
+from support.call_volumes import call_volumes
+from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.fake_world import fake_world
 
 SAMPLES, LENGTH, WIDTH, HEADS, WIDE = 2, 16, 32, 8, 128
 MACHINE = machine_of(of_preset("dgx-a100", nodes=128))

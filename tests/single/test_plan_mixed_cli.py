@@ -8,7 +8,6 @@ from dataclasses import asdict
 import pytest
 
 from headway.cli.main import main
-from headway.collective.collective_calls import call_volumes
 from headway.plan import Plan, data_parallel, pipelined
 from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
@@ -18,6 +17,7 @@ from headway.planner.search.plan_conversion import missing_in_executor, point_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of, collectives_of_ranks
 from headway.run.measure.recipe_model import recipe_graph
+from support.call_volumes import call_volumes
 from support.mixed import RECIPE, devices, question_of
 
 

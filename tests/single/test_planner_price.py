@@ -31,8 +31,9 @@ from headway.planner.search.plan_conversion import (
     to_plan,
     unpriced_parts,
 )
-from headway.planner.search.request import RUNNABLE_SCHEDULES, PlanRequest, restrict_to_executor
+from headway.planner.search.request import PlanRequest, restrict_to_executor
 from headway.planner.traffic.estimate import collectives_of
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from support.big_models import ids
 
 SLOW = Link(rate=1e9, latency=20e-6)

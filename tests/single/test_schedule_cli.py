@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headway.api.schedule_table import recipe_overrides
 from headway.cli.main import main
 from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
-from headway.cli.schedule.show import recipe_overrides
 from headway.errors import DocumentError, PlanError
 from headway.launch.local import LaunchResult
 from headway.plan import Plan, pipelined
@@ -386,7 +386,7 @@ def launched(monkeypatch):
         return LaunchResult(results=[outcome], stopped_by=None, attempts=1)
 
     monkeypatch.setattr("headway.launch.local.launch_local", launch)
-    monkeypatch.setattr("headway.cli.train.command.start_forkserver", lambda ranks: None)
+    monkeypatch.setattr("headway.api.training.start_forkserver", lambda ranks: None)
     return calls
 
 

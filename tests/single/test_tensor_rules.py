@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from headway.errors import PlanError
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
-from headway.parallel.tensor.rules.operator_table import operator_rules
+from headway.parallel.tensor.model.split_model import ExecutionContext
+from headway.parallel.tensor.rules.operator_table import LAYER_RULES
 from headway.parallel.tensor.split_tensor import (
     WHOLE_DIMENSION,
     DimensionCut,
-    SplitContext,
     SplitSettings,
     SplitTensor,
     cuts_of,
@@ -33,7 +33,7 @@ def contexts():
     for i in range(2):
         for j in range(3):
             grid = ProcessGrid(plan=PLAN, mesh=None, place={"j": j, "l": 0, "i": i})
-            yield SplitContext(grid, SplitSettings(), operator_rules())
+            yield ExecutionContext(grid, SplitSettings(), LAYER_RULES)
 
 
 def cut_up(context, x, cuts):
@@ -148,5 +148,5 @@ def test_it_says_what_it_is():
     assert (x.size(), x.dim(), len(x), x.numel()) == (torch.Size((4, 5, 36)), 3, 4, 720)
     assert x.dtype == torch.float32
     assert "cut {0: over i, 2: over j in 3 blocks}" in repr(x)
-    with pytest.raises(AttributeError, match="a split tensor has no colour"):
+    with pytest.raises(AttributeError, match=r"a split tensor has no attribute .colour"):
         x.colour  # noqa: B018

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from headway.errors import RunError
-from headway.parallel.pipeline.runtime import torch_runtime
+from support import torch_runtime
 
 RUNTIME = schedules._PipelineScheduleRuntime
 USED = {
@@ -90,10 +90,10 @@ def test_no_other_file_touches_the_private_runtime():
 
 
 def test_the_fake_process_group():
-    """Which `verification/fake_world` makes: operations end at once, groups have names."""
+    """Which `support/fake_world` makes: operations end at once, groups have names."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from headway.verification.fake_world import fake_world, group_named
+    from support.fake_world import fake_world, group_named
 
     assert issubclass(FakeStore, dist.Store)
     with fake_world(1024, rank=1023) as world:
@@ -108,7 +108,7 @@ def test_the_fake_process_group():
 
 def test_a_torch_without_the_fake_group_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
-    from headway.verification.fake_world import fake_world
+    from support.fake_world import fake_world
 
     with pytest.raises(RunError, match="has no fake process group"), fake_world(2):
         pass
@@ -116,7 +116,7 @@ def test_a_torch_without_the_fake_group_is_named(monkeypatch):
 
 def test_the_kinds_of_operations_that_the_recorder_knows():
     """Every collective of c10d that torch has is known, or seen under its own name."""
-    from headway.verification.collective_recorder import _KINDS
+    from support.collective_recorder import _KINDS
 
     known = {name for name in _KINDS if hasattr(torch.ops.c10d, name)}
     assert {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send", "recv_"} <= known

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from headway.planner.pareto import ChoiceGraph
+from headway.planner.pareto.choice_graph import ChoiceGraph
 
 
 def all_strategies(graph):

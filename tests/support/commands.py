@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import safe_open
 
 from headway.cli.main import main
+from support.patience import patient
 from support.ranks import warm_up
 from support.warm_commands import warm_path
 
@@ -59,7 +60,7 @@ def command(
         env=environment(**(variables or {})),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patient(timeout),
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
@@ -102,7 +103,7 @@ def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def wait_for_step(run: Path, step: int, job: subprocess.Popen[str], seconds: float = 90) -> None:
     """Until the run has done a step; fails if the job ends before."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not any(event["step"] >= step for event in events(run, "step")):
         assert job.poll() is None, f"the job ended early:\n{job.communicate()}"
         assert time.monotonic() < deadline, "the job is too slow"
@@ -137,7 +138,7 @@ def processes_of(run: Path) -> list[int]:
 
 def none_left(run: Path, seconds: float = 6) -> bool:
     """Whether all processes of a run end within some seconds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while processes_of(run):
         if time.monotonic() > deadline:
             return False

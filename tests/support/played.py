@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from headway import Executor
 from headway.parallel.pipeline.runtime.p2p import StageConnection, TensorFormat
-from headway.run.strategy import pipeline_parallel, sharded_parameters
-from headway.run.strategy.data_parallel import DataParallelStrategy, StepReduction
-from headway.verification.collective_recorder import CollectiveRecorder
-from headway.verification.fake_world import fake_world
+from headway.run.strategy import select, stage_parameters
+from headway.run.strategy.step_context import StepReduction
+from headway.run.strategy.strategy import Strategy
+from support.collective_recorder import CollectiveRecorder
+from support.fake_world import fake_world
 
 
 class Unknown(Exception):
@@ -46,10 +47,10 @@ def playing():
         patch.object(StageConnection, "hear", hear),
         patch.object(TensorFormat, "empty", empty),
         patch.object(StepReduction, "read", lambda self: (1.0, 1.0, 0)),
-        patch.object(DataParallelStrategy, "_note_norm", lambda self, norm: None),
+        patch.object(Strategy, "_note_norm", lambda self, norm: None),
         patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
-        patch.object(pipeline_parallel, "found_by_first", alone),
-        patch.object(sharded_parameters, "found_by_first", alone),
+        patch.object(stage_parameters, "broadcast_from_rank0", alone),
+        patch.object(select, "broadcast_from_rank0", alone),
     ):
         yield
 

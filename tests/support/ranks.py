@@ -40,6 +40,7 @@ import pytest
 
 from headway.launch import forkserver as warm
 from support.leaks import alive_children, alive_threads, process_ids, settled
+from support.patience import patient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +86,7 @@ def ranks(
 
     Args:
         size: The number of ranks.
-        timeout: Seconds, once the processes have been started.
+        timeout: Seconds from the start of the processes, on a quiet machine (`support.patience`).
         check: Called in the test's process with what the body returned on each rank, in order of
             rank; assertions read best there. Without it the body must return None.
         mortal: Ranks that may be killed by a signal; they return None.
@@ -131,7 +132,7 @@ def run_ranks(
         size: The number of ranks.
         body: A function at the top level of its module (the ranks import that module).
         arguments: Passed by value; they must pickle, and so must the results.
-        timeout: Seconds, once the processes have been started.
+        timeout: Seconds from the start of the processes, on a quiet machine (`support.patience`).
         mortal: Ranks that may be killed by a signal; they return None.
         named: As `arguments`.
 
@@ -139,6 +140,7 @@ def run_ranks(
         RanksFailed: With the report of every rank that raised, was killed or did not end.
     """
     __tracebackhide__ = True
+    timeout = patient(timeout)
     folder = Path(tempfile.mkdtemp(prefix="headway-world-"))
     try:
         (folder / "shared").mkdir()

@@ -20,7 +20,7 @@ from headway.parallel.pipeline.runtime.stage_execution import _DetachedInputs, _
 from headway.parallel.pipeline.stages import ModelStages
 from headway.plan import Plan
 from headway.run.distributed.world import World
-from headway.verification.fake_world import fake_world
+from support.fake_world import fake_world
 from support.memory_models import CASES
 from support.ranks import run_ranks
 

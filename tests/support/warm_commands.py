@@ -44,9 +44,9 @@ KINDS = ("python", "headway", "torchrun")
 PRELOAD = (
     "torch", "torch.distributed", "torch.distributed.run", "torch.export", "torch.utils.data",
     "headway.launch.worker", "headway.verification", "headway.checkpoint.storage",
-    "headway.run.recipe.factory", "headway.cli.train.command", "headway.cli.verify",
+    "headway.run.recipe.factory", "headway.cli.train", "headway.cli.verify",
     "headway.launch.local",
-    "headway.run.training.preload",
+    "headway.launch.preload",
 )  # fmt: skip
 """The last one lets the collector work again."""
 PATIENCE = 60.0

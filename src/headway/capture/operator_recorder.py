@@ -35,7 +35,7 @@ from headway.capture.aten_trace import (
 )
 from headway.graph.aten.flops import flops_of, kernel_calls, traffic_of
 from headway.graph.aten.index_expression import OperatorCall
-from headway.graph.aten.registry import axes_of
+from headway.graph.aten.operator_axes import axes_of
 from headway.graph.model_graph import Footprint, Operator, Saved, TensorSpec, Work
 
 Key = Hashable

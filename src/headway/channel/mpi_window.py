@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headway.channel import shared_memory
 from headway.channel.region import MemoryRegion, RegionLayout, TensorMetadata
-from headway.channel.transport import ChannelTransport, SendBuffers
+from headway.channel.transport import PollingTransport, SendBuffers
 from headway.errors import MissingExtra, RunError, Stalled, UsageError
 
 _TAG = 7411
@@ -29,7 +29,7 @@ _FREE, _HELD = 1, 2
 """What a closed end says: whether somebody still has a tensor of its window."""
 
 
-class MpiTransport(ChannelTransport):
+class MpiTransport(PollingTransport):
     """One end of a channel in a window of two ranks.
 
     Args:

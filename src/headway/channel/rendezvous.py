@@ -46,6 +46,14 @@ def interface_address(interface: str) -> list[str]:
     return []
 
 
+def host_addresses() -> list[str]:
+    """The addresses of this machine's name; none where it cannot be looked up."""
+    with suppress(OSError):
+        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        return [str(entry[4][0]) for entry in own]
+    return []
+
+
 # How two ends find each other: once, over a group or a store that is there already.
 
 

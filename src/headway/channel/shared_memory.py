@@ -35,7 +35,7 @@ from headway.channel.region import (
     copy_tensor,
     round_up_to_pages,
 )
-from headway.channel.transport import ChannelTransport, Doorbell, DoorbellPipe
+from headway.channel.transport import Doorbell, DoorbellPipe, PollingTransport
 from headway.errors import PeerLost, Stalled
 
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -136,7 +136,7 @@ class PeerProcess:
         self.close()
 
 
-class SharedMemoryTransport(ChannelTransport):
+class SharedMemoryTransport(PollingTransport):
     """One end of a channel of one machine.
 
     Args:

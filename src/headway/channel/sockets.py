@@ -33,7 +33,12 @@ from headway.channel.region import (
     memory_at,
     round_up_to_pages,
 )
-from headway.channel.rendezvous import ChannelRendezvous, configure_connection, interface_address
+from headway.channel.rendezvous import (
+    ChannelRendezvous,
+    configure_connection,
+    host_addresses,
+    interface_address,
+)
 from headway.channel.transport import ChannelTransport, SendBuffers
 from headway.errors import PeerLost
 
@@ -327,6 +332,4 @@ def _network() -> str:
 def _addresses() -> list[str]:
     """Of this machine: those of its interfaces, then those of its name; without loopback."""
     found = [address for _, name in socket.if_nameindex() for address in interface_address(name)]
-    with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    return [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1"))]
+    return [a for a in dict.fromkeys(found + host_addresses()) if not a.startswith(("127.", "::1"))]

@@ -263,6 +263,7 @@ class ChannelTransport(ABC):
             patient: Wait for an end that has not yet taken what needs this one.
         """
 
+    @abstractmethod
     def wait(self, index: int, least: int, doing: str) -> None:
         """Wait until a word of `words` is at least `least`.
 
@@ -270,17 +271,6 @@ class ChannelTransport(ABC):
             PeerLost: The other end is gone.
             Stalled: It does not come in time.
         """
-        wait_for_word(
-            self.words,
-            index,
-            least,
-            lambda: WaitBackoff(
-                self.seconds,
-                self.check,
-                lambda seconds: self.late(doing, seconds),
-                None if self.bell is None else partial(self.bell.sleep, index, least),
-            ),
-        )
 
     def late(self, doing: str, seconds: float) -> Stalled:
         """The error of a deadline."""
@@ -296,4 +286,21 @@ class ChannelTransport(ABC):
             f"{self.peer} {how}",
             where=f"{self.provider} channel",
             fix="Its own error, or the signal that killed it, is the cause.",
+        )
+
+
+class PollingTransport(ChannelTransport):
+    """One whose words are written without this end's doing, so that it has to look at them."""
+
+    def wait(self, index: int, least: int, doing: str) -> None:
+        wait_for_word(
+            self.words,
+            index,
+            least,
+            lambda: WaitBackoff(
+                self.seconds,
+                self.check,
+                lambda seconds: self.late(doing, seconds),
+                None if self.bell is None else partial(self.bell.sleep, index, least),
+            ),
         )

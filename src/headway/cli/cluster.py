@@ -1,33 +1,37 @@
 """`headway cluster presets | show | measure`: describe a cluster, or measure this machine.
 
 A cluster is shown as the planner sees it: devices, levels of links, the ranks that each level
-    joins, and
-the source of every number. `--plan auto` measures through the same functions.
+joins, and the source of every number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from headway.api.cluster_measurement import (
+    MEASURED_HEADER,
+    TIMEOUT_SECONDS,
+    default_ranks,
+    measure_in_workers,
+    write_measured,
+)
+from headway.api.emulation import count_ranks, read_emulation_options
 from headway.cli.terminal.console import say, show_error, warn
 from headway.cluster import Cluster, Level, find_cluster, read_cluster, to_toml
 from headway.cluster.datasheets import DATASHEETS
-from headway.cluster.measurement import DATE, fingerprint
 from headway.cluster.presets import PRESETS, UPLINKS
 from headway.cost.machine_presets import device_of
 from headway.errors import HeadwayError, UsageError
+from headway.run.distributed.launch_env import LaunchEnv
 from headway.units import format_bytes, format_flops, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from headway.cluster.measurement import RankReadings
-    from headway.launch.emulation import EmulatedCluster, PacedCluster
-    from headway.run.distributed.launch_env import LaunchEnv
 
 
 _SHOWN_GROUPS = 4
@@ -125,11 +129,6 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 # `headway cluster presets | show | measure`: what a machine is, as planners see it.
 
 
-MEASURED_HEADER = "# Measured by headway cluster measure"
-TIMEOUT_SECONDS = 120.0
-"""Longest wait for another process."""
-
-
 def presets() -> None:
     """Machines and devices whose numbers are known, with the source of each."""
     width = max(map(len, (*PRESETS, *DATASHEETS)))
@@ -183,9 +182,6 @@ def measure(
         emulate: A cluster.toml: measure emulated nodes and links.
         seconds: For what devices do; more of them see more of a machine that others share.
     """
-    from headway.cli.train.emulation import count_ranks, read_emulation_options
-    from headway.run.distributed.launch_env import LaunchEnv
-
     place = LaunchEnv.here()
     if place.rank == 0:
         _check_out(out)
@@ -210,16 +206,6 @@ def _check_out(out: Path) -> None:
         )
 
 
-def default_ranks(processes: int | None, device: str) -> int:
-    """Where the command line does not say: one for each GPU, else 2."""
-    if processes is not None:
-        return processes
-    import torch
-
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
-    return gpus or 2
-
-
 def _measure_as_rank(place: LaunchEnv, device: str, seconds: float) -> list[RankReadings]:
     """As one rank of the world that another launcher has made."""
     from headway.launch.worker import run_rank_here
@@ -234,46 +220,9 @@ def _measure_as_rank(place: LaunchEnv, device: str, seconds: float) -> list[Rank
     return readings
 
 
-def measure_in_workers(
-    ranks: int, device: str, emulated: EmulatedCluster | PacedCluster | None, seconds: float = 30.0
-) -> list[RankReadings]:
-    """In local workers of our own."""
-    from headway.launch.local import launch_local
-
-    result = launch_local(
-        "headway.run.measure.cluster:measure",
-        (device, TIMEOUT_SECONDS, seconds),
-        processes=ranks,
-        preload=("headway.run.measure.cluster",),
-        emulated=emulated,
-    )
-    if result.stopped_by:
-        raise KeyboardInterrupt
-    readings: list[RankReadings] = result.results[0]
-    return readings
-
-
 def _write(out: Path, readings: list[RankReadings]) -> None:
     warning = write_measured(out, readings)
     say(describe_cluster(read_cluster(out)).rstrip("\n"))
     if warning:
         warn(warning)
     say(f"written  {out}")
-
-
-def write_measured(out: Path, readings: list[RankReadings]) -> str | None:
-    """Write what was measured as a cluster.toml; a sentence if the machine was busy meanwhile."""
-    from headway.cost.cluster_fit import busy_warning, cluster_of_readings
-
-    warning = busy_warning(readings)
-    threads = readings[0].threads
-    on = fingerprint(device=readings[0].kernels.name, ranks=len(readings), threads=threads)
-    stamp = f"{on[DATE]}, torch {on['torch']}"
-    head = [
-        f"{MEASURED_HEADER.removeprefix('# ')} on {stamp},",
-        f"{len(readings)} processes with {threads} thread{'s' if threads > 1 else ''} each.",
-    ]
-    head += [f"Attention: {warning}."] if warning else []
-    cluster = replace(cluster_of_readings(readings, stamp), measured=on)
-    out.write_text(to_toml(cluster, head), encoding="utf-8")
-    return warning

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.terminal.console import say, say_json
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, all_reduce_program
 from headway.collective.all_reduce.repacking import Repacking, find_repacking
 from headway.collective.program.program import ROOTED, CollectiveTask, Op, rounds
@@ -326,6 +326,6 @@ def _pictures(
         shown.append(ProgramDrawing(one.name, one.seconds, sent, trees))
     names = found[0].played.wires.names
     if svg is not None:
-        svg.write_text(programs_svg(title, shown, found[0].least, names), encoding="utf-8")
+        write_file(svg, programs_svg(title, shown, found[0].least, names))
     if png is not None:
-        png.write_bytes(programs_png(title, shown, found[0].least, names))
+        write_file(png, programs_png(title, shown, found[0].least, names))

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.training import choose_directory
 from headway.cli.report import report
 from headway.cli.terminal.console import say
-from headway.cli.train.command import choose_directory, train
+from headway.cli.train import train
 from headway.cli.verify import verify
 from headway.run.distributed.launch_env import LaunchEnv
 

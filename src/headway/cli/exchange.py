@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
 
-from headway.cli.terminal.console import say, say_json
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
 from headway.collective.model.bucket_cost import ExchangeNetwork
 from headway.collective.model.exchange_scheme import (
@@ -35,6 +35,7 @@ from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_boun
 from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
 from headway.plan import ExchangePlan
+from headway.plan.exchange import DEFAULT_BUCKET
 from headway.plan.exchange_scheme import scheme_of
 from headway.planner.collective_algorithm import choose_all_reduce, fit_all_reduce, parse_wires
 from headway.simulator.collective import FREE_HOST
@@ -44,7 +45,7 @@ from headway.units import parse_bytes as parse_size
 DDP_CAPS = (1, 2, 5, 10, 25)
 """MiB; the bucket sizes among which the best is looked for."""
 FLAT_EXCHANGES: dict[str, ExchangePlan] = {
-    "buckets of 8 MiB (default)": ExchangePlan(),
+    f"buckets of {DEFAULT_BUCKET} (default)": ExchangePlan(),
     "fitted buckets": ExchangePlan(bucket="auto"),
     "fitted buckets, fp16": ExchangePlan(bucket="auto", compress="fp16"),
     "priority": ExchangePlan(bucket="auto", priority=True),
@@ -134,7 +135,7 @@ def compare(
         from headway.report.pictures.simulated_steps import exchange_steps_svg
 
         shown = [(row.name, row.choice.predicted) for row in _shown(rows)]
-        svg.write_text(exchange_steps_svg(shown, chain), encoding="utf-8")
+        write_file(svg, exchange_steps_svg(shown, chain))
     if json:
         say_json([_facts(row) for row in rows])
     else:
@@ -170,7 +171,7 @@ def _on_cluster(text: str) -> tuple[ExchangeNetwork, Mapping[str, ExchangePlan]]
     """Gloo's ring by number as the link, and exchanges whose sums the best program carries."""
     wires = parse_wires(text)
     ring = fit_all_reduce("ring", None, wires, host=FREE_HOST)
-    found = choose_all_reduce("auto", wires, parse_size("8 MiB"))
+    found = choose_all_reduce("auto", wires, ExchangePlan().initial_bucket_bytes)
     if found.collective not in ALL_REDUCE_KINDS:
         return ExchangeNetwork(ring, wires.nodes), {}
     fit = fit_all_reduce(found.collective, found.carrier, wires)

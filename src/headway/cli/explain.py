@@ -17,6 +17,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.inputs import missing_option_error, pricing_target
+from headway.api.plan_request import (
+    check_ranks,
+    note_unknown_operators,
+    parse_memory_limit,
+    pricing_request,
+    recipe_workload,
+)
 from headway.cli.plan.mixed_devices import (
     choice_lines,
     device_type_counts,
@@ -26,8 +34,6 @@ from headway.cli.plan.mixed_devices import (
     part_line,
     relative_difference,
 )
-from headway.cli.plan.plan_file import missing_option_error, pricing_target
-from headway.cli.plan.question import parse_memory_limit, recipe_workload
 from headway.cli.terminal.console import note, say, say_json
 from headway.cluster import Cluster
 from headway.collective.collective_calls import (
@@ -35,7 +41,6 @@ from headway.collective.collective_calls import (
     CommunicatingStage,
     call_table_lines,
 )
-from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError, UsageError
 from headway.graph.model_graph import ModelGraph, TensorSpec
 from headway.graph.stage_boundaries import BoundaryTensor, BoundaryTensors, boundary_tensors
@@ -287,13 +292,8 @@ def explain(
         note("note: what binds it is known with --recipe and --cluster")
         _write(json, {"plan": loaded.hash, "words": in_words(loaded)}, [in_words(loaded)])
         return
-    recipe, found = subject.recipe, subject.cluster
-    if loaded.ranks > found.ranks:
-        raise PlanError(
-            f"the plan has {loaded.ranks} ranks, the cluster {found.ranks}",
-            problems=[f"{loaded.ranks - found.ranks} ranks have no device"],
-            fix="Take a larger cluster (--nodes with a preset), or another plan.",
-        )
+    recipe, found = str(subject.recipe), subject.cluster  # the command line names recipes
+    check_ranks(loaded.ranks, found)
     if len(device_type_counts(found)) > 1:
         if measure:
             raise UsageError(
@@ -335,22 +335,18 @@ def explain(
 
 
 def _measured_minibatch(recipe: str, memory: float, most: int) -> Minibatch:
-    from headway.cli.minibatch import choose_algorithms  # imports torch
+    from headway.run.measure.minibatch import measure_minibatch  # imports torch
 
-    return choose_algorithms(recipe, memory=memory, most=most).minibatch
+    return measure_minibatch(recipe, memory=memory, most=most)
 
 
 def _question(plan: Plan, recipe: str, cluster: Cluster, memory: str | None) -> PlanRequest:
-    from headway.cli.plan.optimizer_cost import with_measured_optimizer  # imports torch
-
-    work, batch, found = recipe_workload(recipe, plan)
-    if work.graph.unknown:
-        note(f"only replicated, as no rule is known: {', '.join(work.graph.unknown)}")
-    return PlanRequest(
-        work=work,
-        machine=with_measured_optimizer(machine_of(cluster), cluster, found),
+    captured = recipe_workload(recipe, plan)
+    note_unknown_operators(captured.work)
+    return pricing_request(
+        captured,
+        cluster,
         devices=(plan.ranks,),
-        batch=batch,
         memory=parse_memory_limit(memory),
         precision=plan.memory.precision,
     )

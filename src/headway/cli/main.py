@@ -4,8 +4,7 @@
 70 a bug in headway, 130 interrupted
 
 Commands are named by import strings and imported when they are called: neither they nor the parser
-    are
-needed for the overview, which therefore is quick.
+are needed for the overview, which therefore is quick.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway import __version__
-from headway.cli.terminal.console import note, say, show_bug, show_error, show_warning
+from headway.cli.terminal.console import note, say, show_bug, show_error, show_warning, shown_log
 from headway.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "headway.cli.train.command:train", "Train a recipe on one process or many."),
+    Command("train", "headway.cli.train:train", "Train a recipe on one process or many."),
     Command(
         "verify",
         "headway.cli.verify:verify",
@@ -130,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     trace = "--trace" in words
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), shown_log():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = show_warning
             return _run([word for word in words if word != "--trace"])

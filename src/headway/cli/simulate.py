@@ -1,47 +1,38 @@
 """`headway simulate`: simulate one step of a plan, on any hardware, with faults.
 
-A `SimulationJob` is a plan, given or found by the search, on devices of one type or of several; a
-`SimulationScenario` is its step on some hardware, as planned or changed. The rest prints scenarios
-side by side.
+Prints the scenarios of `headway.simulate` side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.inputs import missing_option_error, pricing_target
+from headway.api.simulation import SimulationScenario, count_simulated_ranks, simulate_job
+from headway.api.simulation import simulate as simulate_plan
 from headway.cli.plan.mixed_devices import (
     device_type_counts,
     device_types_of_ranks,
     mixed_plan_question,
 )
-from headway.cli.plan.plan_file import missing_option_error, pricing_target
-from headway.cli.plan.question import parse_memory_limit, recipe_workload, search_precision
-from headway.cli.schedule.show import write_file
-from headway.cli.terminal.console import note, say, say_json
+from headway.cli.terminal.console import note, say, say_json, write_file
 from headway.cluster import Cluster
-from headway.cost.machine_presets import machine_of
 from headway.cost.transformer import Machine
-from headway.errors import PlanError, UsageError
 from headway.plan import Plan
 from headway.plan import explain as in_words
-from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
-from headway.planner.search.plan_point import Point, describe_point, format_device_runs
-from headway.planner.search.request import PlanRequest
+from headway.planner.search.plan_point import describe_point, format_device_runs
 from headway.report.trace_export import chrome_trace_json
-from headway.simulator.ranks import NO_FAULTS, StepFaults
+from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep
-from headway.simulator.simulation import simulate_training_step as play
 from headway.simulator.task_graph import HOST
-from headway.simulator.what_if import change_device_types, parse_step_faults
 from headway.simulator.work import StepWork
 from headway.units import format_bytes, format_seconds
 
@@ -58,36 +49,6 @@ WORDS = {
 }
 EQUAL_TOLERANCE = 5e-4
 """Shares below this are equal to what is printed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationScenario:
-    """A step on some hardware.
-
-    Attributes:
-        name: "as planned", "changed".
-        price: Seconds that the search says; None: it has no price, or there are faults.
-        caps: Bytes of a device that may be used, by type.
-        kinds: The type of each rank's device; empty: there is one.
-    """
-
-    name: str
-    step: SimulatedStep
-    price: float | None
-    caps: Mapping[str, float]
-    kinds: tuple[str, ...] = ()
-
-    def cap(self, rank: int) -> float:
-        """Bytes of a rank's device that may be used."""
-        return self.caps[self.kinds[rank]] if self.kinds else next(iter(self.caps.values()))
-
-    @property
-    def groups(self) -> dict[str, list[RankBreakdown]]:
-        """The ranks that were played, by type of device; under "" where there is one."""
-        found: dict[str, list[RankBreakdown]] = {}
-        for account in self.step.accounts:
-            found.setdefault(self.kinds[account.rank] if self.kinds else "", []).append(account)
-        return found
 
 
 def scenario_table(scenarios: Sequence[SimulationScenario]) -> Iterator[str]:
@@ -273,45 +234,7 @@ class MixedSimulationJob:
         return self.question.with_machines(machines).caps
 
 
-def device_numbers_of_ranks(kinds: tuple[str, ...], cluster: Cluster) -> tuple[int, ...]:
-    """For each rank the number of its device in the cluster: of its type the next free one."""
-    free: dict[str | None, list[int]] = {}
-    for place, kind in enumerate(cluster.devices_of_ranks):
-        free.setdefault(kind, []).append(place)
-    return tuple(free[kind].pop(0) for kind in kinds)
-
-
 # `headway simulate`: a step of a plan, played event by event, on any hardware, with faults.
-
-
-Machines = Mapping[str, Machine]
-"""By type of device."""
-
-
-class SimulationJob(Protocol):
-    """A plan, read or found.
-
-    Attributes:
-        name: Its hash, or its degrees.
-        kinds: As in `SimulationScenario`.
-    """
-
-    name: str
-    words: str
-    kinds: tuple[str, ...]
-
-    @property
-    def machines(self) -> Mapping[str, Machine]:
-        """As they are, by type of device."""
-        ...
-
-    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float | None]:
-        """On some machines, and its price there."""
-        ...
-
-    def caps(self, machines: Mapping[str, Machine]) -> Mapping[str, float]:
-        """As in `SimulationScenario`."""
-        ...
 
 
 def simulate(
@@ -354,30 +277,22 @@ def simulate(
     if subject is None:
         raise missing_option_error("--recipe and --cluster")
     found = subject.cluster
-    ranks = _ranks(loaded, devices, found)
-    job: SimulationJob
     if len(device_type_counts(found)) > 1:
-        job = MixedSimulationJob(loaded, subject.recipe, found, memory, ranks)
+        ranks = count_simulated_ranks(loaded, devices, found)
+        job = MixedSimulationJob(loaded, str(subject.recipe), found, memory, ranks)
+        result = simulate_job(job, found, ranks, change, fault, share_links=share_links)
     else:
-        job = UniformSimulationJob(loaded, _question(loaded, subject.recipe, found, ranks, memory))
-    places = device_numbers_of_ranks(job.kinds, found)
-    other, faults = _scenario(job.machines, found, change, fault, ranks, places)
-    work, price = job.step(job.machines)
-    work = replace(work, shared=share_links)
-
-    def scenario(
-        name: str, work: StepWork, price: float | None, on: Machines
-    ) -> SimulationScenario:
-        return SimulationScenario(
-            name=name, step=play(work), price=price, caps=job.caps(on), kinds=job.kinds
+        result = simulate_plan(
+            loaded,
+            recipe=subject.recipe,
+            cluster=found,
+            devices=devices,
+            memory=memory,
+            change=change,
+            fault=fault,
+            share_links=share_links,
         )
-
-    scenarios = [scenario("as planned", work, price, job.machines)]
-    if change:
-        work, price = job.step(other)
-    if change or fault:
-        work = replace(work, shared=share_links, faults=faults)
-        scenarios.append(scenario("changed", work, None if fault else price, other))
+    scenarios = result.scenarios
     if svg is not None:
         from headway.report.pictures.simulated_steps import simulated_steps_svg
 
@@ -389,14 +304,14 @@ def simulate(
             ),
         )
     if timeline is not None:
-        write_file(timeline, chrome_trace_json(scenarios[-1].step.timeline))
+        write_file(timeline, chrome_trace_json(result.timeline))
     if json:
-        say_json({"plan": job.name, "change": change, "fault": fault} | scenario_data(scenarios))
+        say_json({"plan": result.plan, "change": change, "fault": fault} | scenario_data(scenarios))
         return
     say(
         "\n".join(
             [
-                job.words,
+                result.words,
                 "",
                 *scenario_table(scenarios),
                 "",
@@ -404,107 +319,3 @@ def simulate(
             ]
         )
     )
-
-
-def _scenario(
-    machines: Machines,
-    cluster: Cluster,
-    change: Sequence[str],
-    fault: Sequence[str],
-    ranks: int,
-    places: Sequence[int],
-) -> tuple[Machines, StepFaults]:
-    """Other hardware and what is wrong in a step; what is wrong in both is told together."""
-    checks: list[Callable[[], object]] = [
-        *(partial(change_device_types, machines, cluster, [sentence]) for sentence in change),
-        *(partial(parse_step_faults, [sentence], ranks, cluster, places) for sentence in fault),
-    ]
-    errors = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as error:
-            errors.append(error)
-    if len(errors) > 1:
-        raise UsageError(
-            f"{len(errors)} of the sentences mean nothing here",
-            why="\n  ".join(f"{error.where}: {error.what}" for error in errors),
-            fix="\n  ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
-        )
-    others = change_device_types(machines, cluster, change)
-    return others, parse_step_faults(fault, ranks, cluster, places)
-
-
-def _ranks(plan: Plan | None, devices: int | None, cluster: Cluster) -> int:
-    if plan is not None and devices is not None:
-        raise UsageError(
-            f"--devices {devices} beside a plan of {plan.ranks} ranks", fix="Leave one of them out."
-        )
-    said = cluster.ranks if devices is None else devices
-    ranks = said if plan is None else plan.ranks
-    if ranks < 1:
-        raise UsageError(f"--devices {ranks}: at least 1 device is needed")
-    if ranks > cluster.ranks:
-        raise PlanError(
-            f"{ranks} ranks on a cluster of {cluster.ranks}",
-            problems=[f"{ranks - cluster.ranks} ranks have no device"],
-            fix="Take a larger cluster (--nodes with a preset), or another plan.",
-        )
-    return ranks
-
-
-def _question(
-    plan: Plan | None, recipe: str, cluster: Cluster, ranks: int, memory: str | None
-) -> PlanRequest:
-    from headway.cli.plan.optimizer_cost import with_measured_optimizer  # imports torch
-
-    work, batch, found = recipe_workload(recipe, plan)
-    return PlanRequest(
-        work=work,
-        machine=with_measured_optimizer(machine_of(cluster), cluster, found),
-        devices=(ranks,),
-        batch=batch,
-        memory=parse_memory_limit(memory),
-        objective="fastest",
-        precision=search_precision(found.precision if plan is None else plan.memory.precision),
-    )
-
-
-class UniformSimulationJob:
-    """A plan, read or found, on whatever hardware."""
-
-    kinds: tuple[str, ...] = ()
-
-    def __init__(self, plan: Plan | None, question: PlanRequest) -> None:
-        self.plan = plan
-        self.question = question
-        self.machines: Machines = {question.machine.device.name: question.machine}
-        if plan is not None:
-            self.name, self.words = plan.hash, in_words(plan)
-            for sentence in unpriced_parts(plan):
-                note(f"note: {sentence}")
-            return
-        outcome = find_plans(question)
-        self.point: Point = outcome.best
-        self.engine = outcome.search
-        self.name = describe_degrees(self.point.degrees)
-        self.words = f"the fastest plan that the search finds: {self.name}"
-
-    def step(self, machines: Machines) -> tuple[StepWork, float | None]:
-        """On a machine, and its price there. Of a plan that was found the degrees stay."""
-        question = self._on(machines)
-        if self.plan is not None:
-            work, point = step_of_plan(self.plan, PlanSearch(question))
-            return work, None if point is None else point.seconds
-        if machines is self.machines:
-            return step_of_point(self.point, self.engine), self.point.seconds
-        engine = PlanSearch(question)
-        again = engine.candidate(self.point.degrees).fastest(float("inf"))
-        assert again is not None  # it had a plan before, and memory is no limit here
-        return step_of_point(again, engine), again.seconds
-
-    def caps(self, machines: Machines) -> dict[str, float]:
-        return {name: self._on(machines).cap for name in machines}
-
-    def _on(self, machines: Machines) -> PlanRequest:
-        return replace(self.question, machine=next(iter(machines.values())))

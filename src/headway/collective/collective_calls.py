@@ -101,15 +101,6 @@ def merge_calls(calls: Iterable[CollectiveCall]) -> CollectiveCalls:
     return tuple(replace(call, count=count) for call, count in found.items())
 
 
-def call_volumes(calls: Iterable[CollectiveCall]) -> dict[tuple[CallKind, str], tuple[int, float]]:
-    """(number, bytes) by kind and axis."""
-    found: dict[tuple[CallKind, str], tuple[int, float]] = {}
-    for call in calls:
-        count, size = found.get((call.kind, call.axis), (0, 0.0))
-        found[call.kind, call.axis] = count + call.count, size + call.total
-    return found
-
-
 def call_table_lines(stages: Iterable[CollectiveCalls], what: str = "stage") -> Iterator[str]:
     """The lines of a table for people; stages, or what they are, that do the same share them."""
     alike: dict[CollectiveCalls, list[int]] = {}

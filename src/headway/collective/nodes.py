@@ -8,8 +8,11 @@ predict and that the counters of the network interfaces confirm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+Parents = tuple[int | None, ...]
+"""A tree: of each rank the next one on the way to the root; None: the root."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,16 @@ class Traffic:
 
 
 NOTHING = Traffic({})
+
+
+def set_partitions(ranks: int, labels: Sequence[int] = (0,)) -> Iterator[Sequence[int]]:
+    """All partitions of ranks: of each rank the number of its part (a restricted growth string).
+
+    Args:
+        labels: Of the first ranks; each is at most one above all before it.
+    """
+    if len(labels) == ranks:
+        yield labels
+        return
+    for label in range(max(labels) + 2):
+        yield from set_partitions(ranks, [*labels, label])

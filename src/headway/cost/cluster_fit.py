@@ -73,9 +73,9 @@ def add_host_costs(
     micro = max(0.0, (rest(several) - rest(one)) / (several.microbatches - one.microbatches))
     left = rest(one) - one.tensors * tensor - one.microbatches * micro
     host = HostOverhead(
-        step=_rounded_seconds(max(0.0, left)),
-        microbatch=_rounded_seconds(micro),
-        tensor=_rounded_seconds(tensor),
+        step=_four_digits(max(0.0, left)),
+        microbatch=_four_digits(micro),
+        tensor=_four_digits(tensor),
     )
     piped = [step for step in found.idle if step.stages > 1]
     if piped:
@@ -85,8 +85,8 @@ def add_host_costs(
         left = rest(few) - (few.microbatches + 1) * each
         host = replace(
             host,
-            piped_step=_rounded_seconds(max(0.0, left)),
-            piped_microbatch=_rounded_seconds(each),
+            piped_step=_four_digits(max(0.0, left)),
+            piped_microbatch=_four_digits(each),
         )
     words = f"measured {stamp}: steps of the executor with next to nothing to compute"
     return replace(device, host=host, source={**device.source, "host": words})
@@ -107,7 +107,7 @@ def _known(step: IdleStep, device: Device, network: HierarchicalNetwork, ranks: 
     return (step.microbatches + 1) * (kernels + message) + update + read
 
 
-def _rounded_seconds(value: float) -> float:
+def _four_digits(value: float) -> float:
     """To four digits: what was measured is not known better."""
     return float(f"{value:.4g}")
 
@@ -205,9 +205,9 @@ def fit_terms(
     names, inverse = found
     table = np.stack([columns[name] for name in names], axis=1)
     misses += np.abs(table @ inverse - columns["rest"]).tolist()
-    terms = dict(zip(names, (float(f"{one:.4g}") for one in inverse), strict=True))
+    terms = dict(zip(names, map(_four_digits, inverse), strict=True))
     rates = {"stream" if k == "both" else k: 1.0 / v for k, v in terms.items() if k != "call"}
-    rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    rounded = {name: _four_digits(rate) for name, rate in rates.items()}
     return PaceTerms(**rounded, call=terms.get("call"))
 
 
@@ -336,9 +336,11 @@ def level_of_exchanges(name: str, nodes: int | None, found: LinkReadings, stamp:
     level = Level(
         name=name,
         nodes=nodes,
-        rate=_rounded(_rate(sums, found.sums)),
-        latency=_rounded(sums.latency / (2 * math.log2(found.ranks))),
-        message=Link(rate=_rounded(_rate(plain, found.messages)), latency=_rounded(plain.latency)),
+        rate=_four_digits(_rate(sums, found.sums)),
+        latency=_four_digits(sums.latency / (2 * math.log2(found.ranks))),
+        message=Link(
+            rate=_four_digits(_rate(plain, found.messages)), latency=_four_digits(plain.latency)
+        ),
     )
     network = HierarchicalNetwork((link_level(level, found.ranks),))
     assert level.message is not None
@@ -369,28 +371,30 @@ def device_of_kernels(found: DeviceReadings, stamp: str) -> Device:
     floor = found.kernel + (found.dispatch if found.adds else 0.0)
     depth = _depth(found.products[main], floor)
     peak = {
-        name: _rounded(median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points))
+        name: _four_digits(
+            median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points)
+        )
         for name, points in found.products.items()
     }
     kinds, misses = fit_paces(found.kinds, floor, peak.get("fp32", math.inf))
     updates = {
         name: OptimizerPace(
-            **dict(zip(("small", "middle", "large"), map(_rounded, times), strict=True))
+            **dict(zip(("small", "middle", "large"), map(_four_digits, times), strict=True))
         )
         for name, times in found.updates.items()
     }
     device = Device(
         peak=peak,
         memory=found.memory,
-        memory_rate=_rounded(1.0 / stream),
+        memory_rate=_four_digits(1.0 / stream),
         efficiency=1.0,
-        depth=_rounded(depth),
-        kernel=_rounded(found.kernel),
-        dispatch=_rounded(found.dispatch),
-        skew=_rounded(found.skew),
+        depth=_four_digits(depth),
+        kernel=_four_digits(found.kernel),
+        dispatch=_four_digits(found.dispatch),
+        skew=_four_digits(found.skew),
         sharpness=1.0 if found.adds else None,
-        update=_rounded(updates["AdamW"].large + updates["clip"].large) if updates else None,
-        gather=None if found.gather is None else _rounded(found.gather),
+        update=_four_digits(updates["AdamW"].large + updates["clip"].large) if updates else None,
+        gather=None if found.gather is None else _four_digits(found.gather),
         overlap=None if found.overlap is None else float(f"{found.overlap:.2g}"),
         kinds=kinds,
         updates=updates,
@@ -442,8 +446,3 @@ def _products_miss(device: Device, found: DeviceReadings, floor: float) -> str:
 def _miss(predicted: Sequence[float], times: Sequence[tuple[float, float]]) -> str:
     misses = [abs(p / s - 1.0) for p, (_, s) in zip(predicted, times, strict=True)]
     return f"fit error {sum(misses) / len(misses):.0%} (largest {max(misses):.0%})"
-
-
-def _rounded(value: float) -> float:
-    """To four digits: what was measured is not known better."""
-    return float(f"{value:.4g}")

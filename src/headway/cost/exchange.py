@@ -1,7 +1,7 @@
 """The price of a plan's exchange: step seconds, exposed seconds, bytes on the wire, the limit.
 A thin layer: it turns the plan's exchange into an `ExchangeScheme` and asks
-`headway.collective.model.exchange_scheme`. The price equals what `headway.simulator.exchange`
-simulates, to rounding.
+`headway.collective.model.exchange_scheme`. `headway.simulator.exchange` lays its step out as a
+timeline.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headway.collective.model.bucket_cost import CompressorSpeed, ExchangeNetwork
+from headway.collective.compression import CompressorSpeed, parse_compression
+from headway.collective.model.bucket_cost import ExchangeNetwork
 from headway.collective.model.exchange_scheme import (
     TYPICAL_COMPRESSOR_SPEEDS,
     ExchangePrediction,
@@ -20,7 +21,7 @@ from headway.collective.model.exchange_scheme import (
 )
 from headway.collective.model.overlap import Consistency, Diagnosis, step_bound
 from headway.errors import PlanError
-from headway.plan import ExchangePlan, parse_compression
+from headway.plan import ExchangePlan
 from headway.plan.exchange_scheme import scheme_of
 
 
@@ -112,8 +113,7 @@ def with_exceptions(layers: Sequence[GradientLayer], exchange: ExchangePlan) -> 
     for layer in layers:
         part = exchange.part(layer.name)
         if part and part.compress:
-            other = parse_compression(part.compress)
-            layer = replace(layer, compressor=other.name, amount=other.amount)
+            layer = replace(layer, compression=parse_compression(part.compress))
         if part and part.ranks:
             sizes = [len(group) for group in part.ranks]
             largest = part.ranks[sizes.index(max(sizes))]

@@ -136,11 +136,6 @@ def range_exchange(
     return [s for s in sends if range_length(s[1])], [r for r in receives if range_length(r[1])]
 
 
-def halo_size(rank: int, have: Sequence[Range], want: Sequence[Range]) -> int:
-    """Elements per line along the dimension that a rank receives; (k - 1)/2 a side for "same"."""
-    return sum(range_length(received) for _, received in range_exchange(rank, have, want)[1])
-
-
 @lru_cache(maxsize=1024)
 def box_transfers(have: tuple[Box, ...], want: tuple[Box, ...]) -> tuple[BoxTransfer, ...]:
     """What goes where when all dimensions change at once; by the rank that receives.

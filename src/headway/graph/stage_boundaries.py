@@ -100,11 +100,6 @@ class BoundaryTensors:
         """Those from one stage to another."""
         return tuple(t for t in self.tensors if (t.source, t.target) == (source, target))
 
-    def region_bytes(self, stage: int, slots: int = 2) -> int:
-        """Bytes that a stage registers for static tensors that come to it."""
-        here = (t for t in self.tensors if t.target == stage and t.protocol == "static")
-        return slots * sum(t.bytes for t in here)
-
     @property
     def uncopied(self) -> float:
         """The share of all bytes that the senders do not copy; 1 where nothing crosses."""

@@ -25,7 +25,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "headway.launch.worker",
-    "headway.run.training.preload",
+    "headway.launch.preload",
 )
 
 

@@ -1,8 +1,9 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
+from headway.collective.compression import Compression, parse_compression
 from headway.plan.batch import BatchSplit
 from headway.plan.build import data_parallel, data_parallel_groups, pipelined, with_collective
-from headway.plan.exchange import Compression, ExchangePart, ExchangePlan, parse_compression
+from headway.plan.exchange import ExchangePart, ExchangePlan
 from headway.plan.explain import explain, plan_difference
 from headway.plan.layer_split import LayerSplit, ModuleSplit
 from headway.plan.mesh import Axis, Mesh

@@ -5,109 +5,31 @@ collective (`collective`, `carrier`), how it is combined (`reduce`, `values`), a
 parameters something else holds (`parts`). MLSL (Das et al. 2016), CommLib (Shi et al. 2020), Adasum
 (Maleki et al. 2020). Which parts can be combined is decided here and nowhere else.
 
-A compressor is written as a text, "name" or "name:amount" ("mstopk:0.01", "powersgd:2").
-`COMPRESSORS` says what each may be combined with and how many bytes it sends; `comm.compress` holds
-the implementations, whose payloads must have exactly these sizes.
+`headway.collective.compression` says of each compressor what it may be combined with.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from headway.collective.all_reduce.algorithm import (
     ALL_REDUCE_KINDS,
-    SUMMABLE_COMPRESSORS,
     AllReduceOptions,
     all_reduce_problems,
 )
-from headway.documents import document, nearest
+from headway.collective.compression import (
+    ELEMENTWISE_NAMES,
+    HIERARCHICAL_NAMES,
+    Compression,
+    parse_compression,
+)
+from headway.documents import document
 from headway.units import parse_bytes
 
-Amount = Literal["none", "density", "rank"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressorFacts:
-    """What is known of a compressor without running it.
-
-    Attributes:
-        amount: What the number behind the colon means.
-        summable: The network may add encoded payloads, so that any all-reduce carries them; the
-            others are gathered from all ranks and decoded one by one.
-        feedback: What was not sent is kept and added to the next gradient (error feedback).
-        exact: The sum is that of the uncompressed exchange.
-    """
-
-    amount: Amount = "none"
-    summable: bool
-    feedback: bool
-    exact: bool = False
-
-
-COMPRESSORS: dict[str, CompressorFacts] = {
-    "none": CompressorFacts(summable=True, feedback=False, exact=True),
-    "fp16": CompressorFacts(summable=True, feedback=False),
-    "bf16": CompressorFacts(summable=True, feedback=False),
-    "int8": CompressorFacts(summable=False, feedback=False),
-    "sign": CompressorFacts(summable=False, feedback=True),
-    "topk": CompressorFacts(amount="density", summable=False, feedback=True),
-    "mstopk": CompressorFacts(amount="density", summable=False, feedback=True),
-    "adaptive": CompressorFacts(amount="density", summable=False, feedback=True),
-    "randomk": CompressorFacts(amount="density", summable=True, feedback=True),
-    "powersgd": CompressorFacts(amount="rank", summable=True, feedback=True),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compression:
-    """A compressor with its amount: density in (0, 1], or rank from 1."""
-
-    name: str
-    amount: float = 0.0
-
-    @property
-    def facts(self) -> CompressorFacts:
-        return COMPRESSORS[self.name]
-
-    @property
-    def rank(self) -> int:
-        """Of "powersgd:2": 2."""
-        return int(self.amount)
-
-    def __str__(self) -> str:
-        return self.name if self.facts.amount == "none" else f"{self.name}:{self.amount:g}"
-
-
-def parse_compression(text: str) -> Compression:
-    """Read "fp16", "mstopk:0.01" or "powersgd:4".
-
-    Raises:
-        ValueError: No such compressor, or an amount that it cannot have; says what is legal.
-    """
-    name, colon, number = text.strip().partition(":")
-    if name not in COMPRESSORS:
-        raise ValueError(f"{name!r} is no compressor{nearest(name, list(COMPRESSORS))}")
-    kind = COMPRESSORS[name].amount
-    if kind == "none":
-        if colon:
-            raise ValueError(f"{name} takes no amount; write {name}")
-        return Compression(name=name)
-    example = f"{name}:0.01" if kind == "density" else f"{name}:2"
-    try:
-        amount = float(number)
-    except ValueError:
-        raise ValueError(f"{name} needs a {kind}; for example {example}") from None
-    if kind == "density" and not 0 < amount <= 1:
-        raise ValueError(f"{text}: a density lies between 0 and 1; for example {example}")
-    if kind == "rank" and (amount < 1 or amount != int(amount)):
-        raise ValueError(f"{text}: a rank is a whole number from 1; for example {example}")
-    return Compression(name=name, amount=amount)
-
-
-# How gradients become the same on all ranks, as data: one decision in five parts.
-
+DEFAULT_BUCKET, DEFAULT_CHUNK = "8 MiB", "1 MiB"
+"""Of an exchange that fits them to the link, until it has been measured."""
 
 Reduce = Literal["mean", "sum", "adasum"]
 AllReduceName = Literal[
@@ -147,7 +69,8 @@ class ExchangePlan:
         carrier: What the program needs besides: chunks, the order of a ring, packed trees.
         repack: Where `carrier.rates` says for which links a program was found, they are measured
             now and then, and another program takes its place when they have drifted.
-        compress: A compressor of `headway.plan.exchange`; "auto": chosen from the measured link.
+        compress: A compressor of `headway.collective.compression`; "auto": chosen from the
+            measured link.
         bucket: Gradients are fused into buckets of about this size ("8 MiB"), or "auto": fitted to
             the measured latency and bandwidth (MG-WFBP).
         overlap: Buckets leave while the backward pass still runs.
@@ -166,7 +89,7 @@ class ExchangePlan:
     carrier: AllReduceOptions | None = None
     repack: bool = True
     compress: str = "none"
-    bucket: str = "8 MiB"
+    bucket: str = DEFAULT_BUCKET
     overlap: bool = True
     priority: bool = False
     chunk: str = "auto"
@@ -186,6 +109,16 @@ class ExchangePlan:
     def bucket_bytes(self) -> int | None:
         """None: to be fitted."""
         return None if self.bucket == "auto" else parse_bytes(self.bucket)
+
+    @property
+    def initial_bucket_bytes(self) -> int:
+        """Before anything has been measured."""
+        return self.bucket_bytes or parse_bytes(DEFAULT_BUCKET)
+
+    @property
+    def initial_chunk_bytes(self) -> int:
+        """Before anything has been measured."""
+        return self.chunk_bytes or parse_bytes(DEFAULT_CHUNK)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -264,19 +197,15 @@ def _compressors(exchange: ExchangePlan) -> list[str]:
     return found
 
 
-HIERARCHICAL = ("none", "fp16", "bf16", "topk", "mstopk")
-"""Compressors of the step between nodes of a hierarchical exchange."""
-
-
 def _hierarchical(exchange: ExchangePlan) -> list[str]:
     if exchange.collective != "hierarchical":
         return []
     texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
     return [
         f"exchange.compress {text} does not go with collective hierarchical; "
-        f"one of {', '.join(HIERARCHICAL)} does"
+        f"one of {', '.join(HIERARCHICAL_NAMES)} does"
         for text in texts
-        if text.partition(":")[0] not in HIERARCHICAL
+        if text.partition(":")[0] not in HIERARCHICAL_NAMES
     ]
 
 
@@ -288,9 +217,9 @@ def _carried(exchange: ExchangePlan, ranks: int) -> list[str]:
     texts = [exchange.compress, *(p.compress for p in exchange.parts if p.compress)]
     found += [
         f"exchange.compress {text} {with_it}: a program carries sums; one of "
-        f"{', '.join(SUMMABLE_COMPRESSORS)}"
+        f"{', '.join(ELEMENTWISE_NAMES)}"
         for text in texts
-        if text.partition(":")[0] not in SUMMABLE_COMPRESSORS
+        if text.partition(":")[0] not in ELEMENTWISE_NAMES
     ]
     if exchange.reduce == "adasum":
         found.append(f"exchange.reduce adasum {with_it}: it has a program of its own")

@@ -5,16 +5,15 @@ Not exported from `headway.plan`: predicting needs numpy, a plan does not.
 
 from __future__ import annotations
 
+from headway.collective.compression import UNCOMPRESSED
 from headway.collective.model.exchange_scheme import ExchangeScheme
 from headway.plan.exchange import ExchangePlan
 
 
 def scheme_of(exchange: ExchangePlan) -> ExchangeScheme:
     """What of an exchange decides on time; an automatic compressor is "none" so far."""
-    compression = exchange.compression
     return ExchangeScheme(
-        compressor=compression.name if compression else "none",
-        amount=compression.amount if compression else 0.0,
+        compression=exchange.compression or UNCOMPRESSED,
         reduce=exchange.reduce,
         collective=exchange.collective,
         carrier=exchange.carrier,

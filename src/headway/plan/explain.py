@@ -114,17 +114,18 @@ _HOW = {
 
 
 def plan_difference(old: Plan, new: Plan) -> list[str]:
-    """One line per value that differs: "mesh.axes.0.size: 2 -> 4"; empty for equal plans."""
+    """One line per value that differs: "mesh.axes.0.size: 2 -> 4"; empty for equal plans.
+
+    None and a value that is absent are the same: of parts that only one plan has, only their
+    entries are listed.
+    """
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     keys = list(dict.fromkeys([*before, *after]))
     return [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
         for key in keys
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        if before.get(key) != after.get(key)
     ]
-
-
-_ABSENT = object()
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

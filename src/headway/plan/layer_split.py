@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from headway.collective.compression import ELEMENTWISE_NAMES, compressor_of
 from headway.documents import document
 from headway.plan.exchange import ExchangePlan
 from headway.plan.mesh import Axis, Mesh
@@ -176,15 +177,19 @@ def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
 
 def _exchange_problems(exchange: ExchangePlan) -> Iterator[str]:
     """What gradients of parts of layers cannot be exchanged by."""
-    if exchange.compress == "int8":
+    kind = compressor_of(exchange.compress)
+    *first, last = ELEMENTWISE_NAMES
+    names = f"{', '.join(first)} or {last}"
+    if kind is not None and not (kind.elementwise or kind.feedback):
         yield (
-            "exchange.compress is 'int8': its scales are those of a rank's own parts, and ranks "
-            "would round what all of them hold differently; with split.tensor none, fp16 or bf16"
+            f"exchange.compress is {exchange.compress!r}: its scales are those of a rank's own "
+            "parts, and ranks would round what all of them hold differently; with split.tensor "
+            f"{names}"
         )
-    elif exchange.compress not in ("none", "fp16", "bf16"):
+    elif kind is None or not kind.elementwise:
         yield (
             f"exchange.compress is {exchange.compress!r}: what it keeps back of split layers no "
-            "checkpoint could give to another plan; with split.tensor none, fp16 or bf16"
+            f"checkpoint could give to another plan; with split.tensor {names}"
         )
     if exchange.priority:
         yield (

@@ -99,13 +99,12 @@ class PipelinePlan:
         )
 
     def _named(self, ranks: int, parts: int) -> PipelineSchedule:
-        number, mode = parts, self.mode
+        name, number, mode = self.schedule, parts, self.mode
         if self._halves:
             if parts % 2:  # a ragged batch
-                mode = "direct"
+                name, mode = SCHEDULES[name].variant_of or name, "direct"
             else:
                 number = parts // 2
-        name = "chimera" if mode != self.mode else self.schedule
         return make_schedule(
             name,
             stages=ranks,
@@ -116,10 +115,14 @@ class PipelinePlan:
         )
 
     @property
+    def mode_of_schedule(self) -> str:
+        """Chimera's mode, which the schedule's name may fix; "direct" for all other schedules."""
+        kind = SCHEDULES[self.schedule]
+        return kind.mode or (self.mode if "mode" in kind.options else "direct")
+
+    @property
     def _halves(self) -> bool:
-        return self.schedule == "chimera-halving" or (
-            self.schedule == "chimera" and self.mode == "halving"
-        )
+        return self.mode_of_schedule == "halving"
 
     def _written(self, ranks: int, parts: int) -> PipelineSchedule:
         schedule = from_csv(self.table, where="pipeline.table")

@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -203,25 +202,7 @@ class Plan:
         return not place.get(TENSOR, 0) and not place.get(SPACE, 0)
 
     def to_dict(self) -> dict[str, object]:
-        found = dataclasses.asdict(self)
-        if self.prediction is None:
-            del found["prediction"]
-        if self.split == LayerSplit():
-            del found["split"]
-        else:
-            late = {"only": (), "by": (), "head": "auto"}  # plans of before keep their hash
-            found["split"] = {k: v for k, v in found["split"].items() if v != late.get(k, ...)}
-        if not self.memory.zero:
-            del found["memory"]["zero"]
-        if self.exchange.carrier is None:
-            del found["exchange"]["carrier"]
-        elif not self.exchange.carrier.rates:
-            del found["exchange"]["carrier"]["rates"]
-        if self.exchange.repack:
-            del found["exchange"]["repack"]
-        if self.pipeline.shared_memory:
-            del found["pipeline"]["shared_memory"]
-        return found
+        return dataclasses.asdict(self)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
@@ -229,7 +210,8 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that name this decision, independent of the file's layout."""
-        decision = replace(self, prediction=None).to_dict()
+        decision = self.to_dict()
+        del decision["prediction"]
         canonical = json.dumps(decision, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway import plan as plans
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.errors import PlanError, UsageError
 from headway.plan import data_parallel
 from headway.run.distributed import replica_sync
@@ -25,7 +25,8 @@ from headway.run.distributed.world import World
 from headway.run.step import components
 from headway.run.step.defaults import find_world
 from headway.run.step.record import StepRecord
-from headway.run.strategy.data_parallel import DataParallelStrategy
+from headway.run.strategy import select as strategies
+from headway.run.strategy.step_context import TrainingSetup
 
 
 class Exchange:
@@ -81,15 +82,17 @@ class Exchange:
         self._joining = False
         if ranks > 1:
             replica_sync.sync_initial_state(model, self.world)
-        self._gradients = DataParallelStrategy(
-            model,
-            optimizer,
-            None,
-            plan=data_parallel(ranks, processes=ranks, exchange=self.description),
-            world=self.world,
-            clip=None,
-            seed=seed,
-            weight=1.0 / ranks if self.description.reduce != "adasum" else 1.0,
+        self._gradients = strategies.data_parallel(
+            TrainingSetup(
+                model=model,
+                optimizer=optimizer,
+                scheduler=None,
+                plan=data_parallel(ranks, processes=ranks, exchange=self.description),
+                world=self.world,
+                clip=None,
+                seed=seed,
+                weight=1.0 / ranks if self.description.reduce != "adasum" else 1.0,
+            )
         )
         self.steps_done = 0
         self._last: list[BucketTiming] = []

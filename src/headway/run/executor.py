@@ -1,8 +1,8 @@
 """The executor: carries out a plan's step program, one handler per kind of instruction.
 
 `compile_step` turns a plan and the number of micro-batches into a list of instructions;
-`strategy_for` chooses the class that exchanges gradients and makes the update; `Executor` runs the
-instructions one after the other. A feature adds instructions and handlers, not branches here.
+a `Strategy` exchanges gradients and makes the update; `Executor` runs the instructions one after
+the other. A feature adds instructions and handlers, not branches here.
 
 Loss, gradients and updated parameters of a step equal those of the serial run for every plan with
 an exact exchange and a flush, because the loss is the sum over the global batch divided by the
@@ -27,10 +27,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.data import Cursor, MicroBatch, RankBatch
 from headway.plan import Plan
-from headway.plan.plan import check_executable
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
-from headway.run.pipeline.step import PipelineContext, PipelineRunner, check_last_batch
+from headway.run.pipeline.step import PipelineRunner, check_last_batch
 from headway.run.recipe.recipe import Loss
 from headway.run.step import components
 from headway.run.step.batch import (
@@ -43,6 +42,7 @@ from headway.run.step.batch import (
     to_device,
 )
 from headway.run.step.defaults import find_world, resolve_plan
+from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
@@ -50,13 +50,8 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.run.step.record import StepRecord
-from headway.run.strategy.data_parallel import DataParallelStrategy
-from headway.run.strategy.pipeline_parallel import (
-    AsyncPipelineStrategy,
-    PipelineStrategy,
-    check_clip,
-)
-from headway.run.strategy.sharded_parameters import FsdpStrategy, TensorParallelStrategy
+from headway.run.strategy.select import make_strategy
+from headway.run.strategy.step_context import TrainingSetup
 
 Kind = Literal[
     "clear",
@@ -169,25 +164,7 @@ def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
     return [Instruction("idle" if idle else "forward", number), Instruction("backward", number)]
 
 
-# Which hands a plan needs for its gradients.
-
-
-def strategy_for(plan: Plan, clip: float | None) -> type[DataParallelStrategy]:
-    """By where gradients are summed: by stages, by parts of layers or of the state, by buckets.
-
-    Raises:
-        PlanError: There is no mechanism for the plan, or none to limit the norm with it.
-    """
-    check_executable(plan)
-    check_clip(plan, clip)
-    if plan.pipe_degree > 1:
-        return PipelineStrategy if plan.flushes else AsyncPipelineStrategy
-    if plan.split.tensor:
-        return TensorParallelStrategy
-    return FsdpStrategy if plan.memory.zero and plan.ranks > 1 else DataParallelStrategy
-
-
-# Obeys a plan: carries out the step program, one handler for each kind of instruction.
+# Carries out the step program, one handler for each kind of instruction.
 
 
 class Executor:
@@ -249,26 +226,32 @@ class Executor:
         self._loss_of: dict[int, Tensor] = {}
         self._shares: list[Tensor] = []
         self._counts: list[Tensor | float] = []
-        self._dtype = torch.float64 if self.plan.memory.precision == "float64" else None
+        self._dtype = float_dtype(self.plan.memory.precision)
         if self._dtype is not None:
-            components.to_float64(self.model)
+            to_float64(self.model)
         components.move_optimizer_state(optimizer)
         if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
-        self._pipeline: PipelineRunner | None = None
         self._spare = PaddingBatch(self.plan)
-        self.gradients = strategy_for(self.plan, clip)(
-            self.model,
-            optimizer,
-            scheduler,
-            plan=self.plan,
-            world=self.world,
-            clip=clip,
-            seed=seed,
+        self.gradients = make_strategy(
+            TrainingSetup(
+                model=self.model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                plan=self.plan,
+                world=self.world,
+                clip=clip,
+                seed=seed,
+            ),
+            ForwardPass(
+                model=self.model,
+                loss=self._loss,
+                arithmetic=self._arithmetic,
+                prepare=self._prepare,
+                probe=self._probe,
+            ),
         )
         self.gradients.follow()
-        if isinstance(self.gradients, PipelineStrategy):
-            self._pipeline = PipelineRunner(self._means(self.gradients))
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
             "idle": self._idle, "tally": self._tally, "backward": self._backward,
@@ -315,7 +298,7 @@ class Executor:
     @property
     def pipeline(self) -> PipelineRunner | None:
         """None where the model is not cut."""
-        return self._pipeline
+        return self.gradients.pipeline
 
     def step(self, batch: RankBatch) -> float:
         """One optimiser step; returns the loss of the global batch.
@@ -348,8 +331,8 @@ class Executor:
             batches: As `loader` makes it: all ranks of a pipeline read the same.
         """
         self.flush()
-        self.gradients.share_buffers()
-        sums = self._sums if self._pipeline is None else self._pipeline.evaluate
+        self.gradients.parameters.share_buffers()
+        sums = self._sums if self.pipeline is None else self.pipeline.evaluate
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             self._spare.note(batch)
@@ -370,13 +353,7 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
-        if isinstance(self.gradients, TensorParallelStrategy):
-            self._sites = self.gradients.divide(batch, self._loss, self._prepare, self._probe)
-        if self._pipeline is None or self._pipeline.homes is not None:
-            return
-        if not self.model.training:
-            self.model.train()
-        self._pipeline.cut(batch)
+        self._sites = self.gradients.prepare(batch) or self._sites
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -388,9 +365,9 @@ class Executor:
         """
         self.gradients.make_whole()
         try:
-            yield self.gradients.whole
+            yield self.gradients.parameters.whole
         finally:
-            self.gradients.let_go()
+            self.gradients.parameters.let_go()
 
     def flush(self) -> None:
         """Wait until every update has been made (priority); call it before you read parameters."""
@@ -460,23 +437,9 @@ class Executor:
     def _pass_through(self, _: Instruction) -> None:
         """All micro-batches through the pipeline; losses are known where a pipe ends."""
         assert self._batch is not None
-        assert self._pipeline is not None
-        self._pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
-        self._shares, self._counts = self._pipeline.losses, self._pipeline.counts
-
-    def _means(self, gradients: PipelineStrategy) -> PipelineContext:
-        return PipelineContext(
-            model=self.model,
-            loss=self._loss,
-            plan=self.plan,
-            world=self.world,
-            seed=self.seed,
-            arithmetic=self._arithmetic,
-            prepare=self._prepare,
-            probe=self._probe,
-            remark=self.gradients.remarks.append,
-            hands=gradients,
-        )
+        assert self.pipeline is not None
+        self.pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
+        self._shares, self._counts = self.pipeline.losses, self.pipeline.counts
 
     # -- one micro-batch ---------------------------------------------------------------------
 
@@ -496,7 +459,7 @@ class Executor:
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch as a sum and what it is a sum over."""
         data = self._prepare(micro.data)
-        with self._arithmetic(), self.gradients.calling():
+        with self._arithmetic(), self.gradients.reducer.calling():
             value = self._loss(self.model, data)
         return components.sum_and_count(value, len(micro.positions))
 
@@ -504,9 +467,7 @@ class Executor:
         return to_device(data, self.world.device, self._dtype)
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        if self.plan.memory.precision == "bfloat16":
-            return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        return autocast(self.plan.memory.precision, self.world.device)
 
     @contextlib.contextmanager
     def _randomness(self, micro: MicroBatch, *, drawing: bool) -> Iterator[None]:
@@ -527,7 +488,7 @@ class Executor:
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
         """Look once how random draws depend on the batch; without doubt, or with a warning."""
-        with self._arithmetic(), self.gradients.calling():
+        with self._arithmetic(), self.gradients.reducer.calling():
             sites = probe_random_draws(self.model, loss or self._loss, data, resize_batch)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)

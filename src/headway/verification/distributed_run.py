@@ -18,10 +18,10 @@ from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.step.components import to_float64
 from headway.run.step.defaults import recipe_plan
-from headway.run.strategy.data_parallel import DataParallelStrategy
-from headway.run.training.loop import build_model
+from headway.run.step.forward_pass import to_float64
+from headway.run.step.randomness import build_model
+from headway.run.strategy.parameters import HeldParameters
 from headway.verification.exchange_law import ExchangeLawMonitor, save_laws
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.reference import save_cut
@@ -71,7 +71,7 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
             if watch and exchange:
                 watch.after_step(step, exchange.now)
             run.gradients.hide()
-            _same_everywhere(run.gradients, world, step)
+            _same_everywhere(run.gradients.parameters, world, step)
     run.gradients.close()
     if world.rank == 0:
         recorder.recording().save(target)
@@ -93,11 +93,11 @@ def laws_file(target: Path) -> Path:
     return target.with_suffix(".laws.json")
 
 
-def _same_everywhere(gradients: DataParallelStrategy, world: World, step: int) -> None:
+def _same_everywhere(parameters: HeldParameters, world: World, step: int) -> None:
     """Ranks that hold a parameter hold the same numbers."""
     if world.ranks == 1:
         return
-    own = replica_sync.checksums(gradients.parameters, gradients.away)
+    own = replica_sync.checksums(parameters.named, parameters.away)
     everywhere: list[dict[str, int]] = [{}] * world.ranks
     dist.all_gather_object(everywhere, own)
     first: dict[str, tuple[int, int]] = {}

@@ -8,7 +8,7 @@ The exchange is observed from outside: what went into each method, what came out
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,18 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.collective.compression import parse_compression
 from headway.comm.algorithms.adasum import adasum_tree
 from headway.comm.algorithms.method import ExchangeMethod, FusedBuffer, PendingOperation, Route
 from headway.comm.compress.state import SUMMED_STATE, parse_state_key
 from headway.comm.exchange.gradient_exchange import GradientExchange
-from headway.comm.lanes.bucket_lanes import Bucket
-from headway.plan import ExchangePlan, parse_compression
+from headway.comm.lanes.buckets import Bucket
+from headway.plan import ExchangePlan
 
 TOLERANCE = 1e-9
 """Of laws that hold to rounding: residuals pass through a few sums more than gradients do."""
-ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "int8": 1 / 127}
-"""Largest error of one rank's contribution, relative to the largest element of the bucket; each
-payload is rounded when it is sent and at most once more on its way."""
 NAMES = {
     "feedback": "sent + kept back = gradient",
     "rounding": "error within the type's rounding",
@@ -103,6 +101,9 @@ class ObservedMethod(ExchangeMethod):
     def state(self) -> dict[str, Tensor]:
         return self.inner.state()
 
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.restore(state)
+
 
 @dataclass(slots=True)
 class ExchangeLawMonitor:
@@ -148,18 +149,18 @@ class ExchangeLawMonitor:
         if text == "auto":
             return None
         compression = parse_compression(text)
-        if compression.facts.feedback:
+        if compression.law == "feedback":
             expected = seen.into + seen.kept_before - residual_of(witness.inner, bucket)
             dist.all_reduce(expected, group=group)
             return _law(step, bucket, "feedback", expected, seen.out, TOLERANCE)
         expected = seen.into.clone()
         dist.all_reduce(expected, group=group)
-        if compression.name in ROUNDING:
+        if compression.law == "rounding":
             largest = seen.into.abs().max()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             ranks = bucket.routes[0].size
             scale = float(expected.abs().max()) or 1.0
-            bound = 2 * ranks * ROUNDING[compression.name] * float(largest) / scale
+            bound = 2 * ranks * compression.rounding * float(largest) / scale
             return _law(step, bucket, "rounding", expected, seen.out, bound)
         return _law(step, bucket, "sum", expected, seen.out, TOLERANCE)
 

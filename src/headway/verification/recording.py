@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headway.data import Cursor
+from headway.plan import Plan
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
@@ -31,17 +32,17 @@ class VerifyJob:
     """What to record.
 
     Attributes:
-        recipe: As for `headway train`.
+        recipe: As for `headway train`, or a `Recipe` that pickles.
         overrides: "key=value" changes to the recipe.
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
-        plan: A plan file; None: data parallelism over all ranks.
+        plan: A plan or its file; None: data parallelism over all ranks.
     """
 
-    recipe: str
+    recipe: str | Recipe
     overrides: tuple[str, ...] = ()
     steps: int = 4
-    plan: Path | None = None
+    plan: Plan | Path | None = None
     timeout_seconds: float = 120.0
 
     def load(self) -> Recipe:

@@ -28,16 +28,17 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.batch import resize_batch, to_device
-from headway.run.step.components import sum_and_count, to_float64
+from headway.run.step.components import sum_and_count
 from headway.run.step.defaults import recipe_plan
+from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
+    build_model,
     probe_random_draws,
     seed_everything,
 )
 from headway.run.strategy.training_state import TrainingState
-from headway.run.training.loop import build_model
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
 from headway.schedule.update_groups import update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state

@@ -15,6 +15,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from headway.api.plan_request import (
+    PlanSearchOptions,
+    TrainingLength,
+    parse_memory_limit,
+    recipe_workload,
+    search_precision,
+    training_length,
+)
 from headway.cli.plan.output import (
     COLLECTIVES_HEADING,
     cost_columns,
@@ -22,14 +30,6 @@ from headway.cli.plan.output import (
     cost_headings,
     cost_sentence,
     device_hours_sentence,
-)
-from headway.cli.plan.question import (
-    PlanSearchOptions,
-    TrainingLength,
-    parse_memory_limit,
-    recipe_workload,
-    search_precision,
-    training_length,
 )
 from headway.cli.terminal.console import note, say, say_json
 from headway.cluster import Cluster
@@ -39,7 +39,6 @@ from headway.cost.network import network_of
 from headway.errors import PlanError
 from headway.plan import Plan
 from headway.plan import explain as in_words
-from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import label_points, step_price
 from headway.planner.explain.hardware_changes import (
     SAME,
@@ -77,6 +76,7 @@ from headway.planner.traffic.estimate import collectives_of_ranks
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from headway.api.recipe_workload import RecipeWorkload
     from headway.run.recipe.recipe import Recipe
 
 
@@ -86,28 +86,21 @@ def device_type_counts(cluster: Cluster) -> dict[str, int]:
 
 
 def mixed_question(
-    wanted: PlanSearchOptions,
-    work: PlanningWorkload,
-    batch: int,
-    cluster: Cluster,
-    recipe: Recipe,
-    precision: str,
+    wanted: PlanSearchOptions, captured: RecipeWorkload, cluster: Cluster, precision: str
 ) -> PlanRequest:
     """The question to the search.
 
     Args:
-        work: Of the recipe's model.
-        batch: Samples of a step.
-        recipe: Whose optimiser's update counts, where the file has measured it.
+        captured: Whose optimizer's update counts, where the file has measured it.
         precision: As in `PlanRequest`.
 
     Raises:
         PlanError: Somebody's devices are not known, or something is asked for that cannot be.
     """
-    from headway.cli.plan.optimizer_cost import with_measured_optimizer  # imports torch
+    from headway.api.recipe_workload import with_measured_optimizer  # imports torch
 
     counts, network = device_type_counts(cluster), network_of(cluster)
-    force, problems = resolve_force(work, wanted.force)
+    force, problems = resolve_force(captured.work, wanted.force)
     if sum(counts.values()) < cluster.ranks:
         problems.append("some nodes do not say which device they have")
     if wanted.counts and wanted.counts[-1] > cluster.ranks:
@@ -124,7 +117,9 @@ def mixed_question(
             DeviceGroup(
                 kind=kind,
                 machine=replace(
-                    with_measured_optimizer(machine_of(cluster, device=kind), cluster, recipe),
+                    with_measured_optimizer(
+                        machine_of(cluster, device=kind), cluster, captured.recipe
+                    ),
                     network=network,
                 ),
                 count=number,
@@ -132,9 +127,9 @@ def mixed_question(
             )
             for kind, number in counts.items()
         ],
-        work=work,
+        work=captured.work,
         devices=wanted.counts or (),
-        batch=batch,
+        batch=captured.batch,
         memory=wanted.memory,
         objective=wanted.objective,
         schedules=wanted.schedules,
@@ -459,7 +454,7 @@ def mixed_plan_question(
         memory: Of a device that may be used.
         ranks: Devices, without a plan.
     """
-    work, batch, found = recipe_workload(recipe, plan)
+    captured = recipe_workload(recipe, plan)
     wanted = PlanSearchOptions(
         objective="fastest",
         counts=(ranks if plan is None else plan.ranks,),
@@ -469,8 +464,8 @@ def mixed_plan_question(
         schedules=("1f1b",),
         runnable=plan is not None,
     )
-    said = found.precision if plan is None else plan.memory.precision
-    return mixed_question(wanted, work, batch, cluster, found, search_precision(said))
+    said = captured.recipe.precision if plan is None else plan.memory.precision
+    return mixed_question(wanted, captured, cluster, search_precision(said))
 
 
 def device_types_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

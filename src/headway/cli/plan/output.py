@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from headway.cli.plan.question import TrainingLength
+from headway.api.plan_request import TrainingLength
 from headway.collective.collective_calls import call_table_lines
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.alternatives import (

@@ -18,8 +18,8 @@ from headway.cli.schedule.figures import (
     format_range,
     schedule_data,
 )
-from headway.cli.schedule.show import check_at_least_1, write_file
-from headway.cli.terminal.console import say, say_json
+from headway.cli.schedule.show import check_at_least_1
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.errors import PlanError, UsageError
 from headway.planner.schedule_search.tables import (
     ScheduleSearchBudget,

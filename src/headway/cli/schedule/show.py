@@ -6,7 +6,6 @@ it. Times are in one unit of the user's choice, memory in stages of 1/D of the m
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.schedule_table import invalid_table_error
 from headway.cli.schedule.figures import (
     ScheduleCosts,
     ScheduleFigures,
@@ -22,7 +22,7 @@ from headway.cli.schedule.figures import (
     format_range,
     schedule_data,
 )
-from headway.cli.terminal.console import say, say_json
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.errors import PlanError, UsageError
 from headway.report.trace_export import chrome_trace_json
 from headway.schedule.csv_format import read_table, to_csv
@@ -30,7 +30,6 @@ from headway.schedule.csv_format import to_torch_csv as torch_text
 from headway.schedule.drawing import draw_aligned, draw_timed, legend, timing_timeline
 from headway.schedule.generators.registry import SCHEDULES, NamedSchedule, make_schedule
 from headway.schedule.pipeline_schedule import PipelineSchedule
-from headway.schedule.rules.cells import Violation
 from headway.schedule.rules.check import schedule_violations
 
 _UNIT = ScheduleCosts()
@@ -292,7 +291,7 @@ def check(
         say_json({"valid": False, "violations": rows})
         return PlanError.exit_code
     if wrong:
-        raise _invalid_table_error(file, wrong)
+        raise invalid_table_error(file, wrong)
     found = evaluate_schedule(schedule, costs)
     _pictures([found], svg, png)
     if json:
@@ -301,35 +300,6 @@ def check(
         say(f"{file}: valid")
         say(describe_schedule(found, _drawing(found, aligned=False)))
     return 0
-
-
-def _invalid_table_error(file: Path, wrong: Sequence[Violation]) -> PlanError:
-    count = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
-    return PlanError(
-        f"the table cannot be carried out: {count}",
-        where=str(file),
-        problems=[f"{violation.rule}: {violation.text}" for violation in wrong],
-        fix="Mend the named cells (ranks and cells count from 0).",
-    )
-
-
-def recipe_overrides(file: Path) -> tuple[str, ...]:
-    """What `headway train --schedule FILE` lays over a recipe: stages and the table.
-
-    Args:
-        file: A CSV file in headway's dialect, or in torch's of one pipe.
-
-    Raises:
-        DocumentError: The file cannot be read.
-        PlanError: The table cannot be carried out.
-    """
-    schedule = read_table(file)
-    wrong = schedule_violations(schedule)
-    if wrong:
-        raise _invalid_table_error(file, wrong)
-    # What JSON calls a string is a basic string of TOML.
-    table = json_format.dumps(to_csv(schedule), ensure_ascii=False)
-    return f"stages={schedule.ranks}", f"pipeline.table={table}"
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -346,14 +316,3 @@ def _pictures(shown: Sequence[ScheduleFigures], svg: Path | None, png: Path | No
         write_file(svg, schedule_svg(shown))
     if png is not None:
         write_file(png, schedule_png(shown))
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file; a path that cannot be written is the user's mistake."""
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UsageError(
-            "cannot be written", where=str(path), why=error.strerror or str(error)
-        ) from None

@@ -6,10 +6,13 @@ display uses rich.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UsageError
 
 BUG_CODE = "HW-9000"
 BUG_EXIT = 70
@@ -42,6 +45,43 @@ def warn(text: str) -> None:
 def show_warning(message: Warning | str, *place: object, **options: object) -> None:
     """Takes the place of `warnings.showwarning`: the text without a line of headway's source."""
     warn(str(message))
+
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Notes of the library (logger "headway") go to standard error while the `with` lasts."""
+    logger, handler = logging.getLogger("headway"), _NoteHandler()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+class _NoteHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file that the command line names.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(
+            "cannot be written",
+            where=str(path),
+            why=error.strerror or str(error),
+            fix="Name another file.",
+        ) from None
 
 
 def error_text(error: HeadwayError) -> str:

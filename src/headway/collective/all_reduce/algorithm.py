@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
-from headway.collective.generators import direct, halving_doubling, ring, servers
+from headway.collective.compression import UNCOMPRESSED, Compression
+from headway.collective.generators import direct, ring, servers
+from headway.collective.generators.recursive_halving import halving_doubling
 from headway.collective.generators.trees import trees
 from headway.collective.nodes import NOTHING, Traffic
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
@@ -25,8 +27,6 @@ AllReduceKind = Literal["ring", "direct", "halving-doubling", "servers", "trees"
 ALL_REDUCE_KINDS: tuple[AllReduceKind, ...] = get_args(AllReduceKind)
 """Values of `Exchange.collective` that name a program (`headway.collective.all_reduce.algorithm`).
 """
-SUMMABLE_COMPRESSORS = ("none", "fp16", "bf16")
-"""Compressors whose buckets are one sum, which a program can carry."""
 ROOT = -1
 """The parent of a tree's root."""
 
@@ -189,7 +189,7 @@ def all_reduce_traffic(
     carrier: AllReduceOptions | None,
     ranks: Sequence[int],
     elements: int,
-    compressor: str = "none",
+    compression: Compression = UNCOMPRESSED,
     element_bytes: int = 4,
 ) -> Traffic:
     """What the exchange of one bucket sends, from the steps of its program.
@@ -198,16 +198,16 @@ def all_reduce_traffic(
         kind: Of `ALL_REDUCE_KINDS`.
         ranks: Global ranks that exchange, ascending.
         elements: Of the bucket, flags included.
-        compressor: One of `SUMMABLE_COMPRESSORS`.
+        compression: An elementwise one.
 
     Raises:
         ValueError: A compressor that is more than one sum.
     """
-    if compressor not in SUMMABLE_COMPRESSORS:
-        raise ValueError(f"a program carries sums, not what {compressor} gathers")
+    if not compression.elementwise:
+        raise ValueError(f"a program carries sums, not what {compression.name} gathers")
     if len(ranks) == 1:
         return NOTHING
-    width = element_bytes if compressor == "none" else 2
+    width = compression.wire_element_bytes(element_bytes)
     sent = all_reduce_program(kind, carrier, len(ranks), elements, width).traffic(width).sent
     return Traffic({(ranks[a], ranks[b]): size for (a, b), size in sent.items()})
 

@@ -33,7 +33,7 @@ from headway.collective.generators.program_builder import (
     piece_count,
     split_evenly,
 )
-from headway.collective.nodes import Nodes
+from headway.collective.nodes import Nodes, Parents
 from headway.collective.program.program import (
     BufferSpan,
     CollectiveProgram,
@@ -197,10 +197,6 @@ class TreeSteps:
 
 
 # Trees by name, as the parent of every rank: what `trees` makes programs of.
-
-
-Parents = tuple[int | None, ...]
-"""Of each rank the next one on the way to the root; None: the root."""
 
 
 def chain(order: Sequence[int]) -> Parents:

@@ -24,14 +24,15 @@ from headway.collective.all_reduce.algorithm import (
     all_reduce_traffic,
     bucket_elements,
 )
+from headway.collective.compression import (
+    INDEX_BYTES,
+    UNCOMPRESSED,
+    Compression,
+    CompressorSpeed,
+)
 from headway.collective.model.link_fit import LinkFit, ring_factor
-from headway.collective.model.payload import INDEX_BYTES, payloads
 from headway.collective.nodes import NOTHING, Nodes, Traffic
 
-ELEMENTWISE = frozenset({"none", "fp16", "bf16"})
-"""Compressors of which any slice can be exchanged alone."""
-SPARSE = frozenset({"topk", "mstopk", "adaptive"})
-"""Compressors that send some elements with their indices."""
 NUMBER_BYTES = 8
 """Of each layer and level Adasum sums three numbers in double precision."""
 DIRECT_BLOCK_RANKS = 8
@@ -120,8 +121,7 @@ def bucket_traffic(
     *,
     reduce: str = "mean",
     collective: str = "all_reduce",
-    compressor: str = "none",
-    amount: float = 0.0,
+    compression: Compression = UNCOMPRESSED,
     carrier: AllReduceOptions | None = None,
     element_bytes: int = 4,
 ) -> Traffic:
@@ -131,7 +131,6 @@ def bucket_traffic(
         shapes: Of the parameters of the bucket, in their memory order.
         reduce: As in the plan's `Exchange`.
         collective: As in the plan's `Exchange`.
-        compressor: Name, as in the plan's `Compression`.
         carrier: As in the plan's `Exchange`.
 
     Raises:
@@ -143,7 +142,7 @@ def bucket_traffic(
         return NOTHING
     elements = bucket_elements(shapes)
     if collective in ALL_REDUCE_KINDS:
-        return all_reduce_traffic(collective, carrier, ranks, elements, compressor, element_bytes)
+        return all_reduce_traffic(collective, carrier, ranks, elements, compression, element_bytes)
     layered = is_hierarchical(nodes, collective)
     if reduce == "adasum":
         whole = element_bytes * (elements - len(shapes))
@@ -152,13 +151,16 @@ def bucket_traffic(
         return adasum_traffic(ranks, whole, len(shapes))
     if collective == "hierarchical" and nodes.count == 1:
         return ring_all_reduce_traffic(ranks, element_bytes * elements)  # nothing is slow here
-    if collective == "hierarchical" and compressor in SPARSE:
-        return sparse_hierarchical_traffic(nodes, elements, len(shapes), amount, element_bytes)
+    if collective == "hierarchical" and _is_sparse(compression):
+        density = compression.amount
+        return sparse_hierarchical_traffic(nodes, elements, len(shapes), density, element_bytes)
     if not layered:
-        return flat_traffic(shapes, ranks, compressor, amount, element_bytes)
-    if compressor not in ELEMENTWISE:
-        raise ValueError(f"a hierarchical exchange cuts gradients anywhere, not so {compressor}")
-    width = element_bytes if compressor == "none" else 2
+        return flat_traffic(shapes, ranks, compression, element_bytes)
+    if not compression.elementwise:
+        raise ValueError(
+            f"a hierarchical exchange cuts gradients anywhere, not so {compression.name}"
+        )
+    width = compression.wire_element_bytes(element_bytes)
     shard = elements / len(nodes.members[0])
     return hierarchical_traffic(nodes, element_bytes * elements, width * shard)
 
@@ -166,13 +168,12 @@ def bucket_traffic(
 def flat_traffic(
     shapes: Sequence[tuple[int, ...]],
     ranks: Sequence[int],
-    compressor: str,
-    amount: float,
+    compression: Compression,
     element_bytes: int,
 ) -> Traffic:
     """All ranks with each other, operation by operation."""
     total, n = NOTHING, len(ranks)
-    for payload in payloads(compressor, amount, shapes, element_bytes, n):
+    for payload in compression.payloads(shapes, element_bytes, n):
         if payload.operation == "all_reduce":
             total += ring_all_reduce_traffic(ranks, payload.num_bytes)
         elif payload.operation == "all_gather":
@@ -180,6 +181,11 @@ def flat_traffic(
         else:
             total += direct_traffic(ranks, payload.num_bytes / n)
     return total
+
+
+def _is_sparse(compression: Compression) -> bool:
+    """Whether HiTopKComm takes the place of the hierarchical sum."""
+    return compression.hierarchical and not compression.elementwise
 
 
 def is_hierarchical(nodes: Nodes, collective: str) -> bool:
@@ -272,25 +278,11 @@ class BucketMethod(Protocol):
     """What of a scheme decides on the price of a bucket."""
 
     @property
-    def compressor(self) -> str: ...
-    @property
-    def amount(self) -> float: ...
+    def compression(self) -> Compression: ...
     @property
     def reduce(self) -> str: ...
     @property
     def collective(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompressorSpeed:
-    """Of a compressor: seconds of one processor per byte of gradient.
-
-    Attributes:
-        decode: Of what one rank has sent; gathered payloads are decoded once per rank.
-    """
-
-    encode: float
-    decode: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,14 +385,14 @@ def bucket_service(
     dense = element_bytes * sum(map(prod, shapes))
     if chosen.reduce == "adasum":
         return _adasum(chosen, dense, network, speeds.get("adasum", CompressorSpeed(0.0)))
-    speed = speeds.get(chosen.compressor, CompressorSpeed(0.0))
+    speed = speeds.get(chosen.compression.name, CompressorSpeed(0.0))
     if chosen.collective == "hierarchical":
         if network.nodes.count == 1:
             return BucketService(dense)
-        if chosen.compressor in SPARSE:
+        if _is_sparse(chosen.compression):
             return _sparse_levels(chosen, shapes, network, speed, element_bytes)
         if is_hierarchical(network.nodes, chosen.collective):
-            width = element_bytes if chosen.compressor == "none" else 2
+            width = chosen.compression.wire_element_bytes(element_bytes)
             return _levels(dense, dense * width / element_bytes, network, speed)
     return _flat(chosen, shapes, network, speed, element_bytes)
 
@@ -439,7 +431,7 @@ def _flat(
     if not factor:
         return BucketService(0.0)
     dense = element_bytes * sum(map(prod, shapes))
-    parts = payloads(chosen.compressor, chosen.amount, shapes, element_bytes, ranks, flags=False)
+    parts = chosen.compression.payloads(shapes, element_bytes, ranks, flags=False)
     sent, copies = 0.0, 1
     for part in parts:
         if part.operation == "all_reduce":
@@ -485,7 +477,7 @@ def _sparse_levels(
     inside, across = _both(network)
     width, count = len(network.nodes.members[0]), network.nodes.count
     elements = sum(map(prod, shapes)) + len(shapes)
-    parcels = shard_parcels(elements, len(shapes), width, chosen.amount, element_bytes)
+    parcels = shard_parcels(elements, len(shapes), width, chosen.compression.amount, element_bytes)
     dense = element_bytes * elements
     beyond = across.wire_seconds((count - 1) * sum(parcels))
     scatter = inside.seconds_per_byte * dense / 2 + inside.latency if width > 1 else 0.0

@@ -9,8 +9,9 @@ ring's 2 (n - 1) / n, Patarasuk and Yuan 2009). For a broadcast the sets give Ed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from headway.collective.nodes import set_partitions
 from headway.collective.packing.pack import highest_rate
 from headway.collective.program.program import CollectiveTask
 from headway.collective.topology import Direction, NetworkTopology
@@ -18,8 +19,6 @@ from headway.collective.topology import Direction, NetworkTopology
 ALL_SETS = 8
 """Up to so many ranks all sets and partitions are looked at; of more ranks those by ranks and
 nodes, and, where links are not shared, the exact bounds of tree packing."""
-
-Parts = tuple[tuple[int, ...], ...]
 
 
 def collective_lower_bound(
@@ -91,28 +90,19 @@ def _all_reduce(num_bytes: float, wires: NetworkTopology) -> float:
     worst = 0.0
     for inside in _sets(wires):
         worst = max(worst, _seconds(num_bytes, _out(wires, frozenset(inside))))
-    for parts in _partitions(wires):
-        home = {rank: number for number, part in enumerate(parts) for rank in part}
+    for home in _partitions(wires):
         crossing = wires.across(pair for pair in wires.ways if home[pair[0]] != home[pair[1]])
-        worst = max(worst, _seconds(2 * (len(parts) - 1) * num_bytes, crossing))
+        worst = max(worst, _seconds(2 * max(home) * num_bytes, crossing))
     return worst
 
 
-def _partitions(wires: NetworkTopology) -> Iterator[Parts]:
-    """All of few ranks; of many into ranks and into nodes."""
+def _partitions(wires: NetworkTopology) -> Iterator[Sequence[int]]:
+    """The part of each rank: all partitions of few ranks; of many into ranks and into nodes."""
     if wires.ranks <= ALL_SETS:
-        yield from (parts for parts in _growing(wires.ranks) if len(parts) > 1)
+        yield from (labels for labels in set_partitions(wires.ranks) if max(labels))
         return
-    yield tuple((rank,) for rank in range(wires.ranks))
+    yield range(wires.ranks)
     if wires.nodes.count > 1:
-        yield wires.nodes.members
-
-
-def _growing(ranks: int) -> Iterator[Parts]:
-    if not ranks:
-        yield ()
-        return
-    for parts in _growing(ranks - 1):
-        for number, part in enumerate(parts):
-            yield (*parts[:number], (*part, ranks - 1), *parts[number + 1 :])
-        yield (*parts, (ranks - 1,))
+        members = wires.nodes.members
+        homes = {rank: number for number, ranks in enumerate(members) for rank in ranks}
+        yield [homes[rank] for rank in range(wires.ranks)]

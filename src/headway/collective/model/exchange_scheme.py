@@ -16,10 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.all_reduce.algorithm import AllReduceOptions
-from headway.collective.model.bucket_cost import (
-    ELEMENTWISE,
-    BucketService,
+from headway.collective.compression import (
+    COMPRESSORS,
+    UNCOMPRESSED,
+    Compression,
     CompressorSpeed,
+    parse_compression,
+)
+from headway.collective.model.bucket_cost import (
+    BucketService,
     ExchangeNetwork,
     bucket_service,
     bucket_traffic,
@@ -61,8 +66,7 @@ class GradientLayer:
         shapes: Of its parameters; empty for a layer without.
         forward: Seconds.
         backward: Seconds.
-        compressor: Something else than the scheme's, with its `amount`.
-        amount: Density or rank of `compressor`.
+        compression: Something else than the scheme's.
         ranks: It is summed inside this group of ranks only.
     """
 
@@ -71,8 +75,7 @@ class GradientLayer:
     forward: float = 0.0
     backward: float = 0.0
     element_bytes: int = 4
-    compressor: str | None = None
-    amount: float = 0.0
+    compression: Compression | None = None
     ranks: tuple[int, ...] | None = None
 
     @property
@@ -94,8 +97,7 @@ class ExchangeScheme:
         credit: Chunks on their way at the same time.
     """
 
-    compressor: str = "none"
-    amount: float = 0.0
+    compression: Compression = UNCOMPRESSED
     reduce: str = "mean"
     collective: str = "all_reduce"
     carrier: AllReduceOptions | None = None
@@ -108,7 +110,7 @@ class ExchangeScheme:
     @property
     def compress(self) -> str:
         """As it is written in a plan."""
-        return f"{self.compressor}:{self.amount:g}" if self.amount else self.compressor
+        return str(self.compression)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ def predict_exchange(
     fused = make_buckets(scheme, layers, network, ready, needed) if buckets is None else buckets
     loads, home = _loads(scheme, layers, network, speeds, fused, ready, needed)
     link = network.link_of(scheme.collective)
-    inline = not scheme.priority and scheme.compressor in ELEMENTWISE
+    inline = not scheme.priority and scheme.compression.elementwise
     credit = 1 if inline else scheme.credit
     if scheme.priority:
         order = planned_order(loads, link, credit=credit)
@@ -239,7 +241,7 @@ def make_buckets(
     scheme's bucket: a larger bucket would only delay what is urgent in it.
     """
     sizes = [layer.num_bytes for layer in layers]
-    keys = [(layer.compressor, layer.amount, layer.ranks) for layer in layers]
+    keys = [(layer.compression, layer.ranks) for layer in layers]
     chosen = [i for i, size in enumerate(sizes) if size]
     if scheme.bucket is None and not scheme.priority:
         link = effective_link(scheme, layers, network)
@@ -327,15 +329,15 @@ def _loads(
 
 
 def _elementwise(scheme: ExchangeScheme) -> bool:
-    return scheme.compressor in ELEMENTWISE and scheme.reduce != "adasum"
+    return scheme.compression.elementwise and scheme.reduce != "adasum"
 
 
 def _method(
     scheme: ExchangeScheme, layer: GradientLayer, network: ExchangeNetwork
 ) -> tuple[ExchangeScheme, ExchangeNetwork]:
     """The scheme and the network of a layer with its exceptions."""
-    if layer.compressor is not None:
-        scheme = replace(scheme, compressor=layer.compressor, amount=layer.amount)
+    if layer.compression is not None:
+        scheme = replace(scheme, compression=layer.compression)
     return scheme, network if layer.ranks is None else network.among(layer.ranks)
 
 
@@ -364,8 +366,7 @@ def _traffic(
             where.nodes,
             reduce=own.reduce,
             collective=own.collective,
-            compressor=own.compressor,
-            amount=own.amount,
+            compression=own.compression,
             carrier=own.carrier,
             element_bytes=layers[bucket[0]].element_bytes,
         )
@@ -375,34 +376,19 @@ def _traffic(
 # Which exchange is fastest on this link: candidates, ranked by their predicted step.
 
 
-CANDIDATE_COMPRESSORS = (
-    ("none", 0.0),
-    ("fp16", 0.0),
-    ("int8", 0.0),
-    ("powersgd", 4.0),
-    ("powersgd", 2.0),
-    ("powersgd", 1.0),
-    ("topk", 0.01),
+CANDIDATE_COMPRESSORS = tuple(
+    map(
+        parse_compression,
+        ("none", "fp16", "int8", "powersgd:4", "powersgd:2", "powersgd:1", "topk:0.01"),
+    )
 )
 """From exact to coarse: of equally fast ones the first is taken."""
-COARSE_COMPRESSORS = frozenset({"sign", "topk", "mstopk", "adaptive", "randomk", "powersgd"})
-"""They need error feedback, change how training converges, and are never used unasked where
-gradients are sparse: PowerSGD made recommendation models diverge."""
 REQUIRED_GAIN = (1.0, 1.02, 1.05)
 """By class of exactness: an inexact exchange must be so many times faster than an exact one."""
 TYPICAL_COMPRESSOR_SPEEDS: dict[str, CompressorSpeed] = {
-    "fp16": CompressorSpeed(0.04e-9, 0.03e-9),
-    "bf16": CompressorSpeed(0.04e-9, 0.03e-9),
-    "int8": CompressorSpeed(0.35e-9, 0.1e-9),
-    "sign": CompressorSpeed(0.1e-9, 0.15e-9),
-    "topk": CompressorSpeed(0.45e-9, 0.01e-9),
-    "mstopk": CompressorSpeed(0.7e-9, 0.01e-9),
-    "adaptive": CompressorSpeed(0.45e-9, 0.01e-9),
-    "randomk": CompressorSpeed(0.1e-9, 0.05e-9),
-    "powersgd": CompressorSpeed(0.4e-9, 0.1e-9),
-    "adasum": CompressorSpeed(0.15e-9),
-}
-"""Seconds per byte of one processor core with AVX2; to be replaced by what was measured."""
+    name: kind.typical_speed for name, kind in COMPRESSORS.items() if kind.exactness
+} | {"adasum": CompressorSpeed(0.15e-9)}
+"""Until they have been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,20 +413,7 @@ class SchemeChoice:
 
 def exactness(scheme: ExchangeScheme) -> int:
     """0: the sum is exact; 1: rounded; 2: coarse."""
-    if scheme.reduce == "adasum" or scheme.compressor in COARSE_COMPRESSORS:
-        return 2
-    return 0 if scheme.compressor == "none" else 1
-
-
-def compression_pays(speed: CompressorSpeed, ratio: float, seconds_per_byte: float) -> bool:
-    """Whether a compressor can pay at all: 1 / S < (1 - 1 / q) x link time per byte.
-
-    Args:
-        speed: Of the compressor, per byte of gradient.
-        ratio: q: how many times smaller it makes gradients.
-        seconds_per_byte: Of the link, for uncompressed gradients.
-    """
-    return speed.encode + speed.decode < (1 - 1 / ratio) * seconds_per_byte
+    return 2 if scheme.reduce == "adasum" else scheme.compression.exactness
 
 
 def rank_schemes(
@@ -450,7 +423,7 @@ def rank_schemes(
     base: ExchangeScheme,
     exact_only: bool = False,
     speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
-    candidates: Iterable[tuple[str, float]] = CANDIDATE_COMPRESSORS,
+    candidates: Iterable[Compression] = CANDIDATE_COMPRESSORS,
     vary_priority: bool = False,
 ) -> list[SchemeChoice]:
     """Rank compressors, the best first: by the step, multiplied by what an approximation must gain.
@@ -459,7 +432,6 @@ def rank_schemes(
         layers: With measured times, in forward order.
         base: The rest of the exchange; its compressor is varied.
         speeds: Measured, by compressor.
-        candidates: (compressor, amount).
         vary_priority: Try every candidate with and without crossing the border of the step.
     """
     found = []
@@ -499,17 +471,17 @@ def evaluate_scheme(
 
 def _schemes(
     base: ExchangeScheme,
-    candidates: Iterable[tuple[str, float]],
+    candidates: Iterable[Compression],
     network: ExchangeNetwork,
     *,
     vary_priority: bool,
 ) -> Iterable[ExchangeScheme]:
     layered = is_hierarchical(network.nodes, base.collective)
-    for compressor, amount in candidates:
-        if layered and compressor in ("int8", "sign", "powersgd", "randomk"):
-            continue  # shards cut gradients anywhere
+    for compression in candidates:
+        if layered and not compression.hierarchical:
+            continue
         for priority in (False, True) if vary_priority else (base.priority,):
-            yield replace(base, compressor=compressor, amount=amount, priority=priority)
+            yield replace(base, compression=compression, priority=priority)
 
 
 def _ranked(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:

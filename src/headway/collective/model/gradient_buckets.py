@@ -97,15 +97,6 @@ class _ArrivalTimes:
         return self._link.seconds(float(self._sums[j] - self._sums[i]))
 
 
-def arrival(buckets: Buckets, sizes: Sequence[int], ready: Sequence[float], link: LinkFit) -> float:
-    """When the last bucket has arrived, sent one after the other in this order."""
-    clock = -np.inf
-    for bucket in buckets:
-        clock = max(clock, max(ready[i] for i in bucket))
-        clock += link.seconds(sum(sizes[i] for i in bucket))
-    return float(clock)
-
-
 def backward_order(ready: Sequence[float]) -> list[int]:
     """As backward makes them; those of one moment against the order of the forward pass."""
     return sorted(range(len(ready)), key=lambda i: (ready[i], -i))

@@ -201,11 +201,6 @@ def step_bound(forward: float, backward: float, communication: float, how: Consi
     return max(forward + backward, communication)
 
 
-def crossing_gain(forward: float, backward: float) -> float:
-    """The most that crossing can gain over overlap: 1 + F / (F + B), reached at C = F + B."""
-    return 1 + forward / (forward + backward)
-
-
 def sharp_step_bound(
     loads: Sequence[LinkLoad], link: LinkFit, *, compute: float, crossing: bool
 ) -> float:

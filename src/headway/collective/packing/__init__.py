@@ -1,13 +1,6 @@
 """Tree packing: from a graph of links to weighted trees that use all of it (Blink)."""
 
 from headway.collective.packing.chunk_tuner import ChunkTuner
-from headway.collective.packing.closed_form import (
-    TransferChannel,
-    channel_shares,
-    one_hop_trees,
-    servers_rate,
-    trees_over_servers,
-)
 from headway.collective.packing.pack import drifted_links, highest_rate, pack, repack_trees
 from headway.collective.packing.tree import Packing, WeightedTree
 from headway.collective.topology import Direction, LinkGraph, dgx1p, dgx1v, islands
@@ -17,17 +10,12 @@ __all__ = [
     "Direction",
     "LinkGraph",
     "Packing",
-    "TransferChannel",
     "WeightedTree",
-    "channel_shares",
     "dgx1p",
     "dgx1v",
     "drifted_links",
     "highest_rate",
     "islands",
-    "one_hop_trees",
     "pack",
     "repack_trees",
-    "servers_rate",
-    "trees_over_servers",
 ]

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.collective.packing.tree import Parents, WeightedTree, root_tree
+from headway.collective.nodes import Parents, set_partitions
+from headway.collective.packing.tree import WeightedTree, root_tree
 from headway.collective.topology import LinkGraph
 
 _CRUMB = 1e-12
@@ -443,13 +444,4 @@ def _cut_labels(ranks: int, root: int) -> npt.NDArray[np.intp]:
 @lru_cache(maxsize=16)
 def _partition_labels(ranks: int) -> npt.NDArray[np.intp]:
     """All partitions into two or more parts."""
-    return np.array([*_growing([0], ranks)][1:], dtype=np.intp).reshape(-1, ranks)
-
-
-def _growing(labels: list[int], ranks: int) -> Iterator[list[int]]:
-    """Numbers of parts, each at most one above all before it."""
-    if len(labels) == ranks:
-        yield labels
-        return
-    for label in range(max(labels) + 2):
-        yield from _growing([*labels, label], ranks)
+    return np.array([*set_partitions(ranks)][1:], dtype=np.intp).reshape(-1, ranks)

@@ -12,10 +12,9 @@ still allows r - w, that is for every constraint S with slack(S) = capacity(S) -
 
 No choice of trees within these limits loses rate, so the search is free to look for few: it
 branches over heavy trees, at random and with a limit. Blink solves an integer program over the
-trees of its multiplicative weights instead (`multiplicative`, Garg and Könemann 1998), which is
-kept as the published method to compare with. Weights of given trees come from a dense simplex
-(Dantzig 1951) with Bland's rule (1977). When links drift, the trees in use get new weights
-first; new trees are added only where those cannot reach the new bound.
+trees of multiplicative weights instead (Garg and Könemann 1998). Weights of given trees come from a
+dense simplex (Dantzig 1951) with Bland's rule (1977). When links drift, the trees in use get new
+weights first; new trees are added only where those cannot reach the new bound.
 """
 
 from __future__ import annotations
@@ -443,38 +442,3 @@ def _surviving_trees(packing: Packing, problem: PackingProblem) -> Iterator[Edge
         edges = tree.links if packing.direction == "all_reduce" else tree.edges
         if all(edge in problem.place for edge in edges):
             yield np.array(sorted(problem.place[edge] for edge in edges))
-
-
-# Packing by multiplicative weights, as Blink does it: many trees, near the bound.
-
-
-def pack_by_multiplicative_weights(
-    problem: PackingProblem, epsilon: float = 0.05
-) -> tuple[TakenTree, ...]:
-    """Trees and weights of at least (1 - 2 epsilon) of the bound.
-
-        len[e] = delta / c_e            delta = (1 + eps) ((1 + eps) m)^(-1 / eps)
-        while sum_e c_e len[e] < 1:
-            T = shortest tree under len; f = min over e in T of c_e; w_T += f
-            len[e] *= 1 + eps f / c_e   for e in T
-        w /= log_(1 + eps)((1 + eps) / delta), then by the largest load of an edge
-
-    Args:
-        epsilon: The smaller, the closer: the number of trees made grows as m log(m) / eps^2.
-    """
-    capacity, edges = problem.capacity, len(problem.edges)
-    delta = (1 + epsilon) * ((1 + epsilon) * edges) ** (-1 / epsilon)
-    length = delta / capacity
-    found: dict[bytes, TakenTree] = {}
-    while (total := float(capacity @ length)) < 1:
-        chosen = problem.cheapest(length / total)
-        flow = float(capacity[chosen].min())
-        key = chosen.tobytes()
-        found[key] = TakenTree(chosen, flow + (found[key].weight if key in found else 0.0))
-        length[chosen] *= 1 + epsilon * flow / capacity[chosen]
-    scale = math.log((1 + epsilon) / delta) / math.log(1 + epsilon)
-    loads = np.zeros(edges)
-    for tree in found.values():
-        loads[tree.chosen] += tree.weight / scale
-    scale *= float((loads / capacity).max())
-    return tuple(TakenTree(tree.chosen, tree.weight / scale) for tree in found.values())

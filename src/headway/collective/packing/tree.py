@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from headway.collective.nodes import Parents
 from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
 _NEAR = 1e-9
 """Relative: rounding of sums."""
-Parents = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from torch import Tensor
 from headway.comm.algorithms.hierarchical import inter_node_group, intra_node_group
 from headway.comm.algorithms.method import (
     ElementSpan,
-    ExchangeMethod,
     FusedBuffer,
     GradientSlice,
     PeerGroup,
@@ -38,6 +37,7 @@ from headway.comm.algorithms.method import (
     PointToPointOperations,
     Route,
     ScratchBuffers,
+    StatelessMethod,
     all_gather,
     check_uniform_nodes,
     first_tag,
@@ -138,17 +138,6 @@ def _pair(left: Tensor, right: Tensor, pieces: Sequence[GradientSlice]) -> Tenso
     return result
 
 
-def describe_tree(ranks: Sequence[int]) -> str:
-    """The order of combination, for people: "A(A(0, 1), A(2, 3))"."""
-    power = largest_power_of_two(len(ranks))
-    level = [str(rank) for rank in ranks]
-    folded = [f"A({level[i]}, {level[power + i]})" for i in range(len(level) - power)]
-    level = [*folded, *level[len(folded) : power]]
-    while len(level) > 1:
-        level = [f"A({a}, {b})" for a, b in zip(level[::2], level[1::2], strict=True)]
-    return level[0]
-
-
 # Adasum over ranks: recursive vector halving, distance doubling, with three dot products a
 # layer.
 
@@ -165,12 +154,15 @@ DIRECT = 8
 """Up to so many ranks dot products go to all at once; beyond, in a logarithmic number of rounds."""
 
 
-class Adasum(ExchangeMethod):
+class Adasum(StatelessMethod):
     """The buffer of each rank holds its own mean gradient; all get their Adasum.
 
     A common factor may be applied before or after: A(ca, cb) = c A(a, b).
 
     Args:
+        hierarchical: The mean inside each node, Adasum across nodes; the factors are still those of
+            whole layers. With few large nodes it is closer to the mean than Adasum over all ranks:
+            a plan names it.
         whole: One set of factors for the whole buffer, instead of one for each of its pieces.
         scratch: Shared by methods of one thread; None: its own.
 
@@ -183,7 +175,14 @@ class Adasum(ExchangeMethod):
 
     blocking: ClassVar[bool] = True
 
-    def __init__(self, *, whole: bool = False, scratch: ScratchBuffers | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        hierarchical: bool = False,
+        whole: bool = False,
+        scratch: ScratchBuffers | None = None,
+    ) -> None:
+        self._hierarchical = hierarchical
         self._whole = whole
         self._scratch = scratch or ScratchBuffers()
         self._widened: Float64Workspace | None = None
@@ -191,13 +190,15 @@ class Adasum(ExchangeMethod):
         self.coefficient = math.nan
 
     def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
-        if route.size > 1:
+        inside = across = None
+        if self._hierarchical:
+            check_uniform_nodes(route.nodes)
+            inside = intra_node_group(route) if len(route.nodes.members[0]) > 1 else None
+            across = inter_node_group(route) if route.nodes.count > 1 else None
+        elif route.size > 1:
             across = PeerGroup.of(route.group, route.ranks, route.rank)
-            yield from self._exchange(fused, None, across)
-
-    def _exchange(
-        self, fused: FusedBuffer, inside: PeerGroup | None, across: PeerGroup | None
-    ) -> Iterator[PendingOperation]:
+        if not (inside or across):
+            return
         self._widened = self._widened or Float64Workspace(fused.buffer.device)
         seen: list[float] = []
         tag = first_tag(fused.number, self._turn)
@@ -212,20 +213,6 @@ class Adasum(ExchangeMethod):
         yield from pipeline_rounds(tasks, WINDOW)
         if seen:
             self.coefficient = sum(seen) / len(seen)
-
-
-class HierarchicalAdasum(Adasum):
-    """The mean inside each node, Adasum across nodes; the factors are still those of whole layers.
-
-    With few large nodes it is closer to the mean than Adasum over all ranks: a plan names it.
-    """
-
-    def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
-        check_uniform_nodes(route.nodes)
-        inside = intra_node_group(route) if len(route.nodes.members[0]) > 1 else None
-        across = inter_node_group(route) if route.nodes.count > 1 else None
-        if inside or across:
-            yield from self._exchange(fused, inside, across)
 
 
 def _groups(fused: FusedBuffer, whole: bool) -> Iterator[tuple[tuple[GradientSlice, ...], Tensor]]:

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import pairwise
 from typing import ClassVar
 
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.collective.nodes import Nodes
-from headway.comm.backend.process_group import ChooseProgram, register_exchange_backend
 from headway.errors import PlanError
 
 
@@ -130,12 +128,23 @@ class ExchangeMethod(ABC):
             Each operation that has to be done before the method goes on; it is resumed after that.
         """
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """What must survive a checkpoint: "logical name" or "logical name/what" -> tensor."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` returned; entries of other parameters are ignored."""
+
+
+class StatelessMethod(ExchangeMethod):
+    """One that keeps nothing from step to step."""
+
+    def state(self) -> dict[str, Tensor]:
         return {}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  # most have no state
-        """Take up what `state` returned; entries of other parameters are ignored."""
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        pass
 
 
 def wait(waiting: PendingOperation) -> None:
@@ -164,7 +173,7 @@ def finish(rounds: Iterator[PendingOperation], waiting: PendingOperation | None 
         wait(operation)
 
 
-class AllReduce(ExchangeMethod):
+class AllReduce(StatelessMethod):
     """The plain sum."""
 
     elementwise = True
@@ -181,60 +190,6 @@ def all_reduce(buffer: Tensor, route: Route) -> dist.Work:
     return route.group.allreduce([buffer])
 
 
-def make_route(
-    ranks: Sequence[int] | None,
-    nodes: Nodes,
-    *,
-    hierarchical: bool = False,
-    choose: ChooseProgram | None = None,
-    timeout: timedelta | None = None,
-) -> Route | None:
-    """Make the groups of a route; collective over all ranks of the world, in the same order.
-
-    Args:
-        ranks: Who exchanges; None: all ranks of the world.
-        hierarchical: Make the groups inside and across nodes, too.
-        choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
-        timeout: Longest wait of an operation of the groups; None: torch's half an hour.
-
-    Returns:
-        None where this process is not one of `ranks`.
-
-    Raises:
-        PlanError: A hierarchical route over nodes with unequal numbers of its ranks.
-    """
-    chosen = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
-    own = dist.get_rank()
-    here = Nodes(
-        tuple(
-            kept
-            for members in nodes.members
-            if (kept := tuple(rank for rank in members if rank in chosen))
-        )
-    )
-    if hierarchical:
-        check_uniform_nodes(here)
-    backend = _backend()
-    carried = (
-        None
-        if choose is None or dist.get_backend() == "fake"
-        else register_exchange_backend(choose)
-    )
-    group = dist.new_group(list(chosen), backend=carried or backend, timeout=timeout)
-    inside = across = None
-    if hierarchical:
-        for members in here.members:
-            made = dist.new_group(list(members), backend=backend, timeout=timeout)
-            inside = made if own in members and len(members) > 1 else inside
-        for first in here.members[0]:
-            column = here.across(first)
-            made = dist.new_group(list(column), backend=backend, timeout=timeout)
-            across = made if own in column and len(column) > 1 else across
-    if own not in chosen:
-        return None
-    return Route(chosen, own, group, here, inside, across)
-
-
 def check_uniform_nodes(nodes: Nodes) -> None:
     """A hierarchical exchange pairs the ranks of nodes by place.
 
@@ -248,11 +203,6 @@ def check_uniform_nodes(nodes: Nodes) -> None:
             problems=[f"exchange.collective hierarchical: the nodes have {sizes} ranks"],
             fix='Start as many processes on every node, or use collective = "all_reduce".',
         )
-
-
-def _backend() -> str | None:
-    """Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world."""
-    return None if torch.cuda.is_available() or dist.get_backend() == "fake" else "gloo"
 
 
 # Point-to-point building blocks: every receive is posted before the first send.

@@ -20,7 +20,7 @@ from itertools import chain
 from time import monotonic
 from typing import Any
 
-from headway.channel.rendezvous import interface_address
+from headway.channel.rendezvous import host_addresses, interface_address
 from headway.comm.backend.connection import PeerConnection
 from headway.errors import PeerLost, Stalled
 
@@ -96,10 +96,7 @@ def interface_candidates(interfaces: Sequence[str]) -> list[list[str]]:
     """
     if interfaces:
         return [interface_address(name) for name in interfaces]
-    with suppress(OSError):
-        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        return [[*(str(entry[4][0]) for entry in own), "127.0.0.1"]]
-    return [["127.0.0.1"]]
+    return [[*host_addresses(), "127.0.0.1"]]
 
 
 def _notice(store: Any, peer: int, name: int, deadline: float) -> dict[str, Any]:

@@ -1,37 +1,30 @@
 """What of a gradient is sent: one small class per compressor, made from the plan's text.
 
-Every class is a `ExchangeMethod` over fused buckets. `headway.plan.COMPRESSORS` has the facts of
-each, and
-`headway.collective.model.payload` the bytes that each hands to torch.distributed; tests hold them
-equal.
+Every class is an `ExchangeMethod` over fused buckets. `headway.collective.compression` has the
+facts of each and the bytes that it hands to torch.distributed; tests hold them equal.
 """
 
 from __future__ import annotations
 
+from headway.collective.compression import (
+    Bf16Compression,
+    Compression,
+    Fp16Compression,
+    Int8Compression,
+    LargestElementsCompression,
+    NoCompression,
+    PowerSgdCompression,
+    RandomKCompression,
+    SignCompression,
+)
 from headway.comm.algorithms.method import AllReduce, ExchangeMethod
 from headway.comm.compress.powersgd import PowerSgd
 from headway.comm.compress.quantization import Bf16, Fp16, Int8, Sign
-from headway.comm.compress.sparsification import AdaptiveTopK, MsTopK, RandomK, TopK
+from headway.comm.compress.sparsification import LargestElements, RandomK
 from headway.comm.compress.state import merge_states, spread_states
 from headway.comm.compress.topk_selection import ms_top_k, top_k
-from headway.plan.exchange import Compression
 
-__all__ = [
-    "AdaptiveTopK",
-    "Bf16",
-    "Fp16",
-    "Int8",
-    "MsTopK",
-    "PowerSgd",
-    "RandomK",
-    "Sign",
-    "TopK",
-    "make_method",
-    "merge_states",
-    "ms_top_k",
-    "spread_states",
-    "top_k",
-]
+__all__ = ["make_method", "merge_states", "ms_top_k", "spread_states", "top_k"]
 
 
 def make_method(compression: Compression, *, seed: int) -> ExchangeMethod:
@@ -41,26 +34,21 @@ def make_method(compression: Compression, *, seed: int) -> ExchangeMethod:
         compression: Which, with its amount.
         seed: Of what is drawn at random; must be the same on all ranks.
     """
-    amount = compression.amount
-    match compression.name:
-        case "none":
+    match compression:
+        case NoCompression():
             return AllReduce()
-        case "fp16":
+        case Fp16Compression():
             return Fp16()
-        case "bf16":
+        case Bf16Compression():
             return Bf16()
-        case "int8":
-            return Int8(seed=seed)
-        case "sign":
-            return Sign(seed=seed)
-        case "topk":
-            return TopK(amount, seed=seed)
-        case "mstopk":
-            return MsTopK(amount, seed=seed)
-        case "adaptive":
-            return AdaptiveTopK(amount, seed=seed)
-        case "randomk":
-            return RandomK(amount, seed=seed)
-        case "powersgd":
-            return PowerSgd(compression.rank, seed=seed)
+        case Int8Compression():
+            return Int8(compression, seed=seed)
+        case SignCompression():
+            return Sign(compression, seed=seed)
+        case LargestElementsCompression():
+            return LargestElements(compression, seed=seed)
+        case RandomKCompression():
+            return RandomK(compression, seed=seed)
+        case PowerSgdCompression():
+            return PowerSgd(compression, seed=seed)
     raise ValueError(f"no class for the compressor {compression.name!r}")

@@ -27,7 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.collective.model.payload import gathered_parts
+from headway.collective.compression import (
+    COMPRESSORS,
+    ELEMENTWISE_NAMES,
+    Compression,
+    gathered_parts,
+)
 from headway.comm.algorithms.method import (
     ExchangeMethod,
     FusedBuffer,
@@ -183,19 +188,37 @@ LARGEST_BUCKET = 2**31
 """Elements; places in a bucket are sent as 32-bit numbers."""
 
 
+@dataclass(frozen=True)
+class PieceMemory:
+    """What a compressor keeps of each parameter beside its residual.
+
+    Attributes:
+        name: In checkpoints.
+        save: From the number of a compressed parameter and its place; None: nothing now.
+        load: Takes up what `save` gave, of a layout that is new.
+    """
+
+    name: str
+    save: Callable[[int, GradientSlice], Tensor | None]
+    load: Callable[[int, GradientSlice, Tensor], None]
+
+
 class Compressor(ExchangeMethod):
     """Base of the compressors that work on whole buckets.
 
     Args:
+        compression: What is sent.
         seed: Of what is drawn at random; the same on all ranks.
+        memory: What is kept beside residuals.
     """
 
-    name: ClassVar[str]
-    feedback: ClassVar[bool] = True
-    only_cpu: ClassVar[bool] = False
     align: ClassVar[int] = 1
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(
+        self, compression: Compression, *, seed: int = 0, memory: PieceMemory | None = None
+    ) -> None:
+        self.compression = compression
+        self._memory = memory
         self._seed = seed
         self._step = 0
         self._pieces: tuple[GradientSlice, ...] | None = None
@@ -207,32 +230,12 @@ class Compressor(ExchangeMethod):
     # -- what a compressor is ------------------------------------------------------------------
 
     @abstractmethod
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of this shape is compressed; the others are summed whole."""
-
-    @abstractmethod
     def _open(self, buffer: Tensor, route: Route) -> None:
         """Allocate for a new layout that compresses something; `self._residual` is there."""
 
     @abstractmethod
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
         """Exchange a bucket whose layout is `self._layout`, which compresses something."""
-
-    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
-        """State of one compressed parameter: what -> tensor."""
-        found = {"step": torch.tensor(self._step)}
-        if self.feedback:
-            found["residual"] = self._residual_of(piece)
-        return found
-
-    def _restore_piece(
-        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
-    ) -> None:
-        """Take up what `_piece_state` gave, of a layout that is new."""
-        if "step" in state:
-            self._step = max(self._step, int(state["step"]))
-        if self.feedback and "residual" in state:
-            self._residual_of(piece).copy_(state["residual"].reshape(piece.shape))
 
     # -- Method --------------------------------------------------------------------------------
 
@@ -258,6 +261,27 @@ class Compressor(ExchangeMethod):
         self._restored = dict(state)
         self._pieces = None
         self._step = 0
+
+    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
+        """State of one compressed parameter: what -> tensor."""
+        found = {"step": torch.tensor(self._step)}
+        if self.compression.feedback:
+            found["residual"] = self._residual_of(piece)
+        kept = self._memory.save(number, piece) if self._memory else None
+        if self._memory and kept is not None:
+            found[self._memory.name] = kept
+        return found
+
+    def _restore_piece(
+        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
+    ) -> None:
+        """Take up what `_piece_state` gave, of a layout that is new."""
+        if "step" in state:
+            self._step = max(self._step, int(state["step"]))
+        if self.compression.feedback and "residual" in state:
+            self._residual_of(piece).copy_(state["residual"].reshape(piece.shape))
+        if self._memory and self._memory.name in state:
+            self._memory.load(number, piece, state[self._memory.name])
 
     # -- for the compressors -------------------------------------------------------------------
 
@@ -286,10 +310,10 @@ class Compressor(ExchangeMethod):
         self._check(fused)
         known = self.state()
         self._layout = make_bucket_layout(
-            fused.pieces, buffer.numel(), self.compresses, align=self.align
+            fused.pieces, buffer.numel(), self.compression.compresses, align=self.align
         )
         self._dense = UncompressedPart(self._layout.dense)
-        if self.feedback:
+        if self.compression.feedback:
             wide = torch.promote_types(buffer.dtype, torch.float32)
             self._residual = torch.zeros(self._layout.size, dtype=wide, device=buffer.device)
         if self._layout.sources:
@@ -306,29 +330,29 @@ class Compressor(ExchangeMethod):
             self._restore_piece(number, piece, own)
 
     def _check(self, fused: FusedBuffer) -> None:
-        buffer = fused.buffer
+        buffer, name = fused.buffer, self.compression.name
         if not fused.pieces:
             raise RunError(
-                f"{self.name} cannot exchange a chunk of a bucket",
+                f"{name} cannot exchange a chunk of a bucket",
                 why="It needs to know where each parameter begins.",
-                fix="Exchange whole buckets, or use none, fp16 or bf16.",
+                fix=f"Exchange whole buckets, or use one of {', '.join(ELEMENTWISE_NAMES)}.",
             )
         if not buffer.is_floating_point():
             raise RunError(
-                f"{self.name} cannot compress gradients of type {buffer.dtype}",
+                f"{name} cannot compress gradients of type {buffer.dtype}",
                 where=f"the bucket of {fused.pieces[0].name}",
                 fix='Give these parameters compress = "none" in exchange.parts.',
             )
-        if self.only_cpu and not buffer.is_cpu:
+        if self.compression.host_only and not buffer.is_cpu:
+            others = ", ".join(known for known, kind in COMPRESSORS.items() if not kind.host_only)
             raise RunError(
-                f"{self.name} works in the memory of the CPU, and the gradients are on "
-                f"{buffer.device}",
+                f"{name} works in the memory of the CPU, and the gradients are on {buffer.device}",
                 where=f"the bucket of {fused.pieces[0].name}",
-                fix="Use none, fp16, bf16, topk, mstopk, randomk or powersgd there.",
+                fix=f"Use one of {others} there.",
             )
         if buffer.numel() >= LARGEST_BUCKET:
             raise RunError(
-                f"a bucket of {buffer.numel()} elements is too large for {self.name}",
+                f"a bucket of {buffer.numel()} elements is too large for {name}",
                 why=f"Places in it are 32-bit numbers, so it may have {LARGEST_BUCKET - 1}.",
                 fix="Use smaller buckets.",
             )

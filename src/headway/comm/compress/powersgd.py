@@ -13,15 +13,15 @@ so the results and residuals of all ranks add up to the sum of their matrices ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway.collective.model.payload import low_rank_pays, matrix_shape
+from headway.collective.compression import PowerSgdCompression, matrix_shape
 from headway.comm.algorithms.method import GradientSlice, PendingOperation, Route, all_reduce
-from headway.comm.compress.compressor import Compressor, seeded_generator
+from headway.comm.compress.compressor import Compressor, PieceMemory, seeded_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,13 @@ class _Matrix:
 class PowerSgd(Compressor):
     """Matrices that would not become half as large, vectors and small tensors are summed whole."""
 
-    name = "powersgd"
-
-    def __init__(self, rank: int, *, seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self._rank = rank
+    def __init__(self, compression: PowerSgdCompression, *, seed: int = 0) -> None:
+        memory = PieceMemory("q", lambda number, _: self._matrices[number].q_rm, self._load)
+        super().__init__(compression, seed=seed, memory=memory)
+        self._rank = compression.rank
         self._left = self._right = torch.empty(0)
         self._matrices: list[_Matrix] = []
         self._rest = torch.empty(0)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return low_rank_pays(shape, self._rank)
 
     def _open(self, buffer: Tensor, route: Route) -> None:
         rank = self._rank
@@ -100,16 +96,10 @@ class PowerSgd(Compressor):
             matrix.m_nm.addmm_(matrix.p_nr, q_rm, alpha=-1)
             start += matrix.q_rm.numel()
 
-    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
-        return super()._piece_state(number, piece) | {"q": self._matrices[number].q_rm}
-
-    def _restore_piece(
-        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
-    ) -> None:
-        super()._restore_piece(number, piece, state)
-        q_rm = self._matrices[number].q_rm
-        if "q" in state and state["q"].shape == q_rm.shape:  # else of another rank: start afresh
-            q_rm.copy_(state["q"])
+    def _load(self, number: int, piece: GradientSlice, q_rm: Tensor) -> None:
+        own = self._matrices[number].q_rm
+        if q_rm.shape == own.shape:  # else of another rank: start afresh
+            own.copy_(q_rm)
 
 
 def orthonormalise(columns_nr: Tensor) -> None:

@@ -19,7 +19,7 @@ not add up.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,24 +28,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.collective.model.payload import (
+from headway.collective.compression import (
     BLOCK,
     BLOCK_BYTES,
+    Bf16Compression,
+    Compression,
+    Fp16Compression,
+    Int8Compression,
+    SignCompression,
     blocks_per_rank,
     gathers_whole,
-    is_dense,
     sign_bytes_per_rank,
 )
 from headway.comm.algorithms.method import (
-    ExchangeMethod,
     FusedBuffer,
     GradientSlice,
     PendingOperation,
     Route,
+    StatelessMethod,
     all_reduce,
 )
 from headway.comm.compress.compressor import (
     Compressor,
+    PieceMemory,
     exchange_payloads,
     gather_payloads,
     own_row,
@@ -54,7 +59,7 @@ from headway.comm.compress.compressor import (
 from headway.errors import RunError
 
 
-class _SixteenBit(ExchangeMethod):
+class _SixteenBit(StatelessMethod):
     """A bucket is rounded to 16 bits, summed, and widened again.
 
     The wire buffers are kept for the next step: memory that is touched for the first time costs ten
@@ -62,7 +67,7 @@ class _SixteenBit(ExchangeMethod):
     """
 
     elementwise = True
-    name: ClassVar[str]
+    compression: ClassVar[Compression]
     wire: ClassVar[torch.dtype]
 
     def __init__(self) -> None:
@@ -76,7 +81,7 @@ class _SixteenBit(ExchangeMethod):
         buffer = fused.buffer
         if not buffer.is_floating_point():
             raise RunError(
-                f"{self.name} cannot round gradients of type {buffer.dtype}",
+                f"{self.compression.name} cannot round gradients of type {buffer.dtype}",
                 why="They are not real numbers.",
                 fix='Give these parameters compress = "none" in exchange.parts.',
             )
@@ -101,7 +106,7 @@ class Fp16(_SixteenBit):
     the numbers below 6e-8 times the ranks.
     """
 
-    name = "fp16"
+    compression = Fp16Compression()
     wire = torch.float16
 
     def factor(self, ranks: int) -> float:
@@ -111,7 +116,7 @@ class Fp16(_SixteenBit):
 class Bf16(_SixteenBit):
     """8 significant bits with the range of float32: no scaling."""
 
-    name = "bf16"
+    compression = Bf16Compression()
     wire = torch.bfloat16
 
     def factor(self, ranks: int) -> float:
@@ -132,18 +137,11 @@ TINIEST = 1e-30
 class Int8(Compressor):
     """Flags are summed as they are; everything else is rounded, small tensors too."""
 
-    name = "int8"
-    feedback = False
-    only_cpu = True
-
-    def __init__(self, *, seed: int = 0) -> None:
-        super().__init__(seed=seed)
+    def __init__(self, compression: Int8Compression, *, seed: int = 0) -> None:
+        super().__init__(compression, seed=seed)
         self._payload = self._rows = self._parts = torch.empty(0, dtype=torch.uint8)
         self._sum = torch.empty(0)
         self._rounder = _StochasticRounder()
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     def _open(self, buffer: Tensor, route: Route) -> None:
         blocks = blocks_per_rank(self._layout.size, route.size)
@@ -342,21 +340,17 @@ def _signs() -> NDArray[np.int8]:
 class Sign(Compressor):
     """A row on the wire is float32[layers] scales, then bits; each layer begins on a byte."""
 
-    name = "sign"
-    only_cpu = True
     align = 8
 
-    def __init__(self, *, seed: int = 0) -> None:
-        super().__init__(seed=seed)
+    def __init__(self, compression: SignCompression, *, seed: int = 0) -> None:
+        memory = PieceMemory("server", self._save, self._load)
+        super().__init__(compression, seed=seed, memory=memory)
         self._payload = self._rows = self._parts = torch.empty(0, dtype=torch.uint8)
         self._part = 0
         self._first = 0
         self._server = self._total = torch.empty(0)
         self._ranges: list[list[BitRange]] = []
         self._place = 0
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return not is_dense(shape)
 
     def _open(self, buffer: Tensor, route: Route) -> None:
         sizes = [piece.stop - piece.start for piece in self._layout.packed]
@@ -460,22 +454,16 @@ class Sign(Compressor):
             slice(start - self._first, stop - self._first),
         )
 
-    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
-        found = super()._piece_state(number, piece)
-        if self._server.numel():
-            whole = torch.zeros(piece.stop - piece.start, dtype=self._residual.dtype)
-            there, here = self._overlap(piece)
-            whole[there] = self._server[here]
-            found["server"] = whole.view(piece.shape)
-        return found
+    def _save(self, number: int, piece: GradientSlice) -> Tensor | None:
+        if not self._server.numel():
+            return None
+        whole = torch.zeros(piece.stop - piece.start, dtype=self._residual.dtype)
+        there, here = self._overlap(piece)
+        whole[there] = self._server[here]
+        return whole.view(piece.shape)
 
-    def _restore_piece(
-        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
-    ) -> None:
-        super()._restore_piece(number, piece, state)
-        if "server" not in state:
-            return
-        left = state["server"].flatten().to(self._residual.dtype, copy=True)
+    def _load(self, number: int, piece: GradientSlice, server: Tensor) -> None:
+        left = server.flatten().to(self._residual.dtype, copy=True)
         if self._server.numel():
             there, here = self._overlap(piece)
             self._server[here] = left[there]

@@ -14,17 +14,27 @@ stretches of the layer, so no index comes twice and values are read in order.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.collective.model.payload import is_dense, kept_elements, sparse_bytes
+from headway.collective.compression import (
+    AdaptiveTopKCompression,
+    LargestElementsCompression,
+    MsTopKCompression,
+    RandomKCompression,
+    kept_elements,
+    sparse_bytes,
+)
 from headway.comm.algorithms.method import GradientSlice, PendingOperation, Route, all_reduce
-from headway.comm.compress.compressor import Compressor, gather_payloads, seeded_generator
+from headway.comm.compress.compressor import (
+    Compressor,
+    PieceMemory,
+    gather_payloads,
+    seeded_generator,
+)
 from headway.comm.compress.topk_selection import ms_top_k, top_k
 from headway.errors import RunError
 
@@ -84,32 +94,81 @@ def adapt_budget(
     return [min(max(share * scale, SMALLEST_SHARE), LARGEST_SHARE) for share in moved]
 
 
+class AdaptiveBudget:
+    """topk whose budget wanders to the layers that need it; the total stays that of topk.
+
+    The energy that a given number of values leaves unsent is least if the smallest value sent is
+    the same in every layer. So after each step a layer whose smallest sent value lies above that of
+    the others gets a larger share of the next budget, and one below a smaller share: by the square
+    root of the ratio, at most by 2 a step, and within a quarter to four times its share under topk,
+    so that no layer starves. Every rank follows its own gradients.
+    """
+
+    def __init__(self) -> None:
+        self._even: list[int] = []
+        self._shares: list[float] = []
+        self._smallest: list[float] = []
+
+    def open(self, even: Sequence[int]) -> None:
+        """A new layout, with the even budget of each layer."""
+        self._even = list(even)
+        self._shares = [1.0] * len(self._even)
+        self._smallest = [math.nan] * len(self._even)
+
+    def counts(self, sizes: Sequence[int]) -> list[int]:
+        """How many values each layer sends in this step."""
+        wanted = [even * share for even, share in zip(self._even, self._shares, strict=True)]
+        return allocate_budget(wanted, sizes, sum(self._even))
+
+    def note(self, number: int, sent: Tensor) -> None:
+        """The values that were sent of a layer."""
+        self._smallest[number] = float(sent.abs().min())
+
+    def adapt(self) -> None:
+        """All layers of a step have been noted."""
+        self._shares = adapt_budget(self._shares, self._even, self._smallest)
+
+    def save(self, number: int, piece: GradientSlice) -> Tensor:
+        return torch.tensor(self._shares[number], dtype=torch.float64)
+
+    def load(self, number: int, piece: GradientSlice, share: Tensor) -> None:
+        self._shares[number] = float(share)
+
+
 # The largest values only: topk, mstopk, adaptive.
 
 
-class _TopKBase(Compressor):
-    """Selects, gathers from all ranks, adds up."""
+class LargestElements(Compressor):
+    """Selects the largest magnitudes of each layer, gathers those of all ranks, adds them up."""
 
-    def __init__(self, density: float, *, seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self._density = density
+    def __init__(self, compression: LargestElementsCompression, *, seed: int = 0) -> None:
+        adaptive = isinstance(compression, AdaptiveTopKCompression)
+        self._budget = AdaptiveBudget() if adaptive else None
+        memory = None
+        if self._budget is not None:
+            memory = PieceMemory("share", self._budget.save, self._budget.load)
+        super().__init__(compression, seed=seed, memory=memory)
+        self._sampled = isinstance(compression, MsTopKCompression)
+        self._rank = 0
         self._counts: list[int] = []
         self._payload = self._rows = torch.empty(0, dtype=torch.uint8)
         self._own = (torch.empty(0), torch.empty(0))
         self._gathered: list[tuple[Tensor, Tensor]] = []
 
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return not is_dense(shape)
-
-    @abstractmethod
     def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
         """int64[k]: places among `values`, to which `add` has to be added before."""
-
-    def _note(self, number: int, sent: Tensor) -> None:
-        """The values that were sent of a parameter; for those who learn from them."""
+        if not self._sampled:
+            return top_k(values, k, add=add)
+        name = self._layout.packed[number].name
+        draw = seeded_generator(self._seed, name, self._step, self._rank)
+        return ms_top_k(values, k, draw, add=add).indices
 
     def _open(self, buffer: Tensor, route: Route) -> None:
-        self._counts = [kept_elements(p.stop - p.start, self._density) for p in self._layout.packed]
+        density = self.compression.amount
+        self._rank = route.rank
+        self._counts = [kept_elements(p.stop - p.start, density) for p in self._layout.packed]
+        if self._budget is not None:
+            self._budget.open(self._counts)
         total = sum(self._counts)
         num_bytes = sparse_bytes(total, buffer.element_size())
         self._payload = buffer.new_zeros(num_bytes, dtype=torch.uint8)
@@ -118,6 +177,8 @@ class _TopKBase(Compressor):
         self._gathered = [_payload_views(row, total, buffer.dtype) for row in self._rows]
 
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
+        if self._budget is not None:
+            self._counts = self._budget.counts([p.stop - p.start for p in self._layout.packed])
         summing, dense = self._start_dense(buffer, route)
         self._encode(buffer)
         yield from gather_payloads(self._rows, self._payload, route)
@@ -127,6 +188,8 @@ class _TopKBase(Compressor):
         if summing is not None:
             yield summing
             self._dense.spread(dense, buffer)
+        if self._budget is not None:
+            self._budget.adapt()
 
     def _encode(self, buffer: Tensor) -> None:
         """Select layer by layer into the payload; what is sent leaves the residual."""
@@ -152,7 +215,8 @@ class _TopKBase(Compressor):
             torch.add(chosen, source.start, out=places[first : first + count])
             # Not simply zero: what a 16-bit gradient cannot hold stays behind.
             kept_back[chosen] = taken.sub_(sent) if same is None else 0
-            self._note(number, sent)
+            if self._budget is not None:
+                self._budget.note(number, sent)
             first += count
 
 
@@ -164,84 +228,6 @@ def _payload_views(row: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor,
     else:
         places, values = row[: count * 4], row[count * 4 : count * (4 + width)]
     return values.view(dtype), places.view(torch.int32)
-
-
-class TopK(_TopKBase):
-    """The largest magnitudes of each layer, exactly (Aji and Heafield 2017)."""
-
-    name = "topk"
-
-    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
-        return top_k(values, k, add=add)
-
-
-class MsTopK(_TopKBase):
-    """About the largest magnitudes of each layer, by a bisected threshold (Shi et al. 2021)."""
-
-    name = "mstopk"
-
-    def __init__(self, density: float, *, seed: int = 0) -> None:
-        super().__init__(density, seed=seed)
-        self._rank = 0
-
-    def _open(self, buffer: Tensor, route: Route) -> None:
-        super()._open(buffer, route)
-        self._rank = route.rank
-
-    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
-        name = self._layout.packed[number].name
-        draw = seeded_generator(self._seed, name, self._step, self._rank)
-        return ms_top_k(values, k, draw, add=add).indices
-
-
-class AdaptiveTopK(_TopKBase):
-    """topk whose budget wanders to the layers that need it; the total stays that of topk.
-
-    The energy that a given number of values leaves unsent is least if the smallest value sent is
-    the same in every layer. So after each step a layer whose smallest sent value lies above that of
-    the others gets a larger share of the next budget, and one below a smaller share: by the square
-    root of the ratio, at most by 2 a step, and within a quarter to four times its share under topk,
-    so that no layer starves. Every rank follows its own gradients.
-    """
-
-    name = "adaptive"
-    memory: ClassVar[str] = "share"
-
-    def __init__(self, density: float, *, seed: int = 0) -> None:
-        super().__init__(density, seed=seed)
-        self._even: list[int] = []
-        self._shares: list[float] = []
-        self._smallest: list[float] = []
-
-    def _open(self, buffer: Tensor, route: Route) -> None:
-        super()._open(buffer, route)
-        self._even = list(self._counts)
-        self._shares = [1.0] * len(self._even)
-        self._smallest = [math.nan] * len(self._even)
-
-    def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
-        sizes = [piece.stop - piece.start for piece in self._layout.packed]
-        wanted = [even * share for even, share in zip(self._even, self._shares, strict=True)]
-        self._counts = allocate_budget(wanted, sizes, sum(self._even))
-        yield from super()._exchange(buffer, route)
-        self._shares = adapt_budget(self._shares, self._even, self._smallest)
-
-    def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
-        return top_k(values, k, add=add)
-
-    def _note(self, number: int, sent: Tensor) -> None:
-        self._smallest[number] = float(sent.abs().min())
-
-    def _piece_state(self, number: int, piece: GradientSlice) -> dict[str, Tensor]:
-        share = torch.tensor(self._shares[number], dtype=torch.float64)
-        return super()._piece_state(number, piece) | {self.memory: share}
-
-    def _restore_piece(
-        self, number: int, piece: GradientSlice, state: Mapping[str, Tensor]
-    ) -> None:
-        super()._restore_piece(number, piece, state)
-        if self.memory in state:
-            self._shares[number] = float(state[self.memory])
 
 
 # randomk: random values, at the same places on all ranks, so that the network can sum them.
@@ -259,20 +245,14 @@ def random_indices(seed: int, name: str, step: int, size: int, k: int) -> Tensor
 class RandomK(Compressor):
     """One all-reduce: the drawn values, then what is sent whole."""
 
-    name = "randomk"
-
-    def __init__(self, density: float, *, seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self._density = density
+    def __init__(self, compression: RandomKCompression, *, seed: int = 0) -> None:
+        super().__init__(compression, seed=seed)
         self._payload = torch.empty(0)
         self._shift = torch.empty(0, dtype=torch.int64)
 
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return not is_dense(shape)
-
     def _open(self, buffer: Tensor, route: Route) -> None:
         sizes = [piece.stop - piece.start for piece in self._layout.packed]
-        counts = [kept_elements(size, self._density) for size in sizes]
+        counts = [kept_elements(size, self.compression.amount) for size in sizes]
         total = sum(counts) + self._layout.dense_size
         self._payload = torch.empty(total, dtype=buffer.dtype, device=buffer.device)
         shifts = [
@@ -303,7 +283,7 @@ class RandomK(Compressor):
         found = []
         for piece in self._layout.sources:
             size = piece.stop - piece.start
-            count = kept_elements(size, self._density)
+            count = kept_elements(size, self.compression.amount)
             found.append(
                 random_indices(self._seed, piece.name, self._step, size, count) + piece.start
             )

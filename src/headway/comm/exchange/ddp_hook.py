@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.collective.compression import parse_compression
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import (
     ExchangeMethod,
@@ -30,8 +31,8 @@ from headway.comm.algorithms.method import (
     complete,
 )
 from headway.comm.compress import make_method
+from headway.comm.lanes.buckets import dims_by_stride
 from headway.errors import RunError
-from headway.plan.exchange import parse_compression
 
 if TYPE_CHECKING:  # the public name is missing in torch's annotations
     from torch._C._distributed_c10d import GradBucket
@@ -220,12 +221,5 @@ def _gradient_slices(names: tuple[str, ...], bucket: GradBucket) -> tuple[Gradie
 
 def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
     """DDP lays a gradient out as its parameter, or in order if that one has gaps or overlaps."""
-    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
-    shape = tuple(parameter.shape[dim] for dim in order)
-    expected = 1
-    for dim in reversed(order):
-        if parameter.shape[dim] != 1:
-            if parameter.stride(dim) != expected:
-                return tuple(parameter.shape)
-            expected *= parameter.shape[dim]
-    return shape
+    ordered = parameter.permute(dims_by_stride(parameter))
+    return tuple(ordered.shape if ordered.is_contiguous() else parameter.shape)

@@ -7,14 +7,19 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from headway.collective.nodes import Nodes
-from headway.comm.algorithms.method import Route, make_route
-from headway.comm.backend.process_group import ChooseProgram, HeadwayGroup
+from headway.comm.algorithms.method import Route, check_uniform_nodes
+from headway.comm.backend.process_group import (
+    ChooseProgram,
+    HeadwayGroup,
+    register_exchange_backend,
+)
 from headway.comm.traffic_shaper import TrafficShaper
 
 RankPartition = tuple[tuple[int, ...], ...]
@@ -116,3 +121,62 @@ class RoutePool:
             own = route or own
         assert own is not None  # a plan's partition holds every rank
         return own
+
+
+def make_route(
+    ranks: Sequence[int] | None,
+    nodes: Nodes,
+    *,
+    hierarchical: bool = False,
+    choose: ChooseProgram | None = None,
+    timeout: timedelta | None = None,
+) -> Route | None:
+    """Make the groups of a route; collective over all ranks of the world, in the same order.
+
+    Args:
+        ranks: Who exchanges; None: all ranks of the world.
+        hierarchical: Make the groups inside and across nodes, too.
+        choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
+        timeout: Longest wait of an operation of the groups; None: torch's half an hour.
+
+    Returns:
+        None where this process is not one of `ranks`.
+
+    Raises:
+        PlanError: A hierarchical route over nodes with unequal numbers of its ranks.
+    """
+    chosen = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
+    own = dist.get_rank()
+    here = Nodes(
+        tuple(
+            kept
+            for members in nodes.members
+            if (kept := tuple(rank for rank in members if rank in chosen))
+        )
+    )
+    if hierarchical:
+        check_uniform_nodes(here)
+    backend = _default_backend()
+    carried = (
+        None
+        if choose is None or dist.get_backend() == "fake"
+        else register_exchange_backend(choose)
+    )
+    group = dist.new_group(list(chosen), backend=carried or backend, timeout=timeout)
+    inside = across = None
+    if hierarchical:
+        for members in here.members:
+            made = dist.new_group(list(members), backend=backend, timeout=timeout)
+            inside = made if own in members and len(members) > 1 else inside
+        for first in here.members[0]:
+            column = here.across(first)
+            made = dist.new_group(list(column), backend=backend, timeout=timeout)
+            across = made if own in column and len(column) > 1 else across
+    if own not in chosen:
+        return None
+    return Route(chosen, own, group, here, inside, across)
+
+
+def _default_backend() -> str | None:
+    """Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world."""
+    return None if torch.cuda.is_available() or dist.get_backend() == "fake" else "gloo"

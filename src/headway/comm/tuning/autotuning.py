@@ -23,36 +23,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway.collective.model.bucket_cost import (
+from headway.collective.compression import (
+    UNCOMPRESSED,
+    Compression,
     CompressorSpeed,
+    MsTopKCompression,
+    parse_compression,
+)
+from headway.collective.model.bucket_cost import (
     ExchangeNetwork,
     bucket_traffic,
     compressed_link,
 )
-from headway.collective.model.exchange_scheme import ExchangeScheme
+from headway.collective.model.exchange_scheme import FIRST_BUCKET, ExchangeScheme
 from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets
 from headway.collective.model.link_fit import LinkFit, link_drifted
 from headway.collective.model.overlap import LinkLoad
 from headway.collective.model.priority_order import chunk_size, planned_order
-from headway.comm.algorithms.adasum import Adasum, HierarchicalAdasum
+from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
 from headway.comm.algorithms.method import ExchangeMethod, FusedBuffer, Route, ScratchBuffers
 from headway.comm.compress import make_method
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
-from headway.comm.exchange.gradient_exchange import (
-    BucketUpdater,
-    GradientExchange,
-    PriorityExchange,
-)
+from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
+from headway.comm.exchange.priority_exchange import BucketUpdater, PriorityExchange
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser, check_same_programs
-from headway.comm.lanes.bucket_lanes import (
-    FIRST_BUCKET_BYTES,
+from headway.comm.lanes.bucket_lanes import InlineLane, MultiRoundLane, SingleRoundLane
+from headway.comm.lanes.buckets import (
     Bucket,
     BucketNames,
-    InlineLane,
-    MultiRoundLane,
     ShapedTransfer,
-    SingleRoundLane,
     fuse_parameters,
     make_bucket,
     split_by_key,
@@ -61,7 +61,7 @@ from headway.comm.lanes.routes import RankPartition, RoutePool
 from headway.comm.tuning.compressor_choice import choose_compressor, measure_speeds
 from headway.comm.tuning.repacking import LinkMonitor
 from headway.errors import PlanError
-from headway.plan import Compression, ExchangePlan, parse_compression
+from headway.plan import ExchangePlan
 
 
 def make_exchange_method(
@@ -76,23 +76,16 @@ def make_exchange_method(
     """
     hierarchical = description.collective == "hierarchical"
     if description.reduce == "adasum":
-        return HierarchicalAdasum(scratch=scratch) if hierarchical else Adasum(scratch=scratch)
+        return Adasum(hierarchical=hierarchical, scratch=scratch)
     if not hierarchical:
         return make_method(compression, seed=seed)
-    if compression.name in ("topk", "mstopk"):
-        sampled = compression.name == "mstopk"
+    if not compression.elementwise:
+        sampled = isinstance(compression, MsTopKCompression)
         return HierarchicalTopK(compression.amount, sampled=sampled, scratch=scratch)
     return HierarchicalAllReduce(make_method(compression, seed=seed), scratch=scratch)
 
 
 # From the plan's description to a running exchange: buckets, methods, lane.
-
-
-DEFAULT_BUCKET_BYTES = 8 * 2**20
-DEFAULT_CHUNK_BYTES = 2**20
-"""Until the link has been measured."""
-ELEMENTWISE_COMPRESSORS = frozenset({"none", "fp16", "bf16"})
-"""Compressors whose buckets can be cut into chunks."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +128,11 @@ def initial_arrangement(
         layout = fuse_parameters(
             dict(reversed(list(parameters.items()))),
             keys,
-            bucket_bytes=description.bucket_bytes or DEFAULT_BUCKET_BYTES,
-            first_bytes=FIRST_BUCKET_BYTES,
+            bucket_bytes=description.initial_bucket_bytes,
+            first_bytes=FIRST_BUCKET,
         )
         return BucketArrangement(layout)
-    chunk = description.chunk_bytes or DEFAULT_CHUNK_BYTES
+    chunk = description.initial_chunk_bytes
     return BucketArrangement(fuse_parameters(parameters, keys, bucket_bytes=chunk), chunk)
 
 
@@ -195,8 +188,7 @@ def _count_bytes(
         route.nodes,
         reduce=description.reduce,
         collective=description.collective,
-        compressor=compression.name,
-        amount=compression.amount,
+        compression=compression,
         carrier=description.carrier,
         element_bytes=bucket.fused.buffer.element_size(),
     )
@@ -251,7 +243,7 @@ def make_exchange(
         sizes = all_reduce_sizes(buckets, description, arrangement.chunk_bytes)
         check_same_programs(description, buckets[0].routes[0].size, sizes)
     if inline and not (description.carried and on_gpu):
-        return GradientExchange(buckets, InlineLane(buckets), overlap=description.overlap)
+        return StepExchange(buckets, InlineLane(buckets), overlap=description.overlap)
     if on_gpu:
         raise PlanError(
             "this exchange cannot run here",
@@ -269,7 +261,7 @@ def make_exchange(
         threads=torch.get_num_threads(),
     )
     if model is None or optimizer is None:
-        return GradientExchange(buckets, make_lane(), overlap=description.overlap)
+        return StepExchange(buckets, make_lane(), overlap=description.overlap)
     urgency = arrangement.urgency or tuple(range(len(buckets)))
     applier = BucketUpdater({number: place for place, number in enumerate(urgency)})
     lane = make_lane(landed=applier.landed, idle=applier.apply_one)
@@ -283,16 +275,13 @@ def all_reduce_sizes(
     return [
         (
             chunk.buffer.numel(),
-            _wire_element_bytes(bucket, BucketKey.of(bucket.names[0], description)),
+            BucketKey.of(bucket.names[0], description).compression.wire_element_bytes(
+                bucket.fused.buffer.element_size()
+            ),
         )
         for bucket in buckets
         for chunk in bucket.chunks(chunk_bytes)
     ]
-
-
-def _wire_element_bytes(bucket: Bucket, kind: BucketKey) -> int:
-    """Bytes of an element as it travels."""
-    return 2 if kind.compression.name != "none" else bucket.fused.buffer.element_size()
 
 
 def _sending_order(
@@ -578,10 +567,7 @@ def arrange_buckets(
         return initial_arrangement(parameters, description)
     # Compressed gradients see a faster link, with more latency for each further round.
     link = compressed_link(
-        ExchangeScheme(
-            compressor=description.compression.name if description.compression else "none",
-            amount=description.compression.amount if description.compression else 0.0,
-        ),
+        ExchangeScheme(compression=description.compression or UNCOMPRESSED),
         [tuple(p.shape) for p in parameters.values()],
         ExchangeNetwork.flat(link),
         next(iter(parameters.values())).element_size(),
@@ -610,7 +596,7 @@ def _planned_chunk_order(
     loads = []
     for number, bucket in enumerate(layout):
         size = sum(parameters[n].numel() * parameters[n].element_size() for n in bucket)
-        whole = BucketKey.of(bucket[0], description).compression.name not in ELEMENTWISE_COMPRESSORS
+        whole = not BucketKey.of(bucket[0], description).compression.elementwise
         loads += [
             LinkLoad(
                 name=number,

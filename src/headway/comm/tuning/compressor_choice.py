@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.collective.model.bucket_cost import CompressorSpeed, ExchangeNetwork
+from headway.collective.compression import Compression, CompressorSpeed, parse_compression
+from headway.collective.model.bucket_cost import ExchangeNetwork
 from headway.collective.model.exchange_scheme import (
     CANDIDATE_COMPRESSORS,
     TYPICAL_COMPRESSOR_SPEEDS,
@@ -28,8 +29,7 @@ from headway.collective.model.link_fit import LinkFit
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import FusedBuffer, GradientSlice, Route, complete
 from headway.comm.compress import make_method
-from headway.plan import ExchangePlan, parse_compression
-from headway.plan.exchange import COMPRESSORS, Compression
+from headway.plan import ExchangePlan
 from headway.plan.exchange_scheme import scheme_of
 
 _SIDE = 1024
@@ -41,19 +41,19 @@ def measure_speeds(device: torch.device) -> dict[str, CompressorSpeed]:
     """Speeds of all compressors; measures the candidates, in about 0.1 s. Collective."""
     route = _single_rank_route(device)
     measured = [
-        (name, amount)
-        for name, amount in CANDIDATE_COMPRESSORS
-        if name in TYPICAL_COMPRESSOR_SPEEDS
+        candidate
+        for candidate in CANDIDATE_COMPRESSORS
+        if candidate.name in TYPICAL_COMPRESSOR_SPEEDS
     ]
     factors = torch.tensor(
-        [_slowdown(name, amount, route, device) for name, amount in measured],
+        [_slowdown(candidate, route, device) for candidate in measured],
         dtype=torch.float64,
         device=device,
     )
     dist.all_reduce(factors, op=dist.ReduceOp.MAX)
     slowest: dict[str, float] = {}
-    for (name, _), factor in zip(measured, factors.tolist(), strict=True):
-        slowest[name] = max(slowest.get(name, 0.0), factor)
+    for candidate, factor in zip(measured, factors.tolist(), strict=True):
+        slowest[candidate.name] = max(slowest.get(candidate.name, 0.0), factor)
     return TYPICAL_COMPRESSOR_SPEEDS | {
         name: CompressorSpeed(
             TYPICAL_COMPRESSOR_SPEEDS[name].encode * factor,
@@ -63,9 +63,9 @@ def measure_speeds(device: torch.device) -> dict[str, CompressorSpeed]:
     }
 
 
-def _slowdown(name: str, amount: float, route: Route, device: torch.device) -> float:
+def _slowdown(compression: Compression, route: Route, device: torch.device) -> float:
     """By how much this machine is slower than the typical one."""
-    method = make_method(Compression(name=name, amount=amount), seed=0)
+    method = make_method(compression, seed=0)
     buffer = torch.randn(_SIDE * _SIDE + 1, device=device)
     buffer[-1] = 1.0
     fused = FusedBuffer(buffer, (GradientSlice("probe", 0, _SIDE * _SIDE, (_SIDE, _SIDE)),))
@@ -77,8 +77,8 @@ def _slowdown(name: str, amount: float, route: Route, device: torch.device) -> f
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(perf_counter() - start)
-    typical = TYPICAL_COMPRESSOR_SPEEDS[name].encode + TYPICAL_COMPRESSOR_SPEEDS[name].decode
-    return min(times) / (fused.gradients.nbytes * typical)
+    typical = TYPICAL_COMPRESSOR_SPEEDS[compression.name]
+    return min(times) / (fused.gradients.nbytes * (typical.encode + typical.decode))
 
 
 def _single_rank_route(device: torch.device) -> Route:
@@ -112,9 +112,9 @@ def choose_compressor(
         speeds: Of compressors, as measured.
     """
     candidates = [
-        (name, amount)
-        for name, amount in CANDIDATE_COMPRESSORS
-        if COMPRESSORS[name].feedback or not parse_compression(current).facts.feedback
+        candidate
+        for candidate in CANDIDATE_COMPRESSORS
+        if candidate.feedback or not parse_compression(current).feedback
     ]
     base = scheme_of(description)
     network = ExchangeNetwork(link, nodes)
@@ -138,7 +138,6 @@ def _measured_layers(
     layers = []
     for name, parameter in parameters.items():
         part = description.part(name)
-        own = parse_compression(part.compress) if part and part.compress else None
         layers.append(
             GradientLayer(
                 name=name,
@@ -146,8 +145,7 @@ def _measured_layers(
                 forward=forward,
                 backward=backward[name],
                 element_bytes=parameter.element_size(),
-                compressor=own.name if own else None,
-                amount=own.amount if own else 0.0,
+                compression=parse_compression(part.compress) if part and part.compress else None,
             )
         )
     return layers

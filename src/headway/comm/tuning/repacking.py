@@ -34,7 +34,7 @@ from headway.collective.all_reduce.repacking import (
     steps_to_vote,
 )
 from headway.collective.topology import LinkGraph
-from headway.comm.lanes.bucket_lanes import Bucket, BucketTiming
+from headway.comm.lanes.buckets import Bucket, BucketTiming
 from headway.comm.lanes.routes import RoutePool
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.plan import ExchangePlan

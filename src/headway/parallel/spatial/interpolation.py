@@ -140,7 +140,7 @@ def _span(lows: Sequence[int], highs: Sequence[int]) -> Range:
     return (lows[0], highs[-1] + 1) if lows else (0, 0)
 
 
-def _dropout(
+def dropout(
     func: Callable[..., Tensor],
     input: SpatialTensor,  # noqa: A002 - torch's name
     p: float = 0.5,
@@ -151,7 +151,7 @@ def _dropout(
     if not training:
         return input
     shape = list(input.shape)
-    if func is not F.dropout:
+    if func.__name__ != "dropout":
         check_batched(input, func.__name__, int(func.__name__[-2]))
         shape[2:] = [1] * len(shape[2:])
     mask = func(input.local.new_ones(shape), p, True)
@@ -177,15 +177,3 @@ def matmul(input: Any, other: Any) -> Any:  # noqa: A002 - torch's name
     if input.dim() < 2 or input.dim() - 1 in input.splits:
         raise unsupported_operator("matmul", input, "its last dimension is split")
     return input.like(torch.matmul(input.local, other))
-
-
-def rules() -> dict[Any, Any]:
-    """All operators of this file."""
-    drops = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-    products = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-    return {
-        F.interpolate: interpolate,
-        F.linear: linear,
-        **dict.fromkeys(products, matmul),
-        **{func: partial(_dropout, func) for func in drops},
-    }

@@ -6,59 +6,21 @@ label), the rank takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headway.parallel.spatial.spatial_tensor import (
     SpatialSplit,
     SpatialTensor,
     local_part_for,
+    modifies_in_place,
     qualified_torch_name,
     split_tensors,
     splits_from_last_dim,
     unsupported_operator,
 )
-
-UNARY = (
-    "abs", "ceil", "celu", "clone", "contiguous", "cos", "detach", "elu", "erf", "exp", "expm1",
-    "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan",
-    "leaky_relu", "log", "log1p", "log2", "logical_not", "logsigmoid", "mish", "nan_to_num", "neg",
-    "ones_like", "positive", "prelu", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu",
-    "sigmoid", "sign", "silu", "sin", "softplus", "softsign", "sqrt", "square", "tan", "tanh",
-    "threshold", "zeros_like", "bitwise_not", "abs_", "clamp_min", "clamp_max", "relu_", "sigmoid_",
-    "tanh_", "hardtanh_", "leaky_relu_", "elu_", "selu_", "celu_", "threshold_", "exp_", "sqrt_",
-    "zero_", "fill_", "neg_", "__neg__", "__abs__", "__invert__", "to", "float", "double", "half",
-    "bfloat16", "long", "int", "bool", "cpu", "cuda", "type", "hardshrink", "softshrink",
-    "tanhshrink", "logit", "full_like",
-)  # fmt: skip
-"""With one tensor, entry by entry; `prelu` has a weight for each channel."""
-
-BROADCAST = (
-    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow",
-    "fmod", "remainder", "floor_divide", "where", "maximum", "minimum", "lerp", "addcmul",
-    "addcdiv", "clamp", "clip", "atan2", "logaddexp", "heaviside", "xlogy", "eq", "ne", "lt", "le",
-    "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
-    "bitwise_xor", "masked_fill", "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clip_",
-    "masked_fill_", "lerp_", "addcmul_", "addcdiv_", "type_as", "copy_", "__add__", "__radd__",
-    "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
-    "__rpow__", "__mod__", "__floordiv__", "__rfloordiv__", "__iadd__", "__isub__", "__imul__",
-    "__itruediv__", "__ipow__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__",
-    "__and__", "__or__", "__xor__",
-)  # fmt: skip
-"""With several tensors, entry by entry, after broadcasting."""
-
-IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
-"""Operators of Python that change what is on their left."""
-
-ALONG = (
-    "softmax", "log_softmax", "softmin", "argmax", "argmin", "amax", "amin", "logsumexp", "prod",
-    "cumsum", "cumprod", "glu", "normalize", "flip", "std", "var", "norm", "any", "all",
-)  # fmt: skip
-"""Along dimensions that are whole on every rank."""
 
 
 def unary(func: Callable[..., Any], x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
@@ -109,13 +71,6 @@ def result_splits(first: SpatialTensor, operands: list[Any]) -> dict[int, Spatia
     return target
 
 
-def modifies_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument in place, or another one (`out=`)."""
-    name = func.__name__
-    in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
-    return bool(in_place) or kwargs.get("out") is not None or name in IN_PLACE
-
-
 def _of_receiver(
     func: Callable[..., Any], receiver: Any, target: dict[int, SpatialSplit]
 ) -> dict[int, SpatialSplit]:
@@ -160,13 +115,6 @@ def _dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
     return {given} if isinstance(given, int) else set(given)
 
 
-def rules() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """All operators of this file, as functions and as methods."""
-    found: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for names, rule in ((UNARY, unary), (BROADCAST, broadcast), (ALONG, along_whole_dims)):
-        for name in names:
-            for home in (torch, Tensor, torch.nn.functional):
-                func = getattr(home, name, None)
-                if callable(func):
-                    found[func] = partial(rule, func)
-    return found
+def of_both(func: Callable[..., Any], x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
+    """What is the same of a part and of the whole: a type, or a new tensor of another size."""
+    return func(x.local, *args, **kwargs)

@@ -135,13 +135,14 @@ def _divisors(window: SlidingWindow, own: Range, extent: int, with_padding: bool
 
 
 def _adaptive(
-    count: int,
     pool: Callable[..., Any],
-    name: str,
+    kind: str,
+    count: int,
     input: Any,  # noqa: A002 - torch's name
     output_size: Any,
     return_indices: bool = False,
 ) -> Any:
+    name = f"adaptive_{kind}_pool{count}d"
     check_batched(input, name, count)
     if return_indices:
         raise unsupported_operator(name, input, "indices of a part are not those of the whole")
@@ -161,12 +162,12 @@ def _adaptive(
     return pool(count, input, kernel, kernel)
 
 
-MAX_POOL = {count: partial(_max_pool, count) for count in (1, 2, 3)}
-AVERAGE_POOL = {count: partial(_average_pool, count) for count in (1, 2, 3)}
-ADAPTIVE_AVERAGE_POOL = {
-    count: partial(_adaptive, count, _average_pool, f"adaptive_avg_pool{count}d")
-    for count in (1, 2, 3)
-}
-ADAPTIVE_MAX_POOL = {
-    count: partial(_adaptive, count, _max_pool, f"adaptive_max_pool{count}d") for count in (1, 2, 3)
-}
+def _by_count(pool: Callable[..., Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A pooling in as many dimensions as the function's name says: 2 of `max_pool2d`."""
+    return pool(int(func.__name__[-2]), *args, **kwargs)
+
+
+max_pool = partial(_by_count, _max_pool)
+average_pool = partial(_by_count, _average_pool)
+adaptive_average_pool = partial(_by_count, partial(_adaptive, _average_pool, "avg"))
+adaptive_max_pool = partial(_by_count, partial(_adaptive, _max_pool, "max"))

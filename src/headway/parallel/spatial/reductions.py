@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -144,19 +143,3 @@ def one_hot(x: SpatialTensor, num_classes: int = -1) -> Any:
             "one_hot", x, "without num_classes it depends on the largest label"
         )
     return x.like(F.one_hot(x.local, num_classes))
-
-
-ENTRYWISE = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)  # fmt: skip
-
-
-def rules() -> dict[Any, Any]:
-    """All operators of this file."""
-    found: dict[Any, Any] = {F.one_hot: one_hot}
-    for home in (torch, Tensor):
-        found |= {home.sum: total, home.mean: mean}
-    found |= {f: partial(entrywise_loss, f) for f in (getattr(F, name) for name in ENTRYWISE)}
-    found |= {f: partial(class_loss, f) for f in (F.cross_entropy, F.nll_loss)}
-    return found

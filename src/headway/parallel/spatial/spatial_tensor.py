@@ -1,9 +1,9 @@
 """SpatialTensor: a rank's part of an activation, on which torch's functions work as on the whole.
 Torch asks such an object what a function does (`__torch_function__`), and `operator_table`
-answers; a function without a rule raises. It is deliberately no subclass of Tensor: an autograd
-function of the user's would take a subclass for its own storage and lose the gradient; here
-that is noticed (`severed`). It is a dataclass and a node of torch's pytrees
-(`torch.utils._pytree`, private): there FSDP and DDP find the part to hang their hooks on.
+answers; a function without a rule raises. An autograd function of the user's computes on the part
+alone, and its gradient would be lost: that is noticed (`severed`). It is a dataclass and a node of
+torch's pytrees (`torch.utils._pytree`, private): there FSDP and DDP find the part to hang their
+hooks on.
 
 `SpatialContext` says which dimensions are split over which ranks, and what the user chose about
 it. Behind the last layers that look at neighbours a split of space gains nothing; there each of
@@ -38,6 +38,12 @@ from headway.parallel.spatial.halo_exchange import (
     fetch_box,
     redistribute_box,
     sum_into_boxes,
+)
+from headway.parallel.split_dispatch import (
+    PartialTensor,
+    leaves,
+    map_nested,
+    torch_function_name,
 )
 
 GATHER_REMEDY = "Gather it first: headway.parallel.spatial.gather(x) gives the whole tensor."
@@ -75,7 +81,7 @@ SpatialSplits = Mapping[int, SpatialSplit]
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class SpatialTensor:
+class SpatialTensor(PartialTensor):
     """A part of a tensor that knows the whole.
 
     Attributes:
@@ -102,100 +108,17 @@ class SpatialTensor:
         chosen = self.splits if splits is None else splits
         return SpatialTensor(local, dict(chosen), self.context) if chosen else local
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        from headway.parallel.spatial.operator_table import dispatch_torch_function
-
-        keywords = kwargs or {}
-        found = list(split_tensors((args, tuple(keywords.values()))))
-        grad = torch.is_grad_enabled()
-        if grad and any(x.severed for x in found) and func is not Tensor.detach:
-            raise _lost(qualified_torch_name(func))
-        result = dispatch_torch_function(func, found, args, keywords)
-        if not grad and func is not Tensor.detach:
-            lost = any(x.severed or x.local.requires_grad for x in found)
-            for out in split_tensors((result,)):
-                out.severed |= lost
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        """Methods of tensors, by their rules; an attribute that has none does not exist."""
-        method = getattr(Tensor, name, None)
-        if name.startswith("__") or method is None:
-            raise AttributeError(f"a split tensor has no attribute {name!r}")
-        if not callable(method):
-            if self.by_samples:
-                return getattr(gather(self), name)
-            raise unsupported_operator(f"Tensor.{name}", self)
-        return _bound(self, method)
-
     @property
     def by_samples(self) -> bool:
         """Whether this rank has whole samples, of which others have others."""
         return _by_samples(self.splits.values(), self.context)
 
-    def size(self, dim: int | None = None) -> Any:
-        """Sizes of the whole, or of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    ndimension = dim
-    ndim = property(dim)
-
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return self.shape.numel()
-
-    nelement = numel
-    dtype = property(lambda self: self.local.dtype)
-    device = property(lambda self: self.local.device)
-    layout = property(lambda self: self.local.layout)
-    requires_grad = property(lambda self: self.local.requires_grad)
-    is_cuda = property(lambda self: self.local.is_cuda)
-    is_cpu = property(lambda self: self.local.is_cpu)
-    is_quantized = property(lambda self: False)
-    is_sparse = property(lambda self: False)
-    is_nested = property(lambda self: False)
-
-    def is_floating_point(self) -> bool:
-        """Of the elements."""
-        return self.local.is_floating_point()
-
-    def is_complex(self) -> bool:
-        """Of the elements."""
-        return self.local.is_complex()
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __bool__(self) -> bool:
         raise unsupported_operator("bool()", self)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[number] for number in range(len(self)))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.__torch_function__(Tensor.__getitem__, (), (self, index))
 
     def __repr__(self) -> str:
         parts = {dim: list(split.ranges) for dim, split in self.splits.items()}
         return f"SplitTensor(shape={tuple(self.shape)}, own={tuple(self.local.shape)}, {parts})"
-
-
-def _bound(x: SpatialTensor, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return SpatialTensor.__torch_function__(method, (), (x, *args), kwargs)
-
-    return call
 
 
 def _unflatten_tensor(
@@ -208,38 +131,16 @@ def _unflatten_tensor(
     return x
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    method = getattr(Tensor, name)
-
-    def call(self: SpatialTensor, *args: Any) -> Any:
-        return SpatialTensor.__torch_function__(method, (), (self, *args))
-
-    return call
-
-
-OPERATORS = (
-    *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in "ri"),
-    *(f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "neg", "abs", "invert")),
-    *(f"__{name}__" for name in ("matmul", "rmatmul", "mod", "floordiv", "rfloordiv")),
-    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor")),
-)
-for _name in OPERATORS:
-    setattr(SpatialTensor, _name, _operator(_name))
 _pytree.register_pytree_node(
     SpatialTensor,
     lambda x: ([x.local], (x.splits, x.context, x.shape, x.severed)),
     lambda leaves, facts: _unflatten_tensor(next(iter(leaves)), *facts),
 )
-SpatialTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def split_tensors(values: Any) -> Iterator[SpatialTensor]:
-    """All split tensors among arguments, in lists and tuples, too."""
-    for value in values:
-        if isinstance(value, SpatialTensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from split_tensors(value)
+    """All split tensors in nested arguments."""
+    return (value for value in leaves(values) if isinstance(value, SpatialTensor))
 
 
 def qualified_torch_name(func: Callable[..., Any]) -> str:
@@ -377,6 +278,30 @@ class SpatialContext:
     together: SpatialAxis | None = None
     whole_in_messages: ClassVar[bool] = True
 
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch gives.
+
+        Raises:
+            PlanError: There is no rule, and a tensor lies in parts of space; or a gradient would be
+                lost.
+        """
+        found = list(split_tensors((args, kwargs)))
+        grad = torch.is_grad_enabled()
+        if grad and any(x.severed for x in found) and func is not Tensor.detach:
+            raise _lost(qualified_torch_name(func))
+        result = _carry_out(func, found, args, kwargs)
+        if not grad and func is not Tensor.detach:
+            lost = any(x.severed or x.local.requires_grad for x in found)
+            for out in split_tensors((result,)):
+                out.severed |= lost
+        return result
+
+    def attribute(self, x: SpatialTensor, name: str) -> Any:
+        """An attribute of tensors that is no method, of whole samples alone."""
+        if x.by_samples:
+            return getattr(gather(x), name)
+        raise unsupported_operator(f"Tensor.{name}", x)
+
     def __post_init__(self) -> None:
         wrong = [dim for dim in self.axes if dim >= 0]
         if wrong or not self.axes:
@@ -501,6 +426,42 @@ class SpatialContext:
                 fix="Read what SpatialContext.ranges(shape) says.",
             )
         return SpatialTensor(local, splits, self) if splits else local
+
+
+def _carry_out(
+    func: Callable[..., Any],
+    found: Sequence[SpatialTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """By its rule; whole samples are gathered where no rule can work on them.
+
+    Args:
+        found: The split tensors among the arguments.
+    """
+    # The rules make and take this module's tensors, so their table can be imported only now.
+    from headway.parallel.spatial.operator_table import SPATIAL_RULES
+
+    rule = SPATIAL_RULES.get(torch_function_name(func))
+    try:
+        if rule is None:
+            raise unsupported_operator(qualified_torch_name(func), found[0])
+        return rule(func, *args, **kwargs)
+    except PlanError:
+        if modifies_in_place(func, kwargs) or not all(x.by_samples for x in found):
+            raise
+    return func(*map_nested(args, gather), **map_nested(kwargs, gather))
+
+
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
+"""Operators of Python that change what is on their left."""
+
+
+def modifies_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes its first argument in place, or another one (`out=`)."""
+    name = func.__name__
+    in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+    return bool(in_place) or kwargs.get("out") is not None or name in _IN_PLACE
 
 
 # The switch from parts of space to whole samples, and back.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from headway.graph.ranges import SlidingWindow
 from headway.parallel.spatial.halo_exchange import SINGLE_RANK_AXIS, RangeExchange, fetch_box
@@ -225,16 +224,3 @@ def pad(
         if axis is not SINGLE_RANK_AXIS:
             splits[dim] = SpatialSplit(axis, ranges)
     return input.like(fetch_box(input.local, needs, value or 0.0), splits)
-
-
-def rules() -> dict[Any, Any]:
-    """All operators of this file."""
-    found: dict[Any, Any] = {
-        Tensor.__getitem__: index, torch.cat: cat, torch.concat: cat, torch.concatenate: cat,
-        torch.stack: stack, Tensor.expand: expand, F.pad: pad, Tensor.view: view,
-        Tensor.reshape: view, torch.reshape: view, Tensor.split: split, torch.split: split,
-    }  # fmt: skip
-    for rule in (permute, transpose, movedim, unsqueeze, squeeze, flatten, chunk, narrow, select):
-        found[getattr(torch, rule.__name__)] = rule
-        found[getattr(Tensor, rule.__name__)] = rule
-    return found

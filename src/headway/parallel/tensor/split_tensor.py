@@ -1,10 +1,9 @@
 """SplitTensor: this rank's part of a tensor, in the place of the whole one in the user's code.
-It answers for its shape as the whole tensor would, and hands every function of torch to a rule
-through `__torch_function__`. A rule either computes what the whole tensors would give, or
-raises `RuleRefused`; the context decides what becomes of a refusal: an error while training, a
-finding while the split is inferred. A function without a rule raises with its name. A tensor
-that is cut along no dimension is a plain one, so code outside of split layers never meets this
-class.
+Every function of torch goes to a rule (`parallel.split_dispatch`). A rule either computes what the
+whole tensors would give, or raises `RuleRefused`; the context decides what becomes of a refusal:
+an error while training, a finding while the split is inferred. A function without a rule raises
+with its name. A tensor that is cut along no dimension is a plain one, so code outside of split
+layers never meets this class.
 
 It is a dataclass, so that a pipeline sends it from stage to stage as the parts it consists of,
 and a node of torch's pytrees (`torch.utils._pytree`, private): there FSDP hangs its hooks.
@@ -18,8 +17,7 @@ summed over the ranks that cut it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,8 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from headway.errors import PlanError
-from headway.parallel.pipeline.stages import user_line
+from headway.parallel.split_dispatch import (
+    ATTRIBUTES_OF_PART,
+    DispatchedOperand,
+    PartialTensor,
+    call_method,
+    install_operators,
+    leaves,
+)
 from headway.parallel.tensor.grid import (
     ProcessGrid,
     WeightPrefetch,
@@ -106,25 +110,20 @@ class SplitContext:
         return self.grid.plan.form == "classic"
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a function of torch on split tensors.
-
-        Raises:
-            PlanError: It has no rule, or none for tensors that are cut so.
-        """
-        name = torch_function_name(func)
-        rule = self.rules.get(name)
-        try:
-            if rule is None:
-                raise RuleRefused("there is no rule for it")
-            return rule(self, func, *args, **kwargs)
-        except RuleRefused as refusal:
-            raise _error(name, refusal) from None
+        """Carry out a function of torch on split tensors."""
+        raise NotImplementedError
 
     def leave(self, x: Any) -> Any:
         """A split tensor, whole, where it enters what is split otherwise."""
-        return x.full_tensor()
+        raise NotImplementedError
 
-    # Parameters are undecided in surveys only (`survey.Survey`).
+    def attribute(self, x: SplitTensor, name: str) -> Any:
+        """An attribute of tensors that is no method: transposes alone are known."""
+        if name in ("T", "mT"):
+            return x.transpose(-2, -1)
+        raise AttributeError(f"a split tensor has no {name}")
+
+    # Parameters are undecided only while a split is inferred (`model.split_inference`).
 
     def resolve(self, parameter: Any) -> Any:
         """An undecided parameter that is to be used as it is."""
@@ -150,21 +149,6 @@ class SplitContext:
     def decide_vector(self, weight: Any, cut: Any) -> Any:
         """A vector of parameters, cut as the activations that it scales."""
         raise NotImplementedError
-
-
-def torch_function_name(func: Callable[..., Any]) -> str:
-    """Of a function of torch; `Tensor.__add__` is "add"."""
-    name = getattr(func, "__name__", repr(func))
-    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
-
-
-def _error(name: str, refusal: RuleRefused) -> PlanError:
-    return PlanError(
-        f"{name} cannot be carried out on a split tensor",
-        problems=[refusal.why],
-        where=user_line(),
-        fix="Call .full_tensor() on it before, or name this part of the model in whole=[...].",
-    )
 
 
 # A tensor of which this rank has a part, in the place of the whole one in the user's code.
@@ -201,7 +185,7 @@ def describe_cuts(cuts: Sequence[DimensionCut]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitTensor:
+class SplitTensor(PartialTensor):
     """This rank's part of a tensor.
 
     Attributes:
@@ -217,29 +201,8 @@ class SplitTensor:
     origins: frozenset[str] = field(default_factory=frozenset)
     parameter: bool = False
 
-    # -- what the whole tensor would say -------------------------------------------------------
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind(0))
-
     def __bool__(self) -> bool:
-        return bool(self._call(Tensor.__bool__))
+        return bool(call_method(Tensor.__bool__, self))
 
     def __repr__(self) -> str:
         cuts = ", ".join(f"{number}: {cut}" for number, cut in enumerate(self.cuts) if cut.axes)
@@ -252,35 +215,9 @@ class SplitTensor:
             x = gather_from_ranks(x, self.context.grid, cut.axes, dim, cut.blocks)
         return x
 
-    # -- what is handed on ----------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ATTRIBUTES_OF_PART:
-            return getattr(self.local, name)
-        if name in _TRANSPOSES:
-            return self._call(getattr(Tensor, _TRANSPOSES[name]), -2, -1)
-        found = None if name.startswith("__") else getattr(Tensor, name, None)
-        if not callable(found):
-            raise AttributeError(f"a split tensor has no {name}")
-        return functools.partial(self._call, found)
-
-    def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.__torch_function__(func, (), (self, *args), kwargs)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        keywords = kwargs or {}
-        return next(contexts(args, keywords)).call(func, args, keywords)
-
 
 @dataclass(frozen=True, eq=False)
-class UndecidedParameter:
+class UndecidedParameter(DispatchedOperand):
     """In a survey, a parameter whose split is not decided yet.
 
     Attributes:
@@ -292,55 +229,18 @@ class UndecidedParameter:
     context: SplitContext
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ATTRIBUTES_OF_PART or name in ("shape", "ndim"):
+        if name in ATTRIBUTES_OF_PART or name in ("shape", "ndim"):
             return getattr(self.tensor, name)
         return getattr(self.context.resolve(self), name)
 
-    __torch_function__ = SplitTensor.__torch_function__
 
-
-def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(Tensor, name)
-
-    def carry_out(self: Any, *args: Any) -> Any:
-        return SplitTensor.__torch_function__(function, (), (self, *args))
-
-    return carry_out
-
-
-for _name in (
-    "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv",
-    "itruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul", "getitem", "eq", "ne", "lt", "le",
-    "gt", "ge", "and", "or", "invert", "mod", "floordiv",
-):  # fmt: skip
-    for _class in (SplitTensor, UndecidedParameter):
-        setattr(_class, f"__{_name}__", _operator(f"__{_name}__"))
-
+for _class in (SplitTensor, UndecidedParameter):
+    install_operators(_class, "iadd", "isub", "imul", "itruediv")
 _pytree.register_pytree_node(
     SplitTensor,
     lambda x: ([x.local], x),
     lambda leaves, x: replace(x, local=next(iter(leaves))),
 )
-
-_ATTRIBUTES_OF_PART = frozenset({
-    "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_nested", "is_sparse",
-    "is_floating_point", "is_complex", "element_size", "is_quantized", "is_meta", "get_device",
-    "is_mkldnn",
-})  # fmt: skip
-"""What is the same for a part and for the whole."""
-
-_TRANSPOSES = {"T": "transpose", "mT": "transpose"}
-
-
-def contexts(*values: Any) -> Iterator[SplitContext]:
-    """Of all split tensors in nested arguments."""
-    for value in values:
-        if isinstance(value, SplitTensor | UndecidedParameter):
-            yield value.context
-        elif isinstance(value, tuple | list):
-            yield from contexts(*value)
-        elif isinstance(value, dict):
-            yield from contexts(*value.values())
 
 
 def wrap_local_part(
@@ -382,29 +282,9 @@ def shape_of(local: Tensor, cuts: Sequence[DimensionCut], context: SplitContext)
     )
 
 
-# Split tensors in nested arguments and results; order and structure stay.
-
-
-def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments, a function applied to all that are no containers."""
-    if type(value) in (tuple, list):
-        return type(value)(map_nested(entry, function) for entry in value)
-    if isinstance(value, dict):
-        return {key: map_nested(entry, function) for key, entry in value.items()}
-    return function(value)
-
-
 def split_tensors_in(*values: Any) -> list[Any]:
     """All split tensors in nested arguments."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, SplitTensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found += split_tensors_in(*value)
-        elif isinstance(value, dict):
-            found += split_tensors_in(*value.values())
-    return found
+    return [x for x in leaves(values) if isinstance(x, SplitTensor)]
 
 
 def with_origins(result: Any, origins: frozenset[str]) -> Any:

@@ -12,12 +12,10 @@ from typing import Literal
 
 from headway.cost.memory import GRADIENTS, WEIGHTS
 from headway.cost.transformer import HALF_PRECISION_BYTES
-from headway.planner.estimate.pipeline_time import PLAIN, ScheduleOption
+from headway.schedule.generators.registry import PLAIN, SCHEDULES, ScheduleOption
 
 FULL = 4.0
 """Bytes of a number in 32 bits."""
-COUNTED = ("1f1b", "gpipe")
-"""Schedules of which `Degrees.in_flight` says how many micro-batches each stage holds."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -43,7 +41,7 @@ class Degrees:
     microbatch: int
     microbatches: int
     zero: int = 0
-    schedule: str = "1f1b"
+    schedule: str = PLAIN.name
     virtual: int = 1
     pipes: int = 1
     order: str = "tpd"
@@ -64,10 +62,15 @@ class Degrees:
         return math.prod(sizes[letter] for letter in inside)
 
     def in_flight(self, behind: int) -> int:
-        """Micro-batches that a stage holds which has so many behind it."""
-        if self.schedule == "gpipe":
+        """Micro-batches that a stage holds which has so many behind it; see `counted`."""
+        if SCHEDULES[self.schedule].held == "all":
             return self.microbatches
         return min(self.microbatches, behind + 1)
+
+    @property
+    def counted(self) -> bool:
+        """Whether `in_flight` is what the schedule's table says."""
+        return bool(SCHEDULES[self.schedule].held)
 
     @property
     def gradient_share(self) -> float:
@@ -83,7 +86,7 @@ class Degrees:
         alone = self.tensor * self.virtual * self.pipes == 1
         alone = alone and (self.data == 1 or self.zero > 0 or self.pipeline > 1)
         most = self.in_flight(self.pipeline - 1)
-        return alone and self.schedule in COUNTED and most == self.microbatches
+        return alone and self.counted and most == self.microbatches
 
 
 def degree_labels(degrees: Degrees, microbatch: str) -> list[str]:

@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
-from headway.cost.guidelines.das_model import serial_ends
 from headway.planner.estimate.operators import Floats, PlanningWorkload
 from headway.planner.estimate.partition import IntervalClasses, LayerUnit, unnameable_units
 
@@ -57,6 +57,25 @@ class GradientArrivals(NamedTuple):
         buckets = fill_buckets(whole, range(len(whole)), int(min(limit, 2.0**62)), FIRST_BUCKET)
         found = np.array([sum(own[n] for n in bucket) for bucket in buckets])
         return found, np.array([self.units[bucket[-1]] for bucket in buckets], dtype=np.int64)
+
+
+def serial_ends(
+    ready: Floats,
+    seconds: Floats,
+    sent: NDArray[np.bool_],
+) -> Floats:
+    """When each message has been sent, on a link that carries one at a time, the last one first.
+
+    end_k = max over j >= k of (ready_j + s_k + ... + s_j): the recurrence
+    start_k = max(ready_k, end_{k+1}) as one running maximum (Das et al. 2016, analysis of overlap).
+
+    Args:
+        sent: What is not sent ends when it is ready.
+    """
+    until = np.cumsum(seconds[::-1])
+    begin = np.where(sent[::-1], ready[::-1] - (until - seconds[::-1]), -np.inf)
+    end = (until + np.maximum.accumulate(begin))[::-1]
+    return np.where(sent, end, ready)
 
 
 def bucket_exchange(
@@ -102,6 +121,37 @@ def most_hidden(message: Floats, compute: Floats, overlap: float) -> Floats:
     return overlap * np.minimum(message, compute)
 
 
+class _LaneTimes(NamedTuple):
+    """Until when computation and messages are busy, and when the next unit's weights are there."""
+
+    clock: float
+    lane: float
+    there: float
+
+
+def _play_units(
+    now: _LaneTimes,
+    compute: Sequence[float],
+    gathers: Sequence[float],
+    scatters: Sequence[float],
+) -> _LaneTimes:
+    """Play units one after the other: gather ahead, compute, scatter behind.
+
+    Args:
+        gathers: Beside each unit the gather of the unit after it; 0: there is none.
+        scatters: Behind each unit.
+    """
+    clock, lane, there = now
+    for seconds, gather, scatter in zip(compute, gathers, scatters, strict=True):
+        start = max(clock, there)
+        if gather:
+            lane = there = max(lane, start) + gather
+        clock = start + seconds
+        if scatter:
+            lane = max(lane, clock) + scatter
+    return _LaneTimes(clock, lane, there)
+
+
 def sharded_exchange(
     forward: Floats,
     backward: Floats,
@@ -124,39 +174,23 @@ def sharded_exchange(
         overlap: As in `bucket_exchange`.
     """
     own = np.zeros_like(forward) if gathers is None else gathers
-    turn = list(
-        zip(
-            [*forward.tolist(), *backward[::-1].tolist()],
-            [*own.tolist(), *own[::-1].tolist()],
-            [*([0.0] * len(forward)), *scatters[::-1].tolist()],
-            strict=True,
-        )
-    )
-    coming = [gather for _, gather, _ in turn[1:]] + [turn[0][1]]
-    clock, lane = 0.0, turn[0][1]
-    there = lane  # when the weights of the next unit are there
-    steps: list[tuple[float, float, float]] = []
+    passes = [*forward.tolist(), *backward[::-1].tolist()]
+    ahead = [*own.tolist(), *own[::-1].tolist()]
+    behind = [*([0.0] * len(forward)), *scatters[::-1].tolist()]
+    now = _LaneTimes(0.0, ahead[0], ahead[0])
+    steps: list[list[float]] = []
     left = microbatches
     while left:
-        before = (clock, lane, there)
+        before = now
         left -= 1
-        for place, (compute, _, scatter) in enumerate(turn, 1):
-            start = max(clock, there)
-            following = coming[place - 1] if left or place < len(turn) else 0.0
-            if following:
-                lane = max(lane, start) + following
-                there = lane
-            clock = start + compute
-            if scatter:
-                lane = max(lane, clock) + scatter
-        steps.append((clock - before[0], lane - before[1], there - before[2]))
+        now = _play_units(now, passes, [*ahead[1:], ahead[0] if left else 0.0], behind)
+        steps.append([b - a for a, b in zip(before, now, strict=True)])
+        # The last micro-batch gathers nothing ahead, so that it is always played itself.
         if left > 1 and len(steps) > 1 and np.allclose(steps[-1], steps[-2], rtol=1e-12, atol=0):
             jump = left - 1
-            clock, lane, there = (
-                now + jump * each for now, each in zip((clock, lane, there), steps[-1], strict=True)
-            )
+            now = _LaneTimes(*(a + jump * each for a, each in zip(now, steps[-1], strict=True)))
             left = 1
-    whole = max(clock, lane)
+    whole = max(now.clock, now.lane)
     compute = microbatches * float(forward.sum() + backward.sum())
     sent = microbatches * float(scatters.sum() + 2.0 * own.sum())
     exposed = sent - overlap * (sent - (whole - compute))
@@ -179,18 +213,14 @@ def sharded_passes(
     own = np.zeros_like(forward) if gathers is None else gathers
 
     def one(compute: Floats, sent: Floats) -> tuple[float, float]:
-        clock, lane = 0.0, float(own[0] if compute is forward else own[-1])
-        there = lane
-        ahead = [*(own if compute is forward else own[::-1])[1:].tolist(), 0.0]
-        turn = compute if compute is forward else compute[::-1]
-        for seconds, following, scatter in zip(
-            turn.tolist(), ahead, sent[::-1].tolist(), strict=True
-        ):
-            start = max(clock, there)
-            if following:
-                there = lane = max(lane, start) + following
-            clock = start + seconds
-            lane = max(lane, clock) + scatter if scatter else lane
+        order = slice(None) if compute is forward else slice(None, None, -1)
+        ahead = own[order].tolist()
+        clock, lane, _ = _play_units(
+            _LaneTimes(0.0, ahead[0], ahead[0]),
+            compute[order].tolist(),
+            [*ahead[1:], 0.0],
+            sent[::-1].tolist(),
+        )
         whole = float(own.sum() + sent.sum())
         late = max(clock, lane) - clock
         hidden = whole - late - (clock - float(compute.sum()))

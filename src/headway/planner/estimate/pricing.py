@@ -34,16 +34,12 @@ from headway.planner.estimate.gradient_exchange import (
     sharded_passes,
 )
 from headway.planner.estimate.operators import Floats
-from headway.planner.estimate.pipeline_time import (
-    PeriodicTable,
-    ScheduleOption,
-    StageMessages,
-    StagePasses,
-)
+from headway.planner.estimate.pipeline_time import PeriodicTable
 from headway.planner.estimate.segments import IntervalStrategies, SegmentTables
-from headway.schedule.generators.registry import make_schedule
+from headway.schedule.generators.registry import ScheduleOption, make_schedule
 from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
+from headway.schedule.timing import StageMessages, StagePasses
 
 RANKS = 8
 """Of the longest pipeline whose table is looked at: messages are posted four computes ahead."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import Floats
+from headway.schedule.generators.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from headway.planner.estimate.segments import SegmentTables
@@ -100,7 +101,7 @@ class StageCapacity(NamedTuple):
         """
         m = degrees.microbatches
         longest = np.full(len(under_way), known / max(1, m // degrees.pipes))
-        if degrees.schedule == "1f1b" and m > 1:
+        if SCHEDULES[degrees.schedule].held == "depth" and m > 1:
             times = (m - 1) - (under_way - 1.0) * self.ahead
             longest = np.minimum(longest, max(known - whole, 0.0) / times)
         return longest

@@ -18,7 +18,6 @@ from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import dtype_of, kernel_count, parameter_bytes
 from headway.planner.estimate.partition import LayerUnit
-from headway.planner.estimate.pipeline_time import PLAIN
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_point import (
@@ -28,6 +27,7 @@ from headway.planner.search.plan_point import (
     format_device_runs,
 )
 from headway.planner.search.request import ORDERS, PlanRequest
+from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes
 
 

@@ -16,10 +16,10 @@ from headway.planner.explain.step_parts import level_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import (
-    RUNNABLE_SCHEDULES,
     PlanRequest,
     restrict_to_executor,
 )
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 TWICE = "memory 2x"
 SAME = 1e-3

@@ -25,7 +25,6 @@ from headway.cost.machine_presets import device_of
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
-    COUNTED,
     Degrees,
     divisors,
     least_state_per_byte,
@@ -40,6 +39,7 @@ from headway.planner.search.device_layout import Combination
 from headway.planner.search.layout_candidate import LayoutCandidate
 from headway.planner.search.plan_point import Point, PointStage, describe_point
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes, format_seconds
 
 MOST = 256
@@ -143,7 +143,7 @@ def _spread(rows: Floats, degrees: Degrees) -> Floats:
     end in (state, kept) of the model."""
     state, kept, p = rows[..., 0], rows[..., 1], degrees.pipeline
     alike = (state + kept) / p
-    if degrees.schedule not in COUNTED:
+    if not degrees.counted:
         return alike
     under_way = [degrees.in_flight(behind) for behind in range(p)]
     fair = (state / max(under_way) + kept) / sum(1.0 / number for number in under_way)
@@ -314,10 +314,10 @@ def _zero(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
 
 def _schedule(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
     question = engine.question
-    if "1f1b" in question.schedules or "all" in question.schedules:
+    if PLAIN.name in question.schedules or "all" in question.schedules:
         return
-    more = replace(question, schedules=(*question.schedules, "1f1b"))
-    yield from _first_that_fits(engine, base, kind="schedule", tried=[("schedule 1f1b", more)])
+    more = replace(question, schedules=(*question.schedules, PLAIN.name))
+    yield from _first_that_fits(engine, base, kind="schedule", tried=[(f"schedule {PLAIN}", more)])
 
 
 def _recompute(engine: PlanSearch, base: float) -> Iterator[Relaxation]:

@@ -17,7 +17,8 @@ from headway.planner.export.prediction import with_prediction
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
-from headway.planner.search.request import RUNNABLE_SCHEDULES, PlanRequest, restrict_to_executor
+from headway.planner.search.request import PlanRequest, restrict_to_executor
+from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 MOST = 64
 """Combinations among which the next best is looked for."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import LinkFit, ring_factor
-from headway.cost.guidelines import das, zou
-from headway.cost.guidelines.das_model import LayerTimes, windows
+from headway.planner.guidelines import das, zou
+from headway.planner.guidelines.das import LayerTimes, windows
 from headway.planner.guidelines.layer_algorithms import Minibatch
 from headway.units import format_bytes, format_number, format_rate, format_seconds, format_share
 

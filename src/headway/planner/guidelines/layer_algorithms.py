@@ -18,10 +18,11 @@ from typing import Literal
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.guidelines.zou import left_for_algorithms
 from headway.errors import PlanError
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm, LayerAlgorithms
-from headway.planner.pareto import ChoiceGraph, Solution, mini_time, solve
+from headway.planner.guidelines.zou import left_for_algorithms
+from headway.planner.pareto.choice_graph import ChoiceGraph
+from headway.planner.pareto.solve import Solution, mini_time, solve
 from headway.units import format_bytes
 
 Mode = Literal["sum", "max"]

@@ -25,9 +25,6 @@ from functools import cached_property
 import numpy as np
 
 from headway.collective.model.link_fit import LinkFit
-from headway.cost.guidelines import das, paradl, zou
-from headway.cost.guidelines.das import DasLayer
-from headway.cost.guidelines.das_model import LayerTimes, layers_of
 from headway.cost.network import LinkLevel
 from headway.errors import PlanError
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
@@ -35,7 +32,9 @@ from headway.graph.model_graph import ModelGraph, Operator
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import OperatorSetting, legal_rules, operator_cost
 from headway.planner.explain.step_parts import level_of
+from headway.planner.guidelines import das, paradl, zou
 from headway.planner.guidelines.advice import Advice, AdviceFacts, guidelines
+from headway.planner.guidelines.das import DasLayer, LayerTimes, layers_of
 from headway.planner.guidelines.layer_algorithms import Minibatch, choose_minibatch
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point

@@ -216,6 +216,8 @@ def _aligned(
 # In which order the nodes of a graph are eliminated, and by which rule.
 
 
+BUDGET = 2_000_000
+"""Cells of an elimination step above which choices of the most entangled node are tried instead."""
 RULES = ("edge", "merge", "contract", "node", "triangle", "bucket", "last", "condition", "fix")
 
 

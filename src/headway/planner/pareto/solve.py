@@ -258,3 +258,61 @@ def _infeasible(network: CostTables, hubs: Hubs, known: Incumbents) -> PlanError
         ] or ["each cap can be met, but no strategy was found that meets all of them"]
         fix = "raise a cap, or offer choices that cost less of it"
     return PlanError("no strategy is possible", problems=problems, fix=fix)
+
+
+# What a user asks of a frontier: mini-time of Cai et al. 2022 (TensorOpt).
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierAnswer:
+    """One strategy of a frontier.
+
+    Attributes:
+        costs: (d,).
+    """
+
+    row: int
+    costs: Floats
+
+
+def mini_time(
+    objectives: tuple[str, ...],
+    frontier: Solution,
+    *,
+    cap: Mapping[str, float],
+    time: str = "seconds",
+) -> FrontierAnswer:
+    """The fastest strategy within the caps.
+
+    Raises:
+        PlanError: None is within them; says how far each cap is from being met.
+    """
+    place = _place(objectives, time)
+    within = np.ones(len(frontier), dtype=np.bool_)
+    for name, most in cap.items():
+        within &= frontier.costs[:, _place(objectives, name)] <= most
+    if not within.any():
+        raise PlanError(
+            "no strategy is within the caps", problems=_missing(objectives, frontier, cap)
+        )
+    rows = np.flatnonzero(within)
+    row = int(rows[frontier.costs[rows, place].argmin()])
+    return FrontierAnswer(row, frontier.costs[row])
+
+
+def _place(objectives: tuple[str, ...], name: str) -> int:
+    if name not in objectives:
+        raise ValueError(f"no objective {name!r}{nearest(name, list(objectives))}")
+    return objectives.index(name)
+
+
+def _missing(
+    objectives: tuple[str, ...], frontier: Solution, cap: Mapping[str, float]
+) -> list[str]:
+    least = frontier.costs.min(axis=0, initial=np.inf)
+    lines = [
+        f"{name}: at least {least[_place(objectives, name)]:g}, the cap is {most:g}"
+        for name, most in cap.items()
+        if least[_place(objectives, name)] > most
+    ]
+    return lines or ["each cap can be met, but not all of them together"]

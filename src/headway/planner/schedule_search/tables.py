@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from headway.errors import PlanError
 from headway.planner.schedule_search.heuristics import (
@@ -30,7 +29,7 @@ from headway.planner.schedule_search.heuristics import (
     random_urgency,
 )
 from headway.planner.schedule_search.placements import PipePlacement, make_placement
-from headway.schedule.generators.registry import make_schedule
+from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 from headway.schedule.rules.check import check_schedule
 from headway.schedule.stage_costs import StageCosts
@@ -126,15 +125,6 @@ def _early(pieces: list[Piece], most: float) -> float:
 # The tables of the literature that are legal in a layout: where a search starts from.
 
 
-KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "straight": ("gpipe", "1f1b", "zb-h1"),
-        "v": ("zbv", "dualpipe-v"),
-        "loop": ("interleaved", "breadth-first", "interleaved-zero-bubble"),
-        "both-directions": ("chimera", "chimera-doubling", "dualpipe"),
-    }
-)
-"""Names of schedules by placement; of the others there are none."""
 _BYTES_ROUNDING = 1e-9
 
 
@@ -159,7 +149,9 @@ def known_tables(layout: PipePlacement, most_activations: float) -> tuple[Pipeli
 
 def _named(layout: PipePlacement) -> Iterator[PipelineSchedule]:
     number = sum(len(pipe.microbatches) for pipe in layout.pipes)
-    for name in KNOWN.get(layout.placement, ()):
+    for name, kind in SCHEDULES.items():
+        if kind.placement != layout.placement:
+            continue
         try:
             schedule = make_schedule(name, stages=layout.ranks, microbatches=number)
         except PlanError:

@@ -39,7 +39,6 @@ from headway.planner.estimate.partition import (
     interval_classes,
     make_units,
 )
-from headway.planner.estimate.pipeline_time import schedule_options
 from headway.planner.estimate.segments import SegmentTables, make_segment_tables
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.pareto.front import reduce_front
@@ -58,6 +57,7 @@ from headway.planner.search.layout_candidate import (
 )
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
 
 NEAR = 1.02

@@ -22,17 +22,20 @@ from headway.cost.device import Number
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees, late_per_byte
 from headway.planner.estimate.gradient_exchange import BUCKETS, ModelParameters
-from headway.planner.estimate.operators import Floats
-from headway.planner.estimate.partition import bar_intervals, cut_stages, forced_stage_starts
-from headway.planner.estimate.pipeline_time import (
-    PeriodicTable,
-    ScheduleOption,
-    make_periodic_table,
+from headway.planner.estimate.operators import (
+    Floats,
 )
+from headway.planner.estimate.partition import (
+    bar_intervals,
+    cut_stages,
+    forced_stage_starts,
+)
+from headway.planner.estimate.pipeline_time import PeriodicTable, make_periodic_table
 from headway.planner.estimate.pricing import IntervalRows, Pricing
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.estimate.stage_capacity import ROUNDING
 from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
 
 
 def lower_hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]:
@@ -65,10 +68,11 @@ def step_lower_bound(degrees: Degrees, forward: Floats, backward: Floats) -> Flo
     both = forward + backward
     if p == 1:
         return m * both
-    if degrees.schedule == "gpipe" or (degrees.schedule == "1f1b" and m > p):
+    held = SCHEDULES[degrees.schedule].held
+    if held == "all" or (held == "depth" and m > p):
         return both * (m + p - 1) / p
     whole = both * m / p
-    if degrees.schedule == "1f1b":
+    if held == "depth":
         return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
     return np.maximum(whole, forward)
 
@@ -570,7 +574,8 @@ class PlanCandidate:
 
     def _at_least(self, border: str, stages: tuple[PointStage, ...]) -> float:
         """Seconds below which the table does not take, without playing it; of 1F1B alone."""
-        if self.degrees.schedule != "1f1b" or self.book is None or self.book.rounds:
+        depth = SCHEDULES[self.degrees.schedule].held == "depth"
+        if not depth or self.book is None or self.book.rounds:
             return 0.0
         starts = [stage.start for stage in stages]
         params = np.array([stage.params for stage in stages])

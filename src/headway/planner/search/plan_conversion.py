@@ -21,12 +21,12 @@ from headway.plan.plan import SHARD_AXIS, Zero
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_module
-from headway.planner.estimate.pipeline_time import PLAIN, SCHEDULE_OPTIONS, schedule_option
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination, DeviceLayout
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.schedule.generators.registry import PLAIN, RUNNABLE_SCHEDULES, schedule_option
 from headway.units import format_bytes
 
 
@@ -130,10 +130,6 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
 # A plan as a point of the search: the same cost model prices what somebody has decided already.
 
 
-PRICED = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
-"""Schedules of which the search knows the price."""
-
-
 def degrees_of(plan: Plan) -> Degrees:
     """Its degrees, with the micro-batches of the largest share.
 
@@ -149,15 +145,16 @@ def degrees_of(plan: Plan) -> Degrees:
         problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
     if several and pipeline.table:
         problems.append("pipeline.table: a table of one's own")
-    elif several and pipeline.schedule not in PRICED:
+    elif several and pipeline.schedule not in RUNNABLE_SCHEDULES:
         problems.append(f"pipeline.schedule: {pipeline.schedule}")
-    elif several and pipeline.schedule == "chimera" and pipeline.mode != "direct":
+    elif several and pipeline.mode_of_schedule != "direct":
         problems.append(f"pipeline.mode: {pipeline.mode}")
     if problems:
         raise PlanError(
             "the search has no price for this plan",
             problems=problems,
-            fix=f"Take {' or '.join(PRICED)}; `headway schedule compare` has the others' bubbles.",
+            fix=f"Take {' or '.join(RUNNABLE_SCHEDULES)}; "
+            "`headway schedule compare` has the others' bubbles.",
         )
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = (
@@ -237,7 +234,7 @@ def fastest_alike(point: Point, search: PlanSearch) -> Point | None:
 def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point:
     """The price of a plan on devices of several types."""
     degrees = degrees_of(plan)
-    several = degrees.pipeline > 1 and degrees.schedule != "1f1b"
+    several = degrees.pipeline > 1 and degrees.schedule != PLAIN.name
     problems = [f"pipeline.schedule: {degrees.schedule}, and only 1f1b has a price"] * several
     if degrees.tensor > 1:
         problems.append("split.tensor: which devices form a group is not known")

@@ -25,7 +25,6 @@ from headway.planner.estimate.operators import (
     forcible_names,
 )
 from headway.planner.estimate.partition import forced_stage_starts, make_units
-from headway.planner.estimate.pipeline_time import SCHEDULE_OPTIONS
 
 Objective = Literal["fastest", "fewest-devices", "cheapest", "frontier"]
 ORDERS = ("tpd", "tdp")
@@ -309,10 +308,6 @@ def _alone(question: PlanRequest) -> Iterator[str]:
     for pattern, how in question.force:
         if how.startswith("split"):
             yield f"--force {pattern}={how}: without a tensor axis nothing is split; more devices?"
-
-
-RUNNABLE_SCHEDULES = tuple(dict.fromkeys(scheme.name for scheme in SCHEDULE_OPTIONS))
-"""Schedules that the executor runs and the search can price."""
 
 
 def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:

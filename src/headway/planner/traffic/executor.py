@@ -1,9 +1,7 @@
 """What headway's executor sends for a plan, operation by operation, on one rank in one step.
-Buckets are those of `collective.fusion`, payloads those of `collective.payload`, messages and sums
-those of the
-lowered table: nothing is decided here. Counts and bytes are those recorded when the executor runs,
-    after the first
-step, which also agrees on layouts.
+Buckets are those of the plan, payloads those of `collective.compression`, messages and sums those
+of the lowered table: nothing is decided here. Counts and bytes are those recorded when the executor
+runs, after the first step, which also agrees on layouts.
 
 With ZeRO and no pipeline FSDP2 gathers and sums groups of modules. In a pipeline headway itself
 gathers the parameters of stages and sums their gradients into shards, each element type by itself
@@ -24,12 +22,12 @@ from headway.collective.collective_calls import (
     Phase,
     merge_calls,
 )
+from headway.collective.compression import gathered_parts, parse_compression
 from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
-from headway.collective.model.payload import gathered_parts, payloads
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
-from headway.plan import ExchangePlan, Plan, parse_compression
+from headway.plan import ExchangePlan, Plan
 from headway.plan.layer_split import SPACE
 from headway.plan.pipeline import PIPE_AXIS
 from headway.plan.plan import SHARD_AXIS
@@ -227,8 +225,6 @@ def stage_entries(
 
 STEP_REDUCTION = 3 * 8
 """Bytes of the sum of loss, count and votes."""
-DEFAULT_BUCKET = 8 * 2**20
-"""Until measured."""
 
 
 def collectives_of_plan(
@@ -334,9 +330,8 @@ def of_exchange(
     for names, text in _buckets(exchange, parameters):
         specs = [parameters[name] for name in names]
         how = parse_compression(text)
-        handed = payloads(how.name, how.amount, [s.shape for s in specs], specs[0].itemsize, ranks)
-        flags = len(names) * (2 if how.name in ("fp16", "bf16") else specs[0].itemsize)
-        dense = how.name in ("none", "fp16", "bf16")
+        handed = how.payloads([s.shape for s in specs], specs[0].itemsize, ranks)
+        flags = len(names) * how.wire_element_bytes(specs[0].itemsize) if how.elementwise else 0
         for payload in handed:
             whole = payload.operation == "all_gather"
             for size in gathered_parts(payload.num_bytes, ranks) if whole else [payload.num_bytes]:
@@ -346,18 +341,18 @@ def of_exchange(
                     ranks=ranks,
                     bytes=size * (ranks if whole else 1),
                     phase="gradients",
-                    beside=flags if dense else 0,
+                    beside=flags,
                 )
 
 
 def _buckets(exchange: ExchangePlan, parameters: Parameters) -> Iterator[tuple[list[str], str]]:
-    """Names and compressor of each, as `comm.buckets.fuse` fills them."""
+    """Names and compressor of each, as `fuse_parameters` of `comm` fills them."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name in reversed(list(parameters)):
         part = exchange.part(name)
         text = part.compress if part and part.compress else exchange.compress
         alike.setdefault((text, parameters[name].dtype), []).append(name)
-    limit = exchange.bucket_bytes or DEFAULT_BUCKET
+    limit = exchange.initial_bucket_bytes
     for (text, _), names in alike.items():
         sizes = [parameters[name].bytes for name in names]
         for bucket in fill_buckets(sizes, range(len(names)), limit, FIRST_BUCKET):

@@ -6,13 +6,12 @@ on one scale per picture, and bent so that both directions are visible.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.report.pictures.canvas import COLOURS, NUM_SERIES, colour, draw, plain_axes
+from headway.report.pictures.canvas import NUM_SERIES, colour, draw, draw_png, plain_axes
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -66,20 +65,9 @@ def programs_png(
     title: str, shown: Sequence[ProgramDrawing], least: float, names: Sequence[str]
 ) -> bytes:
     """The same as PNG, at two pixels a point."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"font.family": ["sans-serif"], "font.size": 11}):
-        figure = Figure(figsize=(WIDTH / 72, _height(shown) / 72), layout="constrained")
-        figure.patch.set_facecolor(_light("card"))
-        _paint(figure, title, shown, least, names, _light)
-        figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _light(name: str) -> str:
-    return COLOURS[name][0]
+    return draw_png(
+        (WIDTH, _height(shown)), lambda figure, hue: _paint(figure, title, shown, least, names, hue)
+    )
 
 
 def _trees(shown: Sequence[ProgramDrawing]) -> tuple[tuple[tuple[int | None, ...], float], ...]:

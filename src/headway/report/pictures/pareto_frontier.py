@@ -8,15 +8,21 @@ tooltips on the marks; PNG has the light colours.
 from __future__ import annotations
 
 import html
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.planner.explain.alternatives import label_points
 from headway.planner.search.branch_and_bound import SearchResult
 from headway.planner.search.plan_point import describe_point
-from headway.report.pictures.canvas import COLOURS, NUM_SERIES, colour, draw, stack_svg
+from headway.report.pictures.canvas import (
+    NUM_SERIES,
+    Hue,
+    colour,
+    draw,
+    draw_png,
+    stack_svg,
+)
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Hue = Callable[[str], str]
 LabelSide = tuple[bool, bool]
 SIZE = (820, 480)
 MARKS = "os^Dv<>pPXdh"
@@ -102,20 +107,7 @@ def frontier_svg(shown: FrontierPlot) -> str:
 
 def frontier_png(shown: FrontierPlot) -> bytes:
     """The same as PNG, at two pixels a point."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"font.family": ["sans-serif"], "font.size": 11}):
-        figure = Figure(figsize=(SIZE[0] / 72, SIZE[1] / 72), layout="constrained")
-        figure.patch.set_facecolor(_light("card"))
-        _paint(figure, shown, shown.title, _light)
-        figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _light(name: str) -> str:
-    return COLOURS[name][0]
+    return draw_png(SIZE, lambda figure, hue: _paint(figure, shown, shown.title, hue))
 
 
 def _words(spot: FrontierMark) -> str:

@@ -7,13 +7,12 @@ direction have colours of their own.
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headway.report.pictures.canvas import COLOURS, colour, draw
+from headway.report.pictures.canvas import Hue, colour, draw, draw_png
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.timing import ScheduleTiming
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 
-Hue = Callable[[str], str]
 _WIDTH = 900
 _TALL, _FLAT = 20.0, 7.0
 """Points per row where there are few, with numbers, and where there are many."""
@@ -85,31 +83,14 @@ def schedule_svg(shown: Sequence[TimedSchedule], unit: str = "") -> str:
     names = ", ".join(found.title.partition("\n")[0] for found in shown)
     alt = f"What each rank of the pipeline does when: {names}"
 
-    def paint(figure: Figure) -> None:
-        axes = _paint(figure, shown, colour)
-        if unit:
-            axes.set_xlabel(unit, color=colour("muted"))
-
-    return draw("schedules", _size(shown), paint, alt=alt)
+    return draw(
+        "schedules", _size(shown), lambda figure: _paint(figure, shown, colour, unit), alt=alt
+    )
 
 
 def schedule_png(shown: Sequence[TimedSchedule]) -> bytes:
     """The same as PNG, at two pixels a point."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    width, height = _size(shown)
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"font.family": ["sans-serif"], "font.size": 11}):
-        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-        figure.patch.set_facecolor(_light("card"))
-        _paint(figure, shown, _light)
-        figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _light(name: str) -> str:
-    return COLOURS[name][0]
+    return draw_png(_size(shown), lambda figure, hue: _paint(figure, shown, hue))
 
 
 def _is_small(shown: Sequence[TimedSchedule]) -> bool:
@@ -121,7 +102,7 @@ def _size(shown: Sequence[TimedSchedule]) -> tuple[int, int]:
     return _WIDTH, round(70 + rows * (_TALL if _is_small(shown) else _FLAT))
 
 
-def _paint(figure: Figure, shown: Sequence[TimedSchedule], hue: Hue) -> Axes:
+def _paint(figure: Figure, shown: Sequence[TimedSchedule], hue: Hue, unit: str = "") -> None:
     axes = _axes(figure, hue)
     until = _until(shown)
     bars: list[_Bar] = []
@@ -140,13 +121,14 @@ def _paint(figure: Figure, shown: Sequence[TimedSchedule], hue: Hue) -> Axes:
     _draw_bars(axes, bars, hue)
     if _is_small(shown):
         _write_numbers(axes, [bar for bar in bars if bar.start < until], until, hue)
-    if len(shown) == 1:
+    if unit:
+        axes.set_xlabel(unit, color=hue("muted"))
+    elif len(shown) == 1:
         axes.set_xlabel(shown[0].title.replace("\n", ": "), color=hue("ink"))
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
     axes.set_ylim(top - _GAP - 0.4, -0.6)
     axes.set_xlim(0, until * 1.005)
     _legend(axes, bars, hue)
-    return axes
 
 
 def _until(shown: Sequence[TimedSchedule]) -> float:

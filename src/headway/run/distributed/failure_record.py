@@ -15,11 +15,14 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import headway
 from headway import errors
 from headway.errors import HeadwayError, PeerLost, WorkerFailed
-from headway.run.distributed.launch_env import LaunchEnv
+
+if TYPE_CHECKING:
+    from headway.run.distributed.launch_env import LaunchEnv
 
 FAILURES_FOLDER = "failures"
 _STEP = "headway_step"
@@ -191,3 +194,13 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
 def failed_ranks(records: Sequence[FailureRecord]) -> tuple[int, ...]:
     """The ranks that have a record, ascending."""
     return tuple(sorted({record.rank for record in records}))
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 1 and 3", "ranks 1, 2, 3 and 9 more"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > 8:
+        return f"ranks {', '.join(names[:6])} and {len(names) - 6} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

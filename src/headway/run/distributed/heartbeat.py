@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.errors import HeadwayError, PeerLost, Stalled
-from headway.run.distributed.failure_record import mark_as_job_error
+from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.rendezvous import name_ranks
 
 _CHUNK = 65536
 _UNACKED = 24

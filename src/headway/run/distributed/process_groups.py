@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,14 @@ from headway.collective.nodes import Nodes
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, WorkerFailed
 from headway.plan import Plan
 from headway.plan.layer_split import TENSOR
 from headway.plan.tensor_layout import TensorGrid
-from headway.run.distributed.failure_record import mark_reported_elsewhere
-from headway.run.distributed.world import World
+from headway.run.distributed.failure_record import mark_reported_elsewhere, summarize_exception
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
 
 
 def exchange_routes(plan: Plan, world: World) -> RoutePool:
@@ -97,18 +99,25 @@ def broadcast_from_rank0(
         find: Called on rank 0 alone; its result travels pickled.
 
     Raises:
-        HeadwayError: What `find` raised on rank 0.
+        HeadwayError: What `find` raised on rank 0. Another exception, of the user's code, is raised
+            there as it is, and a `WorkerFailed` on the other ranks.
     """
     found: list[Any] = [None]
+    cause: Exception | None = None
     if rank == 0:
         try:
             found = [find()]
         except HeadwayError as error:
-            found = [error]
+            found, cause = [error], error
+        except Exception as error:
+            # It may not be picklable, and its class may not exist elsewhere: its text travels.
+            found, cause = [WorkerFailed(summarize_exception(error), where="rank 0")], error
     with exchanging:
         dist.broadcast_object_list(found, src=0)
+    if cause is not None:
+        raise cause
     if isinstance(found[0], HeadwayError):
-        raise found[0] if rank == 0 else mark_reported_elsewhere(found[0])
+        raise mark_reported_elsewhere(found[0])
     result: Result = found[0]
     return result
 

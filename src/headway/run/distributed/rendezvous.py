@@ -21,6 +21,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from headway.errors import Stalled, UsageError
+from headway.run.distributed.failure_record import name_ranks
 from headway.run.distributed.launch_env import LaunchEnv
 
 _VERDICT = "headway/verdict"
@@ -286,13 +287,3 @@ def _absent(missing: Iterable[int], place: LaunchEnv, seconds: float) -> Stalled
         why=f"All {place.ranks} ranks should have met within {seconds:g} s.",
         fix=_FIX,
     )
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 1 and 3", "ranks 1, 2, 3 and 9 more"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    if len(names) > 8:
-        return f"ranks {', '.join(names[:6])} and {len(names) - 6} more"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

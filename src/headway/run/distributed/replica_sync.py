@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from headway.checkpoint.staging import local_box, local_data
 from headway.errors import RunError
-from headway.run.distributed.world import World
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from headway.errors import HeadwayError, PeerLost, Stalled, UsageError
-from headway.run.distributed.failure_record import summarize_exception
+from headway.run.distributed.failure_record import name_ranks, summarize_exception
 from headway.run.distributed.heartbeat import (
     HEARTBEAT_TIMEOUT_SECONDS,
     Heartbeat,
@@ -42,7 +42,7 @@ from headway.run.distributed.heartbeat import (
     connect_heartbeat,
 )
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.rendezvous import join_rendezvous, name_ranks
+from headway.run.distributed.rendezvous import join_rendezvous
 
 
 def open_sockets() -> dict[int, str]:

@@ -35,22 +35,26 @@ from headway.parallel.pipeline.runtime.p2p import MessageFormat
 from headway.parallel.tensor import (
     ParameterPlacement,
     ProcessGrid,
-    SplitDecisions,
     SplitModel,
     SplitSettings,
     apply_split_decisions,
-    infer_split,
 )
 from headway.parallel.tensor.model.parameters import install_parameter_access
 from headway.plan import Plan
 from headway.plan.layer_split import SPACE, TENSOR
-from headway.run.measure.recipe_model import example_batch
 from headway.run.pipeline.partition import partition_model
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Loss
-from headway.run.step.batch import SpatialInputs, dry_run_spatial_context, resize_batch, to_device
+from headway.run.step.batch import (
+    SpatialInputs,
+    dry_run_spatial_context,
+    example_batch,
+    resize_batch,
+    to_device,
+)
 from headway.run.step.components import sum_and_count
-from headway.run.strategy.pipeline_parallel import with_split_inputs
+from headway.run.step.forward_pass import autocast, float_dtype, to_float64
+from headway.run.strategy.split_layers import infer_plan_split, with_split_inputs
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 
 StagesBySamples = Mapping[int, tuple[CommunicatingStage, ...]]
@@ -125,10 +129,10 @@ class _DryRun:
         self._notes, self._pretence = _CallLog(), FakeContext()
         self._model = self._pretence.model(model)
         self._model.train()
-        self._dtype = torch.float64 if plan.memory.precision == "float64" else None
+        self._dtype = float_dtype(plan.memory.precision)
         if self._dtype is not None:
             with self._pretence.mode:
-                _to_float64(self._model)
+                to_float64(self._model)
         self._example = data
         self._first = self._data(plan.micro_sizes(0)[0])
         self._inputs: Callable[[Any], Any] = lambda given: given
@@ -151,23 +155,13 @@ class _DryRun:
         return self._pretence.tree(given)
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        if self._plan.memory.precision == "bfloat16":
-            return torch.autocast("cpu", dtype=torch.bfloat16)
-        return nullcontext()
+        return autocast(self._plan.memory.precision, torch.device("cpu"))
 
     # -- layers ----------------------------------------------------------------------------------
 
-    def _decided(self) -> SplitDecisions:
-        said, grid = self._plan.split, self._plan.split.grid
-        assert grid is not None
-        return infer_split(
-            self._model, self._loss, self._first, grid,
-            whole=said.whole, only=said.only, by=said.others,
-        )  # fmt: skip
-
-    def _split(self, model: nn.Module, decisions: SplitDecisions | None = None) -> SplitModel:
+    def _split(self, model: nn.Module) -> SplitModel:
         plan, tell = self._plan, self._notes.on(TENSOR)
-        decided = decisions or self._decided()
+        decided = infer_plan_split(plan, self._model, self._loss, self._first)
         kinds = {decided.plan, *(other for _, other in plan.split.others)}
         grids = {one: ProcessGrid.dry(one, tell) for one in kinds}
         sharded = plan.memory.zero and plan.data_degree > 1
@@ -228,7 +222,7 @@ class _DryRun:
         )
         split = None
         if plan.split.tensor:
-            split = self._split(stages.model, self._decided())
+            split = self._split(stages.model)
             for stage in stages:
                 install_parameter_access(stage.module, split.context, split.keys, root=None)
         return {size: self._stages(size, stages, split, full) for size in sizes}
@@ -318,14 +312,6 @@ def _messages(layout: MessageFormat) -> list[tuple[int, bool]]:
         (math.prod(form.shape) * form.dtype.itemsize, back)
         for form, back in zip(layout.packed, flows, strict=True)
     ]
-
-
-def _to_float64(model: nn.Module) -> None:
-    """As `run.parts.to_float64`; torch cannot convert a module of stand-ins."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() or tensor.is_complex():
-            wide = torch.complex128 if tensor.is_complex() else torch.float64
-            tensor.data = tensor.data.to(wide)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

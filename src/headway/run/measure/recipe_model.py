@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
 from headway.capture.fake_tensors import FakeContext
-from headway.data import Cursor, Loader, as_source
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations
 from headway.graph.model_graph import ModelGraph
@@ -28,13 +27,12 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.parallel import StageCost, cut, list_units, measure_stage_costs
 from headway.parallel.fsdp import fsdp_units
 from headway.parallel.pipeline.partition.cut import check_cut
-from headway.plan import BatchSplit
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
-from headway.run.step.batch import to_device
-from headway.run.step.components import to_float64
-from headway.run.training.loop import build_model
+from headway.run.step.batch import example_batch, to_device
+from headway.run.step.forward_pass import autocast, float_dtype, to_float64
+from headway.run.step.randomness import build_model
 
 _FORWARDS = 3
 """Of forward and backward, which takes two."""
@@ -89,35 +87,17 @@ def measure_model_costs(reference: str, ranks: int) -> ModelCosts:
     samples = min(batch, recipe.microbatch or _SAMPLES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(recipe).to(device)
-    exact = recipe.precision == "float64"
-    if exact:
+    dtype = float_dtype(recipe.precision)
+    if dtype is not None:
         to_float64(model)
-    data = to_device(example_batch(recipe, samples), device, torch.float64 if exact else None)
-
-    def arithmetic() -> AbstractContextManager[Any]:
-        if recipe.precision == "bfloat16":
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
+    data = to_device(example_batch(recipe, samples), device, dtype)
+    arithmetic = partial(autocast, recipe.precision, device)
     with arithmetic():
         units = _units(model, recipe, data, ranks)
         stages = cut(model, recipe.loss, data, stages=units)
     return _as_layers(
         measure_stage_costs(stages, recipe.loss, data, arithmetic=arithmetic), samples, batch
     )
-
-
-def example_batch(recipe: Recipe, samples: int) -> Any:
-    """The first samples of a recipe's data as one micro-batch, as its loss takes them."""
-    with Loader(
-        as_source(recipe.data()),
-        BatchSplit(samples=samples),
-        rank=0,
-        ranks=1,
-        cursor=Cursor(seed=recipe.seed),
-        epochs=1,
-    ) as loader:
-        return next(iter(loader)).micros[0].data
 
 
 def _units(model: nn.Module, recipe: Recipe, data: Any, ranks: int) -> int:
@@ -151,12 +131,13 @@ CAPTURE_SAMPLES = 64
 """Of the micro-batch with which a model is captured, so that every small divisor can be tried."""
 
 
-def recipe_graph(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGraph, int, int]:
+def recipe_graph(
+    reference: str | Recipe, overrides: Sequence[str] = ()
+) -> tuple[ModelGraph, int, int]:
     """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
 
     Args:
-        reference: As for `headway train`.
-        overrides: KEY=VALUE, likewise.
+        reference: As for `load_recipe`; so are `overrides`.
 
     Raises:
         PlanError: The model cannot be captured.
@@ -167,7 +148,7 @@ def recipe_graph(reference: str, overrides: Sequence[str] = ()) -> tuple[ModelGr
 
 
 def annotated_recipe_graph(
-    reference: str, overrides: Sequence[str] = ()
+    reference: str | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[ModelGraph, int, int, Annotations]:
     """As `recipe_graph`, and what the recipe's model says of its parts.
 

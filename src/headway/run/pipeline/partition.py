@@ -12,7 +12,7 @@ count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from headway.parallel import (
     measure_unit_seconds,
 )
 from headway.plan import PipelinePlan
+from headway.run.distributed.process_groups import broadcast_from_rank0
 from headway.run.recipe.recipe import Loss
 from headway.run.recipe.user_code import (
     call_user_function,
@@ -88,11 +89,11 @@ def _measured(
     model: nn.Module, loss: Loss, data: Any, stages: int, arithmetic: Arithmetic
 ) -> Mapping[str, float]:
     """Seconds of the units; those of rank 0, while the others wait and leave it the machine."""
-    found: list[Mapping[str, float]] = [{}]
-    if dist.get_rank() == 0:
-        found[0] = measure_unit_seconds(model, loss, data, stages, arithmetic=arithmetic)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return broadcast_from_rank0(
+        dist.get_rank(),
+        lambda: measure_unit_seconds(model, loss, data, stages, arithmetic=arithmetic),
+        nullcontext(),
+    )
 
 
 def _in_words(weights: Mapping[str, float], stages: int) -> str:

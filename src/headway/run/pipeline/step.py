@@ -12,15 +12,15 @@ group. `PipelineEvaluation` runs forward passes only, with the model in eval mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
@@ -32,7 +32,6 @@ from headway.parallel import (
     StageGradientSync,
     open_shared_memory_streams,
 )
-from headway.parallel.fsdp import ShardedParameterSite
 from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
 from headway.parallel.pipeline.runtime.executor import forward_only_schedule
 from headway.parallel.spatial import SpatialContext
@@ -41,16 +40,21 @@ from headway.plan.layer_split import SPACE
 from headway.plan.pipeline import PIPE_AXIS
 from headway.plan.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
-from headway.run.distributed.world import World
 from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
 from headway.run.recipe.recipe import Loss
 from headway.run.step.batch import SpatialInputs, spatial_context
 from headway.run.step.components import sum_and_count
-from headway.run.step.randomness import RandomDraws, StageRandomness
+from headway.run.step.forward_pass import ForwardPass
+from headway.run.step.randomness import StageRandomness
 from headway.run.step.record import PipelineTrace, StageGradientSum, StepRecord
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.update_groups import Groups, common_update_groups
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
+    from headway.run.strategy.stage_parameters import StageParameters
+    from headway.run.strategy.updater import Updater
 
 
 class PipelineEvaluation:
@@ -221,74 +225,44 @@ def _unknown_count() -> RecipeError:
 # A step of a pipeline: the plan's schedule over the user's model, as one instruction.
 
 
-class StageWeights(Protocol):
-    """Of the stages' weights and gradients; see `PipelineStrategy`."""
-
-    def step(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
-        """STEP: updates a stage, where the table does that."""
-
-    @property
-    def own(self) -> tuple[Any, ...]:
-        """What values between stages refer to, once the model is cut."""
-
-    def keep_own(
-        self, homes: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
-    ) -> Mapping[str, ShardedParameterSite]:
-        """The model has been cut."""
-
-    def entering(self, model: Any) -> Any:
-        """What a loss calls in place of a stage."""
-
-    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
-        """Around a step, or a batch of a validation."""
-
-    def at(self, stage: int) -> AbstractContextManager[None]:
-        """Around one action of a stage."""
-
-
-@dataclass(frozen=True)
-class PipelineContext:
-    """What the executor lends to a pipeline.
-
-    Attributes:
-        loss: The recipe's.
-        plan: With an axis "pipe".
-        arithmetic: The context of a forward pass (autocast).
-        prepare: Puts the data of a micro-batch on the device.
-        probe: Finds the random draws of the whole model, from the data of a micro-batch and a loss.
-        remark: Told what the user should know about the cut.
-    """
-
-    model: nn.Module
-    loss: Loss
-    plan: Plan
-    world: World
-    seed: int
-    arithmetic: Callable[[], AbstractContextManager[Any]]
-    prepare: Callable[[Any], Any]
-    probe: Callable[[Any, Loss], RandomDraws]
-    remark: Callable[[str], None]
-    hands: StageWeights
-
-
 class PipelineRunner:
     """All steps of a pipeline on this rank.
+
+    Args:
+        plan: With an axis "pipe".
+        remark: Told what the user should know about the cut.
 
     Attributes:
         losses: Of the last step: shares of the global loss, of the micro-batches that end here.
         homes: Who holds what; None before the model is cut.
     """
 
-    def __init__(self, means: PipelineContext) -> None:
-        self._means = means
-        plan, rank = means.plan, means.world.rank
+    def __init__(
+        self,
+        forward: ForwardPass,
+        plan: Plan,
+        world: World,
+        *,
+        seed: int,
+        remark: Callable[[str], None],
+        weights: StageParameters,
+        updater: Updater,
+    ) -> None:
+        self._forward = forward
+        self._plan = plan
+        self._world = world
+        self._seed = seed
+        self._remark = remark
+        self._weights = weights
+        self._updater = updater
+        rank = world.rank
         self._inputs = (
-            SpatialInputs(plan, spatial_context(plan, means.world)) if plan.split.spatial else None
+            SpatialInputs(plan, spatial_context(plan, world)) if plan.split.spatial else None
         )
         self._team = PipelineRanks(
             rank=plan.mesh.coordinate(rank)[PIPE_AXIS],
             ranks=plan.mesh.peers(rank, PIPE_AXIS),
-            device=means.world.device,
+            device=world.device,
             own=() if self._inputs is None else _own(self._inputs.context),
         )
         self.losses: list[Tensor] = []
@@ -327,8 +301,8 @@ class PipelineRunner:
         self.losses, self.counts = [], []
         if self._groups is not None:
             self._groups.begin(batch)
-        ragged = batch.samples != self._means.plan.batch.samples
-        with self._means.hands.weights(each_action=not ragged):
+        ragged = batch.samples != self._plan.batch.samples
+        with self._weights.weights(each_action=not ragged):
             self._run(batch, record, node)
 
     def _run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
@@ -337,8 +311,8 @@ class PipelineRunner:
             return
         pipeline = self._pipeline_of(len(batch.micros))
         offset = time() - perf_counter()
-        losses = pipeline.run([self._means.prepare(micro.data) for micro in batch.micros])
-        if self._groups is None and len(batch.micros) != self._means.plan.batch.parts:
+        losses = pipeline.run([self._forward.prepare(micro.data) for micro in batch.micros])
+        if self._groups is None and len(batch.micros) != self._plan.batch.parts:
             self._sum_late()
         shares = [self._shares[number] for number in sorted(losses)]
         self.losses = [share for share, _ in shares]
@@ -351,8 +325,8 @@ class PipelineRunner:
     def evaluate(self, batch: RankBatch) -> Tensor:
         """Sums over what of a batch ends here: loss, what it is over, samples; in eval mode."""
         assert self._evaluation is not None
-        with self._means.hands.weights():
-            return self._evaluation.run(batch.micros, self._means.prepare)
+        with self._weights.weights():
+            return self._evaluation.run(batch.micros, self._forward.prepare)
 
     # -- once ------------------------------------------------------------------------------------
 
@@ -368,8 +342,10 @@ class PipelineRunner:
         Raises:
             PlanError: The model cannot be cut so.
         """
-        means, mesh = self._means, self._means.plan.mesh
-        own = mesh.coordinate(means.world.rank).get(SPACE, 0)
+        mesh = self._plan.mesh
+        if not self._forward.model.training:
+            self._forward.model.train()
+        own = mesh.coordinate(self._world.rank).get(SPACE, 0)
         data = None
         for place, source in enumerate(mesh.peers(0, SPACE)):
             found = [batch.micros[0].data if batch is not None and batch.micros else None]
@@ -379,48 +355,48 @@ class PipelineRunner:
             if not isinstance(found[0], SampleParts):
                 break
         in_parts = isinstance(data, SampleParts)
-        if in_parts and means.plan.pipeline.balance == "time":
+        if in_parts and self._plan.pipeline.balance == "time":
             raise PlanError(
                 "the model cannot be cut into stages by measured time",
                 problems=["samples are read in parts, and no rank has one to measure it with"],
                 fix="Leave out pipeline.balance, name the cuts in pipeline.cut, or read whole "
                 "samples.",
             )
-        self._cut(means.prepare(data), self._in_parts if in_parts else means.loss)
+        self._cut(self._forward.prepare(data), self._in_parts if in_parts else self._forward.loss)
 
     def _in_parts(self, model: Any, data: Any) -> Any:
         """The loss of a micro-batch that was read in parts."""
         assert self._inputs is not None
-        return self._means.loss(model, self._inputs(data))
+        return self._forward.loss(model, self._inputs(data))
 
     def _cut(self, data: Any, loss: Loss) -> None:
-        means, plan = self._means, self._means.plan
+        forward, plan = self._forward, self._plan
         assert plan.batch.parts is not None
         full = self._schedule(plan.batch.parts)
         self._stages = stages = partition_model(
-            means.model,
+            forward.model,
             loss,
             data,
             how=plan.pipeline,
             stages=full.stages,
-            arithmetic=means.arithmetic,
-            remark=means.remark,
+            arithmetic=forward.arithmetic,
+            remark=self._remark,
         )
         full = replace(full, skips=stages.skips)
-        sites = means.probe(data, loss)
+        sites = forward.probe(data, loss)
         self._randomness = StageRandomness(
             replace(sites, in_backward=sites.in_backward or full.blockwise),
             stages,
             lambda: self._run_all(stages, loss, data),
-            means.seed,
+            self._seed,
         )
         table = lower(full, sync=plan.pipeline.sync)
         self._syncs = tuple(
             a.stage for a in table.order[self._team.rank] if a.kind == ActionKind.SYNC
         )
-        self.homes = parameter_ownership(stages, full, self._copies, means.world.rank)
-        kept = means.hands.keep_own(self.homes, stages, loss, data)
-        self._team = replace(self._team, own=self._team.own + means.hands.own)
+        self.homes = parameter_ownership(stages, full, self._copies, self._world.rank)
+        kept = self._weights.keep_own(self.homes, stages, loss, data)
+        self._team = replace(self._team, own=self._team.own + self._weights.own)
         self._team = self._with_streams(table)
         self._sums = StageGradientSync(stages, table, self._team, copies=self._copies, kept=kept)
         self._summed = _summed(stages, table, len(self._copies))
@@ -430,14 +406,14 @@ class PipelineRunner:
             table,
             self._team,
             loss=self._loss,
-            arithmetic=means.arithmetic,
+            arithmetic=forward.arithmetic,
             doing=self._doing,
         )
 
     def _with_streams(self, table: PipelineSchedule) -> PipelineRanks:
-        world = self._means.world
+        world = self._world
         if (
-            not self._means.plan.pipeline.shared_memory
+            not self._plan.pipeline.shared_memory
             or world.device.type != "cpu"
             or world.backend != "gloo"
         ):
@@ -448,11 +424,13 @@ class PipelineRunner:
         )
 
     def _run_all(self, stages: ModelStages, loss: Loss, data: Any) -> None:
-        with self._means.arithmetic():
-            run_at_model_call(self._means.model, loss, data, lambda call: run_stages(stages, call))
+        with self._forward.arithmetic():
+            run_at_model_call(
+                self._forward.model, loss, data, lambda call: run_stages(stages, call)
+            )
 
     def _schedule(self, parts: int) -> PipelineSchedule:
-        return self._means.plan.pipeline.make(self._means.plan.pipe_degree, parts)
+        return self._plan.pipeline.make(self._plan.pipe_degree, parts)
 
     def _pipeline_of(self, parts: int) -> Pipeline:
         """Of the planned number of micro-batches; in a ragged batch made when met.
@@ -463,7 +441,7 @@ class PipelineRunner:
         if parts not in self._pipelines:
             assert self._stages is not None
             schedule = replace(self._schedule(parts), skips=self._stages.skips)
-            sync = "none" if schedule.flush else self._means.plan.pipeline.sync
+            sync = "none" if schedule.flush else self._plan.pipeline.sync
             self._pipelines[parts] = self._make(self._stages, lower(schedule, sync=sync))
         return self._pipelines[parts]
 
@@ -475,7 +453,7 @@ class PipelineRunner:
         def step(stage: int) -> None:
             made[stage] += 1
             last = made[stage] % steps[stage] == 0
-            self._means.hands.step(stages[stage].parameters.values(), last=last)
+            self._updater.update_stage(stages[stage].parameters.values(), last=last)
 
         assert self._randomness is not None
         calls = PipelineCallbacks(
@@ -507,18 +485,18 @@ class PipelineRunner:
         self._shares[microbatch] = share.detach(), count
         if groups:
             return share * groups.factor(microbatch, count)
-        return share / self._means.plan.mesh.degree(SPACE)  # all of them hold the whole loss
+        return share / self._plan.mesh.degree(SPACE)  # all of them hold the whole loss
 
     def _loss(self, model: Any, data: Any) -> Any:
-        model = self._means.hands.entering(model)
-        return self._means.loss(model, data if self._inputs is None else self._inputs(data))
+        model = self._weights.entering(model)
+        return self._forward.loss(model, data if self._inputs is None else self._inputs(data))
 
     def _around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
         assert self._randomness is not None
         stack = ExitStack()
-        stack.enter_context(self._means.hands.at(stage))
+        stack.enter_context(self._weights.at(stage))
         if phase != "backward":
-            stack.enter_context(self._means.arithmetic())
+            stack.enter_context(self._forward.arithmetic())
         stack.enter_context(self._randomness.around(stage, microbatch, phase))
         return stack
 
@@ -531,7 +509,7 @@ class PipelineRunner:
             self._sums.wait(stage)
 
     def _doing(self, action: Action) -> None:
-        self._means.world.doing("waits in cell %s", action)
+        self._world.doing("waits in cell %s", action)
 
 
 def _own(context: SpatialContext) -> tuple[Any, ...]:

@@ -27,7 +27,9 @@ from headway.run.recipe.schema import (
     RecipeCall,
     RecipeDocument,
     RecipeReference,
+    given_keys,
     nested_calls,
+    reference_recipe,
     scalars_of,
 )
 from headway.run.recipe.user_code import (
@@ -40,11 +42,12 @@ from headway.run.recipe.user_code import (
 )
 
 
-def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that a reference names, with overrides laid over it.
 
     Args:
-        reference: A path to a .toml file, "module:function", or a bundled workload's name.
+        reference: A path to a .toml file, "module:function", a bundled workload's name, or the
+            recipe itself as its author wrote it: `scale_rate` is applied here, once.
         overrides: "key=value" each: fields of the file, or scalar fields of the `Recipe` that the
             function returns; "arguments.key=value" is a keyword argument of the function.
 
@@ -52,17 +55,48 @@ def load_recipe(reference: str, overrides: Sequence[str] = ()) -> Recipe:
         DocumentError: The file or the overrides have problems; all are listed.
         RecipeError: A module or function is missing or raises, or returns something else.
     """
-    checked = check_recipe(reference, overrides)
-    with checked.importable():
-        recipe = _build(checked)
-        if recipe.pipeline is not None and recipe.pipeline.by_hand:
-            # Imported where it can be found: the model is cut later, when these folders are gone.
-            where = checked.where("pipeline.by_hand")
-            _Parts(checked).function(recipe.pipeline.by_hand, where)
+    if isinstance(reference, Recipe):
+        recipe = override_recipe(reference, overrides)
+    else:
+        checked = check_recipe(reference, overrides)
+        with checked.importable():
+            recipe = _build(checked)
+            if recipe.pipeline is not None and recipe.pipeline.by_hand:
+                # Imported where it can be found: the model is cut when these folders are gone.
+                where = checked.where("pipeline.by_hand")
+                _Parts(checked).function(recipe.pipeline.by_hand, where)
     samples = resolve_batch(recipe)
     if recipe.scale_rate is None:
         return recipe
     return dataclasses.replace(recipe, optimizer=_scaled(recipe, samples))
+
+
+def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A recipe with overrides laid over its scalar fields, [exchange] and [pipeline].
+
+    Args:
+        overrides: "key=value" each.
+
+    Raises:
+        DocumentError: The overrides have problems; all are listed.
+        RecipeError: One is for the arguments of a function, and there is none.
+    """
+    if not overrides:
+        return recipe
+    document = reference_recipe(f"recipe:{recipe.name}", overrides)
+    if document.arguments:
+        raise RecipeError(
+            "a Recipe object has no arguments to override",
+            where=f"recipe {recipe.name}",
+            fix="Build it with other arguments, or name the function that returns it.",
+        )
+    return _with_document(recipe, document, given_keys(None, overrides))
+
+
+def _with_document(
+    recipe: Recipe, document: RecipeReference, keys: Mapping[str, tuple[str, ...]]
+) -> Recipe:
+    return dataclasses.replace(recipe, **(scalars_of(document) | _tables(recipe, document, keys)))
 
 
 def _build(checked: CheckedRecipe) -> Recipe:
@@ -89,7 +123,7 @@ def _from_function(
             where=user_line(function) or where,
             fix="Return headway.Recipe(name=..., model=..., ...).",
         )
-    return dataclasses.replace(recipe, **(scalars_of(document) | _tables(recipe, document, keys)))
+    return _with_document(recipe, document, keys)
 
 
 def _tables(

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from headway.data.source import Source
 from headway.plan import ExchangePlan, LayerSplit, PipelinePlan
 from headway.plan.plan import Zero
+from headway.run.recipe.user_code import describe_value
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -101,6 +102,20 @@ class Recipe:
     showcase: Callable[[nn.Module], str] | None = None
 
 
+@dataclass(frozen=True)
+class _CriterionLoss:
+    """A class and no closure: it must pickle, as recipes are sent to workers."""
+
+    function: Callable[[Any, Any], Tensor]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, target = batch
+        return self.function(model(inputs), target)
+
+    def __str__(self) -> str:
+        return f"criterion({describe_value(self.function)})"
+
+
 def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
     """A torch criterion as a `Loss`, for data that yields (input, target).
 
@@ -109,9 +124,4 @@ def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
             Its mean must weigh every sample equally; for losses that ignore some labels write a
             `Loss` that returns (sum, count).
     """
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, target = batch
-        return function(model(inputs), target)
-
-    return loss
+    return _CriterionLoss(function)

@@ -197,23 +197,23 @@ def describe_value(value: Any) -> str:
     name = getattr(value, "__qualname__", None)
     if name is None:
         return " ".join(str(value).split())
-    if name == "criterion.<locals>.loss":
-        return f"criterion({describe_value(inspect.getclosurevars(value).nonlocals['function'])})"
     code = getattr(value, "__code__", None)
     place = f" ({_short(code.co_filename)}:{code.co_firstlineno})" if "<" in name and code else ""
     return f"{value.__module__}:{name}{place}"
 
 
-def describe_recipe(recipe: Any, reference: str) -> dict[str, str]:
+def describe_recipe(recipe: Any, reference: Any) -> dict[str, str]:
     """Every field of a recipe as text, for recipe.json of the run directory.
 
     Args:
         recipe: A `Recipe`.
+        reference: What named it; "" is written where that was a `Recipe` object, too.
     """
     facts = {
         f.name: describe_value(getattr(recipe, f.name)) for f in fields(recipe) if f.name != "name"
     }
-    return {"name": recipe.name, "reference": reference, **facts}
+    named = reference if isinstance(reference, str) else ""
+    return {"name": recipe.name, "reference": named, **facts}
 
 
 def user_frame(error: BaseException) -> tuple[str, str]:

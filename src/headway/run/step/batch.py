@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headway.collective.collective_calls import CallListener
 from headway.data import (
+    Cursor,
     Loader,
     MicroBatch,
     RankBatch,
@@ -33,13 +34,15 @@ from headway.data import (
 from headway.errors import DataError
 from headway.parallel.spatial import SpatialContext
 from headway.parallel.spatial.halo_exchange import SpatialAxis
-from headway.plan import Plan
+from headway.plan import BatchSplit, Plan
 from headway.plan.layer_split import SPACE
 from headway.plan.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import refined_mesh
-from headway.run.distributed.world import World
-from headway.run.recipe.recipe import Loss
+from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import share_of_memory
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
 
 
 def map_tensors(
@@ -181,6 +184,19 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
             key: dist.new_group(each, backend="gloo") for key, each in ranks.items()
         }
     return groups[place(world.rank)]
+
+
+def example_batch(recipe: Recipe, samples: int) -> Any:
+    """The first samples of a recipe's data as one micro-batch, as its loss takes them."""
+    with Loader(
+        as_source(recipe.data()),
+        BatchSplit(samples=samples),
+        rank=0,
+        ranks=1,
+        cursor=Cursor(seed=recipe.seed),
+        epochs=1,
+    ) as loader:
+        return next(iter(loader)).micros[0].data
 
 
 # A micro-batch for passes that count nothing: where state is sharded, all ranks pass together.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.run.step.record import StageMessage
 from headway.timeline import Span
 from headway.units import format_bytes

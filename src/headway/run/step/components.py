@@ -69,15 +69,6 @@ def check_components(
                 )
 
 
-def to_float64(model: nn.Module) -> nn.Module:
-    """The model in double precision; `nn.Module.to` would drop the imaginary parts."""
-    model.double()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():
-            tensor.data = tensor.data.to(torch.complex128)
-    return model
-
-
 def move_optimizer_state(optimizer: Optimizer) -> None:
     """Give state that the optimiser has made already the device and type of its parameters."""
     if optimizer.state:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.data import RankBatch
 from headway.parallel import ModelStages
+from headway.run.recipe.recipe import Recipe
 from headway.run.step.components import sum_and_count
 
 _MASK = (1 << 64) - 1
@@ -62,6 +63,16 @@ def seed_everything(*parts: int) -> None:
 @cache
 def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
+
+
+_INIT = 0x494E4954
+"""Keeps the numbers that initialise a model apart from those of its steps."""
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """The model with the initial parameters that every rank and every plan starts from."""
+    seed_everything(recipe.seed, _INIT)
+    return recipe.model().train()
 
 
 @dataclass(frozen=True, slots=True)

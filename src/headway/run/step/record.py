@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import ring_factor
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.parallel import Pipeline, PipelineRanks
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.timeline import Span

@@ -1,5 +1,7 @@
-"""How a plan's gradients become updates: one class per way to split a model.
+"""How a plan's gradients become updates: a strategy has a reducer, parameters and an updater.
 
-`data_parallel` has the base class, with a method for each instruction that follows the backward
-pass. `sharded_parameters` (ZeRO, tensor parallelism) and `pipeline_parallel` override what differs.
+Enters: what is trained and by which plan (`TrainingSetup`). Leaves: summed gradients, updated
+parameters, and their state under logical names. Begin with `select`, which says which of the three
+a plan needs: `reducer` (buckets, FSDP2, none), `parameters` and `stage_parameters` (whole, in
+parts, of stages) and `updater` (once per step, stage by stage).
 """

@@ -31,7 +31,7 @@ class LogicalLayout(Protocol):
     """Where parameters are held otherwise than they are named and saved."""
 
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
+    def named(self) -> Mapping[str, nn.Parameter]:
         """What the optimiser has, by logical name."""
 
     def logical(self, name: str, tensor: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class TrainingState:
         return names
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        found = self.layout.parameters if self.layout else {}
+        found = self.layout.named if self.layout else {}
         return found or dict(self.model.named_parameters())
 
     def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class TrainingState:
 
     def _laid_out(self, layout: LogicalLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What has been read, as it is held; parameters are filled."""
-        for name, parameter in layout.parameters.items():
+        for name, parameter in layout.named.items():
             if parameter in self.away:
                 continue
             with torch.no_grad():

@@ -17,6 +17,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
+    from headway.run.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +25,11 @@ class TrainJob:
     """What `train` is asked to do; the same on every rank, and safe to send to a process.
 
     Attributes:
-        recipe: Path of a recipe.toml, "module:function", or a bundled workload.
+        recipe: Path of a recipe.toml, "module:function", a bundled workload, or a `Recipe` that
+            pickles.
         overrides: "key=value" changes to the recipe.
         directory: The run directory; all ranks must see it.
-        plan: A plan file; None: data parallelism over all ranks.
+        plan: A plan or its file; None: data parallelism over all ranks.
         find: Called on every rank instead, in the world that has been joined: the plan, the same
             on all ranks, or None.
         collective: Put into the plan's exchange, with `carrier`; None: the plan's own.
@@ -40,10 +42,10 @@ class TrainJob:
             from 1: `launch.faults` makes things break there. None: nothing.
     """
 
-    recipe: str
+    recipe: str | Recipe
     directory: Path
     overrides: tuple[str, ...] = ()
-    plan: Path | None = None
+    plan: Plan | Path | None = None
     find: Callable[[World], Plan | None] | None = None
     collective: AllReduceName | None = None
     carrier: AllReduceOptions | None = None

@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.comm.lanes.bucket_lanes import BucketTiming
+from headway.comm.lanes.buckets import BucketTiming
 from headway.data import RankBatch
-from headway.run.distributed.world import World
 from headway.run.step import bucket_timing as told
 from headway.run.step.memory import resident_bytes
 from headway.run.step.record import StepRecord
 from headway.run.training.run_directory import EventLog, RunDirectory
 from headway.timeline import Span
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
 
 _ALWAYS_TRACED = 3
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
@@ -26,20 +27,27 @@ from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
 from headway.checkpoint.staging import specs_of
 from headway.checkpoint.store import CheckpointStore
 from headway.data import CachedSource, Cursor, Loader, RankBatch, as_source
-from headway.errors import CheckpointError, CheckpointMismatch, UsageError
+from headway.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    HeadwayError,
+    UsageError,
+    WorkerFailed,
+)
 from headway.plan import BatchSplit, explain, with_collective
+from headway.run.distributed.failure_record import summarize_exception
+from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor
 from headway.run.recipe.batch_units import stop_steps
 from headway.run.recipe.factory import load_recipe
-from headway.run.recipe.recipe import Recipe
-from headway.run.recipe.user_code import describe_recipe
+from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
 from headway.run.step.batch import NO_SHOWCASE, first_readers, rank_source, reads_sample_parts
-from headway.run.step.components import to_float64
 from headway.run.step.defaults import recipe_plan
+from headway.run.step.forward_pass import to_float64
 from headway.run.step.memory import keep_freed_memory
-from headway.run.step.randomness import generators_restored, seed_everything
+from headway.run.step.randomness import build_model, generators_restored
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
@@ -79,21 +87,11 @@ class CheckpointInventory:
 # The training loop of one rank: build, resume, train, validate, save, stop in order.
 
 
-_INIT = 0x494E4954
-"""Keeps the numbers that initialise a model apart from those of its steps."""
-
-
 @dataclass(slots=True)
 class StepCounter:
     """The step that is being worked on, for messages."""
 
     current: int = 0
-
-
-def build_model(recipe: Recipe) -> torch.nn.Module:
-    """The model with the initial parameters that every rank and every plan starts from."""
-    seed_everything(recipe.seed, _INIT)
-    return recipe.model().train()
 
 
 class Training:
@@ -220,8 +218,8 @@ class Training:
             with self._executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))
         self._executor.cut(first)
-        gradients = self._executor.gradients
-        self._trained = replace(self._trained, away=gradients.away, layout=gradients.layout)
+        held = self._executor.gradients.parameters
+        self._trained = replace(self._trained, away=held.away, layout=held.layers)
         self._inventory = CheckpointInventory(self._world)
 
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
@@ -345,7 +343,7 @@ class Training:
         step = self._executor.steps_done
         self._executor.flush()
         self._world.doing("the checkpoint of step %d", step)
-        self._executor.gradients.share_buffers()
+        self._executor.gradients.parameters.share_buffers()
         start = time()
         with self._storing():
             tensors, facts, holdings = self._contents()
@@ -437,3 +435,45 @@ class Training:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
+
+
+# One rank of `headway train`: join the world, train, leave, explain errors.
+
+
+def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
+    """Train as one rank of the world found at `place`.
+
+    Raises:
+        HeadwayError: With rank and step; exceptions of the user's code become `WorkerFailed`.
+    """
+    step = StepCounter()
+    world: World | None = None
+    folders = [Path.cwd()]
+    if isinstance(job.recipe, str) and job.recipe.endswith(".toml"):
+        folders.append(Path(job.recipe).parent)
+    try:
+        with importable_folders(*folders), ExitStack() as stack:
+            world = stack.enter_context(
+                World.join(
+                    place,
+                    device=job.device,
+                    timeout_seconds=job.timeout_seconds,
+                    patience_seconds=job.patience_seconds,
+                )
+            )
+            stop = stack.enter_context(StopRequest())
+            return Training(job, world, stop, step, stack).run()
+    except HeadwayError as error:
+        error.where = error.where or f"rank {place.rank}, step {step.current}"
+        raise
+    except Exception as error:
+        lost = world.lost() if world is not None else None
+        if lost is not None:  # whatever a broken connection looks like from the inside
+            raise lost from error
+        place_in_code, source = user_frame(error)
+        raise WorkerFailed(
+            summarize_exception(error),
+            where=f"rank {place.rank}, step {step.current}",
+            why=f"Raised at {place_in_code}: {source}",
+            fix="Mend the cause, then go on with --resume.",
+        ) from error

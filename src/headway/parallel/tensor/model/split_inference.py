@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from headway.capture.fake_tensors import FakeContext
 from headway.errors import PlanError
 from headway.parallel.pipeline.stages import user_line
+from headway.parallel.split_dispatch import map_nested, torch_function_name
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
 from headway.parallel.tensor.model.parameters import (
     DimensionCuts,
     SplitInputModule,
     install_parameter_access,
 )
-from headway.parallel.tensor.rules.operator_table import operator_rules
+from headway.parallel.tensor.rules.operator_table import LAYER_RULES
 from headway.parallel.tensor.rules.products import cuboid_axes_for
 from headway.parallel.tensor.split_tensor import (
     WHOLE_DIMENSION,
@@ -44,9 +45,7 @@ from headway.parallel.tensor.split_tensor import (
     SplitTensor,
     UndecidedParameter,
     cuts_of,
-    map_nested,
     split_tensors_in,
-    torch_function_name,
     with_origins,
     without_unit_axes,
 )
@@ -506,7 +505,7 @@ def _run(
         part = copy.get_submodule(name)
         own = {id(p): rest.pop(id(p)) for p in part.parameters() if id(p) in rest}
         patterns = ((), ()) if name else (whole, only)
-        runs.append(InferenceContext(plan, own, blames, operator_rules(), *patterns))
+        runs.append(InferenceContext(plan, own, blames, LAYER_RULES, *patterns))
         install_parameter_access(
             part, runs[-1], root=SubmoduleOnOwnGrid if name else SplitInputModule
         )

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headway.errors import UsageError
+from headway.errors import PlanError, UsageError
+from headway.parallel.pipeline.stages import user_line
+from headway.parallel.split_dispatch import torch_function_name
 from headway.parallel.tensor.grid import ProcessGrid, WeightPrefetch
 from headway.parallel.tensor.model.parameters import (
     DimensionCuts,
@@ -34,8 +36,9 @@ from headway.parallel.tensor.model.split_inference import (
     SubmoduleOnOwnGrid,
     infer_split,
 )
-from headway.parallel.tensor.rules.operator_table import operator_rules
+from headway.parallel.tensor.rules.operator_table import LAYER_RULES
 from headway.parallel.tensor.split_tensor import (
+    RuleRefused,
     SplitContext,
     SplitSettings,
     SplitTensor,
@@ -68,6 +71,30 @@ class ExecutionContext(SplitContext):
     """
 
     plain = False
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a function of torch on split tensors.
+
+        Raises:
+            PlanError: It has no rule, or none for tensors that are cut so.
+        """
+        name = torch_function_name(func)
+        rule = self.rules.get(name)
+        try:
+            if rule is None:
+                raise RuleRefused("there is no rule for it")
+            return rule(self, func, *args, **kwargs)
+        except RuleRefused as refusal:
+            raise PlanError(
+                f"{name} cannot be carried out on a split tensor",
+                problems=[refusal.why],
+                where=user_line(),
+                fix="Call .full_tensor() on it before, or name this part of the model in "
+                "whole=[...].",
+            ) from None
+
+    def leave(self, x: Any) -> Any:
+        return x.full_tensor()
 
     def parameter(self, parameter: nn.Parameter, key: ParameterSplit | None) -> Any:
         """What a module's code gets: a split tensor, or a plain whole one."""
@@ -233,9 +260,7 @@ def apply_split_decisions(
 def _context(
     grid: ProcessGrid, settings: SplitSettings | None, decisions: SplitDecisions, *, plain: bool
 ) -> ExecutionContext:
-    context = ExecutionContext(
-        grid, settings or SplitSettings(), operator_rules(), decisions.companions
-    )
+    context = ExecutionContext(grid, settings or SplitSettings(), LAYER_RULES, decisions.companions)
     context.plain = plain
     return context
 

@@ -49,6 +49,3 @@ def dropout_of_part(
         if cut.axes:
             mask = local_slice(mask, context.grid, cut.axes, dim, cut.blocks)
     return x * mask
-
-
-RULES = {"dropout": dropout}

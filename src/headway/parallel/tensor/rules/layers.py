@@ -238,9 +238,3 @@ def mse_loss(
     if reduction == "none":
         return square
     return square.sum() / (math.prod(square.shape) if reduction == "mean" else 1)
-
-
-RULES = {
-    "embedding": embedding, "layer_norm": layer_norm, "rms_norm": rms_norm,
-    "cross_entropy": cross_entropy, "mse_loss": mse_loss,
-}  # fmt: skip

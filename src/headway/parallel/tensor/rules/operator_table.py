@@ -1,27 +1,31 @@
-"""The table of operator rules for split tensors, by the name of the torch function."""
+"""The rules of split layers, as the table of operators names them."""
 
 from __future__ import annotations
 
-from headway.parallel.tensor.rules import dropout, layers, products, reductions, views
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from headway.graph.operator_registry import implement
+from headway.parallel.tensor.rules import layers, products, reductions, views
+from headway.parallel.tensor.rules.dropout import dropout
 from headway.parallel.tensor.split_tensor import OperatorRule, elementwise
 
-_ELEMENTWISE = """
-abs add and bfloat16 bool clamp clamp_max clamp_min clone contiguous cos cosh cpu detach div double
-elu eq erf exp exp2 expm1 float floor_divide floordiv ge gelu gt half hardswish hardtanh iadd imul
-int invert isfinite isinf isnan isub itruediv le leaky_relu lerp log log1p log2 logical_and
-logical_not logical_or logsigmoid long lt masked_fill maximum minimum mish mod mul multiply
-nan_to_num ne neg
-negative ones_like or pow radd rdiv reciprocal relu relu6 remainder rmul round rpow
-rsqrt rsub rtruediv selu sigmoid sign silu sin sinh softplus sqrt square sub subtract tan tanh to
-true_divide truediv type type_as where xor zeros_like
-"""
+_FUNCTIONS: dict[str, OperatorRule] = {
+    "elementwise": elementwise, "dropout": dropout,
+    "embedding": layers.embedding, "layer_norm": layers.layer_norm, "rms_norm": layers.rms_norm,
+    "cross_entropy": layers.cross_entropy, "mse_loss": layers.mse_loss,
+    "linear": products.linear, "addmm": products.addmm, "matmul": products.matmul,
+    "einsum": products.einsum, "attention": products.attention, "heads": products.heads,
+    "of_both": reductions.of_both, "triangle": reductions.triangle, "total": reductions.total,
+    "mean": reductions.mean, "var": reductions.var, "extreme": reductions.extreme,
+    "softmax": reductions.softmax, "log_softmax": reductions.log_softmax,
+    "reshape": views.reshape, "reshape_as": views.reshape_as, "flatten": views.flatten,
+    "unflatten": views.unflatten, "squeeze": views.squeeze, "unsqueeze": views.unsqueeze,
+    "transpose": views.transpose, "turned": views.turned, "permute": views.permute,
+    "movedim": views.movedim, "expand": views.expand, "repeat_interleave": views.repeat_interleave,
+    "chunk": views.chunk, "split": views.split, "unbind": views.unbind, "select": views.select,
+    "narrow": views.narrow, "getitem": views.getitem, "cat": views.cat, "stack": views.stack,
+}  # fmt: skip
 
-
-def operator_rules() -> dict[str, OperatorRule]:
-    """Function's name -> rule; a name with "_" works in place."""
-    rules: dict[str, OperatorRule] = {}
-    for name in _ELEMENTWISE.split():
-        rules[name] = rules[f"{name}_"] = elementwise
-    for module in (dropout, layers, products, reductions, views):
-        rules |= module.RULES
-    return rules
+LAYER_RULES: Mapping[str, OperatorRule] = MappingProxyType(implement("layers", _FUNCTIONS))
+"""Name of a function of torch -> its rule."""

@@ -386,10 +386,3 @@ def _added(mask: Any, dtype: torch.dtype) -> Any:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
-
-
-RULES = {
-    "linear": linear, "addmm": addmm, "matmul": matmul, "rmatmul": matmul, "bmm": matmul, "mm":
-    matmul, "einsum": einsum, "scaled_dot_product_attention": attention,
-    "multi_head_attention_forward": heads,
-}  # fmt: skip

@@ -137,13 +137,3 @@ def triangle(context: SplitContext, func: Any, x: SplitTensor, diagonal: int = 0
     if any(cut.axes for cut in x.cuts[-2:]):
         raise RuleRefused("it takes a triangle of a cut dimension")
     return wrap_local_part(func(x.local, diagonal), x.cuts, context)
-
-
-RULES = {
-    "is_floating_point": of_both, "is_complex": of_both, "new_zeros": of_both, "new_ones": of_both,
-    "new_full": of_both, "new_empty": of_both, "new_tensor": of_both, "tril": triangle,
-    "triu": triangle,
-    "sum": total, "mean": mean, "var": var, "softmax": softmax, "log_softmax": log_softmax,
-    "amax": extreme, "amin": extreme, "argmax": extreme, "argmin": extreme, "max": extreme,
-    "min": extreme, "any": extreme, "all": extreme,
-}  # fmt: skip

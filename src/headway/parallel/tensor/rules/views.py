@@ -327,14 +327,3 @@ def repeat_interleave(
     if dim is None or not isinstance(repeats, int):
         raise RuleRefused("it repeats by a tensor, or without a dimension")
     return wrap_local_part(x.local.repeat_interleave(repeats, dim), x.cuts, context)
-
-
-RULES = {
-    "view": reshape, "reshape": reshape, "view_as": reshape_as, "reshape_as": reshape_as,
-    "flatten": flatten, "unflatten": unflatten, "squeeze": squeeze, "unsqueeze": unsqueeze,
-    "transpose": transpose, "swapaxes": transpose, "swapdims": transpose, "t": turned,
-    "permute": permute, "movedim": movedim, "moveaxis": movedim, "expand": expand,
-    "chunk": chunk, "split": split, "unbind": unbind, "select": select, "narrow": narrow,
-    "getitem": getitem, "cat": cat, "concat": cat, "concatenate": cat, "stack": stack,
-    "repeat_interleave": repeat_interleave,
-}  # fmt: skip

@@ -1,0 +1,267 @@
+"""`headway.verify`: compare the split run with the serial run.
+
+Runs a plain serial loop and the split run in float64 from the same initial parameters, each in
+workers of its own, and compares what they recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
+from headway.errors import NotEqual, UsageError
+from headway.launch.forkserver import gc_paused, start_forkserver
+from headway.run.recipe.check import check_recipe
+
+if TYPE_CHECKING:
+    from headway.verification import Comparison, Law, Recording, VerifyJob
+
+_LOG = logging.getLogger("headway")
+
+
+@dataclass(frozen=True, slots=True)
+class EquivalenceResult:
+    """What one number of processes gave.
+
+    Attributes:
+        comparison: With the serial run; of a schedule without a flush with the emulation of its
+            delayed updates.
+    """
+
+    processes: int
+    comparison: Comparison
+    seconds: float
+    laws: tuple[Law, ...] = ()
+    delayed: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Equal; an inexact exchange: its law holds in every bucket."""
+        return all(law.holds for law in self.laws) if self.laws else self.comparison.equal
+
+    @property
+    def errors(self) -> dict[str, float | None]:
+        """The largest relative error of each kind of tensor, in the order of a step; None: the run
+        has no such tensor."""
+        from headway.verification.recording import KINDS  # imports torch
+
+        worst = {kind: self.comparison.worst(kind) for kind in KINDS}
+        return {kind: one.error if one else None for kind, one in worst.items()}
+
+    @property
+    def law(self) -> str | None:
+        """Of what is inexact by its plan: "holds" or "broken"."""
+        if not (self.laws or self.delayed):
+            return None
+        return "holds" if self.holds else "broken"
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """The verdict on a recipe.
+
+    Attributes:
+        runs: One for each number of processes, in the order asked.
+        steps: Optimiser steps that were compared.
+    """
+
+    runs: tuple[EquivalenceResult, ...]
+    steps: int
+
+    @property
+    def holds(self) -> bool:
+        """Every split run is equal to the serial run; an inexact one keeps its law."""
+        return all(run.holds for run in self.runs)
+
+    def check(self) -> None:
+        """Raise unless the verdict holds.
+
+        Raises:
+            NotEqual: With the first tensor that differs, or the law that is broken.
+        """
+        wrong = [run for run in self.runs if not run.holds]
+        if wrong:
+            raise _broken(wrong[0]) if wrong[0].laws else _not_equal(wrong, self.steps)
+
+
+def verify(
+    recipe: RecipeInput,
+    *,
+    processes: int | Sequence[int] = (1, 2, 4),
+    plan: PlanInput | None = None,
+    steps: int = 4,
+    microbatches: bool = False,
+    overrides: Sequence[str] = (),
+    directory: str | Path | None = None,
+    on_run: Callable[[EquivalenceResult], None] | None = None,
+) -> VerificationResult:
+    """Compare the split run with the serial run: losses, gradients, updates, by logical name.
+
+    What is inexact by its plan is held against its own law instead: compressed exchanges, and
+    pipeline schedules without a flush, whose late updates one process makes again. The steps
+    straddle the end of an epoch, so that a ragged last batch is among them.
+
+    Args:
+        recipe: As for `headway.train`, sent to workers likewise.
+        processes: Numbers of processes to prove.
+        plan: Prove this plan, with its number of processes, instead.
+        steps: Optimiser steps to compare, at least 1.
+        microbatches: The serial run goes through the plan's micro-batches one after the other, not
+            through each global batch in one piece: for models with batch normalisation, which sees
+            one micro-batch at a time.
+        overrides: "key=value" changes to the recipe.
+        directory: A run directory, in which the verdict is kept for its report.
+        on_run: Called with the verdict on each number of processes as soon as it is known.
+
+    Returns:
+        The verdict; `check()` raises unless it holds.
+
+    Raises:
+        UsageError: No steps, or no number of processes.
+        RecipeError: The recipe cannot be used, or not be sent to workers.
+        PlanError: There can be no such plan.
+        RunError: An exception in a rank.
+    """
+    reference = sendable_recipe(recipe, overrides)
+    overrides = tuple(overrides) if isinstance(reference, str) else ()
+    if isinstance(reference, str):
+        check_recipe(reference, overrides)
+    asked = (processes,) if isinstance(processes, int) else tuple(processes)
+    counts = (resolve_plan(plan).ranks,) if plan is not None else asked
+    if not counts or min(counts) < 1:
+        raise UsageError(
+            f"--processes {','.join(map(str, counts))}: not a list of positive numbers",
+            fix="Write --processes 1,2,4.",
+        )
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: at least 1")
+    start_forkserver(1, ("headway.verification",))  # its imports run beside the one here
+    with gc_paused():
+        from headway.verification import VerifyJob  # imports torch
+    given = Path(plan) if isinstance(plan, str) else plan
+    job = VerifyJob(recipe=reference, overrides=overrides, steps=steps, plan=given)
+    result = VerificationResult(_verify_split_runs(job, counts, microbatches, on_run), steps)
+    if directory is not None:
+        text = json.dumps(verdict_data(result), indent=2)
+        (Path(directory) / "verification.json").write_text(text + "\n")
+    return result
+
+
+def _verify_split_runs(
+    job: VerifyJob,
+    counts: Sequence[int],
+    pieces: bool,
+    on_run: Callable[[EquivalenceResult], None] | None,
+) -> tuple[EquivalenceResult, ...]:
+    from headway.verification import (
+        Recording,
+        compare,
+        cut_file,
+        laws_file,
+        load_laws,
+        record_serial,
+        record_split,
+    )
+
+    with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
+        serial = Path(folder) / "serial.safetensors"
+        verdicts = []
+        for number, count in enumerate(counts):
+            if pieces or not number:
+                ranks = count if pieces else None
+                _start(partial(record_serial, ranks=ranks), job, serial, 1)
+                reference = Recording.load(serial)
+            target = Path(folder) / f"split-{count}.safetensors"
+            start = perf_counter()
+            _start(record_split, job, target, count)
+            delayed = cut_file(target).exists()
+            expected = _delayed_reference(job, target, count) if delayed else reference
+            comparison = compare(expected, Recording.load(target))
+            laws = tuple(load_laws(laws_file(target)))
+            verdicts.append(
+                EquivalenceResult(count, comparison, perf_counter() - start, laws, delayed)
+            )
+            if on_run is not None:
+                on_run(verdicts[-1])
+    return tuple(verdicts)
+
+
+def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording:
+    """What one process makes of the table and the cut of a split run."""
+    from headway.verification import Recording, cut_file, record_delayed
+
+    stages = json.loads(cut_file(split).read_text(encoding="utf-8"))
+    target = split.with_name(f"delayed-{processes}.safetensors")
+    _start(partial(record_delayed, ranks=processes, stages=stages), job, target, 1)
+    return Recording.load(target)
+
+
+def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: int) -> None:
+    from headway.launch.local import launch_local
+    from headway.launch.restart_policy import RestartPolicy
+
+    result = launch_local(
+        entry,
+        (job, target),
+        processes=processes,
+        directory=target.parent,
+        policy=RestartPolicy(limit=0),
+    )
+    if result.stopped_by is not None:
+        _LOG.info("stopped by %s", result.stopped_by)
+        raise KeyboardInterrupt
+
+
+def verdict_data(result: VerificationResult) -> list[dict[str, object]]:
+    """The verdict as plain data, one entry for each number of processes."""
+    return [_run_data(run) for run in result.runs]
+
+
+def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
+    comparison = verdict.comparison
+    return {
+        "processes": verdict.processes,
+        "equal": comparison.equal and not verdict.delayed,
+        "law": verdict.law,
+        "laws": [str(law) for law in verdict.laws if not law.holds] if verdict.laws else None,
+        "tolerance": comparison.tolerance,
+        "tensors": len(comparison.differences),
+        "errors": {kind: error for kind, error in verdict.errors.items() if error is not None},
+        "first_difference": str(comparison.first) if comparison.first else None,
+        "seconds": verdict.seconds,
+    }
+
+
+def _broken(verdict: EquivalenceResult) -> NotEqual:
+    broken = [str(law) for law in verdict.laws if not law.holds]
+    return NotEqual(
+        f"the inexact exchange breaks its own law: {broken[0]}",
+        where=f"{verdict.processes} processes",
+        why=f"{len(broken)} of {len(verdict.laws)} buckets:\n  " + "\n  ".join(broken[:5]),
+        fix="This is a mistake of the exchange; please report it with the plan.",
+    )
+
+
+def _not_equal(wrong: list[EquivalenceResult], steps: int) -> NotEqual:
+    first = wrong[0].comparison.first
+    assert first is not None
+    others = [str(difference) for difference in wrong[0].comparison.wrong]
+    what = "the serial run"
+    if wrong[0].delayed:
+        what = "what one process makes of the same table with its delayed updates"
+    return NotEqual(
+        f"the split run is NOT {what}; first difference: {first}",
+        where=f"{wrong[0].processes} processes",
+        why=f"{len(others)} tensors differ by more than {wrong[0].comparison.tolerance:.0e} in "
+        f"{steps} steps, in the order of execution:\n  " + "\n  ".join(others[:5]),
+        fix="A loss that is not a mean over samples, batch statistics, or random numbers from "
+        "outside torch depend on the split; see docs/verification.md.",
+    )

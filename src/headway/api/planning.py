@@ -1,0 +1,274 @@
+"""`headway.plan`: from a recipe and a cluster to the frontier of plans, and the chosen one.
+
+Captures the model, searches, and makes the chosen point a `Plan` with its prediction. With
+`runnable` the executor tries to cut the model at the chosen plan's stage boundaries; where it
+cannot, the search is repeated without pipelines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeVar
+
+from headway.api.inputs import (
+    ClusterInput,
+    RecipeInput,
+    recipe_reference,
+    record_provenance,
+    resolve_cluster,
+)
+from headway.api.plan_request import (
+    DeviceCounts,
+    TrainingLength,
+    build_question,
+    device_price,
+    note_unknown_operators,
+    parse_search_options,
+    training_length,
+)
+from headway.cluster import Cluster
+from headway.cluster.presets import PRESETS, of_preset
+from headway.cost.machine_presets import machine_of
+from headway.errors import NothingFits, PlanError, RecipeError
+from headway.plan import Plan
+from headway.plan.prediction import Prediction
+from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.explain.infeasible import infeasible_error
+from headway.planner.export.auto import RecipeLimits
+from headway.planner.export.prediction import with_prediction
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.plan_conversion import missing_in_executor, to_plan
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import Objective
+from headway.units import Price
+
+if TYPE_CHECKING:
+    from headway.run.recipe.recipe import Recipe
+
+_LOG = logging.getLogger("headway")
+FoundT = TypeVar("FoundT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningResult:
+    """What a search found.
+
+    Attributes:
+        recipe: As it was given; so are `cluster_input` and `nodes`.
+        cluster: That the plans are for.
+        outcome: The search's own answer: bound, gap, and the tables behind each point.
+        currency: Of prices; "" where none is known.
+        length: How long the recipe trains, where a price is known.
+        capture_seconds: What capturing the model took; the rest is `search_seconds`.
+    """
+
+    recipe: RecipeInput
+    cluster: Cluster
+    cluster_input: ClusterInput
+    nodes: int | None
+    outcome: SearchResult
+    currency: str
+    length: TrainingLength
+    capture_seconds: float
+    search_seconds: float
+
+    @property
+    def frontier(self) -> tuple[Point, ...]:
+        """Plans that no other beats in step time (seconds), memory (bytes) and devices at once,
+        fastest first; for other objectives than "frontier" those found during the search."""
+        return self.outcome.points
+
+    @property
+    def chosen(self) -> Point:
+        """The point of the frontier that meets the objective best."""
+        return self.outcome.best
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The chosen plan, with its prediction.
+
+        Raises:
+            PlanError: It recomputes without a pipeline, which no plan can say yet.
+        """
+        return self.plan_of(self.chosen)
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the chosen plan: seconds of a step and their parts, bytes of the fullest device."""
+        assert self.plan.prediction is not None  # plan_of has put it there
+        return self.plan.prediction
+
+    @property
+    def missing(self) -> str:
+        """What today's executor lacks for the chosen plan; "" where it can run it."""
+        return missing_in_executor(self.chosen)
+
+    def plan_of(self, point: Point) -> Plan:
+        """The plan of any point of the frontier, with its prediction.
+
+        Raises:
+            PlanError: It recomputes without a pipeline, which no plan can say yet.
+        """
+        found = to_plan(self.outcome, point)
+        return with_prediction(found, self.outcome.question, point, self.cluster)
+
+    def save(self, file: str | Path) -> Plan:
+        """Write the chosen plan as a plan.json, with recipe and cluster where they have a name.
+
+        Raises:
+            PlanError: As `plan`.
+        """
+        out = Path(file)
+        plan = record_provenance(self.plan, self.recipe, self.cluster_input, self.nodes, out)
+        plan.save(out)
+        return plan
+
+
+def plan(
+    recipe: RecipeInput,
+    cluster: ClusterInput,
+    *,
+    nodes: int | None = None,
+    objective: Objective = "frontier",
+    memory: str | int | None = None,
+    devices: DeviceCounts | None = None,
+    price: str | Price | None = None,
+    force: Sequence[str] = (),
+    schedules: str | None = None,
+    runnable: bool = False,
+    time_limit: str | float | None = None,
+) -> PlanningResult:
+    """Find the plans that nothing beats in step time, memory and devices, and choose one.
+
+    Args:
+        recipe: A `Recipe`, "module:function", the path of a recipe.toml, or a bundled workload's
+            name; its model is captured, not built in memory.
+        cluster: A `Cluster`, the path of a cluster.toml, or a preset such as "dgx-a100".
+        nodes: Of a preset; by default 1.
+        objective: What the chosen plan is best in: "fastest" (also of "frontier"),
+            "fewest-devices" or "cheapest"; where no price is known, device-hours.
+        memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
+        devices: 8, (6, 12), "8", "6,12" or "1..64" (powers of two, and both ends); by default the
+            cluster's.
+        price: Of a device, as in "2.5 USD/h"; by default the cluster's.
+        force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis of
+            the operator), "blocks.8=stage" (a stage begins there).
+        schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer. By default 1f1b; with
+            `runnable` and the objective "fastest" all that the executor runs.
+        runnable: Look only for plans that today's executor can run, without a tensor axis.
+        time_limit: Of the search in seconds, or as in "10 s"; then the best so far is the answer.
+
+    Returns:
+        The frontier, the chosen plan, and its prediction.
+
+    Raises:
+        UsageError: Options that cannot be read, or no such preset.
+        RecipeError: The recipe cannot be used.
+        DocumentError: A file has problems; all are listed.
+        PlanError: The model cannot be captured, or there can be no such plan.
+        NothingFits: No plan is within the memory; the error names the changes that would do.
+    """
+    options = parse_search_options(
+        devices=devices,
+        memory=memory,
+        price=price,
+        force=force,
+        objective=objective,
+        runnable=runnable,
+        schedules=schedules,
+        time_limit=time_limit,
+    )
+    found = resolve_cluster(cluster, nodes)
+    from headway.api.recipe_workload import capture_workload  # imports torch
+
+    begin = perf_counter()
+    captured = capture_workload(recipe_reference(recipe))
+    captured_at = perf_counter()
+    note_unknown_operators(captured.work)
+    said = captured.annotations
+    options = replace(options, force=options.force + said.force, tensor=said.tensor)
+    question = build_question(options, captured, found)
+
+    def search(limits: RecipeLimits) -> SearchResult:
+        try:
+            return PlanSearch(question, limits.allow).run()
+        except NothingFits:
+            wider = None
+            if isinstance(cluster, str) and cluster in PRESETS:
+                wider = machine_of(of_preset(cluster, nodes=2)).network
+            raise infeasible_error(question, wider) from None
+
+    if runnable:
+        outcome = search_cuttable(search, lambda one: one, RecipeLimits(), captured.recipe)
+    else:
+        outcome = search(RecipeLimits())  # no limits: an ordinary search
+    money = device_price(options, found)
+    return PlanningResult(
+        recipe=recipe,
+        cluster=found,
+        cluster_input=cluster,
+        nodes=nodes,
+        outcome=outcome,
+        currency="" if money is None else money.currency,
+        length=TrainingLength() if money is None else training_length(captured.recipe),
+        capture_seconds=captured_at - begin,
+        search_seconds=perf_counter() - captured_at,
+    )
+
+
+def search_cuttable(
+    search: Callable[[RecipeLimits], FoundT],
+    outcome_of: Callable[[FoundT], SearchResult],
+    limits: RecipeLimits,
+    recipe: Recipe,
+) -> FoundT:
+    """The answer of a search; without pipelines where the executor cannot cut the model as the
+    chosen plan says.
+
+    The cut is tried on the answer alone: following a model's forward takes seconds, and nearly all
+    models can be cut wherever the search proposes.
+
+    Args:
+        search: Searches what the limits leave.
+        recipe: As it was loaded.
+
+    Raises:
+        PlanError: Without pipelines nothing fits.
+    """
+    found = search(limits)
+    outcome = outcome_of(found)
+    degrees = outcome.best.degrees
+    if degrees.pipeline == 1:
+        return found
+    why = _why_not_cuttable(recipe, to_plan(outcome, outcome.best), degrees.microbatch)
+    if not why:
+        return found
+    _LOG.info("%s would be chosen, but cannot run: %s", describe_degrees(degrees), why)
+    try:
+        return search(replace(limits, pipeline=False))
+    except NothingFits:
+        raise PlanError(
+            "no plan that today's executor can run fits",
+            problems=[why, "without a pipeline nothing fits"],
+            fix="Change the model so that its forward can be followed, or allow more memory.",
+        ) from None
+
+
+def _why_not_cuttable(recipe: Recipe, plan: Plan, samples: int) -> str:
+    """Why the executor cannot cut a recipe's model as a plan says; "" where it can.
+
+    Args:
+        samples: Of a micro-batch.
+    """
+    from headway.run.measure.recipe_model import check_stage_boundaries  # imports torch
+
+    try:
+        check_stage_boundaries(recipe, plan.pipeline.cut, samples)
+    except (PlanError, RecipeError) as error:
+        return "; ".join((error.what, *getattr(error, "problems", ())))
+    return ""

@@ -1,0 +1,324 @@
+"""`headway.simulate`: one step of a plan, event by event, on any hardware, with faults.
+
+A `SimulationJob` is a plan, given or found by the search; a `SimulationScenario` is its step on
+some hardware, as planned or changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from headway.api.inputs import (
+    ClusterInput,
+    PlanInput,
+    RecipeInput,
+    missing_option_error,
+    pricing_target,
+    resolve_plan,
+)
+from headway.api.plan_request import (
+    check_ranks,
+    parse_memory_limit,
+    pricing_request,
+    recipe_workload,
+)
+from headway.cluster import Cluster
+from headway.cost.transformer import Machine
+from headway.errors import UsageError
+from headway.plan import Plan
+from headway.plan import explain as in_words
+from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.export.to_simulation import step_of_plan, step_of_point
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.plan_conversion import unpriced_parts
+from headway.planner.search.plan_point import Point
+from headway.planner.search.request import PlanRequest
+from headway.simulator.ranks import StepFaults
+from headway.simulator.simulation import RankBreakdown, SimulatedStep, simulate_training_step
+from headway.simulator.what_if import change_device_types, parse_step_faults
+from headway.simulator.work import StepWork
+from headway.timeline import Timeline
+
+_LOG = logging.getLogger("headway")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationScenario:
+    """A step on some hardware.
+
+    Attributes:
+        name: "as planned", "changed".
+        price: Seconds that the search says; None: it has no price, or there are faults.
+        caps: Bytes of a device that may be used, by type.
+        kinds: The type of each rank's device; empty: there is one.
+    """
+
+    name: str
+    step: SimulatedStep
+    price: float | None
+    caps: Mapping[str, float]
+    kinds: tuple[str, ...] = ()
+
+    def cap(self, rank: int) -> float:
+        """Bytes of a rank's device that may be used."""
+        return self.caps[self.kinds[rank]] if self.kinds else next(iter(self.caps.values()))
+
+    @property
+    def groups(self) -> dict[str, list[RankBreakdown]]:
+        """The ranks that were played, by type of device; under "" where there is one."""
+        found: dict[str, list[RankBreakdown]] = {}
+        for account in self.step.accounts:
+            found.setdefault(self.kinds[account.rank] if self.kinds else "", []).append(account)
+        return found
+
+
+Machines = Mapping[str, Machine]
+"""By type of device."""
+
+
+class SimulationJob(Protocol):
+    """A plan, read or found.
+
+    Attributes:
+        name: Its hash, or its degrees.
+        kinds: As in `SimulationScenario`.
+    """
+
+    name: str
+    words: str
+    kinds: tuple[str, ...]
+
+    @property
+    def machines(self) -> Mapping[str, Machine]:
+        """As they are, by type of device."""
+        ...
+
+    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float | None]:
+        """On some machines, and its price there."""
+        ...
+
+    def caps(self, machines: Mapping[str, Machine]) -> Mapping[str, float]:
+        """As in `SimulationScenario`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationResult:
+    """A step as planned and, where something is changed or faulty, as it is then.
+
+    Attributes:
+        plan: Hash of the plan, or the degrees of the one that was found.
+        words: The plan in words.
+        scenarios: "as planned", and "changed" behind it.
+    """
+
+    plan: str
+    words: str
+    scenarios: tuple[SimulationScenario, ...]
+
+    @property
+    def step(self) -> SimulatedStep:
+        """Of the last scenario: seconds, bubble, exposed communication, bytes of each rank."""
+        return self.scenarios[-1].step
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in the last scenario."""
+        return self.step.seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """What each rank does when, in the last scenario."""
+        return self.step.timeline
+
+
+def simulate(
+    plan: PlanInput | None = None,
+    *,
+    recipe: RecipeInput | None = None,
+    cluster: ClusterInput | None = None,
+    nodes: int | None = None,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    change: Sequence[str] = (),
+    fault: Sequence[str] = (),
+    share_links: bool = False,
+) -> SimulationResult:
+    """Simulate a step of a plan: time, bubble, exposed communication, memory.
+
+    Args:
+        plan: A `Plan` or the path of a plan.json; without one, the fastest plan that the search
+            finds.
+        recipe: A `Recipe`, "module:function", a recipe.toml, or a bundled workload's name; its
+            model is captured, not built in memory. By default what the plan says; so is `cluster`.
+        cluster: A `Cluster`, the path of a cluster.toml, or a preset such as "dgx-a100".
+        nodes: Of a preset; by default 1.
+        devices: Without a plan: how many; by default all of the cluster.
+        memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
+        change: Other hardware: "link node-node 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us",
+            "device peak 2x", "memory 2x"; several are made together.
+        fault: "rank 3 slow 2x", "link a-b 10x slower"; several happen together.
+        share_links: Let all that a rank sends over one level of links share them evenly.
+
+    Returns:
+        The step as planned and, with `change` or `fault`, as changed; all times in seconds, all
+        memory in bytes.
+
+    Raises:
+        UsageError: Neither recipe nor cluster is known, or a sentence means nothing here.
+        RecipeError: The recipe cannot be used.
+        DocumentError: A file has problems; all are listed.
+        PlanError: The plan is of another batch or for more devices, or nothing fits.
+    """
+    loaded = None if plan is None else resolve_plan(plan)
+    file = None if plan is None or isinstance(plan, Plan) else Path(plan)
+    subject = pricing_target(file, loaded, recipe, cluster, nodes)
+    if subject is None:
+        raise missing_option_error("--recipe and --cluster")
+    ranks = count_simulated_ranks(loaded, devices, subject.cluster)
+    captured = recipe_workload(subject.recipe, loaded)
+    question = pricing_request(
+        captured,
+        subject.cluster,
+        devices=(ranks,),
+        memory=parse_memory_limit(memory),
+        precision=None if loaded is None else loaded.memory.precision,
+    )
+    job = UniformSimulationJob(loaded, replace(question, objective="fastest"))
+    return simulate_job(job, subject.cluster, ranks, change, fault, share_links=share_links)
+
+
+def simulate_job(
+    job: SimulationJob,
+    cluster: Cluster,
+    ranks: int,
+    change: Sequence[str],
+    fault: Sequence[str],
+    *,
+    share_links: bool,
+) -> SimulationResult:
+    """The step of a job on a cluster, and on the changed one; arguments as of `simulate`."""
+    places = device_numbers_of_ranks(job.kinds, cluster)
+    other, faults = _scenario(job.machines, cluster, change, fault, ranks, places)
+    work, price = job.step(job.machines)
+    work = replace(work, shared=share_links)
+
+    def scenario(
+        name: str, work: StepWork, price: float | None, on: Machines
+    ) -> SimulationScenario:
+        return SimulationScenario(
+            name=name,
+            step=simulate_training_step(work),
+            price=price,
+            caps=job.caps(on),
+            kinds=job.kinds,
+        )
+
+    scenarios = [scenario("as planned", work, price, job.machines)]
+    if change:
+        work, price = job.step(other)
+    if change or fault:
+        work = replace(work, shared=share_links, faults=faults)
+        scenarios.append(scenario("changed", work, None if fault else price, other))
+    return SimulationResult(plan=job.name, words=job.words, scenarios=tuple(scenarios))
+
+
+def device_numbers_of_ranks(kinds: tuple[str, ...], cluster: Cluster) -> tuple[int, ...]:
+    """For each rank the number of its device in the cluster: of its type the next free one."""
+    free: dict[str | None, list[int]] = {}
+    for place, kind in enumerate(cluster.devices_of_ranks):
+        free.setdefault(kind, []).append(place)
+    return tuple(free[kind].pop(0) for kind in kinds)
+
+
+def _scenario(
+    machines: Machines,
+    cluster: Cluster,
+    change: Sequence[str],
+    fault: Sequence[str],
+    ranks: int,
+    places: Sequence[int],
+) -> tuple[Machines, StepFaults]:
+    """Other hardware and what is wrong in a step; what is wrong in both is told together."""
+    checks: list[Callable[[], object]] = [
+        *(partial(change_device_types, machines, cluster, [sentence]) for sentence in change),
+        *(partial(parse_step_faults, [sentence], ranks, cluster, places) for sentence in fault),
+    ]
+    errors = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise UsageError(
+            f"{len(errors)} of the sentences mean nothing here",
+            why="\n  ".join(f"{error.where}: {error.what}" for error in errors),
+            fix="\n  ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
+        )
+    others = change_device_types(machines, cluster, change)
+    return others, parse_step_faults(fault, ranks, cluster, places)
+
+
+def count_simulated_ranks(plan: Plan | None, devices: int | None, cluster: Cluster) -> int:
+    """Ranks of the plan; without one, as many as are asked for, else the cluster's.
+
+    Raises:
+        UsageError: Both are given, or fewer than one device.
+        PlanError: The cluster is too small.
+    """
+    if plan is not None and devices is not None:
+        raise UsageError(
+            f"--devices {devices} beside a plan of {plan.ranks} ranks", fix="Leave one of them out."
+        )
+    said = cluster.ranks if devices is None else devices
+    ranks = said if plan is None else plan.ranks
+    if ranks < 1:
+        raise UsageError(f"--devices {ranks}: at least 1 device is needed")
+    check_ranks(ranks, cluster)
+    return ranks
+
+
+class UniformSimulationJob:
+    """A plan, read or found, on whatever hardware."""
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self, plan: Plan | None, question: PlanRequest) -> None:
+        self.plan = plan
+        self.question = question
+        self.machines: Machines = {question.machine.device.name: question.machine}
+        if plan is not None:
+            self.name, self.words = plan.hash, in_words(plan)
+            for sentence in unpriced_parts(plan):
+                _LOG.info("note: %s", sentence)
+            return
+        outcome = find_plans(question)
+        self.point: Point = outcome.best
+        self.engine = outcome.search
+        self.name = describe_degrees(self.point.degrees)
+        self.words = f"the fastest plan that the search finds: {self.name}"
+
+    def step(self, machines: Machines) -> tuple[StepWork, float | None]:
+        """On a machine, and its price there. Of a plan that was found the degrees stay."""
+        question = self._on(machines)
+        if self.plan is not None:
+            work, point = step_of_plan(self.plan, PlanSearch(question))
+            return work, None if point is None else point.seconds
+        if machines is self.machines:
+            return step_of_point(self.point, self.engine), self.point.seconds
+        engine = PlanSearch(question)
+        again = engine.candidate(self.point.degrees).fastest(float("inf"))
+        assert again is not None  # it had a plan before, and memory is no limit here
+        return step_of_point(again, engine), again.seconds
+
+    def caps(self, machines: Machines) -> dict[str, float]:
+        return {name: self._on(machines).cap for name in machines}
+
+    def _on(self, machines: Machines) -> PlanRequest:
+        return replace(self.question, machine=next(iter(machines.values())))

@@ -1,0 +1,441 @@
+"""`headway.train`: one process or many, here or in a world that another launcher has made.
+
+Everything that can be checked or decided without torch (options, plan, emulated nodes) happens
+before workers start. Then this process either joins the world that torchrun, srun or mpirun has
+started, or starts local workers through torch's elastic agent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from headway.api.emulation import count_ranks, read_emulation_options
+from headway.api.inputs import ClusterInput, PlanInput, RecipeInput, resolve_plan, sendable_recipe
+from headway.api.plan_request import parse_duration
+from headway.api.plan_selection import (
+    AUTO,
+    MEASURE,
+    AutoPlanSearch,
+    CollectiveName,
+    CollectiveOption,
+)
+from headway.api.schedule_table import recipe_overrides
+from headway.cluster import Fault
+from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
+from headway.launch.emulation import EmulatedCluster, PacedCluster
+from headway.launch.faults import FaultInjector
+from headway.launch.forkserver import start_forkserver
+from headway.plan import Plan, data_parallel_groups, pipelined
+from headway.plan.plan import check_executable
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.recipe.batch_units import resolve_batch
+from headway.run.recipe.check import check_recipe
+from headway.run.recipe.schema import RecipeDocument, RecipeReference
+from headway.run.training.job import TrainingOutcome, TrainJob
+from headway.run.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from headway.run.recipe.recipe import Recipe
+
+_LOG = logging.getLogger("headway")
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """How a training run ended.
+
+    Attributes:
+        directory: The run directory: plan, events, checkpoints; `headway report` draws it.
+        steps: Optimiser steps since the beginning of the run; None: no rank said.
+        loss: Mean over the samples of the last step's global batch; None: no rank said.
+        validation: Loss of the last validation; None where the recipe has no validation data.
+        stopped_by: Name of the signal that stopped the run in order; None: it is complete.
+        attempts: How often workers were started.
+    """
+
+    directory: Path
+    steps: int | None
+    loss: float | None
+    validation: float | None
+    stopped_by: str | None
+    attempts: int
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by which the run trained."""
+        return Plan.load(RunDirectory(self.directory).plan_file)
+
+
+class TrainingObserver(Protocol):
+    """Follows a run while it lasts; the command line shows its progress so."""
+
+    def watch(self, directory: Path, *, launched: bool) -> AbstractContextManager[object]:
+        """Entered before the first step, left after the last.
+
+        Args:
+            directory: The run directory; it may not exist yet.
+            launched: Whether workers are started here; else this process is rank 0.
+        """
+        ...
+
+    def restarted(self, attempt: int, cause: str) -> None:
+        """Dead workers are started again, for the attempt of this number."""
+        ...
+
+    def failed(self, error: HeadwayError) -> None:
+        """An error of this rank, in a world of another launcher: the process ends after this."""
+        ...
+
+
+def train(
+    recipe: RecipeInput,
+    *,
+    processes: int | None = None,
+    directory: str | Path | None = None,
+    resume: bool = False,
+    plan: PlanInput | None = None,
+    cluster: ClusterInput = MEASURE,
+    fallback: bool = False,
+    collective: CollectiveName | None = None,
+    schedule: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    restarts: int = 3,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: str | float = "5 min",
+    patience: str | float = "5 s",
+    emulate: ClusterInput | None = None,
+    faults: Sequence[str] = (),
+    trace_steps: int = 50,
+    observer: TrainingObserver | None = None,
+) -> TrainingResult:
+    """Train a recipe on one process or many.
+
+    Workers import the modules that the recipe names. A `Recipe` object is sent to them by pickle:
+    its functions must stand at the top level of a module; a script that calls this keeps the call
+    under `if __name__ == "__main__":`, as for every process that Python starts.
+
+    Args:
+        recipe: A `Recipe`, "module:function", the path of a recipe.toml, or a bundled workload's
+            name.
+        processes: Local processes; by default those of the plan, else the recipe's stages.
+        directory: The run directory; by default the next free runs/NAME-001.
+        resume: Go on from the last checkpoint; without `directory`, of the newest run.
+        plan: A `Plan`, the path of a plan.json, or "auto": the fastest that a search finds for
+            this machine; by default data parallelism over all processes.
+        cluster: For `plan="auto"` and `collective`: a `Cluster`, a cluster.toml or a preset; by
+            default `plan="auto"` measures this machine.
+        fallback: For `plan="auto"`: train data parallel where no plan can be found.
+        collective: Which all-reduce algorithm to use for gradients: auto, all_reduce,
+            hierarchical, ring, direct, halving-doubling, servers, trees; by default the plan's.
+        schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
+        overrides: "key=value" changes to the recipe.
+        restarts: How often dead workers are started again without a new checkpoint between.
+        timeout: Longest wait for another process in seconds, or as in "5 min".
+        patience: Declare a worker lost after this long without a heartbeat; 0: never.
+        emulate: A `Cluster` or a cluster.toml: run as if on its nodes, with its links; needs root
+            for all of it.
+        faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with `emulate`,
+            "link a-b 10x slower from step 20" and "cut link a-b at step 5".
+        trace_steps: Steps between detailed timelines; 0: only the first steps.
+        observer: Follows the run.
+
+    Returns:
+        The run directory, and how the run ended; also after an orderly stop by a signal.
+
+    Raises:
+        UsageError: Options that contradict each other, or a run directory that is taken.
+        RecipeError: The recipe cannot be used, or not be sent to workers.
+        DocumentError: A file has problems; all are listed.
+        PlanError: There can be no such plan, or the executor cannot run it.
+        RunError: The run stopped: diverged, an exception in a rank (`WorkerFailed`), a lost rank.
+        CheckpointError: A checkpoint cannot be written or used.
+        Stalled: A wait ran into its time-out.
+    """
+    overrides = (*overrides, *_schedule_overrides(schedule, plan))
+    reference = sendable_recipe(recipe, overrides)
+    overrides = overrides if isinstance(reference, str) else ()
+    name, source = _recipe_source(reference, overrides)
+    place = LaunchEnv.here()
+    scene = read_emulation_options(emulate, faults, place, device)
+    network = None if cluster == MEASURE else cluster
+    option = CollectiveOption(name=collective, cluster=network, emulate=emulate)
+    if plan != AUTO and collective is not None:
+        cluster = MEASURE  # it is for the collective alone
+    auto, known = None, None
+    if plan == AUTO:
+        auto = AutoPlanSearch(
+            recipe=reference,
+            overrides=overrides,
+            cluster=cluster,
+            device=scene.device,
+            fallback=fallback,
+        )
+        default = auto.ranks(processes)
+    else:
+        _check_needs_auto(cluster, fallback=fallback)
+        known = None if plan is None else resolve_plan(plan)
+        default = source.stages or 1
+        if known is not None:
+            check_executable(known)
+            default = known.ranks
+    ranks = count_ranks(place, processes, default, scene.cluster)
+    scene.check(ranks)
+    if known is None:
+        known = default_plan(source, ranks)
+    elif known.ranks != ranks:
+        raise UsageError(
+            f"the plan is for {known.ranks} processes, not for {ranks}",
+            where="" if isinstance(plan, Plan) else str(plan),
+            fix=f"Use --processes {known.ranks}, or another plan.",
+        )
+    seconds, patience_seconds = _seconds("--timeout", timeout), _seconds("--patience", patience)
+    with scene.nodes() as emulated:
+        path = choose_directory(name, directory, place, resume=resume)
+        given = None if plan is None or plan == AUTO else plan
+        find = None
+        if not place.found_world:
+            start_forkserver(ranks)  # its import of torch runs beside the one here
+            if auto is not None:
+                given = auto.find(RunDirectory(path), ranks, emulated, resume=resume)
+                known = known if given is None else resolve_plan(given)
+        elif auto is not None:
+            find = partial(auto.find_in, directory=path, resume=resume)
+        algorithm, carrier = option.find(
+            RunDirectory(path), known, ranks, resume=resume, told=place.rank == 0
+        )
+        job = TrainJob(
+            recipe=reference,
+            overrides=overrides,
+            directory=path,
+            plan=Path(given) if isinstance(given, str) else given,
+            find=find,
+            collective=algorithm,
+            carrier=carrier,
+            resume=resume,
+            device=scene.device,
+            timeout_seconds=seconds,
+            patience_seconds=patience_seconds,
+            trace_every=trace_steps,
+        )
+        if place.found_world:
+            return _train_as_rank(place, job, observer)
+        return _launch(job, ranks, restarts, scene.faults, emulated, observer)
+
+
+def _recipe_source(
+    reference: Recipe | str, overrides: Sequence[str]
+) -> tuple[str, RecipeDocument | RecipeReference | Recipe]:
+    """The run's name, and what says how a recipe is split, as far as it is known without torch."""
+    if isinstance(reference, str):
+        checked = check_recipe(reference, overrides)
+        return checked.name, checked.document
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", reference.name), reference
+
+
+def _check_needs_auto(cluster: ClusterInput, *, fallback: bool) -> None:
+    if cluster != MEASURE or fallback:
+        option = "--fallback" if fallback else f"--cluster {cluster}"
+        needs = "--plan auto" if fallback else "--plan auto or --collective"
+        raise UsageError(f"{option} needs {needs}", fix="Add it, or leave this option out.")
+
+
+def _schedule_overrides(schedule: str | Path | None, plan: PlanInput | None) -> tuple[str, ...]:
+    """What the table of a pipeline changes in the recipe."""
+    if schedule is None:
+        return ()
+    if plan is not None:
+        named = "" if isinstance(plan, Plan) else f" {plan}"
+        raise UsageError(
+            f"--schedule {schedule} contradicts --plan{named}: a plan has its own pipeline",
+            fix="Leave one of them out.",
+        )
+    return recipe_overrides(Path(schedule))
+
+
+def default_plan(source: RecipeDocument | RecipeReference | Recipe, ranks: int) -> Plan | None:
+    """The plan of a recipe where none is given: what every worker would find seconds later.
+
+    Args:
+        source: A reference says what it is only when its function has been called: degrees that
+            overrides name are checked, the plan is not known.
+
+    Raises:
+        PlanError: There can be no such plan for so many ranks.
+    """
+    if isinstance(source, RecipeReference):
+        stages, layers = source.stages or 1, source.split
+        parts = layers.ranks if layers else 1
+        data_parallel_groups(
+            ranks, stages * parts, "ranks that split layers" if parts > 1 else "ranks of a pipeline"
+        )
+        return None
+    if isinstance(source, RecipeDocument):
+        if source.tokens_per_sample is None:  # as the recipe that is made of it has it
+            source = replace(source, tokens_per_sample=source.data.window)
+        made = pipelined(
+            resolve_batch(source),
+            processes=ranks,
+            microbatch=source.microbatch,
+            exchange=source.exchange,
+            stages=source.stages or 1,
+            pipeline=source.pipeline,
+            shares=source.shares or (),
+            zero=source.zero or 0,
+            shards=source.shards,
+            split=source.split,
+        )
+    else:
+        from headway.run.step.defaults import recipe_plan  # imports torch, as the object has done
+
+        made = recipe_plan(source, None, ranks)
+    check_executable(made)
+    return made
+
+
+def _seconds(option: str, said: str | float) -> float:
+    try:
+        return parse_duration(said)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def choose_directory(
+    name: str, given: str | Path | None, place: LaunchEnv, *, resume: bool
+) -> Path:
+    """The run directory. In a world of another launcher all ranks must come to the same one, so
+    that it is runs/NAME there, without a number."""
+    if given is None and place.found_world:
+        given = RUNS / name
+    if given is None:
+        return _newest(name) if resume else _next_free(name)
+    given = Path(given)
+    if place.attempt == 0 and place.rank == 0:
+        RunDirectory(given).check_free(resume=resume)
+        if resume and not RunDirectory(given).recipe_file.exists():
+            _LOG.info("%s holds no run yet; starting at step 0", given)
+    return given
+
+
+def _numbered(name: str) -> dict[int, Path]:
+    """The run directories of this name, by number."""
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    found = {}
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match:
+            found[int(match.group(1))] = path
+    return found
+
+
+def _newest(name: str) -> Path:
+    runs = {n: p for n, p in _numbered(name).items() if RunDirectory(p).recipe_file.exists()}
+    if not runs:
+        raise UsageError(
+            f"there is no run of {name} to resume",
+            where=str(RUNS),
+            fix="Name it with --directory, or leave --resume out.",
+        )
+    return runs[max(runs)]
+
+
+def _next_free(name: str) -> Path:
+    """Creates the directory, so that a run started at the same moment gets another one."""
+    RUNS.mkdir(exist_ok=True)
+    number = max(_numbered(name), default=0) + 1
+    for candidate in range(number, number + 100):
+        path = RUNS / f"{name}-{candidate:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RunDirectoryTaken("no free name for the run", where=str(RUNS / name))
+
+
+def _train_as_rank(
+    place: LaunchEnv, job: TrainJob, observer: TrainingObserver | None
+) -> TrainingResult:
+    """Train as one rank of the world that another launcher has made; rank 0 is observed."""
+    from headway.launch.worker import run_rank_here
+    from headway.run.training.loop import train as train_rank
+
+    def tell(error: HeadwayError) -> None:
+        # The process ends at once after this: without an observer the log is the only witness.
+        _LOG.error("%s %s", error.code, error) if observer is None else observer.failed(error)
+
+    watched = place.rank == 0 and observer is not None
+    with observer.watch(job.directory, launched=False) if observer and watched else nullcontext():
+        outcome = run_rank_here(train_rank, (job,), place=place, directory=job.directory, tell=tell)
+    return _result(job, outcome, outcome.stopped_by)
+
+
+def _launch(
+    job: TrainJob,
+    processes: int,
+    restarts: int,
+    faults: tuple[Fault, ...],
+    emulated: EmulatedCluster | PacedCluster | None,
+    observer: TrainingObserver | None,
+) -> TrainingResult:
+    """Train in local workers of our own."""
+    from headway.launch.local import launch_local
+    from headway.launch.restart_policy import RestartPolicy
+
+    first = _next_attempt(RunDirectory(job.directory)) if job.resume else 0
+    if faults:
+        happening = FaultInjector(
+            faults=faults, directory=job.directory, first_attempt=first, emulated=emulated
+        )
+        job = replace(job, before_step=happening)
+    with observer.watch(job.directory, launched=True) if observer else nullcontext():
+        result = launch_local(
+            # By name: imported here, it would double the seconds of the start.
+            "headway.run.training.loop:train",
+            (job,),
+            processes=processes,
+            directory=job.directory,
+            policy=RestartPolicy(limit=restarts),
+            first_attempt=first,
+            emulated=emulated,
+            on_restart=None if observer is None else observer.restarted,
+        )
+    if result.killed:
+        ranks = ", ".join(map(str, result.killed))
+        warnings.warn(f"ranks {ranks} did not stop in time and were killed", stacklevel=2)
+    outcome = next((value for value in result.results if value is not None), None)
+    stopped_by = result.stopped_by or (outcome.stopped_by if outcome else None)
+    return _result(job, outcome, stopped_by, result.attempts)
+
+
+def _result(
+    job: TrainJob, outcome: TrainingOutcome | None, stopped_by: str | None, attempts: int = 1
+) -> TrainingResult:
+    return TrainingResult(
+        directory=job.directory,
+        steps=outcome.steps if outcome else None,
+        loss=outcome.loss if outcome else None,
+        validation=outcome.validation if outcome else None,
+        stopped_by=stopped_by,
+        attempts=attempts,
+    )
+
+
+def _next_attempt(run: RunDirectory) -> int:
+    """A resumed run goes on counting, so that the history knows which step was done last."""
+    attempts = [-1]
+    for line in run.events_file.read_bytes().splitlines() if run.events_file.exists() else ():
+        try:
+            attempts.append(json.loads(line).get("attempt") or 0)
+        except ValueError:  # the last line of a process that was killed
+            continue
+    return max(attempts) + 1

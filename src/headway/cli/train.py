@@ -1,0 +1,142 @@
+"""`headway train RECIPE`: the options, the progress display, and the result."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from headway.api.plan_selection import MEASURE, CollectiveName
+from headway.api.training import TrainingResult
+from headway.api.training import train as train_recipe
+from headway.cli.terminal.console import say, say_json, show_error
+from headway.cli.terminal.progress import ProgressDisplay
+from headway.errors import HeadwayError
+from headway.run.distributed.launch_env import LaunchEnv
+
+
+def train(
+    recipe: str,
+    /,
+    *,
+    processes: Annotated[int | None, Parameter(alias="-n")] = None,
+    directory: Annotated[Path | None, Parameter(alias="-d")] = None,
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    plan: Path | None = None,
+    cluster: str = MEASURE,
+    fallback: Annotated[bool, Parameter(negative="")] = False,
+    collective: CollectiveName | None = None,
+    schedule: Path | None = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    restarts: int = 3,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: str = "5 min",
+    patience: str = "5 s",
+    emulate: Path | None = None,
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", negative="")] = (),
+    trace_steps: int = 50,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train a recipe on one process or many.
+
+    Args:
+        recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
+        processes: Local processes; by default those of the plan, else the recipe's stages.
+        directory: The run directory; by default the next free runs/NAME-001.
+        resume: Go on from the last checkpoint; without --directory, of the newest run.
+        plan: A plan.json, or auto: the fastest that a search finds for this machine; by default
+            data parallelism over all processes.
+        cluster: For --plan auto and --collective: a cluster.toml or preset; by default --plan auto
+            measures this machine.
+        fallback: For --plan auto: train data parallel where no plan can be found.
+        collective: Which all-reduce algorithm to use for gradients: auto, all_reduce,
+            hierarchical, ring, direct, halving-doubling, servers, trees; by default the plan's.
+        schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
+        overrides: KEY=VALUE, a change to the recipe; may be repeated.
+        restarts: How often dead workers are started again without a new checkpoint between.
+        timeout: Longest wait for another process, such as "30 s" or "5 min".
+        patience: Declare a worker lost after this long without a heartbeat; "0 s": never.
+        emulate: A cluster.toml: run as if on its nodes, with its links; needs root for all of it.
+        faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with --emulate,
+            "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be repeated.
+        trace_steps: Steps between detailed timelines; 0: only the first steps.
+    """
+    result = train_recipe(
+        recipe,
+        processes=processes,
+        directory=directory,
+        resume=resume,
+        plan=None if plan is None else str(plan),
+        cluster=cluster,
+        fallback=fallback,
+        collective=collective,
+        schedule=schedule,
+        overrides=overrides,
+        restarts=restarts,
+        device=device,
+        timeout=timeout,
+        patience=patience,
+        emulate=emulate,
+        faults=faults,
+        trace_steps=trace_steps,
+        observer=_Progress(),
+    )
+    place = LaunchEnv.here()
+    if place.rank == 0:
+        _print_result(result, json=json)
+    return 0 if place.found_world else _exit_code(result.stopped_by)
+
+
+class _Progress:
+    """Shows the progress of a run; a `TrainingObserver`."""
+
+    def __init__(self) -> None:
+        self._causes: dict[int, str] = {}
+        self._display: ProgressDisplay | None = None
+
+    @contextmanager
+    def watch(self, directory: Path, *, launched: bool) -> Iterator[None]:
+        # Beside other ranks in one terminal (torchrun, srun) a live display would be torn.
+        live = None if launched else False
+        self._display = ProgressDisplay(
+            directory, live=live, cause=lambda attempt: self._causes.get(attempt, "")
+        )
+        with self._display:
+            yield
+
+    def restarted(self, attempt: int, cause: str) -> None:
+        self._causes[attempt] = cause
+
+    def failed(self, error: HeadwayError) -> None:
+        if self._display is not None:
+            self._display.close()
+        show_error(error, trace=False)
+
+
+def _print_result(result: TrainingResult, *, json: bool) -> None:
+    if json:
+        facts: dict[str, object] = {
+            "directory": str(result.directory),
+            "steps": result.steps,
+            "loss": result.loss,
+            "validation": result.validation,
+            "stopped_by": result.stopped_by,
+            "attempts": result.attempts,
+        }
+        say_json(facts)
+        return
+    say(f"run directory  {result.directory}")
+    if result.stopped_by is None:
+        say(f"next           headway report {result.directory}")
+
+
+def _exit_code(stopped_by: str | None) -> int:
+    """0, or 128 + the number of the signal that asked for the end, as shells have it."""
+    if stopped_by is None:
+        return 0
+    number = getattr(signal, stopped_by, None)
+    return 128 + int(number) if number is not None else 130

@@ -1,0 +1,262 @@
+"""Reducers: who sums the gradients of a step over the ranks.
+
+`BucketReducer` sums them in buckets, `FsdpReducer` leaves it to FSDP2. `LocalReducer` has nothing
+to sum: one rank alone, or a pipeline whose table sums over the copies of its stages (SYNC).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from headway.comm.lanes.buckets import BucketTiming
+from headway.comm.lanes.routes import RoutePool
+from headway.comm.tuning.autotuning import AdaptiveExchange
+from headway.parallel.fsdp import ShardedState
+from headway.plan import ExchangePlan
+from headway.plan.plan import Zero
+
+if TYPE_CHECKING:
+    from headway.run.strategy.step_context import StepContext
+
+
+class Reducer(ABC):
+    """Sums gradients of shares of the global batch; one method for each instruction it is part of.
+
+    Attributes:
+        exchange: The exchange of buckets; None where gradients are summed otherwise.
+    """
+
+    exchange: AdaptiveExchange | None = None
+
+    @abstractmethod
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        """What is trained has changed.
+
+        Args:
+            sources: Logical name -> where backward leaves the gradient.
+        """
+
+    @abstractmethod
+    def calling(self) -> AbstractContextManager[None]:
+        """Around every call of the loss."""
+
+    @abstractmethod
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        """A step begins: forget the last one's gradients.
+
+        Args:
+            factor: This rank's gradients are multiplied by it before they are summed.
+            trained: As the optimiser has them.
+        """
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Gradients of the next backward pass may leave."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Hand over all gradients that have not left."""
+
+    @abstractmethod
+    def receive(self) -> Sequence[BucketTiming]:
+        """Wait for the sums."""
+
+    @abstractmethod
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        """Multiply the sums."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is under way; take the hooks off the model."""
+
+
+class LocalReducer(Reducer):
+    """Gradients stay where backward has left them."""
+
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        pass
+
+    def calling(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        _forget(trained)
+
+    def arm(self) -> None:
+        pass
+
+    def send(self) -> None:
+        pass
+
+    def receive(self) -> Sequence[BucketTiming]:
+        return ()
+
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        _multiply(factor, trained)
+
+    def close(self) -> None:
+        pass
+
+
+class FsdpReducer(Reducer):
+    """FSDP2 sums gradients in the backward pass, into the parts that each rank keeps.
+
+    Args:
+        zero: 1 to 3, see `headway.plan.MemoryPolicy`.
+        weight: Of the gradients of what is not sharded.
+        counted: How often each gradient counts in the sums: ranks that share a sample.
+    """
+
+    def __init__(
+        self, context: StepContext, zero: Zero, *, weight: float, counted: int = 1
+    ) -> None:
+        self._context = context
+        self._zero = zero
+        self._weight = weight
+        self._counted = counted
+        self._state: ShardedState | None = None
+
+    def shard(self, model: nn.Module, optimizer: Optimizer | None, mesh: DeviceMesh) -> None:
+        """Shard the model in place; collective.
+
+        Args:
+            optimizer: None: it follows otherwise.
+        """
+        assert self._zero
+        self._state = ShardedState(model, optimizer, mesh, self._zero, counted=self._counted)
+
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        pass
+
+    def calling(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._state is None else self._state.called()
+
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        _forget(trained)
+        if self._state is not None:
+            self._state.begin()
+
+    def arm(self) -> None:
+        if self._state is not None:
+            self._state.arm()
+
+    def send(self) -> None:
+        pass
+
+    def receive(self) -> Sequence[BucketTiming]:
+        if self._state is not None:
+            with self._context.exchanging():
+                self._state.sum_whole(self._weight)
+        return ()
+
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        _multiply(factor, trained)
+
+    def close(self) -> None:
+        pass
+
+
+class BucketReducer(Reducer):
+    """Gradients are summed in buckets, as the plan's exchange says.
+
+    Args:
+        routes: The groups over which it sums.
+        description: The plan's exchange.
+        crossing: Model and optimiser, where steps cross their border (priority).
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        routes: RoutePool,
+        description: ExchangePlan,
+        *,
+        seed: int,
+        crossing: tuple[nn.Module, Optimizer] | None,
+    ) -> None:
+        self._context = context
+        self._routes = routes
+        self._description = description
+        self._seed = seed
+        self._crossing = crossing
+        context.waiting = self._waiting
+
+    def _waiting(self) -> Sequence[str]:
+        return () if self.exchange is None else tuple(self.exchange.now.waiting())
+
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        state, wanted = {}, self._description
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.flush()
+            # Residuals of compressors go on by name; so does a program found by measuring.
+            state, wanted = self.exchange.state(), self.exchange.wanted
+            self.exchange.close()
+            self.exchange = None
+        if not sources:
+            return
+        model, optimizer = self._crossing or (None, None)
+        self.exchange = AdaptiveExchange(
+            sources,
+            wanted,
+            self._routes,
+            seed=self._seed,
+            model=model,
+            optimizer=optimizer,
+            tell=self._context.remarks.append,
+            doing=self._context.wait_for,
+        )
+        self.exchange.restore(state)
+
+    def calling(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.begin()
+            self.exchange.now.factor = 1.0 if self._description.values == "updates" else factor
+
+    def arm(self) -> None:
+        if self.exchange is not None:
+            self.exchange.now.arm()
+
+    def send(self) -> None:
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.now.send()
+
+    def receive(self) -> Sequence[BucketTiming]:
+        if self.exchange is None:
+            return ()
+        with self._context.exchanging():
+            flights = self.exchange.now.receive()
+        self.exchange.now.settle()
+        return flights
+
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        if self.exchange is not None:
+            self.exchange.now.scale(factor)
+
+    def close(self) -> None:
+        self.follow({})
+        self._routes.rest()
+
+
+def _forget(trained: Collection[nn.Parameter]) -> None:
+    for parameter in trained:
+        parameter.grad = None
+
+
+def _multiply(factor: float, trained: Collection[nn.Parameter]) -> None:
+    for parameter in trained:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

@@ -1,0 +1,134 @@
+"""What the parts of a strategy share: what is trained, and the step that is under way.
+
+`StepReduction` sums loss, count and votes over all ranks in one small all-reduce. It starts as
+soon as the last forward pass has the loss and overlaps with the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.errors import Stalled
+from headway.plan import Plan
+from headway.plan.layer_split import SPACE
+from headway.run.step.record import StepRecord
+
+if TYPE_CHECKING:
+    from headway.run.distributed.world import World
+
+_MOST_BUCKETS = 4
+"""Buckets that a stall names."""
+
+
+class StepContext:
+    """The step that is under way on this rank.
+
+    Attributes:
+        record: Is filled; its `samples` are those of the global batch.
+        samples: Of this rank.
+        doing: "step 12".
+        remarks: Sentences for the journal: what has been re-arranged.
+        waiting: Lines that say what a broken exchange waits for.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.record = StepRecord()
+        self.samples = 0
+        self.doing = ""
+        self.remarks: list[str] = []
+        self.waiting: Callable[[], Iterable[str]] = tuple
+
+    def wait_for(self, text: str, *arguments: object) -> None:
+        """Say for what this rank is about to wait."""
+        self.world.doing(f"{text} of {self.doing}", *arguments)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Explains torch's errors of a broken exchange; a stall also says what buckets wait for."""
+        try:
+            with self.world.explained(f"the exchange of {self.doing}"):
+                yield
+        except Stalled as error:
+            lines = [f"here {line}" for line in itertools.islice(self.waiting(), _MOST_BUCKETS)]
+            error.why = "\n  ".join([error.why, *lines])
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """What is trained, by which plan.
+
+    Attributes:
+        clip: Largest global norm of the gradients.
+        weight: This rank's gradients are multiplied by it before they are summed.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    plan: Plan
+    world: World
+    clip: float | None
+    seed: int
+    weight: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """The weight of one rank's loss: ranks that share a sample all hold the whole of it."""
+        return self.weight / self.plan.mesh.degree(SPACE)
+
+
+class StepReduction:
+    """Loss, count and votes of one step.
+
+    Args:
+        shares: Of this rank's micro-batches: loss sum divided by the samples of the global batch.
+        counts: What the loss of each micro-batch is a sum over.
+        vote: Whether this rank wants to stop after the step.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Tensor],
+        counts: Sequence[Tensor | float],
+        *,
+        vote: bool,
+        device: torch.device,
+        together: bool,
+    ) -> None:
+        self._sums = torch.stack(
+            [
+                _total(shares, device),
+                _total(counts, device),
+                torch.tensor(float(vote), dtype=torch.float64, device=device),
+            ]
+        )
+        self._work = dist.all_reduce(self._sums, async_op=True) if together else None
+        self._read: tuple[float, float, int] | None = None
+
+    def read(self) -> tuple[float, float, int]:
+        """Wait; returns the loss share, the count, and the number of votes of all ranks."""
+        if self._read is None:
+            if self._work is not None:
+                self._work.wait()
+            share, count, votes = self._sums.tolist()
+            self._read = share, count, round(votes)
+        return self._read
+
+
+def _total(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for value in values:
+        total += value.detach() if isinstance(value, Tensor) else value
+    return total
