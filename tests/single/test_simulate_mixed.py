@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from headway.api.simulation import device_numbers_of_ranks
 from headway.cli.main import main
-from headway.cli.simulate import device_numbers_of_ranks
 from headway.cluster import read_cluster
 from headway.errors import UsageError
 from headway.plan import data_parallel, pipelined
