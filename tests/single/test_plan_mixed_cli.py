@@ -8,14 +8,14 @@ from dataclasses import asdict
 import pytest
 
 from headway.cli.main import main
-from headway.plan import Plan, data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import missing_in_executor, point_of, to_plan
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of, collectives_of_ranks
+from headway.plans import Plan, data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.run.measure.recipe_model import recipe_graph
 from support.call_volumes import call_volumes
 from support.mixed import RECIPE, devices, question_of

@@ -14,7 +14,6 @@ from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import assumed_machine, machine_of
 from headway.errors import NothingFits, PlanError
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.plan import explain
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
@@ -23,6 +22,7 @@ from headway.planner.search.layout_candidate import microbatch_shares
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares, to_plan
 from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
+from headway.plans import explain
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 

@@ -23,12 +23,12 @@ from headway.cli.plan.mixed_devices import (
 from headway.cli.terminal.console import note, say, say_json, write_file
 from headway.cluster import Cluster
 from headway.cost.transformer import Machine
-from headway.plan import Plan
-from headway.plan import explain as in_words
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
 from headway.planner.search.plan_point import describe_point, format_device_runs
+from headway.plans import Plan
+from headway.plans import explain as in_words
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep

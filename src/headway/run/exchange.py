@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from headway import plan as plans
 from headway.comm.lanes.buckets import BucketTiming
 from headway.errors import PlanError, UsageError
-from headway.plan import data_parallel
+from headway.plans import data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.step import components
@@ -42,7 +42,7 @@ class Exchange:
         optimizer: Any torch optimiser over its parameters.
         description: The plan's `Exchange`, instead of the choices.
         world: The processes; found in the environment or in torch.distributed if not given.
-        choices: Fields of `headway.plan.ExchangePlan`: compress, reduce, collective, priority,
+        choices: Fields of `headway.plans.ExchangePlan`: compress, reduce, collective, priority,
             bucket.
 
     Raises:

@@ -37,8 +37,6 @@ from headway.collective.collective_calls import CollectiveCalls, call_table_line
 from headway.cost.machine_presets import machine_of
 from headway.cost.network import network_of
 from headway.errors import PlanError
-from headway.plan import Plan
-from headway.plan import explain as in_words
 from headway.planner.explain.alternatives import label_points, step_price
 from headway.planner.explain.hardware_changes import (
     SAME,
@@ -73,6 +71,8 @@ from headway.planner.search.request import (
     restrict_to_executor,
 )
 from headway.planner.traffic.estimate import collectives_of_ranks
+from headway.plans import Plan
+from headway.plans import explain as in_words
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
