@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headway.data import CachedSource, Cursor, Loader, SampleOrder, as_source, cached
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 3
 SAMPLES, SHAPE, BATCH = 240, (3, 224, 224), 16

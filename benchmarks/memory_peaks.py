@@ -30,12 +30,12 @@ from headway.cost.machine_presets import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY, step_memory
 from headway.graph.model_graph import ModelGraph
 from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
-from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
 from support.big_models import UNet, ids, meta
 from support.memory_models import CASES, Case, Gpt2, per_point, per_token
 from support.tracked import peak_of_plan, peak_of_steps, peaks_of_ranks

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from headway import Executor, criterion
-from headway.plan import PipelinePlan, pipelined
+from headway.plans import PipelinePlan, pipelined
 
 WIDTH, LAYERS, MB = 2048, 12, 1e6
 

@@ -40,13 +40,13 @@ from headway.cluster import Cluster
 from headway.cost.cluster_fit import cluster_of_readings
 from headway.cost.machine_presets import machine_of
 from headway.data import RankBatch
-from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.step_parts import step_parts
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.measure.cluster import measure_in

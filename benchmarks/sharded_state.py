@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import headway
-from headway.plan import data_parallel
+from headway.plans import data_parallel
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 
 BATCH, WINDOW, VOCABULARY = 16, 64, 256

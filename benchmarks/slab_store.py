@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from headway.data import Cursor, Hdf5Slabs, Loader, RankBatch, SlabCut, SlabSource, SlabStore
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from pairs import torchrun
 
 RANKS, PARTS, SAMPLES, BATCH, EPOCHS, SHAPE = 4, 2, 24, 4, 3, (4, 64, 64, 64)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 
 TARGETS = {"mlp": 1.0, "zero": 1.05}
 

@@ -18,13 +18,13 @@ from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
 from headway.cluster import of_preset
 from headway.collective.program.program import CollectiveTask
 from headway.cost.machine_presets import machine_of
-from headway.plan import pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.collective_algorithm import parse_wires, price_programs
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
+from headway.plans import pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.report.history.reader import read_history
 from headway.report.pictures.canvas import stack_svg
 from headway.report.pictures.collective_programs import ProgramDrawing, programs_svg

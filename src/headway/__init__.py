@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.api.equivalence import EquivalenceResult, VerificationResult, verify
-    from headway.api.planning import PlanningResult
+    from headway.api.planning import PlanningResult, plan
     from headway.api.simulation import SimulationResult, SimulationScenario, simulate
     from headway.api.training import TrainingObserver, TrainingResult, train
     from headway.capture.annotations import replicate, set_default_strategy, split, stage
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         UsageError,
         WorkerFailed,
     )
-    from headway.plan import ExchangePlan, LayerSplit, PipelinePlan, Plan, data_parallel
-    from headway.plan.prediction import Prediction
+    from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Plan, data_parallel
+    from headway.plans.prediction import Prediction
     from headway.run.exchange import Exchange
     from headway.run.executor import Executor
     from headway.run.recipe.recipe import Recipe, criterion
@@ -66,20 +66,20 @@ _HOMES = {
     "DocumentError": "headway.errors",
     "EquivalenceResult": "headway.api.equivalence",
     "Exchange": "headway.run.exchange",
-    "ExchangePlan": "headway.plan",
+    "ExchangePlan": "headway.plans",
     "Executor": "headway.run.executor",
     "HeadwayError": "headway.errors",
-    "LayerSplit": "headway.plan",
+    "LayerSplit": "headway.plans",
     "MemmapSource": "headway.data.source",
     "MissingExtra": "headway.errors",
     "NotEqual": "headway.errors",
     "NothingFits": "headway.errors",
     "PeerLost": "headway.errors",
-    "PipelinePlan": "headway.plan",
-    "Plan": "headway.plan",
+    "PipelinePlan": "headway.plans",
+    "Plan": "headway.plans",
     "PlanError": "headway.errors",
     "PlanningResult": "headway.api.planning",
-    "Prediction": "headway.plan.prediction",
+    "Prediction": "headway.plans.prediction",
     "Recipe": "headway.run.recipe.recipe",
     "RecipeError": "headway.errors",
     "RunDirectoryTaken": "headway.errors",
@@ -95,7 +95,8 @@ _HOMES = {
     "VerificationResult": "headway.api.equivalence",
     "WorkerFailed": "headway.errors",
     "criterion": "headway.run.recipe.recipe",
-    "data_parallel": "headway.plan",
+    "data_parallel": "headway.plans",
+    "plan": "headway.api.planning",
     "register_backend": "headway.comm.backend.process_group",
     "register_comm_hook": "headway.comm.exchange.ddp_hook",
     "replicate": "headway.capture.annotations",
@@ -148,6 +149,7 @@ __all__ = [
     "WorkerFailed",
     "criterion",
     "data_parallel",
+    "plan",
     "register_backend",
     "register_comm_hook",
     "replicate",

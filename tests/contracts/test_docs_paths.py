@@ -125,16 +125,16 @@ def test_each_room_has_a_short_readme(room):
 def test_names_that_do_not_exist_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "`src/headway/plan/plan.py` `plan/plan.py:Plan` `plan/plan.py:Plan.save` headway.Recipe\n"
-        "headway.plan.Plan headway.errors.PlanError `run/executor.py:Executor.step` headway.csv\n"
-        "`src/headway/absent.py` `plan/absent.py` `plan/plan.py:Absent` headway.plan.absent\n"
-        "headway.absent `run/executor.py:Executor.absent`\n"
+        "`src/headway/plans/plan.py` `plans/plan.py:Plan` `plans/plan.py:Plan.save` headway.csv\n"
+        "headway.plans.Plan headway.errors.PlanError `run/executor.py:Executor.step`\n"
+        "`src/headway/absent.py` `plans/absent.py` `plans/plan.py:Absent` headway.plans.absent\n"
+        "headway.Recipe headway.absent `run/executor.py:Executor.absent`\n"
     )
     assert unknown(page) == [
-        "plan/absent.py",
+        "plans/absent.py",
         "src/headway/absent.py",
-        "plan/plan.py:Absent",
+        "plans/plan.py:Absent",
         "run/executor.py:Executor.absent",
         "headway.absent",
-        "headway.plan.absent",
+        "headway.plans.absent",
     ]

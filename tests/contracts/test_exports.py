@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,8 @@ PUBLIC = """
     MemmapSource MissingExtra NotEqual NothingFits PeerLost PipelinePlan Plan PlanError
     PlanningResult Prediction Recipe RecipeError RunDirectoryTaken RunError SimulationResult
     SimulationScenario Source Stalled Timeline TrainingObserver TrainingResult UsageError
-    VerificationResult WorkerFailed criterion data_parallel register_backend register_comm_hook
-    replicate set_default_strategy simulate split stage train verify
+    VerificationResult WorkerFailed criterion data_parallel plan register_backend
+    register_comm_hook replicate set_default_strategy simulate split stage train verify
 """
 
 
@@ -64,6 +66,18 @@ def test_a_public_name_never_hides_a_submodule():
     modules = {path.stem for path in SOURCE.glob("*.py")}
     folders = {path.name for path in PACKAGES if path.parent == SOURCE}
     assert not (modules | folders) & set(headway.__all__)
+
+
+@pytest.mark.parametrize("first", ["headway.plans.plan", "headway.planner", "headway.api.planning"])
+def test_plan_is_the_function_whatever_is_imported_first(first):
+    code = (
+        f"import {first}, headway\n"
+        "assert callable(headway.plan)\n"
+        "import headway.plans.plan, headway.cli.plan.search\n"
+        "assert headway.plan is headway.api.planning.plan and headway.plans.Plan is headway.Plan\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():

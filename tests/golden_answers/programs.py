@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 # ==== INTERNAL IMPORTS: adapt here after the move ===============================================
-from headway.plan import (
+from headway.plans import (
     ExchangePart,
     ExchangePlan,
     LayerSplit,
@@ -20,7 +20,7 @@ from headway.plan import (
     explain,
     pipelined,
 )
-from headway.plan.plan import unsupported_by_executor
+from headway.plans.plan import unsupported_by_executor
 from headway.run.executor import compile_step
 
 

@@ -29,14 +29,14 @@ from headway.collective.topology import NetworkTopology
 from headway.cost.exchange import price_exchange
 from headway.documents import to_type
 from headway.errors import DocumentError, PlanError, UsageError
-from headway.plan import ExchangePlan, Plan, data_parallel, explain, pipelined, with_collective
-from headway.plan.layer_split import LayerSplit
 from headway.planner.collective_algorithm import (
     INTERPRETED,
     choose_all_reduce,
     fit_all_reduce,
     price_programs,
 )
+from headway.plans import ExchangePlan, Plan, data_parallel, explain, pipelined, with_collective
+from headway.plans.layer_split import LayerSplit
 from headway.run.training.run_directory import RunDirectory
 from headway.simulator.collective import FREE_HOST, simulate_collective
 

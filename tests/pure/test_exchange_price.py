@@ -27,7 +27,7 @@ from headway.collective.model.link_fit import LinkFit
 from headway.collective.nodes import Nodes
 from headway.cost.exchange import price_exchange
 from headway.errors import PlanError, UsageError
-from headway.plan import ExchangePart, ExchangePlan
+from headway.plans import ExchangePart, ExchangePlan
 from headway.simulator.exchange import simulate_exchange
 from support.golden import check_golden
 

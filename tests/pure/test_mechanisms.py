@@ -9,7 +9,7 @@ import pytest
 
 from headway.documents import to_type
 from headway.errors import PlanError
-from headway.plan import (
+from headway.plans import (
     LayerSplit,
     ModuleSplit,
     Plan,
@@ -18,8 +18,8 @@ from headway.plan import (
     pipelined,
     plan_difference,
 )
-from headway.plan.pipeline import PipelinePlan
-from headway.plan.plan import check_executable
+from headway.plans.pipeline import PipelinePlan
+from headway.plans.plan import check_executable
 
 SPLITS = {
     1: (LayerSplit(),),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from headway.plan import Axis, Mesh
+from headway.plans import Axis, Mesh
 
 
 def factorisations(size, length):

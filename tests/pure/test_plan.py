@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.documents import to_type
 from headway.errors import DocumentError, PlanError
-from headway.plan import (
+from headway.plans import (
     Axis,
     BatchSplit,
     ExchangePlan,

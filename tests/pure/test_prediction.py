@@ -31,9 +31,9 @@ from headway.cluster.measurement import (
 from headway.cost.cluster_fit import device_of_kernels, fit_paces, fit_terms
 from headway.cost.device import DeviceModel
 from headway.graph.model_graph import Kernel, Operator, Work
-from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
-from headway.plan.prediction import Prediction
 from headway.planner.estimate.operators import measured_seconds
+from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
+from headway.plans.prediction import Prediction
 from headway.report.page.sections import predicted_spans
 
 PARTS = {"compute": 0.06, "exchange": 0.03, "update": 0.01}

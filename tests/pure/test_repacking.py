@@ -27,8 +27,8 @@ from headway.collective.all_reduce.repacking import (
 from headway.collective.packing import LinkGraph, pack
 from headway.collective.program.check import check_program
 from headway.collective.topology import NetworkTopology
-from headway.plan import ExchangePlan, Plan, data_parallel, with_collective
 from headway.planner.collective_algorithm import choose_all_reduce
+from headway.plans import ExchangePlan, Plan, data_parallel, with_collective
 from headway.simulator.collective import simulate_collective
 from support.link_graphs import random_graph
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.plan import PipelinePlan, pipelined
+from headway.plans import PipelinePlan, pipelined
 from headway.report import read_history, write_report
 from headway.report.history.reader import align_message_starts
 from headway.report.page.sections import compare_with_table, pipeline_section

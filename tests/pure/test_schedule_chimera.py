@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from headway.errors import PlanError
-from headway.plan.pipeline import PipelinePlan
+from headway.plans.pipeline import PipelinePlan
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.pipeline_schedule import Action, ActionKind
 from headway.schedule.stage_costs import StageCosts

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from headway.errors import PlanError
-from headway.plan.tensor_layout import (
+from headway.plans.tensor_layout import (
     AxisDivisor,
     MatrixParts,
     TensorGrid,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import PlanError
-from headway.plan import BatchSplit, Plan, data_parallel, explain, pipelined
-from headway.plan.batch import largest_remainder_shares
-from headway.plan.pipeline import PipelinePlan
+from headway.plans import BatchSplit, Plan, data_parallel, explain, pipelined
+from headway.plans.batch import largest_remainder_shares
+from headway.plans.pipeline import PipelinePlan
 
 weights = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

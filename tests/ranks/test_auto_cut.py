@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.errors import PlanError
-from headway.plan import Plan
+from headway.plans import Plan
 from headway.run.measure.recipe_model import check_stage_boundaries
 from headway.run.recipe.factory import load_recipe
 from support.commands import headway_here

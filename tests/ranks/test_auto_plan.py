@@ -20,12 +20,12 @@ from headway.cluster import read_cluster
 from headway.cluster.measurement import DeviceReadings, LinkReadings, RankReadings
 from headway.cost.machine_presets import machine_of
 from headway.errors import RecipeError
-from headway.plan import Plan
-from headway.plan.prediction import PlanProvenance
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.auto import RecipeLimits, find_auto_plan
 from headway.planner.export.prediction import hash_of
 from headway.planner.search.request import PlanRequest
+from headway.plans import Plan
+from headway.plans.prediction import PlanProvenance
 from headway.report import write_report
 from headway.run.distributed.failure_record import read_failures
 from headway.run.distributed.world import World

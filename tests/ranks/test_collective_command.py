@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headway.plan import Plan
+from headway.plans import Plan
 from support.commands import events, headway_here
 from support.link_graphs import SLOW_MESH
 

@@ -18,8 +18,8 @@ from headway.collective.nodes import NOTHING, Traffic
 from headway.collective.topology import NetworkTopology
 from headway.comm.backend import process_group
 from headway.errors import PlanError
-from headway.plan import ExchangePart, ExchangePlan, data_parallel, with_collective
 from headway.planner.collective_algorithm import choose_all_reduce
+from headway.plans import ExchangePart, ExchangePlan, data_parallel, with_collective
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import RanksFailed, run_ranks

@@ -16,7 +16,7 @@ from headway.comm.algorithms.method import FusedBuffer, Route, complete
 from headway.comm.compress import make_method, spread_states
 from headway.comm.compress.topk_selection import top_k
 from headway.errors import RunError
-from headway.plan import parse_compression
+from headway.plans import parse_compression
 from support.fused import CUTS, SHAPES, Buckets, draw_gradients, fuse, make_route
 from support.ranks import ranks, run_ranks
 

@@ -25,7 +25,7 @@ from headway.data import CacheWarning, Cursor, Loader, cached
 from headway.data.cache import blob_store as shelf_module
 from headway.data.cache import levels as disk_module
 from headway.data.cache.statistics import CacheCounters
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from support.ranks import ranks, run_ranks
 
 LENGTH = 60

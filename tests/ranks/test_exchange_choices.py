@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.collective.nodes import Nodes
-from headway.plan import ExchangePart, ExchangePlan, data_parallel
+from headway.plans import ExchangePart, ExchangePlan, data_parallel
 from headway.run.distributed import process_groups
 from headway.run.distributed.world import World
 from headway.run.executor import Executor

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import Diverged, PlanError, UsageError
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import RanksFailed, run_ranks

@@ -11,7 +11,7 @@ import torch
 
 from headway.errors import PlanError
 from headway.parallel.pipeline.runtime.weight_stashing import WeightVersionPlan
-from headway.plan import PipelinePlan, pipelined
+from headway.plans import PipelinePlan, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import UpdateGroupWeights, check_last_batch

@@ -9,7 +9,7 @@ import pytest
 from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.method import AllReduce
 from headway.comm.compress.compressor import Compressor
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.verification import VerifyJob, laws_file, load_laws
 from headway.verification.distributed_run import record_in_world

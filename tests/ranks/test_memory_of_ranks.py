@@ -12,11 +12,11 @@ from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.plan import PipelinePlan, pipelined
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
+from headway.plans import PipelinePlan, pipelined
 from support.memory_models import CASES
 from support.tracked import peaks_of_ranks
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from headway.plan import PipelinePlan, pipelined
-from headway.plan.mesh import Mesh
+from headway.plans import PipelinePlan, pipelined
+from headway.plans.mesh import Mesh
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks

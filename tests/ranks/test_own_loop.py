@@ -211,8 +211,8 @@ def groups(world: Any, **choices: Any) -> dict[str, Tensor]:
     """`first` is averaged inside pairs of ranks only, the rest over all."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    description = headway.plan.ExchangePlan(
-        parts=(headway.plan.ExchangePart(parameters="first.*", ranks=((0, 1), (2, 3))),), **choices
+    description = headway.plans.ExchangePlan(
+        parts=(headway.plans.ExchangePart(parameters="first.*", ranks=((0, 1), (2, 3))),), **choices
     )
     exchange = headway.Exchange(model, optimizer, description, world=World.adopt())
     loss_of(model, 0, world.rank, extra=True).backward()
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(UsageError, match="no choice compression"):
         headway.Exchange(model, optimizer, compression="fp16")
     with pytest.raises(UsageError, match="not both"):
-        headway.Exchange(model, optimizer, headway.plan.ExchangePlan(), compress="fp16")
+        headway.Exchange(model, optimizer, headway.plans.ExchangePlan(), compress="fp16")
     with pytest.raises(PlanError, match="did you mean powersgd"):
         headway.Exchange(model, optimizer, compress="powersdg:2")
     with pytest.raises(PlanError, match="adasum does not go with priority"):

@@ -14,7 +14,7 @@ from torch import nn
 from headway.api.schedule_table import recipe_overrides
 from headway.cli.main import main
 from headway.errors import HeadwayError, PlanError, RecipeError
-from headway.plan import PipelinePlan, Plan, explain, pipelined
+from headway.plans import PipelinePlan, Plan, explain, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.pipeline.partition import partition_model, user_partition

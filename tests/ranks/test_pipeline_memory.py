@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headway.checkpoint import storage
 from headway.data import Cursor, Loader, as_source
 from headway.errors import UsageError
-from headway.plan import BatchSplit, PipelinePlan, data_parallel, pipelined
+from headway.plans import BatchSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World

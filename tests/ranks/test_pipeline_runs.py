@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headway.errors import PlanError
-from headway.plan import ExchangePlan, PipelinePlan, pipelined
+from headway.plans import ExchangePlan, PipelinePlan, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.plan import LayerSplit, PipelinePlan, pipelined
 from headway.planner.traffic.executor import collectives_of_plan
+from headway.plans import LayerSplit, PipelinePlan, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.measure.communication_dry_run import dry_run

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway.comm.tuning import autotuning
 from headway.errors import Diverged, RunError
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks

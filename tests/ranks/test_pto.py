@@ -22,7 +22,7 @@ from headway.optim import (
 )
 from headway.optim import layerwise as layerwise_module
 from headway.optim.parallel_operator import Division, divide
-from headway.plan import ExchangePart, ExchangePlan, data_parallel
+from headway.plans import ExchangePart, ExchangePlan, data_parallel
 from headway.run.executor import Executor
 from support.commands import events, headway_here
 from support.ranks import ranks, run_ranks

@@ -16,7 +16,7 @@ from headway.collective.packing import LinkGraph
 from headway.comm.tuning import repacking
 from headway.comm.tuning.repacking import probe_links
 from headway.errors import PeerLost
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks

@@ -10,7 +10,7 @@ from headway.collective.nodes import Nodes
 from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 from support.ranks import run_ranks
 
 SHAPES = {"weight": (40, 60), "other": (64, 32), "bias": (64,)}

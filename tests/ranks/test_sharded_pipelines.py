@@ -9,8 +9,8 @@ import torch
 
 from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
-from headway.plan import PipelinePlan, pipelined
-from headway.plan.plan import check_executable
+from headway.plans import PipelinePlan, pipelined
+from headway.plans.plan import check_executable
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.commands import headway_here

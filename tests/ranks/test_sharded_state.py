@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.commands import headway_here, resumed

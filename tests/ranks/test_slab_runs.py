@@ -15,7 +15,7 @@ from torch import nn
 
 from headway.data import Loader, NpySlabs, SlabCut, SlabSource, SlabStore
 from headway.errors import PlanError
-from headway.plan import LayerSplit, PipelinePlan, data_parallel, pipelined
+from headway.plans import LayerSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.step.batch import NO_SHOWCASE

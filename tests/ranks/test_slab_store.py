@@ -20,7 +20,7 @@ from headway.data.slabs import slab_store as store_module
 from headway.data.slabs.ownership import consumer_rank
 from headway.errors import DataError, PeerLost, Stalled
 from headway.parallel.spatial import SpatialContext, gather
-from headway.plan import BatchSplit, data_parallel
+from headway.plans import BatchSplit, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import ranks, run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.plan import LayerSplit, PipelinePlan, data_parallel, pipelined
+from headway.plans import LayerSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig

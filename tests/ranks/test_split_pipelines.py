@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.staging import local_data
-from headway.plan import LayerSplit, ModuleSplit, PipelinePlan, pipelined
+from headway.plans import LayerSplit, ModuleSplit, PipelinePlan, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.commands import headway_here, resumed

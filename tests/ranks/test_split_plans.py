@@ -10,8 +10,8 @@ import torch
 from headway.comm.compress.compressor import Compressor
 from headway.comm.compress.quantization import Bf16
 from headway.errors import PlanError
-from headway.plan import ExchangePlan, LayerSplit, ModuleSplit, data_parallel
-from headway.plan.plan import check_executable
+from headway.plans import ExchangePlan, LayerSplit, ModuleSplit, data_parallel
+from headway.plans.plan import check_executable
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.verification import VerifyJob, laws_file, load_laws

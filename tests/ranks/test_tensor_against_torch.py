@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 from support import split_models as models
 from support.ranks import ranks
 

@@ -20,7 +20,7 @@ from headway.parallel.tensor import (
     infer_split,
     split_model,
 )
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support import split_models as models
 from support.ranks import run_ranks

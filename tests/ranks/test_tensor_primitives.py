@@ -22,7 +22,7 @@ from headway.parallel.tensor.functional import (
     vocabulary_parallel_embedding,
 )
 from headway.parallel.tensor.grid import local_slice
-from headway.plan.tensor_layout import MatrixParts, TensorGrid
+from headway.plans.tensor_layout import MatrixParts, TensorGrid
 from support.linear_layout import LinearLayout
 from support.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.launch.cpu_throttle import ProcessThrottle
-from headway.plan import data_parallel
+from headway.plans import data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.commands import headway_here

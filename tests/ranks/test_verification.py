@@ -16,7 +16,7 @@ from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchan
 from headway.comm.lanes.buckets import Bucket
 from headway.data.loader import Loader
 from headway.errors import NotEqual
-from headway.plan import BatchSplit, ExchangePlan, data_parallel
+from headway.plans import BatchSplit, ExchangePlan, data_parallel
 from headway.run import executor as executor_module
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World

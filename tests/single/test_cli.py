@@ -28,7 +28,7 @@ from headway.errors import (
     UsageError,
 )
 from headway.launch.local import LaunchResult
-from headway.plan import ExchangePlan, data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.check import check_recipe
 from headway.run.training.job import TrainingOutcome

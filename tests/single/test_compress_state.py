@@ -19,7 +19,7 @@ from headway.comm.compress.sparsification import (
     adapt_budget,
     allocate_budget,
 )
-from headway.plan import parse_compression
+from headway.plans import parse_compression
 
 
 @settings(max_examples=200, deadline=None)

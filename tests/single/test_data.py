@@ -32,7 +32,7 @@ from headway.data import (
     as_source,
 )
 from headway.errors import DataError
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from support.commands import command, warm_variables
 
 START = Cursor(seed=5)
@@ -399,7 +399,7 @@ class TestWorkers:
         script = f"""
 import multiprocessing, os, sys, torch
 from headway.data import Cursor, Loader, TensorSource
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 source = TensorSource(torch.arange(1000))
 loader = Loader(source, BatchSplit(samples=8), rank=0, ranks=1, cursor=Cursor(0), workers=2)
 batches = iter(loader)

@@ -34,7 +34,7 @@ from headway.data import (
 from headway.data.cache.blob_store import HEADER, RECORD
 from headway.data.cache.serialization import Decoder, encode
 from headway.errors import DataError
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 
 LENGTH = 40
 

@@ -21,9 +21,6 @@ from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import PlanError
 from headway.parallel import cut
-from headway.plan import LayerSplit, Plan, data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
-from headway.plan.plan import unsupported_by_executor
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import neighbour_plans
 from headway.planner.explain.hardware_changes import (
@@ -42,6 +39,9 @@ from headway.planner.search.plan_conversion import (
     to_plan,
 )
 from headway.planner.search.request import PlanRequest
+from headway.plans import LayerSplit, Plan, data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
+from headway.plans.plan import unsupported_by_executor
 from headway.run.measure.recipe_model import recipe_graph
 from support.recipes import Stack
 

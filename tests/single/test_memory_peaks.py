@@ -19,11 +19,11 @@ from headway.cost.machine_presets import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
 from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
 from headway.parallel import cut
-from headway.plan import data_parallel
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
+from headway.plans import data_parallel
 from support.memory_models import CASES, Block, Gpt2
 from support.tracked import found, peak_of_plan, peak_of_stage, peak_of_steps, tracker_of
 

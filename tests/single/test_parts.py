@@ -13,7 +13,7 @@ from headway.comm.lanes.bucket_lanes import InlineLane
 from headway.comm.lanes.buckets import make_bucket
 from headway.data import Cursor
 from headway.errors import Diverged, PeerLost, RecipeError
-from headway.plan import data_parallel
+from headway.plans import data_parallel
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor

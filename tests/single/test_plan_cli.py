@@ -14,7 +14,6 @@ from headway.cli.main import main
 from headway.cli.plan.output import format_money
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
-from headway.plan import Plan, data_parallel
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import nearest_plans, plan_figures
 from headway.planner.explain.sources import FORMULAS, machine_numbers
@@ -25,6 +24,7 @@ from headway.planner.search.request import (
     resolve_force,
     restrict_to_force,
 )
+from headway.plans import Plan, data_parallel
 from headway.report.pictures.canvas import COLOURS
 from headway.report.pictures.pareto_frontier import frontier_plot, frontier_png, frontier_svg
 from headway.run.measure.recipe_model import recipe_graph

@@ -17,14 +17,14 @@ from headway.cost.machine_presets import machine_of
 from headway.graph.model_graph import TensorSpec
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.parallel.pipeline.runtime.p2p import StageConnection, TensorFormat
-from headway.plan import pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of
 from headway.planner.traffic.executor import collectives_of_plan, parts_of
+from headway.plans import pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.run.strategy.step_context import StepReduction
 from support.call_volumes import call_volumes
 from support.collective_recorder import CollectiveRecorder, collective_differences

@@ -11,9 +11,9 @@ from torch import nn
 from headway.collective.collective_calls import CommunicatingStage
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
-from headway.plan import LayerSplit, ModuleSplit, PipelinePlan, data_parallel, explain, pipelined
-from headway.plan.plan import unsupported_by_executor
 from headway.planner.traffic.executor import collectives_of_plan
+from headway.plans import LayerSplit, ModuleSplit, PipelinePlan, data_parallel, explain, pipelined
+from headway.plans.plan import unsupported_by_executor
 from headway.run.measure.communication_dry_run import dry_run
 from support.collective_recorder import collective_differences
 from support.played import played

@@ -9,13 +9,13 @@ import pytest
 from headway.cli.explain import explain_plan, explanation_lines
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
-from headway.plan import data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.infeasible import excess_bytes, memory_fixes
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
+from headway.plans import data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.run.measure.recipe_model import recipe_graph
 
 BATCH = 32

@@ -8,8 +8,6 @@ from dataclasses import asdict
 import pytest
 
 from headway.cli.main import main
-from headway.plan import Plan, data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.mixed_devices import (
     collectives_of_mixed,
@@ -24,6 +22,8 @@ from headway.planner.search.mixed_search import MixedSearch, search_mixed
 from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collectives_of
+from headway.plans import Plan, data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.run.measure.recipe_model import recipe_graph
 from support.call_volumes import call_volumes
 from support.mixed import RECIPE, devices, question_of

@@ -14,7 +14,6 @@ from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import assumed_machine, machine_of
 from headway.errors import NothingFits, PlanError
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.plan import explain
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.export.mixed_devices import (
@@ -28,6 +27,7 @@ from headway.planner.search.mixed_candidate import device_counts, device_layouts
 from headway.planner.search.mixed_search import MixedSearch, microbatch_shares, search_mixed
 from headway.planner.search.request import MixedPlanRequest, PlanRequest
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
+from headway.plans import explain
 from headway.workloads.transformer.model import TransformerConfig, TransformerLM
 from support.big_models import ids
 

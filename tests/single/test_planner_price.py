@@ -17,8 +17,6 @@ from headway.cost.machine_presets import fitted_machine
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.plan import data_parallel
-from headway.plan.exchange import ExchangePlan
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.operators import PlanningWorkload
@@ -33,6 +31,8 @@ from headway.planner.search.plan_conversion import (
 )
 from headway.planner.search.request import PlanRequest, restrict_to_executor
 from headway.planner.traffic.estimate import collectives_of
+from headway.plans import data_parallel
+from headway.plans.exchange import ExchangePlan
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from support.big_models import ids
 

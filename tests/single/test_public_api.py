@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import headway
-from headway.api.planning import plan as find_plan
 from headway.cluster import of_preset
 
 FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 20, 8
@@ -76,7 +75,7 @@ def cluster() -> headway.Cluster:
 
 @pytest.fixture(scope="module")
 def found(cluster):
-    return find_plan(RECIPE, cluster, devices=2, objective="fastest", runnable=True)
+    return headway.plan(RECIPE, cluster, devices=2, objective="fastest", runnable=True)
 
 
 # -- from a recipe and a cluster to a verdict -----------------------------------------------------
@@ -86,7 +85,7 @@ def test_a_plan_has_a_frontier_and_a_prediction(found, cluster):
     assert found.chosen in found.frontier
     assert (found.plan.ranks, found.plan.batch.samples, found.missing) == (2, BATCH, "")
     assert found.prediction.seconds == found.chosen.seconds > 0
-    others = find_plan(RECIPE, cluster)
+    others = headway.plan(RECIPE, cluster)
     assert all(others.plan_of(point).ranks == point.devices for point in others.frontier)
 
 
@@ -138,7 +137,7 @@ def test_a_simulated_step_takes_what_the_search_predicts(found, cluster, capfd):
 
 def test_a_saved_plan_knows_what_it_was_made_for(folder, caplog):
     here = "test_public_api:recipe"
-    found = find_plan(here, "cpu", nodes=1, devices="1..2", memory=10**9, price="2 USD/h")
+    found = headway.plan(here, "cpu", nodes=1, devices="1..2", memory=10**9, price="2 USD/h")
     assert found.currency == "USD"
     saved = found.save("plan.json")
     assert saved.hash == found.plan.hash == headway.Plan.load(folder / "plan.json").hash
@@ -168,7 +167,7 @@ def test_a_recipe_file_is_a_recipe(folder):
     )
     run = headway.train(folder / "recipe.toml", processes=2)
     assert (run.directory, run.steps) == (Path("runs/file-001"), 2)
-    assert find_plan("recipe.toml", of_preset("cpu")).plan.batch.samples == BATCH
+    assert headway.plan("recipe.toml", of_preset("cpu")).plan.batch.samples == BATCH
 
 
 def test_overrides_change_an_object(folder):
@@ -189,10 +188,10 @@ def test_a_recipe_that_cannot_be_sent_is_refused_before_anything_starts(folder):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: find_plan(RECIPE, "cpu", devices=9), headway.PlanError, "the cluster has 2"),
-        (lambda: find_plan(RECIPE, "cpu", memory=1000), headway.NothingFits, "no plan fits"),
-        (lambda: find_plan(RECIPE, "cpu", memory="80"), headway.UsageError, "no unit"),
-        (lambda: find_plan(RECIPE, of_preset("cpu"), nodes=2), headway.UsageError, "nodes"),
+        (lambda: headway.plan(RECIPE, "cpu", devices=9), headway.PlanError, "the cluster has 2"),
+        (lambda: headway.plan(RECIPE, "cpu", memory=1000), headway.NothingFits, "no plan fits"),
+        (lambda: headway.plan(RECIPE, "cpu", memory="80"), headway.UsageError, "no unit"),
+        (lambda: headway.plan(RECIPE, of_preset("cpu"), nodes=2), headway.UsageError, "nodes"),
         (lambda: headway.simulate(recipe=RECIPE), headway.UsageError, "--cluster"),
         (lambda: headway.verify(RECIPE, processes=0), headway.UsageError, "positive"),
         (lambda: headway.train("nowhere:recipe"), headway.RecipeError, "nowhere"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.cli.terminal.console import error_text
 from headway.errors import DataError, DocumentError, HeadwayError, RecipeError
-from headway.plan import ExchangePlan, PipelinePlan
+from headway.plans import ExchangePlan, PipelinePlan
 from headway.run.recipe.batch_units import resolve_batch, steps_per_epoch, stop_steps
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.factory import load_recipe
@@ -269,7 +269,7 @@ def test_a_file_may_name_a_function():
 def test_a_key_of_the_functions_own_pipeline_or_exchange_changes_nothing_else(folder: Path):
     own = """
 from dataclasses import replace
-from headway.plan import Exchange, Pipeline
+from headway.plans import Exchange, Pipeline
 
 def in_stages():
     return replace(

@@ -17,7 +17,7 @@ from headway.cli.main import main
 from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
 from headway.errors import DocumentError, PlanError
 from headway.launch.local import LaunchResult
-from headway.plan import Plan, pipelined
+from headway.plans import Plan, pipelined
 from headway.report.trace_export import check_chrome_trace
 from headway.run.recipe.check import check_recipe
 from headway.run.training.job import TrainingOutcome

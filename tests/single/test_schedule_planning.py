@@ -11,7 +11,7 @@ from headway.cli.schedule.search import RIVALS
 from headway.cluster.link import Link
 from headway.cost.pipeline_model import ChimeraSetting, EqualLayers
 from headway.cost.pipeline_model import rank_chimera_candidates as candidates
-from headway.plan import PipelinePlan, pipelined
+from headway.plans import PipelinePlan, pipelined
 from headway.run.measure.recipe_model import measure_model_costs
 from headway.schedule.csv_format import read_table
 from headway.schedule.rules.check import schedule_violations

@@ -14,12 +14,12 @@ from headway.cluster.device import HostOverhead
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.errors import UsageError
-from headway.plan import ExchangePlan, MemoryPolicy, data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.request import PlanRequest
+from headway.plans import ExchangePlan, MemoryPolicy, data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.report.trace_export import check_chrome_trace
 from headway.run.measure.recipe_model import recipe_graph
 from headway.schedule.csv_format import to_csv

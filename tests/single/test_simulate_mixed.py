@@ -12,14 +12,14 @@ from headway.cli.main import main
 from headway.cli.simulate import device_numbers_of_ranks
 from headway.cluster import read_cluster
 from headway.errors import UsageError
-from headway.plan import data_parallel, pipelined
-from headway.plan.pipeline import PipelinePlan
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.mixed_devices import step_of_mixed_plan, step_of_mixed_point
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.mixed_search import MixedSearch
 from headway.planner.search.request import PlanRequest
+from headway.plans import data_parallel, pipelined
+from headway.plans.pipeline import PipelinePlan
 from headway.run.measure.recipe_model import recipe_graph
 from headway.simulator.simulation import simulate_training_step
 from headway.simulator.what_if import change_device_types, parse_step_faults

@@ -29,7 +29,7 @@ from headway.data.slabs import slab_source as readers_module
 from headway.data.slabs.ownership import SlabOwnership, consumer_rank
 from headway.errors import DataError, MissingExtra
 from headway.parallel.spatial import SpatialAxis, SpatialContext
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from headway.run.step.memory import share_of_memory
 from support.commands import command
 

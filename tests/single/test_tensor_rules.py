@@ -21,7 +21,7 @@ from headway.parallel.tensor.split_tensor import (
     SplitTensor,
     cuts_of,
 )
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 
 PLAN = TensorGrid.cuboid(2, 3, 1)
 BY_I, BY_J = DimensionCut("i"), DimensionCut("j")

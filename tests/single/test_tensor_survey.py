@@ -14,7 +14,7 @@ from torch.nn import functional
 from headway.errors import PlanError
 from headway.parallel.tensor import DimensionCut, infer_split
 from headway.parallel.tensor.split_tensor import WHOLE_DIMENSION
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 from support import split_models as models
 
 PAIR = TensorGrid.classic(2)

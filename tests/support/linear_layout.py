@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.plan.tensor_layout import MatrixParts, TensorGrid, divisors
+from headway.plans.tensor_layout import MatrixParts, TensorGrid, divisors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data import Cursor, Loader, as_source
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from headway.run.step.batch import resize_batch, to_device
 from headway.run.step.randomness import LogicalRandomness, probe_random_draws, seed_everything
 from headway.run.strategy.training_state import TrainingState

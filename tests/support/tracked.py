@@ -18,7 +18,7 @@ from headway import Executor
 from headway.capture.fake_tensors import FakeContext
 from headway.parallel.pipeline.runtime.stage_execution import _DetachedInputs, _StageEntry
 from headway.parallel.pipeline.stages import ModelStages
-from headway.plan import Plan
+from headway.plans import Plan
 from headway.run.distributed.world import World
 from support.fake_world import fake_world
 from support.memory_models import CASES

@@ -16,7 +16,7 @@ import pytest
 
 from headway.data import SlabCut, SlabSource, ZarrSlabs, slabs_in
 from headway.errors import DataError
-from headway.plan import LayerSplit, data_parallel
+from headway.plans import LayerSplit, data_parallel
 from headway.run.step.batch import rank_source
 
 SHAPE, SAMPLES = (2, 7, 5, 4), 4

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from headway.cluster import Cluster, find_cluster
 from headway.errors import RecipeError, UsageError
-from headway.plan import Plan
-from headway.plan.prediction import PlanProvenance
 from headway.planner.export.prediction import hash_of
+from headway.plans import Plan
+from headway.plans.prediction import PlanProvenance
 
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe

@@ -33,7 +33,7 @@ from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from headway.api.recipe_workload import RecipeWorkload
-    from headway.plan import Plan
+    from headway.plans import Plan
     from headway.run.recipe.recipe import Recipe
 
 _LOG = logging.getLogger("headway")

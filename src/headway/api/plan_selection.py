@@ -21,8 +21,8 @@ from headway.cluster.measurement import fingerprint, fingerprint_differences
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, AllReduceOptions
 from headway.collective.topology import NetworkTopology
 from headway.errors import PlanError, UsageError
-from headway.plan import ExchangePlan, Plan, with_collective
-from headway.plan.exchange import AllReduceName
+from headway.plans import ExchangePlan, Plan, with_collective
+from headway.plans.exchange import AllReduceName
 from headway.run.training.run_directory import RunDirectory
 from headway.units import format_bytes, format_seconds
 

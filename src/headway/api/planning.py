@@ -35,8 +35,6 @@ from headway.cluster import Cluster
 from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machine_presets import machine_of
 from headway.errors import NothingFits, PlanError, RecipeError
-from headway.plan import Plan
-from headway.plan.prediction import Prediction
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.auto import RecipeLimits
@@ -45,6 +43,8 @@ from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import Objective
+from headway.plans import Plan
+from headway.plans.prediction import Prediction
 from headway.units import Price
 
 if TYPE_CHECKING:

@@ -30,14 +30,14 @@ from headway.api.plan_request import (
 from headway.cluster import Cluster
 from headway.cost.transformer import Machine
 from headway.errors import UsageError
-from headway.plan import Plan
-from headway.plan import explain as in_words
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import unpriced_parts
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.plans import Plan
+from headway.plans import explain as in_words
 from headway.simulator.ranks import StepFaults
 from headway.simulator.simulation import RankBreakdown, SimulatedStep, simulate_training_step
 from headway.simulator.what_if import change_device_types, parse_step_faults

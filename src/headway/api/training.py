@@ -34,8 +34,8 @@ from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
 from headway.launch.forkserver import start_forkserver
-from headway.plan import Plan, data_parallel_groups, pipelined
-from headway.plan.plan import check_executable
+from headway.plans import Plan, data_parallel_groups, pipelined
+from headway.plans.plan import check_executable
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.check import check_recipe

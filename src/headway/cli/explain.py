@@ -44,10 +44,6 @@ from headway.collective.collective_calls import (
 from headway.errors import PlanError, UsageError
 from headway.graph.model_graph import ModelGraph, TensorSpec
 from headway.graph.stage_boundaries import BoundaryTensor, BoundaryTensors, boundary_tensors
-from headway.plan import Plan
-from headway.plan import explain as in_words
-from headway.plan.layer_split import SPACE
-from headway.plan.pipeline import PIPE_AXIS
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import (
@@ -83,6 +79,10 @@ from headway.planner.search.plan_conversion import (
 from headway.planner.search.plan_point import Point, describe_recomputation
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.executor import collectives_of_plan, parts_of
+from headway.plans import Plan
+from headway.plans import explain as in_words
+from headway.plans.layer_split import SPACE
+from headway.plans.pipeline import PIPE_AXIS
 from headway.units import format_bytes, format_seconds
 
 

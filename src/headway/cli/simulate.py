@@ -25,11 +25,11 @@ from headway.cli.plan.mixed_devices import (
 from headway.cli.terminal.console import note, say, say_json, write_file
 from headway.cluster import Cluster
 from headway.cost.transformer import Machine
-from headway.plan import Plan
-from headway.plan import explain as in_words
 from headway.planner.export.mixed_devices import ranks_of, step_of_mixed_plan, step_of_mixed_point
 from headway.planner.search.mixed_search import MixedSearch, search_mixed
 from headway.planner.search.plan_conversion import unpriced_parts
+from headway.plans import Plan
+from headway.plans import explain as in_words
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep

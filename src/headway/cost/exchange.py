@@ -21,8 +21,8 @@ from headway.collective.model.exchange_scheme import (
 )
 from headway.collective.model.overlap import Consistency, Diagnosis, step_bound
 from headway.errors import PlanError
-from headway.plan import ExchangePlan
-from headway.plan.exchange_scheme import scheme_of
+from headway.plans import ExchangePlan
+from headway.plans.exchange_scheme import scheme_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from headway.errors import RecipeError
 from headway.optim.lr_scaling import check_scaling
 from headway.optim.parallel_operator import ParallelOperator, SharedNorms
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 
 ROW = 2**14
 """Elements whose squares are added in one go. torch's float32 norm adds all of them one after the

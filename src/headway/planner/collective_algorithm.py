@@ -36,7 +36,7 @@ from headway.collective.program.program import CollectiveTask as Task
 from headway.collective.topology import NetworkTopology, dgx1p, dgx1v
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
-from headway.plan.exchange import AllReduceName
+from headway.plans.exchange import AllReduceName
 from headway.simulator.collective import (
     FREE_HOST,
     HOST_RATE,

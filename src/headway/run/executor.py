@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.data import Cursor, MicroBatch, RankBatch
-from headway.plan import Plan
+from headway.plans import Plan
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import PipelineRunner, check_last_batch

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from headway.data import as_source
 from headway.errors import NotEqual
-from headway.plan import Plan
+from headway.plans import Plan
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World

@@ -22,7 +22,7 @@ from headway.comm.algorithms.method import ExchangeMethod, FusedBuffer, PendingO
 from headway.comm.compress.state import SUMMED_STATE, parse_state_key
 from headway.comm.exchange.gradient_exchange import GradientExchange
 from headway.comm.lanes.buckets import Bucket
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 
 TOLERANCE = 1e-9
 """Of laws that hold to rounding: residuals pass through a few sums more than gradients do."""

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headway.data import Cursor
-from headway.plan import Plan
+from headway.plans import Plan
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headway.data import Loader, MicroBatch, RankBatch, as_source
 from headway.parallel import ModelStages
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe

@@ -38,9 +38,6 @@ from headway.collective.collective_calls import CollectiveCalls, call_table_line
 from headway.cost.machine_presets import machine_of
 from headway.cost.network import network_of
 from headway.errors import PlanError
-from headway.plan import Plan
-from headway.plan import explain as in_words
-from headway.plan.prediction import Prediction
 from headway.planner.estimate.degrees import degree_labels
 from headway.planner.estimate.partition import LayerUnit
 from headway.planner.explain.alternatives import (
@@ -69,6 +66,9 @@ from headway.planner.search.mixed_candidate import MixedPoint
 from headway.planner.search.mixed_search import MixedSearch, MixedSearchResult, search_mixed
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import MixedPlanRequest, resolve_force
+from headway.plans import Plan
+from headway.plans import explain as in_words
+from headway.plans.prediction import Prediction
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import format_bytes, format_seconds
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.cli.terminal.console import say, say_json
 from headway.errors import HeadwayError, PlanError
-from headway.plan import Plan, explain, plan_difference
+from headway.plans import Plan, explain, plan_difference
 
 
 def show(file: Path, /, *, json: bool = False) -> None:

@@ -22,8 +22,8 @@ from headway.cli.plan.mixed_devices import (
 from headway.cli.plan.output import PlanSearchReport, report_data, report_lines
 from headway.cli.terminal.console import note, say, say_json, write_file
 from headway.cluster import find_cluster
-from headway.plan import Plan
 from headway.planner.search.request import Objective
+from headway.plans import Plan
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from headway.documents import to_type
-from headway.plan.prediction import Prediction
+from headway.plans.prediction import Prediction
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from headway.collective.all_reduce.algorithm import all_reduce_program, program_
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.comm.backend.process_group import ChooseProgram
 from headway.errors import PlanError
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 
 
 def all_reduce_program_chooser(description: ExchangePlan) -> ChooseProgram | None:

@@ -61,7 +61,7 @@ from headway.comm.lanes.routes import RankPartition, RoutePool
 from headway.comm.tuning.compressor_choice import choose_compressor, measure_speeds
 from headway.comm.tuning.repacking import LinkMonitor
 from headway.errors import PlanError
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 
 
 def make_exchange_method(

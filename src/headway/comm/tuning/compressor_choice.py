@@ -29,8 +29,8 @@ from headway.collective.model.link_fit import LinkFit
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import FusedBuffer, GradientSlice, Route, complete
 from headway.comm.compress import make_method
-from headway.plan import ExchangePlan
-from headway.plan.exchange_scheme import scheme_of
+from headway.plans import ExchangePlan
+from headway.plans.exchange_scheme import scheme_of
 
 _SIDE = 1024
 """The matrix has 4 MiB: what a call costs beside its work is lost in it."""

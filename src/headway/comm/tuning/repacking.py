@@ -37,7 +37,7 @@ from headway.collective.topology import LinkGraph
 from headway.comm.lanes.buckets import Bucket, BucketTiming
 from headway.comm.lanes.routes import RoutePool
 from headway.errors import HeadwayError, PeerLost, Stalled
-from headway.plan import ExchangePlan
+from headway.plans import ExchangePlan
 
 
 def probe_links(

@@ -27,7 +27,7 @@ from headway.data.order import Cursor, SampleOrder, take
 from headway.data.slabs.ownership import OwnerPolicy, SlabOwnership, SlabTransfer
 from headway.data.slabs.slab_source import SlabSource
 from headway.errors import DataError, HeadwayError, PeerLost, Stalled
-from headway.plan import BatchSplit
+from headway.plans import BatchSplit
 from headway.units import parse_bytes
 
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.collective.collective_calls import CallKind, CallListener, ignore_call
 from headway.errors import UsageError
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 
 # Since torch 2.13 the names that 2.11 has are deprecated.
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

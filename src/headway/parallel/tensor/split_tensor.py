@@ -41,7 +41,7 @@ from headway.parallel.tensor.grid import (
     reduce_from_ranks,
     scatter_to_ranks,
 )
-from headway.plan.tensor_layout import AxisDivisor
+from headway.plans.tensor_layout import AxisDivisor
 
 OperatorRule = Callable[..., Any]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from headway.cluster import Cluster
 from headway.errors import NothingFits
-from headway.plan import Plan
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.prediction import with_prediction
@@ -18,6 +17,7 @@ from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest, restrict_to_executor
+from headway.plans import Plan
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 MOST = 64

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 
 from headway.collective.collective_calls import CollectiveCalls
 from headway.errors import PlanError
-from headway.plan import Axis, BatchSplit, Mesh, PipelinePlan, Plan
-from headway.plan.batch import largest_remainder_shares
-from headway.plan.plan import MemoryPolicy
 from headway.planner.estimate.partition import border_name
 from headway.planner.explain.hardware_changes import HardwareChange, faster_networks, other_devices
 from headway.planner.export.to_simulation import (
@@ -39,6 +36,9 @@ from headway.planner.search.plan_conversion import (
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import MixedPlanRequest
 from headway.planner.traffic.estimate import collectives_of
+from headway.plans import Axis, BatchSplit, Mesh, PipelinePlan, Plan
+from headway.plans.batch import largest_remainder_shares
+from headway.plans.plan import MemoryPolicy
 from headway.schedule.generators.registry import PLAIN
 from headway.schedule.pipeline_schedule import PipelineSchedule
 from headway.simulator.ranks import RankGrid

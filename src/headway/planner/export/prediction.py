@@ -7,11 +7,11 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from headway.cluster import Cluster, to_toml
-from headway.plan import Plan
-from headway.plan.prediction import Prediction
 from headway.planner.explain.step_parts import step_parts
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.plans import Plan
+from headway.plans.prediction import Prediction
 
 
 def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Prediction:

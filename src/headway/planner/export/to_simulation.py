@@ -13,11 +13,6 @@ from itertools import accumulate
 import numpy as np
 
 from headway.errors import PlanError
-from headway.plan import Plan
-from headway.plan.layer_split import TENSOR
-from headway.plan.mesh import Axis, Mesh
-from headway.plan.pipeline import PIPE_AXIS
-from headway.plan.plan import SHARD_AXIS
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.pricing import Pricing
@@ -26,6 +21,11 @@ from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import missing_in_executor, point_of
 from headway.planner.search.plan_point import Point, PointStage
 from headway.planner.traffic.estimate import collective_seconds, collectives_of
+from headway.plans import Plan
+from headway.plans.layer_split import TENSOR
+from headway.plans.mesh import Axis, Mesh
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.plan import SHARD_AXIS
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.pipeline_schedule import PipelineSchedule
 from headway.simulator.ranks import RankGrid

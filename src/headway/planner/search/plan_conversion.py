@@ -11,11 +11,6 @@ from dataclasses import replace
 from typing import cast
 
 from headway.errors import PlanError
-from headway.plan import ExchangePlan, LayerSplit, Plan, pipelined
-from headway.plan.layer_split import TENSOR
-from headway.plan.mesh import Mesh
-from headway.plan.pipeline import PipelinePlan
-from headway.plan.plan import SHARD_AXIS, Zero
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
 from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_module
@@ -23,6 +18,11 @@ from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.plans import ExchangePlan, LayerSplit, Plan, pipelined
+from headway.plans.layer_split import TENSOR
+from headway.plans.mesh import Mesh
+from headway.plans.pipeline import PipelinePlan
+from headway.plans.plan import SHARD_AXIS, Zero
 from headway.schedule.generators.registry import PLAIN, RUNNABLE_SCHEDULES, schedule_option
 from headway.units import format_bytes
 

@@ -27,10 +27,6 @@ from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
-from headway.plan import ExchangePlan, Plan
-from headway.plan.layer_split import SPACE
-from headway.plan.pipeline import PIPE_AXIS
-from headway.plan.plan import SHARD_AXIS
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point
 from headway.planner.traffic.torch_wrappers import (
@@ -38,6 +34,10 @@ from headway.planner.traffic.torch_wrappers import (
     fsdp2_wrapper_calls,
     padded_shard_bytes,
 )
+from headway.plans import ExchangePlan, Plan
+from headway.plans.layer_split import SPACE
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.plan import SHARD_AXIS
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.pipeline_schedule import ActionKind as Of

@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.documents import to_type
 from headway.errors import HeadwayError
-from headway.plan import Plan, explain
+from headway.plans import Plan, explain
 from headway.report.history.records import LoggedAttempt, LoggedProof, RunHistory
 from headway.units import format_bytes, format_seconds
 

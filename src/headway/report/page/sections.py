@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headway.errors import HeadwayError
-from headway.plan import Plan, explain
-from headway.plan.pipeline import PIPE_AXIS
-from headway.plan.prediction import Prediction
+from headway.plans import Plan, explain
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.prediction import Prediction
 from headway.report.history.reader import MESSAGE_LANE, action_of
 from headway.report.history.records import LoggedBucket, LoggedExchange, RunHistory
 from headway.report.page.facts import ABSENT, Fact, read_plan

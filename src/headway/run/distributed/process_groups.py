@@ -26,9 +26,9 @@ from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
 from headway.errors import HeadwayError, WorkerFailed
-from headway.plan import Plan
-from headway.plan.layer_split import TENSOR
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans import Plan
+from headway.plans.layer_split import TENSOR
+from headway.plans.tensor_layout import TensorGrid
 from headway.run.distributed.failure_record import mark_reported_elsewhere, summarize_exception
 
 if TYPE_CHECKING:

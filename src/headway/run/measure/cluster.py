@@ -31,7 +31,7 @@ from headway.capture.benchmark.links import (
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
 from headway.data import RankBatch
-from headway.plan import PipelinePlan, Plan, data_parallel, pipelined
+from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor

@@ -40,8 +40,8 @@ from headway.parallel.tensor import (
     apply_split_decisions,
 )
 from headway.parallel.tensor.model.parameters import install_parameter_access
-from headway.plan import Plan
-from headway.plan.layer_split import SPACE, TENSOR
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE, TENSOR
 from headway.run.pipeline.partition import partition_model
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Loss

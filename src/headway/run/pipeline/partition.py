@@ -29,7 +29,7 @@ from headway.parallel import (
     cut_module_chain,
     measure_unit_seconds,
 )
-from headway.plan import PipelinePlan
+from headway.plans import PipelinePlan
 from headway.run.distributed.process_groups import broadcast_from_rank0
 from headway.run.recipe.recipe import Loss
 from headway.run.recipe.user_code import (

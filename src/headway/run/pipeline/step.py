@@ -35,10 +35,10 @@ from headway.parallel import (
 from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
 from headway.parallel.pipeline.runtime.executor import forward_only_schedule
 from headway.parallel.spatial import SpatialContext
-from headway.plan import Plan
-from headway.plan.layer_split import SPACE
-from headway.plan.pipeline import PIPE_AXIS
-from headway.plan.plan import SHARD_AXIS
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
 from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
 from headway.run.recipe.recipe import Loss

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from headway.data.source import Source
-from headway.plan import ExchangePlan, LayerSplit, PipelinePlan
-from headway.plan.plan import Zero
+from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans.plan import Zero
 from headway.run.recipe.user_code import describe_value
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]

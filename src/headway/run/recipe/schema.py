@@ -23,8 +23,8 @@ from pydantic import BeforeValidator
 from headway.documents import document, find_line, to_type
 from headway.errors import DocumentError, RecipeError
 from headway.optim.lr_scaling import Scaling
-from headway.plan import ExchangePlan, LayerSplit, PipelinePlan
-from headway.plan.plan import Zero
+from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans.plan import Zero
 from headway.units import Amount, parse_bytes
 
 BATCH_UNITS = ("samples", "tokens")

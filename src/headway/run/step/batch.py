@@ -34,9 +34,9 @@ from headway.data import (
 from headway.errors import DataError
 from headway.parallel.spatial import SpatialContext
 from headway.parallel.spatial.halo_exchange import SpatialAxis
-from headway.plan import BatchSplit, Plan
-from headway.plan.layer_split import SPACE
-from headway.plan.plan import SHARD_AXIS
+from headway.plans import BatchSplit, Plan
+from headway.plans.layer_split import SPACE
+from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import refined_mesh
 from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import share_of_memory

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headway.errors import PlanError, UsageError
-from headway.plan import Plan, data_parallel, pipelined
+from headway.plans import Plan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.recipe.batch_units import resolve_batch

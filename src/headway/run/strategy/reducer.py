@@ -20,8 +20,8 @@ from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.parallel.fsdp import ShardedState
-from headway.plan import ExchangePlan
-from headway.plan.plan import Zero
+from headway.plans import ExchangePlan
+from headway.plans.plan import Zero
 
 if TYPE_CHECKING:
     from headway.run.strategy.step_context import StepContext
@@ -110,7 +110,7 @@ class FsdpReducer(Reducer):
     """FSDP2 sums gradients in the backward pass, into the parts that each rank keeps.
 
     Args:
-        zero: 1 to 3, see `headway.plan.MemoryPolicy`.
+        zero: 1 to 3, see `headway.plans.MemoryPolicy`.
         weight: Of the gradients of what is not sharded.
         counted: How often each gradient counts in the sums: ranks that share a sample.
     """

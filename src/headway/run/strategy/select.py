@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 from headway.data import RankBatch
 from headway.optim import fit_exchange
 from headway.parallel.tensor import ParameterPlacement, ProcessGrid, SplitDecisions
-from headway.plan import Plan
-from headway.plan.layer_split import SPACE
-from headway.plan.plan import SHARD_AXIS, check_executable
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE
+from headway.plans.plan import SHARD_AXIS, check_executable
 from headway.run.distributed.process_groups import broadcast_from_rank0, exchange_routes
 from headway.run.pipeline.step import PipelineRunner
 from headway.run.step.forward_pass import ForwardPass

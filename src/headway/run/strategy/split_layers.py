@@ -25,9 +25,9 @@ from headway.parallel.tensor import (
     infer_split,
 )
 from headway.parallel.tensor.model.parameters import cut_inputs_by_samples
-from headway.plan import Plan
-from headway.plan.layer_split import TENSOR
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans import Plan
+from headway.plans.layer_split import TENSOR
+from headway.plans.tensor_layout import TensorGrid
 from headway.run.distributed.process_groups import grid_axes, refined_mesh
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from headway.parallel.fsdp import ShardedParameterSite, rebind_optimizer_paramet
 from headway.parallel.pipeline.grad_sync.zero import ShardedStageParameters, ShardingRanks
 from headway.parallel.tensor import ParameterPlacement, SplitDecisions
 from headway.parallel.tensor.model.parameters import install_parameter_access
-from headway.plan import Plan
-from headway.plan.layer_split import TENSOR
-from headway.plan.pipeline import PIPE_AXIS
-from headway.plan.plan import SHARD_AXIS
+from headway.plans import Plan
+from headway.plans.layer_split import TENSOR
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import (
     broadcast_from_rank0,
     copy_to_holders,

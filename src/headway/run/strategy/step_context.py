@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.errors import Stalled
-from headway.plan import Plan
-from headway.plan.layer_split import SPACE
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE
 from headway.run.step.record import StepRecord
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.errors import Diverged, PlanError
-from headway.plan import Plan
+from headway.plans import Plan
 
 
 class Updater(ABC):

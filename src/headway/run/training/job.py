@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.collective.all_reduce.algorithm import AllReduceOptions
-from headway.plan import Plan
-from headway.plan.exchange import AllReduceName
+from headway.plans import Plan
+from headway.plans.exchange import AllReduceName
 from headway.run.distributed.launch_env import LaunchEnv
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from headway.errors import (
     UsageError,
     WorkerFailed,
 )
-from headway.plan import BatchSplit, explain, with_collective
+from headway.plans import BatchSplit, explain, with_collective
 from headway.run.distributed.failure_record import summarize_exception
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.stop_request import StopRequest

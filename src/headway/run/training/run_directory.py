@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from headway.errors import RunDirectoryTaken, RunError
-from headway.plan import Plan
+from headway.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)

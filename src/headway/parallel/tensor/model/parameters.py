@@ -34,7 +34,7 @@ from headway.parallel.tensor.split_tensor import (
     SplitContext,
     SplitTensor,
 )
-from headway.plan.tensor_layout import AxisDivisor, check_divisibility
+from headway.plans.tensor_layout import AxisDivisor, check_divisibility
 
 DimensionCuts = tuple[DimensionCut, ...]
 

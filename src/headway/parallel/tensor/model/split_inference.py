@@ -49,7 +49,7 @@ from headway.parallel.tensor.split_tensor import (
     with_origins,
     without_unit_axes,
 )
-from headway.plan.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
+from headway.plans.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
 
 
 class SubmoduleOnOwnGrid(SplitInputModule):

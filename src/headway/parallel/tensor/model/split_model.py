@@ -44,7 +44,7 @@ from headway.parallel.tensor.split_tensor import (
     SplitTensor,
     without_unit_axes,
 )
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.tensor_layout import TensorGrid
 
 
 @dataclass(frozen=True, slots=True)

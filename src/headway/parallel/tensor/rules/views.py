@@ -24,7 +24,7 @@ from headway.parallel.tensor.split_tensor import (
     local_of,
     wrap_local_part,
 )
-from headway.plan.tensor_layout import AxisDivisor
+from headway.plans.tensor_layout import AxisDivisor
 
 
 def _sizes(args: tuple[Any, ...]) -> list[int]:

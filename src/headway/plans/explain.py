@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.plan.layer_split import SPACE, LayerSplit
-from headway.plan.plan import SHARD_AXIS, Plan
+from headway.plans.layer_split import SPACE, LayerSplit
+from headway.plans.plan import SHARD_AXIS, Plan
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:

@@ -1,14 +1,14 @@
 """The plan: mesh, batch arithmetic, layouts, stages, schedule, exchange, synchrony, memory."""
 
 from headway.collective.compression import Compression, parse_compression
-from headway.plan.batch import BatchSplit
-from headway.plan.build import data_parallel, data_parallel_groups, pipelined, with_collective
-from headway.plan.exchange import ExchangePart, ExchangePlan
-from headway.plan.explain import explain, plan_difference
-from headway.plan.layer_split import LayerSplit, ModuleSplit
-from headway.plan.mesh import Axis, Mesh
-from headway.plan.pipeline import PipelinePlan
-from headway.plan.plan import Layout, MemoryPolicy, Plan, Synchrony
+from headway.plans.batch import BatchSplit
+from headway.plans.build import data_parallel, data_parallel_groups, pipelined, with_collective
+from headway.plans.exchange import ExchangePart, ExchangePlan
+from headway.plans.explain import explain, plan_difference
+from headway.plans.layer_split import LayerSplit, ModuleSplit
+from headway.plans.mesh import Axis, Mesh
+from headway.plans.pipeline import PipelinePlan
+from headway.plans.plan import Layout, MemoryPolicy, Plan, Synchrony
 
 __all__ = [
     "Axis",

@@ -21,12 +21,12 @@ from typing import Literal
 
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
-from headway.plan.batch import BatchSplit
-from headway.plan.exchange import ExchangePlan
-from headway.plan.layer_split import SPACE, TENSOR, LayerSplit
-from headway.plan.mesh import Mesh
-from headway.plan.pipeline import PIPE_AXIS, PipelinePlan
-from headway.plan.prediction import Prediction
+from headway.plans.batch import BatchSplit
+from headway.plans.exchange import ExchangePlan
+from headway.plans.layer_split import SPACE, TENSOR, LayerSplit
+from headway.plans.mesh import Mesh
+from headway.plans.pipeline import PIPE_AXIS, PipelinePlan
+from headway.plans.prediction import Prediction
 
 Zero = Literal[0, 1, 2, 3]
 """See `plan.MemoryPolicy`."""

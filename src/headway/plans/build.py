@@ -8,12 +8,12 @@ from typing import Literal
 
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.errors import PlanError
-from headway.plan.batch import BatchSplit, whole_shares
-from headway.plan.exchange import AllReduceName, ExchangePlan
-from headway.plan.layer_split import LayerSplit
-from headway.plan.mesh import Axis, Mesh
-from headway.plan.pipeline import PIPE_AXIS, PipelinePlan
-from headway.plan.plan import SHARD_AXIS, MemoryPolicy, Plan, Zero
+from headway.plans.batch import BatchSplit, whole_shares
+from headway.plans.exchange import AllReduceName, ExchangePlan
+from headway.plans.layer_split import LayerSplit
+from headway.plans.mesh import Axis, Mesh
+from headway.plans.pipeline import PIPE_AXIS, PipelinePlan
+from headway.plans.plan import SHARD_AXIS, MemoryPolicy, Plan, Zero
 
 
 def data_parallel(

@@ -1,13 +1,13 @@
 """What of a plan's gradient exchange decides on its time, as `headway.collective` predicts it.
 
-Not exported from `headway.plan`: predicting needs numpy, a plan does not.
+Not exported from `headway.plans`: predicting needs numpy, a plan does not.
 """
 
 from __future__ import annotations
 
 from headway.collective.compression import UNCOMPRESSED
 from headway.collective.model.exchange_scheme import ExchangeScheme
-from headway.plan.exchange import ExchangePlan
+from headway.plans.exchange import ExchangePlan
 
 
 def scheme_of(exchange: ExchangePlan) -> ExchangeScheme:

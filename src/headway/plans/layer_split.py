@@ -12,9 +12,9 @@ from typing import Literal
 
 from headway.collective.compression import ELEMENTWISE_NAMES, compressor_of
 from headway.documents import document
-from headway.plan.exchange import ExchangePlan
-from headway.plan.mesh import Axis, Mesh
-from headway.plan.tensor_layout import TensorGrid
+from headway.plans.exchange import ExchangePlan
+from headway.plans.mesh import Axis, Mesh
+from headway.plans.tensor_layout import TensorGrid
 
 TENSOR, SPACE = "tensor", "space"
 """Axes of the mesh; their ranks lie next to each other, those that split tensors innermost."""
