@@ -69,7 +69,7 @@ def as_nobody(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 ALLOWED = """
 import sys
 from headway.launch.namespaces import become_root_inside
-sys.exit(0 if become_root_inside() else 7)
+sys.exit(0 if enter_user_namespace() else 7)
 """
 
 
@@ -95,10 +95,10 @@ def test_nobody_trains_on_emulated_nodes(folder):
 def test_a_process_with_threads_stays_as_it_is(folder):
     program = (
         "import os, sys, threading\n"
-        "from headway.launch.namespaces import become_root_inside\n"
+        "from headway.launch.namespaces import enter_user_namespace\n"
         "wait = threading.Event()\n"
         "threading.Thread(target=wait.wait).start()\n"
-        "moved = become_root_inside()\n"
+        "moved = enter_user_namespace()\n"
         "wait.set()\n"
         "sys.exit(7 if not moved and os.geteuid() != 0 else 0)\n"
     )
@@ -138,11 +138,11 @@ def test_the_exchange_is_paced_and_a_warning_says_what_that_is(tmp_path, powerle
 
 POWERLESS = """
 import sys
-from headway.cli import scene
 from headway.cli.main import main
+from headway.api import emulation
 
 if __name__ == "__main__":
-    scene.has_root = scene.become_root_inside = lambda: False
+    emulation.has_root = emulation.enter_user_namespace = lambda: False
     sys.exit(main(sys.argv[1:]))
 """
 

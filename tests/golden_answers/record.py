@@ -30,13 +30,14 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WARM = HERE / "warm.txt"
+WARM = Path(tempfile.gettempdir()) / "headway-golden-modules.txt"
+PYCACHE = Path(tempfile.gettempdir()) / "headway-golden-pycache"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONHASHSEED"] = "0"
 # Compiled modules lie outside of the tree that is looked at; without them a command compiles all.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ["PYTHONPYCACHEPREFIX"] = str(HERE / ".pycache")
-sys.dont_write_bytecode, sys.pycache_prefix = False, str(HERE / ".pycache")
+os.environ["PYTHONPYCACHEPREFIX"] = str(PYCACHE)
+sys.dont_write_bytecode, sys.pycache_prefix = False, str(PYCACHE)
 for name in ("COLUMNS", "FORCE_COLOR", "CLICOLOR_FORCE"):
     os.environ.pop(name, None)
 os.environ["NO_COLOR"] = "1"

@@ -234,8 +234,9 @@ def asked(name, run, known=None, ranks=4, *, cluster=None, emulate=None, resume=
     return wanted.find(RunDirectory(run), known, ranks, resume=resume, told=True)
 
 
-def test_what_the_command_line_asks_for(tmp_path, capsys):
+def test_what_the_command_line_asks_for(tmp_path, caplog):
     """The network is what --cluster, --emulate or the run's measurement says, in this order."""
+    caplog.set_level("INFO", logger="headway")
     (tmp_path / "slow.toml").write_text(to_toml(SLOW))
     (tmp_path / "cluster.toml").write_text(to_toml(CLUSTERS["two ranks"]))
     slow, plan = tmp_path / "slow.toml", data_parallel(16, processes=4)
@@ -243,7 +244,7 @@ def test_what_the_command_line_asks_for(tmp_path, capsys):
     found = asked("auto", tmp_path / "none", plan, cluster=str(slow))
     assert found == asked("auto", tmp_path, plan, emulate=slow)
     assert found[0] == "trees"
-    told = capsys.readouterr().err
+    told = caplog.text
     assert "collective auto: trees (5 of them, in chunks of" in told
     assert "next best: " in told
     assert asked("ring", tmp_path / "none") == ("ring", None)
@@ -252,10 +253,11 @@ def test_what_the_command_line_asks_for(tmp_path, capsys):
     assert asked("auto", tmp_path, ranks=1) == (None, None)
     cut = pipelined(8, processes=2, stages=2, microbatch=2)
     assert asked("auto", tmp_path, cut, ranks=2) == (None, None)
-    assert "no exchange that it could carry" in capsys.readouterr().err
+    assert "no exchange that it could carry" in caplog.text
 
 
-def test_a_run_that_goes_on_keeps_its_program(tmp_path, capsys):
+def test_a_run_that_goes_on_keeps_its_program(tmp_path, caplog):
+    caplog.set_level("INFO", logger="headway")
     plan = with_collective(
         data_parallel(16, processes=4), "ring", AllReduceOptions(order=(1, 0, 2, 3))
     )
@@ -265,7 +267,7 @@ def test_a_run_that_goes_on_keeps_its_program(tmp_path, capsys):
     assert asked(None, tmp_path) == (None, None)
     assert asked(None, tmp_path, plan, resume=True) == (None, None)  # the plan says it itself
     assert asked(None, tmp_path, ranks=2, resume=True) == (None, None)
-    assert "the program ring of the run was for 4 ranks, and there are 2" in capsys.readouterr().err
+    assert "the program ring of the run was for 4 ranks, and there are 2" in caplog.text
 
 
 WRONG = {

@@ -163,13 +163,7 @@ def test_links_of_their_own_are_in_the_plan_and_shared_ones_are_not(tmp_path):
     assert shared.carrier.rates == ()
 
 
-def test_plans_without_it_keep_their_hash_and_wrong_rates_are_named():
-    old = with_collective(
-        data_parallel(16, processes=4), "ring", AllReduceOptions(order=(1, 0, 2, 3))
-    )
-    assert {"repack", "rates"}.isdisjoint(json.dumps(old.to_dict()).replace('"', " ").split())
-    never = replace(old, exchange=replace(old.exchange, repack=False))
-    assert never.to_dict()["exchange"]["repack"] is False
+def test_wrong_rates_are_named():
     for rates in (
         ((1.0,),),
         ((0.0,) * 3,) * 3,

@@ -93,7 +93,7 @@ def test_the_fastest_plan_that_can_be_cut_is_taken(folder, name):
         "--directory", "run", cwd=folder,
     )  # fmt: skip
     assert done.code == 0, done.err
-    said = "would be faster, but cannot run: the forward of Odd cannot be cut into stages"
+    said = "would be chosen, but cannot run: the forward of Odd cannot be cut into stages"
     assert (said in done.err) == (name == "odd")
     plan = Plan.load(folder / "run" / "plan.json")
     assert (plan.pipe_degree, plan.data_degree) == ((1, 2) if name == "odd" else (2, 1))

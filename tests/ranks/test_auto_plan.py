@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import re
 from dataclasses import replace
@@ -260,7 +261,10 @@ def measured_plan(world):
         recipe=RECIPE, overrides=(), cluster="measure", device="cpu", fallback=False
     )
     find = partial(auto.find_in, World.adopt(), directory=world.directory / "run")
-    with contextlib.redirect_stderr(told):
+    notes = logging.StreamHandler(told)
+    logging.getLogger("headway").addHandler(notes)
+    logging.getLogger("headway").setLevel("INFO")
+    with contextlib.closing(notes):
         plans = [find(resume=False), find(resume=True)]
     assert told.getvalue().count("as before") == (world.rank == 0)
     kept = world.directory / "run"

@@ -269,14 +269,14 @@ def test_a_file_may_name_a_function():
 def test_a_key_of_the_functions_own_pipeline_or_exchange_changes_nothing_else(folder: Path):
     own = """
 from dataclasses import replace
-from headway.plans import Exchange, Pipeline
+from headway.plans import ExchangePlan, PipelinePlan
 
 def in_stages():
     return replace(
         my_recipe(),
         stages=2,
-        pipeline=Pipeline(schedule="chimera", microbatches=6),
-        exchange=Exchange(bucket=7),
+        pipeline=PipelinePlan(schedule="chimera", microbatches=6),
+        exchange=ExchangePlan(bucket=7),
     )
 """
     (folder / "my_module.py").write_text(MODULE + own)

@@ -335,7 +335,7 @@ def explain(
 
 
 def _measured_minibatch(recipe: str, memory: float, most: int) -> Minibatch:
-    from headway.run.measure.minibatch import measure_minibatch  # imports torch
+    from headway.api.minibatch import measure_minibatch  # imports torch
 
     return measure_minibatch(recipe, memory=memory, most=most)
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway import plan as plans
 from headway.comm.lanes.buckets import BucketTiming
 from headway.errors import PlanError, UsageError
-from headway.plans import data_parallel
+from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.step import components
@@ -55,7 +54,7 @@ class Exchange:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        description: plans.ExchangePlan | None = None,
+        description: ExchangePlan | None = None,
         *,
         seed: int = 0,
         world: World | None = None,
@@ -226,15 +225,15 @@ class Exchange:
             self.close()
 
 
-def _described(given: plans.ExchangePlan | None, choices: dict[str, Any]) -> plans.ExchangePlan:
+def _described(given: ExchangePlan | None, choices: dict[str, Any]) -> ExchangePlan:
     if given is not None and choices:
         raise UsageError(
             "an Exchange takes a description or choices, not both",
             fix="Write Exchange(model, optimizer, compress='fp16').",
         )
-    legal = plans.ExchangePlan.__dataclass_fields__
+    legal = ExchangePlan.__dataclass_fields__
     if unknown := sorted(choices.keys() - legal.keys()):
         raise UsageError(
             f"an Exchange has no choice {', '.join(unknown)}", fix=f"Legal: {', '.join(legal)}."
         )
-    return given or plans.ExchangePlan(**choices)
+    return given or ExchangePlan(**choices)

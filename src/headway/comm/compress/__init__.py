@@ -4,51 +4,8 @@ Every class is an `ExchangeMethod` over fused buckets. `headway.collective.compr
 facts of each and the bytes that it hands to torch.distributed; tests hold them equal.
 """
 
-from __future__ import annotations
-
-from headway.collective.compression import (
-    Bf16Compression,
-    Compression,
-    Fp16Compression,
-    Int8Compression,
-    LargestElementsCompression,
-    NoCompression,
-    PowerSgdCompression,
-    RandomKCompression,
-    SignCompression,
-)
-from headway.comm.algorithms.method import AllReduce, ExchangeMethod
-from headway.comm.compress.powersgd import PowerSgd
-from headway.comm.compress.quantization import Bf16, Fp16, Int8, Sign
-from headway.comm.compress.sparsification import LargestElements, RandomK
+from headway.comm.compress.factory import make_method
 from headway.comm.compress.state import merge_states, spread_states
 from headway.comm.compress.topk_selection import ms_top_k, top_k
 
 __all__ = ["make_method", "merge_states", "ms_top_k", "spread_states", "top_k"]
-
-
-def make_method(compression: Compression, *, seed: int) -> ExchangeMethod:
-    """The method of one bucket.
-
-    Args:
-        compression: Which, with its amount.
-        seed: Of what is drawn at random; must be the same on all ranks.
-    """
-    match compression:
-        case NoCompression():
-            return AllReduce()
-        case Fp16Compression():
-            return Fp16()
-        case Bf16Compression():
-            return Bf16()
-        case Int8Compression():
-            return Int8(compression, seed=seed)
-        case SignCompression():
-            return Sign(compression, seed=seed)
-        case LargestElementsCompression():
-            return LargestElements(compression, seed=seed)
-        case RandomKCompression():
-            return RandomK(compression, seed=seed)
-        case PowerSgdCompression():
-            return PowerSgd(compression, seed=seed)
-    raise ValueError(f"no class for the compressor {compression.name!r}")
