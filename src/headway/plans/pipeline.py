@@ -117,7 +117,9 @@ class PipelinePlan:
     @property
     def mode_of_schedule(self) -> str:
         """Chimera's mode, which the schedule's name may fix; "direct" for all other schedules."""
-        kind = SCHEDULES[self.schedule]
+        kind = SCHEDULES.get(self.schedule)
+        if kind is None:  # `problems` refuses it and names the nearest schedule
+            return "direct"
         return kind.mode or (self.mode if "mode" in kind.options else "direct")
 
     @property
