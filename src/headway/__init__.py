@@ -15,10 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.api.equivalence import EquivalenceResult, VerificationResult, verify
     from headway.api.planning import PlanningResult, plan
     from headway.api.simulation import SimulationResult, SimulationScenario, simulate
     from headway.api.training import TrainingObserver, TrainingResult, train
+    from headway.api.verification import EquivalenceResult, VerificationResult, verify
     from headway.capture.annotations import replicate, set_default_strategy, split, stage
     from headway.channel import Channel
     from headway.cluster import Cluster
@@ -64,7 +64,7 @@ _HOMES = {
     "DataError": "headway.errors",
     "Diverged": "headway.errors",
     "DocumentError": "headway.errors",
-    "EquivalenceResult": "headway.api.equivalence",
+    "EquivalenceResult": "headway.api.verification",
     "Exchange": "headway.run.exchange",
     "ExchangePlan": "headway.plans",
     "Executor": "headway.run.executor",
@@ -92,7 +92,7 @@ _HOMES = {
     "TrainingObserver": "headway.api.training",
     "TrainingResult": "headway.api.training",
     "UsageError": "headway.errors",
-    "VerificationResult": "headway.api.equivalence",
+    "VerificationResult": "headway.api.verification",
     "WorkerFailed": "headway.errors",
     "criterion": "headway.run.recipe.recipe",
     "data_parallel": "headway.plans",
@@ -105,7 +105,7 @@ _HOMES = {
     "split": "headway.capture.annotations",
     "stage": "headway.capture.annotations",
     "train": "headway.api.training",
-    "verify": "headway.api.equivalence",
+    "verify": "headway.api.verification",
 }
 
 __all__ = [

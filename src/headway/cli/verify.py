@@ -12,8 +12,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.api.equivalence import EquivalenceResult, verdict_data
-from headway.api.equivalence import verify as verify_recipe
+from headway.api.verification import EquivalenceResult, verdict_data
+from headway.api.verification import verify as verify_recipe
 from headway.cli.terminal.console import say, say_json
 from headway.errors import UsageError
 from headway.units import format_seconds

@@ -1,4 +1,5 @@
 """The communication calls of one rank in one training step: kind, mesh axis, bytes, count.
+
 The planner predicts these lists, the dry run and the recorder observe them, and the two are
 compared. `CommunicatingStage` holds what of a model decides which calls its rank makes.
 """

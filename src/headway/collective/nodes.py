@@ -1,4 +1,5 @@
 """Which ranks share a node, and the bytes that go from rank to rank and node to node.
+
 `Nodes` is the only source of hierarchy: inside a node links are fast, between nodes they are
 slow, and no code derives that from arithmetic on rank numbers (Shi et al. 2021, section 3.2).
 `Traffic` is the matrix of bytes by (sender, receiver) that programs and exchange methods

@@ -1,4 +1,5 @@
 """The network between ranks: link graphs, published machines, shared capacities and routes.
+
 `LinkGraph` describes point-to-point links that do not share anything: `rates[i][j]` is what
 rank i can send to rank j while every other link is busy too. It is the input of tree packing,
 and `dgx1v` and `dgx1p` give it for NVIDIA's DGX-1 (unit: one NVLink in one direction).

@@ -1,4 +1,5 @@
 """Fit the cost model's numbers to measured steps, with the uncertainty that remains.
+
 Two things are fitted together, by damped Gauss-Newton (Levenberg-Marquardt, Marquardt 1963) on
 the logarithm of time with a soft-L1 loss (Barron 2019, alpha = 1): few physical numbers of the
 machine, each held by a prior (a datasheet, or experience) as firmly as that is known; and by

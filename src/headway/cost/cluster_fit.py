@@ -1,4 +1,5 @@
 """From microbenchmark times to a cluster description: devices, kernel rates, host, link levels.
+
 Each number keeps when and with what it was measured, and by how much its formula misses the
 times it was fitted to. Peaks are the shortest of repeated times, everything else is what a step
 usually takes.

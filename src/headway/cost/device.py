@@ -1,4 +1,5 @@
 """One device as numbers: what a matrix product, a streaming kernel and a row of launches cost.
+
 Kernels take time on the device; the host takes time to issue them. Whichever is slower decides,
 and where both take about as long they hinder each other. Every function takes numbers or
 arrays. Sources: roofline (Williams et al. 2009); floors of eager execution as in the

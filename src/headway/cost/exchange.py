@@ -1,4 +1,5 @@
 """The price of a plan's exchange: step seconds, exposed seconds, bytes on the wire, the limit.
+
 A thin layer: it turns the plan's exchange into an `ExchangeScheme` and asks
 `headway.collective.model.exchange_scheme`. `headway.simulator.exchange` lays its step out as a
 timeline.

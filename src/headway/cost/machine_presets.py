@@ -1,4 +1,5 @@
 """Devices and clusters as machines of the cost model: datasheets, assumptions, fitted numbers.
+
 Every number says where it comes from: a datasheet, "assumed", "fitted", a measurement, or the
 cluster's file. An assumed one is a share of the datasheet's, taken from the A100 that was
 fitted; your own machines should be measured instead (`headway cluster`).

@@ -1,4 +1,5 @@
 """Peak memory of a training step: by Megatron's formulas, and from a captured graph.
+
 Formulas, for transformers: weights, gradients and Adam's state by ZeRO stage, activations by
 what is recomputed and how many micro-batches are in flight (Korthikanti et al. 2022, section 4;
 Narayanan et al. 2021; Rajbhandari et al. 2020; embedding and logits as in Megatron-LM's own

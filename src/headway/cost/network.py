@@ -1,4 +1,5 @@
 """The time of collectives on a hierarchy of links, for many groups at once.
+
 Ranks of a node are numbered consecutively. A group is a size and a stride: the tensor axis has
 stride 1, the data axis the tensor degree, and so on. A level joins units of the level below
 (ranks in a node, nodes in a cluster); groups that leave a unit side by side share its link. A

@@ -1,4 +1,5 @@
 """Analytic models of pipeline schedules: Chimera's performance model, its choice, formulas.
+
 Chimera (Li and Hoefler, SC 2021, section 3.4), the time of a step from counts on the critical
 path:
 

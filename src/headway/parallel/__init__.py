@@ -1,4 +1,5 @@
 """Model parallelism that runs the user's own model: pipelines, split layers, split samples.
+
 This package exports the pipeline for users without a recipe: cut a model into stages, then let
 `Pipeline` run any schedule table. `tensor` splits layers, `spatial` splits samples, and `fsdp`
 shards parameters, gradients and optimiser state.

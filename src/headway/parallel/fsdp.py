@@ -1,4 +1,5 @@
 """FSDP2: sharding a model's state, and stages whose blocks the user passed to `fully_shard`.
+
 `ShardedState` makes every parameter a DTensor of which a rank keeps some rows. FSDP2 gathers a
 group of modules before their forward and backward, and reduces gradients to where they are
 kept. The ZeRO stages differ in how long a group stays gathered and in how often gradients are

@@ -1,4 +1,5 @@
 """Finds plans: from a model's graph and a cluster to the Pareto front of parallelisation plans.
+
 Rooms, from the bottom: `pareto` (the multi-objective solver), `estimate` (what a step of a
     candidate costs),
 `search` (which candidates are opened), `traffic` (the collectives that a plan issues), `explain`

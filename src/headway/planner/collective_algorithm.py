@@ -1,4 +1,5 @@
 """Chooses the algorithm of a collective for a network: all of them, simulated side by side.
+
 Each kind of program is made for the network (a ring in the best order, packed trees, nodes of the
 cluster) in several chunk sizes, checked, simulated, and measured against the bound. The choice
 depends on the arguments alone, so that ranks with the same numbers choose the same.

@@ -1,4 +1,5 @@
 """Pipeline schedules as CSV files: headway's dialect, torch's dialect, and how two tables differ.
+
 One row per rank, cells like d0.s2.F.5. Header entries in comment lines say what the cells do
 not; their keys are the attributes of `PipelineSchedule`, and what has its default is left out:
 

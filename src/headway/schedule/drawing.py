@@ -1,4 +1,5 @@
 """Schedules as pictures: text with one line per rank, and timelines for the report.
+
 Small tables are drawn as the papers draw them (figures 3 and 8 of Chimera, Li and Hoefler, SC
 2021): a digit is the forward of that micro-batch, a letter its backward. Others get cells of
 fixed width with kind and number. Equal columns on all lines are the same moment. A timeline has

@@ -1,4 +1,5 @@
 """From a table of compute to one that a runtime can execute: messages and gradient all-reduces.
+
 SEND stands right after what produces the message, RECV right before its consumer, POST some
 actions earlier. Compute keeps its order, so that without latency and overhead the lowered table
 takes as long as the table. For transports without tags the SENDs and POSTs between two ranks

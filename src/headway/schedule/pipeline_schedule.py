@@ -1,4 +1,5 @@
 """A pipeline schedule: which rank does what in which order, as one immutable table.
+
 An `Action` is one cell: what a rank does with one micro-batch at one stage. It is a small value
 with a text form, `d0.s2.F.5` (pipe d0, stage 2, forward of micro-batch 5), so that tables can
 be written, read, compared and named in messages. The same `PipelineSchedule` is checked, timed,

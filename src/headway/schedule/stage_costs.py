@@ -1,4 +1,5 @@
 """What the actions of a schedule cost: seconds of compute, messages and all-reduces; memory.
+
 Units are the caller's (seconds, or slots). The default is the convention of the literature:
 forward 1, input gradient 1, weight gradient 1, so that a whole backward is 2 (3 with
 recomputation).

@@ -1,4 +1,5 @@
 """What a table costs: time, bubble, memory, messages, and its critical path.
+
 Memory follows from the order of each rank alone: the activations of a micro-batch are held from
 the start of its forward to the end of its backward (of W, where the backward is split), so the
 peak does not depend on durations. A stage that recomputes holds `costs.kept` of a micro-batch

@@ -1,4 +1,5 @@
 """When every action of a table starts and ends: list execution of each rank's fixed order.
+
 An action starts when its rank has finished what stands before it and its inputs have arrived;
 nothing is reordered. Messages of one ordered pair of ranks follow each other on their link,
 all-reduces of one rank follow each other on its communication lane, in the order in which they

@@ -1,4 +1,5 @@
 """Which micro-batches each weight update of a stage is made of, in schedules without a flush.
+
 The STEPs of a stage cut its gradients into groups. Copies of a stage make their steps together,
 so the k-th group is that of all of them.
 """

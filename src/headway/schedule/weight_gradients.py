@@ -1,4 +1,5 @@
 """Fill the bubbles of any schedule with weight gradients: every backward becomes I and W.
+
 Nobody waits for a weight gradient (W) before the end of the step, so it can run where its rank
 would idle; until then it holds the activations of its micro-batch. F and I of a rank keep their
 order, memory stays within a bound, and the step never becomes longer. The split is that of Qi

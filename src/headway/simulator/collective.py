@@ -1,4 +1,5 @@
 """A collective program simulated on a network: its time, and the load of every link.
+
 Each rank performs its steps in order. A message begins when both its ends have begun, messages
 of one pair of ranks follow each other on their connection, and connections share links max-min
 fairly. The time is never below what the busiest link carries over its rate.

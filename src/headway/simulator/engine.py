@@ -1,4 +1,5 @@
 """Discrete-event engine: tasks on streams, and flows that share wires max-min fairly.
+
 A task starts when what it waits for is done and its streams are free; a stream does one thing
 at a time, first ready first served, ties in the order of addition. A task of several streams (a
 collective) takes all of them at once. On a shared stream flows run side by side and divide its

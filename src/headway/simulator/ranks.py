@@ -1,4 +1,5 @@
 """The ranks of a simulated step: grid, network, faults, and which of them behave alike.
+
 Ranks are numbered by axes with strides, node by node. A message is priced on the innermost
 level that joins its two ends, a collective by the hierarchical network for its whole group.
 Copies of a pipeline, and positions on the tensor axis, are one class exactly if all their ranks

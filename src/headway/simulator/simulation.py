@@ -1,4 +1,5 @@
 """Simulate a training step: seconds, who waited for what, memory, and the critical chain.
+
 On every rank busy, bubble and exposed communication add up to the step. A wait is *exposed
 communication* for as long as what the rank waited for was a message or a collective in flight
 (queueing and latency included), and *bubble* before that: then some other rank was still

@@ -1,4 +1,5 @@
 """A training step as a task graph: schedule, messages, all-reduces and gathers on rank streams.
+
 Each simulated rank has one compute stream, one stream for the collectives of each level of
 links, and one for its messages to each other rank, or one shared stream for all that it sends
 over a level. The table is followed cell by cell; cells are split where gradients leave or

@@ -1,4 +1,5 @@
 """What-if sentences for hardware and faults: "link node-node 100 Gbit/s", "rank 3 slow 2x".
+
 A sentence changes exactly the numbers that it names; what is not understood is refused with the
 legal names.
 """

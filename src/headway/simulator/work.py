@@ -1,4 +1,5 @@
 """The input of the step simulator: stages, their schedule, and how gradients are summed.
+
 Seconds of stages are those of a healthy device; links and faults are priced when the step is
 built.
 """

@@ -1,4 +1,5 @@
 """The all-reduce algorithm of an exchange as plan data, and its program for each bucket size.
+
 `Exchange.collective` names the algorithm (ring, direct, halving-doubling, parameter servers,
 trees); `AllReduceOptions` adds what a topology contributes: chunk size, the order of a ring,
 packed trees. Together they determine the program of every size, so that all ranks build the

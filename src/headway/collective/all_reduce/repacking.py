@@ -1,4 +1,5 @@
 """Links measured during training: when to probe, which drifted, which program to use now.
+
 Probing: pairs of ranks send to each other in rounds, one partner at a time, so that every link
 is alone with its message. It may cost a small share of the time, or what was lost because
 exchanges take longer than they did; the decision depends on numbers that all ranks share.

@@ -1,4 +1,5 @@
 """Hierarchical programs: sums inside a node first, so that little crosses between nodes.
+
 Each byte crosses a node's interface once per node and not once per rank (Shi et al. 2021,
 section 3.2). Nodes come from the cluster's description and may have different numbers of ranks.
 """

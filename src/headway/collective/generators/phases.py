@@ -1,4 +1,5 @@
 """Reduce-scatter and all-gather phases among a subset of ranks, the parts of most programs.
+
 A phase works in place on one area of the buffers of its ranks. Before a reduce-scatter each
 rank holds its own numbers, after it member k holds the sums of part k; an all-gather is the way
 back. A phase ends with every message waited for, so that phases can follow each other in any

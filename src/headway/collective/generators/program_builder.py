@@ -1,4 +1,5 @@
 """Builds the steps of all ranks of a collective program; empty messages are left out.
+
 Generators therefore need no special cases for parts of no elements: such a message becomes a
 step on neither end.
 """

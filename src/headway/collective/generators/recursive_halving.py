@@ -1,4 +1,5 @@
 """Recursive halving and doubling: the fewest rounds that still send each byte only twice.
+
 log2(n) rounds halve what a rank is responsible for, log2(n) more double what it knows (Thakur,
 Rabenseifner and Gropp 2005, section 4.4). Where the number of ranks is not a power of two, rank
 p + i hands everything to rank i before and gets its result after, with p the largest power of

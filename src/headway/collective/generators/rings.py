@@ -1,4 +1,5 @@
 """Ring programs, and the order in which a ring visits the ranks of a link graph.
+
 2 (n - 1) rounds for an all-reduce, in which each rank sends 2 (n - 1) / n of the buffer
 (Patarasuk and Yuan 2009, optimal where every rank has one link). Broadcast and reduce run along
 a chain. `ring_order` finds the Hamiltonian cycle whose slowest link is fastest.

@@ -1,4 +1,5 @@
 """Programs of weighted trees, each pipelined in chunks; parameter servers are stars.
+
 The buffer is split by the weights of the trees. In an all-reduce chunk i goes up to the root
 while chunk i - 1 comes down (Blink: Wang et al. 2020, section 4). Where the trees come from
 does not matter here: packings, stars of parameter servers, chains, two-level trees of nodes;

@@ -1,4 +1,5 @@
 """What the exchange of one bucket costs: bytes from rank to rank, and time on the link.
+
 `bucket_traffic` follows what `headway.comm` sends: Gloo's ring for all-reduces and gathers over
 all ranks, direct messages inside and across nodes, vector halving and distance doubling for
 Adasum (Maleki et al. 2021), the levels of HiTopKComm (Shi et al. 2021), and the steps of a

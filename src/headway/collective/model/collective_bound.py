@@ -1,4 +1,5 @@
 """A lower bound on the time of a collective on a network, whatever the program.
+
 For each set of ranks something must leave it: as much of its sums as the others need, or of
 what only it has. For an all-reduce of D bytes 2 (p - 1) D must cross between the parts of any
 partition into p parts (Tutte and Nash-Williams 1961; for n ranks with one port each this is the

@@ -1,4 +1,5 @@
 """Gradient fusion into buckets, and large buckets split into chunks.
+
 Fewer collectives pay less latency but start later. MG-WFBP's question (Shi, Chu and Li, INFOCOM
 2019) is where to cut the gradients, in the order in which backward produces them, so that the
 last bucket arrives soonest in the a + b n model; it is answered exactly, by dynamic

@@ -1,4 +1,5 @@
 """The time of a collective on a link, `a + b * bytes`, fitted to measured times.
+
 Hockney's alpha-beta model, as MG-WFBP uses it for fusion (Shi et al. 2019). One fit stands for
 one collective over one group of ranks: a holds everything that does not depend on the size, b
 the rate of the slowest link on the path times the number of times that a byte crosses it.

@@ -1,4 +1,5 @@
 """How much of the exchange hides behind compute: one step simulated, and closed-form bounds.
+
 The link is one machine: loads leave in a fixed order, each occupies the link for b * bytes, its
 sum arrives the latency later, and at most `credit` loads are in flight. Credit 1 is the a + b n
 model of MG-WFBP; more credit hides latency. A load is never interrupted. Each forward pass

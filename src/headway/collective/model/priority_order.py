@@ -1,4 +1,5 @@
 """The send order of the priority exchange: fixed before the step, the same on all ranks.
+
 A load that arrives too late delays the next forward pass by its lateness, and the largest
 lateness is the whole wait of the step. The best order is therefore that of one machine with
 heads and tails: most urgent first, where urgency is the first *use* in the forward pass. That

@@ -1,4 +1,5 @@
 """The chunk size of a pipelined program, found by probing: MIAD.
+
 Multiplicative increase while throughput grows, then additive decrease to the steady point
 (Blink, Wang et al. 2020, section 4): small chunks pay their latency each, large ones fill the
 pipeline slowly. The next probe is a pure function of the throughputs so far, so that ranks

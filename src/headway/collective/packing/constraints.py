@@ -1,4 +1,5 @@
 """The cut and partition constraints that bound a tree packing, and how violated ones are found.
+
 A packing of rate r exists exactly if every set of ranks without the root is entered by r
 (broadcast; Edmonds 1973), or every partition into p parts is crossed by r (p - 1) (all-reduce;
 Tutte 1961, Nash-Williams 1961). Both read: the edges of each constraint carry r * demand or

@@ -1,4 +1,5 @@
 """From a link graph to a tree packing: the highest rate first, then few trees that reach it.
+
 Broadcasts and reductions use directed trees. An all-reduce runs up and down the same tree,
 loads both directions of each of its links, and is packed without directions (specification of
 Blink's TreeGen: Wang et al. 2020, section 3; all-reduce: own derivation from Nash-Williams

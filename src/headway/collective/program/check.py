@@ -1,4 +1,5 @@
 """Verify a collective program: correct on every transport, free of deadlocks and races.
+
 The messages are followed symbolically: every run of elements in a buffer is known as the sum of
 which ranks' contributions it is. A program without problems ends on every rank with the right
 sum of each element whatever the timing, never waits forever and never reads what is still

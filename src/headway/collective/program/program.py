@@ -1,4 +1,5 @@
 """A collective as data: what it must do, and for each rank the steps that do it.
+
 `CollectiveTask` says which elements every rank begins with and which it must end with; its
 buffers are those of torch.distributed. `CollectiveProgram` holds for each rank a tuple of
 `Recv`, `Send`, `Wait`, `Combine` and `Copy`, for exact numbers of elements; the index of a step

@@ -1,4 +1,4 @@
-"""What of a gradient is sent: one small class per compressor, made from the plan's text.
+"""What of a gradient is sent: one class per compressor, made from the plan's `Compression`.
 
 Every class is an `ExchangeMethod` over fused buckets. `headway.collective.compression` has the
 facts of each and the bytes that it hands to torch.distributed; tests hold them equal.

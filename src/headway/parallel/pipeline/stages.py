@@ -1,4 +1,5 @@
 """Stages of a model: inputs, outputs, the call of the model, and the values in between.
+
 The stages share the model's own parameter and buffer objects, under the names that these have
 in the whole model. Run one after the other, they compute what the model computes.
 

@@ -1,4 +1,5 @@
 """Spatial parallelism: each rank holds a part of every sample; the model is the user's own.
+
 Begin with `spatial_tensor`. `halo_exchange` moves boxes between ranks; the other files are the
 rules for functions of torch, listed in `operator_table`.
 """

@@ -1,4 +1,5 @@
 """Convolutions of spatially split tensors, plain and transposed, in one to three dimensions.
+
 The part of an activation that backward needs is the part that the rank owns anyway, and its
 halos: the padded buffer is laid out anew. In backward the halos of the input's gradient travel
 while the weight's gradient is computed; gradients of weights are sums over this rank's outputs.

@@ -1,4 +1,5 @@
 """Halo exchange: boxes of a tensor that lies in parts on several ranks, fetched and returned.
+
 A fetch goes one dimension after the other, so that corners come through a neighbour. A rank
 keeps what it received as thin pieces; the box is laid out once, padding included. A
 redistribution (`BoxRedistribution`) changes all dimensions in one exchange, from slabs of all

@@ -1,4 +1,5 @@
 """Interpolation of spatially split tensors; also dropout and linear layers.
+
 Where an output of an interpolation comes from is asked of torch itself: it interpolates the
 numbers 0, 1, 2, ... along one dimension. A dropout mask is drawn for the whole tensor on every
 rank and cut, so that an element meets the same number however the tensor is split.

@@ -1,4 +1,5 @@
 """SpatialTensor: a rank's part of an activation, on which torch's functions work as on the whole.
+
 Torch asks such an object what a function does (`__torch_function__`), and `operator_table`
 answers; a function without a rule raises. An autograd function of the user's computes on the part
 alone, and its gradient would be lost: that is noticed (`severed`). It is a dataclass and a node of

@@ -1,4 +1,5 @@
 """Permute, reshape, slice, join and pad spatially split tensors.
+
 A split dimension may move and stay whole beside others; it is never cut or merged. `flatten`
 and `view` that would do so leave the split first: the layers behind them want the whole sample.
 """

@@ -1,4 +1,5 @@
 """Tensor parallelism in 1, 2, 2.5 and 3 dimensions; the user's model unchanged.
+
 Begin with `split_model`. This folder has the process grid, the split tensor and the parallel
 layers; `rules` say what each function of torch does with split tensors; `model` finds out how a
 model can be split, and splits it. Imports go from `model` to `rules` to this folder only.

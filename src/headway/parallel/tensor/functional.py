@@ -1,4 +1,5 @@
 """Parallel layers on a process grid: linear (1-D, 2-D, 2.5-D, 3-D), norm, embedding, loss.
+
 Cuboid (3-D) linear: Y = X W^T + b, X cut by rows over (i, a) and by columns over c, the weight by
 outputs over (a, i) and by inputs over c. Gather X over a, gather W over i, multiply, and
 reduce-scatter the rows of the result over c. Y is cut by rows over (i, c), by columns over a:

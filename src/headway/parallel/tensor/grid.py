@@ -1,4 +1,5 @@
 """The process grid of split layers, and differentiable collectives over its axes.
+
 One process group per axis; every element received is counted. Sums on CPUs are an all-to-all
 and a sum in the order of ranks: Gloo's own reduce-scatter is an all-reduce, which moves twice
 as much. A dry grid moves nothing and returns tensors of the right shapes; inferring how a model

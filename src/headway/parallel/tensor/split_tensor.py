@@ -1,4 +1,5 @@
 """SplitTensor: this rank's part of a tensor, in the place of the whole one in the user's code.
+
 Every function of torch goes to a rule (`parallel.split_dispatch`). A rule either computes what the
 whole tensors would give, or raises `RuleRefused`; the context decides what becomes of a refusal:
 an error while training, a finding while the split is inferred. A function without a rule raises

@@ -1,4 +1,5 @@
 """Parallel degrees of a plan: tensor, data, pipeline, micro-batches, ZeRO, recomputation.
+
 `combinations` lists those that the search opens. The factors of memory per byte of parameters that
 depend on the degrees alone (weights, gradients and optimiser state under ZeRO) are here too.
 """

@@ -1,4 +1,5 @@
 """Gradients and tied parameters of a model, and how much of their exchange backward hides.
+
 `ModelParameters` says once for all combinations of degrees what the graph says of parameters: the
 order in which their gradients appear, and which of them several units share. A parameter counts
 once on a device, however many operators use it.

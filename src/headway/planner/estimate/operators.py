@@ -1,4 +1,5 @@
 r"""The choices of every operator on one axis of a mesh, and what each of them costs.
+
 A choice is a legal rule of `graph.rules`. Its cost is a vector (`PARTS`) that adds up over
 operators and re-layouts, for one micro-batch of `samples` samples. Data parallelism, ZeRO, the
 schedule and the number of micro-batches come later, so one table of choices serves all of those.

@@ -1,4 +1,5 @@
 """The model as a row of units, and the dynamic programme that cuts it into stages.
+
 A unit is a run of operators that no stage border divides; units end where one tensor crosses.
 Intervals of units with the same sequence of kinds form one class and have the same costs. Where
 stages begin may be forced by the user, and is barred where no plan could name the border.

@@ -1,4 +1,5 @@
 """Pipeline schedules as the search times them, for any number of micro-batches.
+
 A schedule's table is made once for its sizes and played for many cuts of a model by
 `schedule.timing.FixedOrder`; the seconds are those of `schedule.timing` for the lowered table,
 all-reduces included.

@@ -1,4 +1,5 @@
 """Seconds and bytes of a step for one combination of degrees: exchange, table, update, memory.
+
 `Pricing` turns the costs of intervals into rows of a table, and prices a whole cut with its
 schedule, gradient exchange and optimiser update. A row is never above what the cut made of it is
 priced at, so bounds made of rows hold.

@@ -1,4 +1,5 @@
 """What every interval of a model's units costs, each distinct block solved once.
+
 For each structure of unit, each placement of what enters and leaves it, and each of J prices (of
 bytes in seconds) the Pareto solver finds the cheapest strategy, including re-layouts. An interval
 is the cheapest way through its

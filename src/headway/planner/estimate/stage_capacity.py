@@ -1,4 +1,5 @@
 """How many units of each kind a stage has room for within a memory and a time.
+
 A stage with c units of one kind takes at least c times the least seconds of such a unit, and holds
 at least c times its least bytes. If the room of all stages together is less than the units that
 there are, no plan is possible, and none needs to be cut.

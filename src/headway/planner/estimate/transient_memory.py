@@ -1,4 +1,5 @@
 """What a stage holds for a moment, above its state and all that its micro-batches keep.
+
 While a micro-batch passes an operator, forward or backward, activations and gradients are alive
 that nobody keeps; what later operators keep is not there yet, or not any more. With k_i kept by the
 units up to operator i and t_i alive beside it, an interval needs max_i (k_i + t_i) for a

@@ -1,4 +1,5 @@
 """A plan beside others: its figures, its decisions, the nearest plans, and what tells them apart.
+
 Two plans whose degrees read alike may differ in cuts, recomputation, placements or what is split.
 They get the same label only if nothing tells them apart; what all of them have in common is not
 said.

@@ -1,4 +1,5 @@
 """What other hardware would change: faster links, more memory, more compute, cheaper launches.
+
 One change at a time, with the seconds of the plan itself and the search's choice on it.
 """
 

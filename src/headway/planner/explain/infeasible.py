@@ -1,4 +1,5 @@
 """Why no plan fits, the least memory that would do, and the smallest changes that help.
+
 The least memory is exact to a byte: combinations are excluded by lower bounds of what they need,
     and those that the
 bounds leave are opened. Their number is bounded, never the time, so the same request gets the same

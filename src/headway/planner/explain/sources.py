@@ -1,4 +1,5 @@
 """Where each number of a plan comes from: a measurement, a preset, or a formula with its paper.
+
 Every figure that a plan shows has a formula here, and every formula names the numbers of the
 machine that go into it, each with its own source.
 """

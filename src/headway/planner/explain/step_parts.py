@@ -1,4 +1,5 @@
 """The parts of a step's time and of the fullest stage's memory.
+
 The parts of a step are the terms of the candidate's price and add up to its seconds, those of a
 stage to its bytes.
 """

@@ -1,4 +1,5 @@
 """The plan that `headway train --plan auto` takes: the fastest one that the executor can run.
+
 The search is the ordinary one over fewer combinations: those that the executor can run and the
     recipe leaves open.
 """

@@ -1,4 +1,5 @@
 """A plan, or a point of the search, as a step for the simulator.
+
 Seconds and bytes are those of the search's tables: of every unit both passes, the saved activations
 and the parameters. The seconds of a stage add up to those that the search prices it with.
 """

@@ -1,4 +1,5 @@
 """A practitioner's questions, answered with the lemma and its numbers.
+
 An answer is there only where its facts are, and every number in its text is in its `numbers`.
 Sources: Zou et al. 2017 (minibatch, devices, servers), Das et al. 2016 (samples, groups, windows).
 """

@@ -1,4 +1,5 @@
 """Das et al. 2016: compute against communication per layer, and the windows of its exchange.
+
 Volumes are bytes that one node moves in an iteration. G groups of N / G nodes: the model is split
 inside a group, the data across groups; G = 1 is model parallelism, G = N data parallelism.
 `layers_of` reads the convolutions and linear layers of a captured model.

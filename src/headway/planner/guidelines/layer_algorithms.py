@@ -1,4 +1,5 @@
 """Which algorithm each layer takes, and how large the minibatch is, under a bound on work space.
+
 The choice is optimal: a row of the Pareto front of (work space, time). If every layer has its own
     work space, they
 add up (Zou: sum_k sum_l x_kl M_kl <= M_bound). If layers share a pool, because they run one after

@@ -1,4 +1,5 @@
 """Advice for a model on a cluster: the lemmas' facts, and how its layers are best split.
+
 Every fact is a formula on the graph, priced by the cost model. The lemmas suppose data parallelism.
 A *node* is
 what the outermost level in use joins: a machine, or a device where one machine has them all. What

@@ -1,4 +1,5 @@
 """How many devices and parameter servers pay off: two lemmas (Zou et al. 2017).
+
 Source: "Distributed Training Large-Scale Deep Architectures", Lemma 1 and Lemma 2, and the
 memory bound of its section on the minibatch. T_C is the compute time of an iteration on one
 device, T_O the time that does not shrink with their number, R_O = T_O / T_C, alpha the

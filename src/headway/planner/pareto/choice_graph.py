@@ -1,4 +1,5 @@
 """The graph of choices, its costs as tables, and the order in which its nodes are eliminated.
+
 A strategy gives one choice to every node of a `ChoiceGraph`; its cost is the sum of the costs of
 its nodes and edges, objective by objective. Costs are not negative; infinity forbids a choice or a
 pair.

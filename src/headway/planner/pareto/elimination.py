@@ -1,4 +1,5 @@
 """Elimination on fronts, with the lower bounds and known strategies that prune it.
+
 Three things stand here because each needs the one before it:
 
 * Least weighted costs. For each of J weightings of the objectives one sweep finds the least cost of

@@ -1,4 +1,5 @@
 """Pareto fronts, and batches of them: what no other vector equals or beats in every objective.
+
 A batch of R sets of cost vectors is one numpy array (d, R, n): d objectives, padded with infinity;
 a vector with an infinite cost is forbidden. A reduced front is in lexicographic order, and of equal
 vectors the first one stays.

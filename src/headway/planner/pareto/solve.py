@@ -1,4 +1,5 @@
 """Solves a graph of choices for its Pareto front, exactly or within a proven factor.
+
 The result holds, for every strategy within the caps, one that costs at most `factor` times as much
 in every objective; with `exact` it is the Pareto front itself. Three passes over one elimination
 order: least weighted costs, which find the lower hull and bound every partial strategy; a quick

@@ -1,4 +1,5 @@
 """List scheduling of a pipeline's table, and local search on its critical path.
+
 List scheduling: an idle rank starts the most urgent action that is there and fits into the memory
     bound; urgency is
 a number that the caller gives to every cell. Micro-batches of a stage stay in ascending order.

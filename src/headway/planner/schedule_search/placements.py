@@ -1,4 +1,5 @@
 """Placements of stages over ranks for a schedule search, and the costs of stages cut to fit.
+
 All placements hold the same model. One copy of the weights: D stages straight over the ranks; 2D
 halves as a V (ZB-V) or in a loop (interleaved); 4D quarters as a W, two Vs in a row. Two copies: D
 stages in both directions (Chimera), or 2D halves as two opposite Vs. The finer the cut, the more

@@ -1,4 +1,5 @@
 """A pipeline table under a memory bound for given costs, and a lower bound that no table beats.
+
 The tables of the literature come first, as they are and with their bubbles filled with weight
 gradients; then list scheduling with random rules and with the times of the best tables plus noise;
 then local search on the best ones. The result is a legal table within the bound, never longer than

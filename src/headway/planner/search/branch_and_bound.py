@@ -1,4 +1,5 @@
 """Best-first branch and bound over combinations of degrees, to the Pareto front of plans.
+
 Combinations are opened in the order of their lower bounds: of compute alone at first, of their own
 tables then. One whose bounds a known point beats is never opened. The same request gives the same
 points in the same order, and `gap` is proven by the bounds of all that was left closed. Planning by

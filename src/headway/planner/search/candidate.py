@@ -1,4 +1,5 @@
 """One combination of degrees: its lower bounds, its stages and cuts, and its best plans.
+
 A cut is the best one by Alpa's sum of stages; its price is what the schedule's table takes with
 these stages, their messages and sums. Without a pipeline the exchange behind the last backward
 counts as far as nothing hides it.

@@ -1,4 +1,5 @@
 """Which devices of several types stand where on the mesh of a plan.
+
 Devices stand in an order of their types, tensor groups inside of one type. They are laid out stage
 by stage (pipelines across types) or copy by copy (data parallelism across types); where a type ends
 in the middle of a stage or of a copy, both are mixed. Order by memory and nested data parallelism

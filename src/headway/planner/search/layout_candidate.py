@@ -1,4 +1,5 @@
 """A combination on devices of several types: what its stages cost, and its best cut.
+
 Every stage is as slow as its slowest copy: copies take micro-batches of different sizes, priced on
 the tables of the type that they stand on. Of all strategies of a stage the one counts that is best
 for its slowest copy; with a tensor axis only strategies go together that hold as many bytes of

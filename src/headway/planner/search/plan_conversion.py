@@ -1,4 +1,5 @@
 """Points of the search as plans for the executor, and plans as points of the search.
+
 `to_plan` makes the `Plan` of a point, `missing` says what the executor lacks for it. `point_of`
 prices a plan that somebody has decided already with the search's own cost model; a plan that
 `to_plan` has made becomes its point again.

@@ -1,4 +1,5 @@
 """A plan of the search's result: its stages, and what a step of it costs.
+
 The parts of a step add up to its seconds, with the pipeline's bubble as the rest.
 """
 

@@ -1,4 +1,5 @@
 """The request of a search: model, devices, batch, objective, limits, and forced modules.
+
 A request is for devices of one type, or for groups of devices of several. Modules may be forced
 to a strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022); what is forced
 is checked against the model before anything is searched: every pattern must mean modules with

@@ -1,4 +1,5 @@
 """The collectives by which a point of the search is priced, for each of its stages.
+
 Every collective of the operators, of the re-layouts between them, of the gradients, and every
 message between stages, with the bytes that `Network` is given.
 """

@@ -1,4 +1,5 @@
 """What headway's executor sends for a plan, operation by operation, on one rank in one step.
+
 Buckets are those of the plan, payloads those of `collective.compression`, messages and sums those
 of the lowered table: nothing is decided here. Counts and bytes are those recorded when the executor
 runs, after the first step, which also agrees on layouts.

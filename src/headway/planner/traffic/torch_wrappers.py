@@ -1,4 +1,5 @@
 """What torch's own wrappers send in one step: DistributedDataParallel and `fully_shard`.
+
 Follows the documentation and behaviour of torch 2.11 to 2.14; stages of ZeRO as in Rajbhandari et
 al. 2020.
 """

@@ -1,4 +1,5 @@
 """How unequal devices share one task graph: Whale's Algorithm 1, and the optimum by water filling.
+
 Device i has DF_i FLOP/s and room for DM_i bytes; with load L_i it takes L_i TG_flop / DF_i seconds
 and fixed_i + L_i scaled_i bytes. Loads add up to 1, and none exceeds a device's memory. Source: Jia
 et al. 2022 (Whale), eq. 1 and Algorithm 1; water filling, L_i = min(cap_i, lambda DF_i), is

@@ -1,4 +1,5 @@
 """Chimera: pipes in both directions over the same ranks, one filling the bubbles of another.
+
 The table is closed formulas: the slot of an action depends on its pipe, stage and place in its
 unit, and the order of a rank is the order of the slots; no rank has two actions in one slot (a
 pair of forwards counts as one). Source: Li and Hoefler, SC 2021: figure 3 (basic unit), figure

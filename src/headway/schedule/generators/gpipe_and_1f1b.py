@@ -1,4 +1,5 @@
 """One stage per rank and whole backwards: GPipe, 1F1B, GEMS, PipeDream and PipeDream-2BW.
+
 D ranks, N micro-batches; formulas of Table 2 of Li and Hoefler 2021 (Chimera). GPipe (Huang et
 al. 2019), 1F1B (DAPPLE, Fan et al. 2021) and GEMS (Jain et al. 2020) flush the pipeline before
 the update.

@@ -1,4 +1,5 @@
 """Several stages per rank in a loop, stage s on rank s mod D: interleaved 1F1B, LoopedBFS.
+
 Interleaved 1F1B walks through the stages with groups of micro-batches (depth first), LoopedBFS
 with all of them (breadth first). D ranks, N micro-batches, v stages per rank. Sources:
 Narayanan et al. 2021 (Megatron-LM, section 2.2.2); Lamy-Poirier 2023 (Breadth-First Pipeline

@@ -1,4 +1,5 @@
 """All schedules by the names that users write, with their traits; `make_schedule` makes them.
+
 Every generator is in `SCHEDULES` once per variant. Who must know something of a schedule before
 there is a table asks its traits here and compares no names.
 """

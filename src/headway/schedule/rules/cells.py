@@ -1,4 +1,5 @@
 """Rules about single cells: legal, on the right rank, present exactly once, after their inputs.
+
 `index_cells` reads a table once, and all other rules look up what it found. A cell that breaks
 a rule here is not looked at by later rules, so that one mistake is reported once.
 """

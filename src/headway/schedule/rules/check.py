@@ -1,4 +1,5 @@
 """Check a table: it can be executed and makes, sums and applies every gradient exactly once.
+
 All problems are collected, cell by cell, by the rules beside this module; nothing here knows
 which generator made the table. The declared bound on live activations counts for every forward
 the share of a rank's model (ranks / stages) until B, or W where the backward is split.

@@ -1,4 +1,5 @@
 """Rules about messages and deadlocks.
+
 One SEND, POST and RECV for each result that goes to another rank: SEND after its producer, then
 POST, RECV and the consumer in that order. Where the transport has no tags, the k-th message
 that a rank sends on a lane (pipe, direction) is the k-th that its peer posts.

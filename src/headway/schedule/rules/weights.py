@@ -1,4 +1,5 @@
 """Rules about weights: every gradient is summed and applied once, with legal weight versions.
+
 After the last gradient of a stage on a rank come SYNC, WAIT (where copies are summed) and STEP;
 without a flush this repeats, and the STEPs cut the gradients into groups. All copies of a stage
 take the same steps.

@@ -1,4 +1,5 @@
 """Summing a stage's gradients over the ranks that hold it: all-reduce and reduce-scatter.
+
 Every stage has process groups of its own, so that ranks that hold different stages may start
 their sums in any order. A parameter that several stages use is summed once, over the holders of
 all of them, when the last of its stages on this rank is. A flag per parameter travels along:

@@ -1,4 +1,5 @@
 """ZeRO for pipeline stages: parameters sharded between steps, gathered within a step.
+
 A parameter's rows are dealt out as FSDP2 does it (`torch.chunk`). Between steps the model and
 the optimiser hold shards (DTensors); in a step the stages' own parameters have their memory
 back, and SYNC reduces gradients into the shards. A parameter that is not gathered has no memory

@@ -1,4 +1,5 @@
 """Cutting a model into stages: evenly, at named modules, or along a given chain of modules.
+
 `cut` traces the model with the coarsest leaves that still leave enough places to cut at.
 `cut_module_chain` is for models that torch.fx cannot trace: the user lists the modules of each
 stage, and each module is called with what the one before it returned. The model itself is not

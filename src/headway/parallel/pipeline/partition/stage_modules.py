@@ -1,4 +1,5 @@
 """Cut points of a traced model, and the module of each stage between them.
+
 A unit begins with a call that uses parameters and reaches to the next such call, so that a
 non-linearity stays with the layer before it. Stages are runs of consecutive units, chosen by
 name or by weight (`balanced_partition`, dynamic programming). Execution order, random draws

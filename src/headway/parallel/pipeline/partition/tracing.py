@@ -1,4 +1,5 @@
 """The model's forward as a graph of calls, traced with torch.fx and example values.
+
 Modules chosen as leaves are one call each, whatever happens inside them. Around them the tracer
 knows an example of every value: a branch (`if x.shape[1] > self.window`) is taken as for the
 example and stays in the graph as a check, so that another micro-batch can have other sizes but

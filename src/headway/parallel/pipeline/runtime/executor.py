@@ -1,4 +1,5 @@
 """The pipeline executor: runs one rank's part of any schedule table.
+
 What the table says is all that happens; no schedule is known by name. `RankActions` binds the
 rank's actions to calls once, and a step is one pass over them. Every message has a tag of its
 own, a receive is posted where the table says POST, and a sent buffer is released as soon as the

@@ -1,4 +1,5 @@
 """Point-to-point messages between two stages: activations forward, gradients back.
+
 `LocalStageLink` joins two stages of one rank, `RemoteStageLink` is one end of a link between
 two ranks. Every micro-batch and direction of an edge has a tag of its own, so that neither end
 depends on order.

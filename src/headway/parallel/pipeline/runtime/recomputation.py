@@ -1,4 +1,5 @@
 """Activation checkpointing of a stage, block by block.
+
 A block is a call of one of the model's modules by its stage; where a cut looks into a chain,
 as many calls as follow each other. From forward to backward a block keeps its arguments alone;
 the first of its saved tensors that backward asks for recomputes them all, from the same

@@ -1,4 +1,5 @@
 """Forward and backward of one stage, with the backward whole or in two halves.
+
 Values that enter a stage are detached from whatever made them and their gradients are caught
 there, so that a stage may do with its inputs what it likes, in place included. Nothing of a
 micro-batch is kept longer than needed: of the outputs only their place in the graph, and

@@ -1,4 +1,5 @@
 """Measuring what each stage costs on this machine: time, activations and messages.
+
 The executor itself is the stop-watch: all stages run on one rank, and each forward, input
 gradient and weight gradient is an action of its own. Gradients, buffers and random numbers are
 left as they were.

@@ -1,4 +1,5 @@
 """Weight stashing: several versions of a stage's weights, for schedules without a flush.
+
 After Narayanan et al. 2019 (PipeDream): a backward uses the weights of its forward. The live
 parameters are always the newest version. One that is still needed when the optimiser steps
 keeps the old memory, and the live parameters get new memory before the step: no version exists

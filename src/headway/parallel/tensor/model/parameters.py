@@ -1,4 +1,5 @@
 """Parameters of split layers: DTensor placements, and modules that hand out their parts.
+
 Parameters are held as DTensors on the grid's mesh. A part that the grid cuts can be cut once
 more, by rows, over ranks that hold the same part (ZeRO on split layers): the mesh then has
 dimensions behind the grid's, and its order is the order of cutting, so that torch's placements

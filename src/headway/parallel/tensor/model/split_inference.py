@@ -1,4 +1,5 @@
 """Inferring how a model can be split by running it on a dry grid; no class is known by name.
+
 A copy of the model runs on tensors without data. A parameter is undecided until a function
 takes it; then the layer's weight is cut as its input's layout wants it. What a cut activation
 meets afterwards shows whether that was right: a reshape into heads, an activation function, a

@@ -1,4 +1,5 @@
 """Dropout on split tensors: the mask is drawn for the whole tensor and each rank takes its part.
+
 Ranks that split a layer have the same random numbers, so the result is that of the serial run;
 a mask drawn for the part alone would differ between grids.
 """

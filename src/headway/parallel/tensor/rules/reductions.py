@@ -1,4 +1,5 @@
 """Rules for sums, means, variances, extrema and softmax of split tensors.
+
 Over a cut dimension the parts are reduced over the ranks that cut it.
 """
 

@@ -1,4 +1,5 @@
 """Rules for reshape, permute, indexing and joining of split tensors.
+
 A cut dimension is a run of `outer x parts x inner` elements; a reshape keeps it cut where the
 new dimensions have a border in front of the parts. What would need elements of other ranks is
 refused.
