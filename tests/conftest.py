@@ -64,8 +64,9 @@ def pytest_report_header() -> str:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """The limit of a test, stretched on a slow or busy machine before pytest-timeout reads it."""
     marker = item.get_closest_marker("timeout")
-    limit = marker.args[0] if marker else float(item.config.getini("timeout"))
-    item.add_marker(pytest.mark.timeout(patient(limit)), append=False)
+    limit = marker.args[0] if marker else item.config.getini("timeout")
+    if limit:  # "" where a pytest runs without this project's settings
+        item.add_marker(pytest.mark.timeout(patient(float(limit))), append=False)
     return (yield)
 
 

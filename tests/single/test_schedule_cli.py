@@ -324,7 +324,7 @@ def test_cells_that_cannot_be_read_are_a_document_error(run):
 # -- the documentation ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/pipelines.md"])
+@pytest.mark.parametrize("page", ["docs/examples.md", "docs/pipelines.md"])
 def test_the_pages_show_every_digit_that_is_printed(run, page):
     text = (ROOT / page).read_text()
     block = r"^\$ headway schedule ((?:show|compare|search|choose) [^>\n]*)\n"
