@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from headway.cost.calibration import StepTable
 from headway.cost.device import Array
 from headway.cost.memory import memory_of_transformer
 from headway.cost.transformer import Transformer, TransformerSplit
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from support.calibration import StepTable
 
 NAMES = {
     "GPUs": r"gpu|device|world",

@@ -14,21 +14,14 @@ plans (`recomputing_of`), never by their times, and both are printed.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-from headway.cost.calibration import (
-    NUMBERS,
-    Calibration,
-    CalibrationOptions,
-    StepTable,
-    calibrate,
-    prediction_intervals,
-)
 from headway.cost.device import Array
-from headway.cost.machine_presets import PRIORS, assumed_machine
+from headway.cost.machine_presets import NUMBERS, assumed_machine
 from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from prediction_rows import (
     ORDER,
@@ -41,6 +34,16 @@ from prediction_rows import (
     recomputing,
     unheld,
     worst,
+)
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from support.calibration import (
+    PRIORS,
+    Calibration,
+    CalibrationOptions,
+    StepTable,
+    calibrate,
+    prediction_intervals,
 )
 
 MOST = 72

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.calibration import (
-    NUMBERS,
+from headway.cost.machine_presets import FITTED, NUMBERS, assumed_machine, fitted_machine
+from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
+from headway.errors import PlanError
+from support.calibration import (
+    PRIORS,
     CalibrationOptions,
     CalibrationProblem,
     Prior,
@@ -20,9 +23,6 @@ from headway.cost.calibration import (
     minimise_least_squares,
     prediction_intervals,
 )
-from headway.cost.machine_presets import FITTED, PRIORS, assumed_machine, fitted_machine
-from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
-from headway.errors import PlanError
 
 VTRAIN = Path(__file__).parents[3] / "shared" / "data" / "vtrain" / "single_node.csv"
 FEW = tuple(p for p in PRIORS if p.name in ("efficiency", "dispatch", "link_rate", "memory_rate"))

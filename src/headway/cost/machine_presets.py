@@ -7,7 +7,7 @@ fitted; your own machines should be measured instead (`headway cluster`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from headway.cluster.cluster import Cluster
 from headway.cluster.datasheets import DATASHEET_ALIASES, DATASHEETS
 from headway.cluster.device import Device
 from headway.cluster.presets import UPLINKS, preset_levels
-from headway.cost.calibration import DEVICE, NUMBERS, Prior
 from headway.cost.device import DeviceModel
 from headway.cost.network import HierarchicalNetwork, link_level, network_of
 from headway.cost.transformer import Machine
@@ -29,22 +28,53 @@ an A100; assumed, 0.03 either way."""
 STREAM_EFFICIENCY = 0.73
 """Of the datasheet's memory rate that kernels reach; assumed."""
 
-PRIORS = (
-    Prior("efficiency", 0.03),
-    Prior("depth", 0.5),
-    Prior("memory_rate", 0.1),
-    Prior("kernel", 0.4),
-    Prior("dispatch", 0.3),
-    Prior("skew", 0.7),
-    Prior("sharpness", 0.4),
-    Prior("update", 0.3),
-    Prior("link_rate", 0.1),
-    Prior("link_latency", 0.6),
-    Prior("message_rate", 0.3),
-    Prior("message_latency", 0.5),
-    Prior("whole_head", 0.5),
+Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
+"""How a number is read from a machine, and written."""
+DEVICE = (
+    "efficiency",
+    "depth",
+    "memory_rate",
+    "kernel",
+    "dispatch",
+    "skew",
+    "sharpness",
+    "update",
 )
-"""How well the numbers of an assumed machine are known."""
+
+
+def _device(name: str) -> Access:
+    def write(machine: Machine, value: float) -> Machine:
+        fields: dict[str, Any] = {name: value}
+        return replace(machine, device=replace(machine.device, **fields))
+
+    return lambda machine: float(getattr(machine.device, name)), write
+
+
+def _link(part: str, name: str) -> Access:
+    def read(machine: Machine) -> float:
+        return float(getattr(getattr(machine.network.levels[0], part), name))
+
+    def write(machine: Machine, value: float) -> Machine:
+        inner, *outer = machine.network.levels
+        link = replace(getattr(inner, part), **{name: value})
+        levels = (replace(inner, **{part: link}), *outer)
+        return replace(machine, network=replace(machine.network, levels=levels))
+
+    return read, write
+
+
+NUMBERS: Mapping[str, Access] = {
+    **{name: _device(name) for name in DEVICE},
+    "link_rate": _link("link", "rate"),
+    "link_latency": _link("link", "latency"),
+    "message_rate": _link("message", "rate"),
+    "message_latency": _link("message", "latency"),
+    "whole_head": (
+        lambda machine: machine.whole_head,
+        lambda machine, value: replace(machine, whole_head=value),
+    ),
+}
+"""What can be fitted to measured steps: how it is read from a machine, and written."""
 
 FITTED: Mapping[str, Mapping[str, float]] = {
     "a100-80gb": {
@@ -63,7 +93,7 @@ FITTED: Mapping[str, Mapping[str, float]] = {
         "whole_head": 0.3311,
     }
 }
-"""What `calibrate` found, see benchmarks/2026-11-prediction.md."""
+"""See benchmarks/2026-11-prediction.md; fitted by `calibrate` of tests/support/calibration.py."""
 FITTED_SOURCE = "fitted 2026-11-22 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
 
 

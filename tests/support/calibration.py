@@ -11,13 +11,14 @@ by the formula alone. The same rows give the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cost.device import Array
+from headway.cost.machine_presets import NUMBERS
 from headway.cost.transformer import (
     Machine,
     Transformer,
@@ -166,53 +167,24 @@ class Prior:
     spread: float
 
 
-Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
-"""How a number is read from a machine, and written."""
-DEVICE = (
-    "efficiency",
-    "depth",
-    "memory_rate",
-    "kernel",
-    "dispatch",
-    "skew",
-    "sharpness",
-    "update",
+PRIORS = (
+    Prior("efficiency", 0.03),
+    Prior("depth", 0.5),
+    Prior("memory_rate", 0.1),
+    Prior("kernel", 0.4),
+    Prior("dispatch", 0.3),
+    Prior("skew", 0.7),
+    Prior("sharpness", 0.4),
+    Prior("update", 0.3),
+    Prior("link_rate", 0.1),
+    Prior("link_latency", 0.6),
+    Prior("message_rate", 0.3),
+    Prior("message_latency", 0.5),
+    Prior("whole_head", 0.5),
 )
+"""How well the numbers of an assumed machine are known."""
 
 
-def _device(name: str) -> Access:
-    def write(machine: Machine, value: float) -> Machine:
-        fields: dict[str, Any] = {name: value}
-        return replace(machine, device=replace(machine.device, **fields))
-
-    return lambda machine: float(getattr(machine.device, name)), write
-
-
-def _link(part: str, name: str) -> Access:
-    def read(machine: Machine) -> float:
-        return float(getattr(getattr(machine.network.levels[0], part), name))
-
-    def write(machine: Machine, value: float) -> Machine:
-        inner, *outer = machine.network.levels
-        link = replace(getattr(inner, part), **{name: value})
-        levels = (replace(inner, **{part: link}), *outer)
-        return replace(machine, network=replace(machine.network, levels=levels))
-
-    return read, write
-
-
-NUMBERS: Mapping[str, Access] = {
-    **{name: _device(name) for name in DEVICE},
-    "link_rate": _link("link", "rate"),
-    "link_latency": _link("link", "latency"),
-    "message_rate": _link("message", "rate"),
-    "message_latency": _link("message", "latency"),
-    "whole_head": (
-        lambda machine: machine.whole_head,
-        lambda machine, value: replace(machine, whole_head=value),
-    ),
-}
-"""What can be fitted: how it is read from a machine, and written."""
 BOUNDS: Mapping[str, tuple[float, float]] = {"efficiency": (0.01, 1.0), "sharpness": (1.0, 100.0)}
 """A fit does not leave these; all numbers are positive besides."""
 
