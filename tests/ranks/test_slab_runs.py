@@ -78,7 +78,7 @@ SIDE, LIMIT = 160, 12 * 2**20
 
 
 class Pools(nn.Module):
-    """Pools before it convolves: oneDNN pads one channel of a whole part to 8 or 16, by processor."""
+    """Pools before it convolves: oneDNN pads one channel of a whole part to 8 or 16, by CPU."""
 
     def __init__(self):
         super().__init__()
