@@ -17,7 +17,7 @@ import torch
 from headway.capture import capture
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.graph.repeated_blocks import find_repeated_blocks
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 SIZES = {12: (768, 12, 1024), 48: (1536, 24, 1024), 96: (12288, 96, 2048)}
 """Width, heads and window; 96 layers are GPT-3 175B."""

@@ -23,9 +23,7 @@ import numpy as np
 import torch
 
 from cosmoflow_ridge import NAMES, PENALTY, WIDTH, figures
-from headway.workloads.cosmoflow.data import RotatedUniverses, Universes
-from headway.workloads.cosmoflow.matter_field import PeriodicBox, matter
-from headway.workloads.cosmoflow.recipe import recipe
+from headway.workloads.cosmoflow import PeriodicBox, RotatedUniverses, Universes, matter, recipe
 from learning import train
 
 JUDGED, FIRST = 400, 1 << 32

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from headway.workloads.cosmoflow.matter_field import PeriodicBox, matter
+from headway.workloads.cosmoflow import PeriodicBox, matter
 
 BOXES, WIDTH, FOLDS, PENALTY = 360, 32, 5, 1.0
 NAMES = ("Omega_m", "sigma_8", "n_s", "h")

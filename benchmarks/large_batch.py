@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from headway.optim import LAMB, LARS, ParallelOperator, WarmUp, linear, parallel_norms, square_root
 from headway.optim.layerwise import norms
 from headway.optim.parallel_operator import Division
-from headway.workloads.transformer.data import text_file
+from headway.workloads.transformer import text_file
 from pairs import torchrun
 
 CONTEXT, SAMPLES, REFERENCE, LARGE = 12, 98_304, 32, 1024

@@ -32,7 +32,7 @@ from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 from headway.units import parse_rate
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.big_models import ResNet50, ids, meta

@@ -27,7 +27,7 @@ from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import find_plans
 from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes, format_seconds
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from headway.run.recipe.recipe import Recipe, criterion
-from headway.workloads.transformer.recipe import recipe as transformer_recipe
+from headway.workloads.transformer import recipe as transformer_recipe
 
 STEPS = 40
 NAMES = ("mlp", "transformer", "cnn", "unet", "dlrm")

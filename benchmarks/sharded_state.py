@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import headway
 from headway.plans import data_parallel
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 BATCH, WINDOW, VOCABULARY = 16, 64, 256
 CONFIG = TransformerConfig(vocabulary=VOCABULARY, window=WINDOW, width=256, layers=6, heads=4)

@@ -29,7 +29,7 @@ from headway.planner.search.request import PlanRequest
 from headway.simulator.ranks import StepFaults
 from headway.simulator.simulation import simulate_training_step
 from headway.units import format_bytes, format_seconds
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 GPT = {"175b": (96, 12288, 96), "1t": (128, 25600, 160)}
 """Layers, width and heads (Narayanan et al. 2021, table 1)."""

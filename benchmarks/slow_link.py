@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import emulated
 import headway
-from headway.workloads.transformer.data import text_file
+from headway.workloads.transformer import text_file
 from language_model import VOCABULARY, WINDOW, LanguageModel, loss
 
 OWN: dict[str, dict[str, Any]] = {

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headway.workloads.unet3d.data import CLASSES, Patches, prepared
-from headway.workloads.unet3d.recipe import recipe
+from headway.workloads.unet3d import CLASSES, Patches, prepared, recipe
 from learning import train
 
 WIDTH, BINS = 32, 32

@@ -12,7 +12,7 @@ from torch import nn
 from headway.parallel import cut
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.pipelines import (
     assert_equal,
     draws_before,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from headway.plans import LayerSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.workloads.cosmoflow.model import CosmoFlow, CosmoFlowConfig
-from headway.workloads.resnet.model import ResNet, ResNetConfig
+from headway.workloads.cosmoflow import CosmoFlow, CosmoFlowConfig
+from headway.workloads.resnet import ResNet, ResNetConfig
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
 from support.split_recipes import Estimator, Volumes, adamw, estimating

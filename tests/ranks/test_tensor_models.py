@@ -21,7 +21,7 @@ from headway.parallel.tensor import (
     split_model,
 )
 from headway.plans.tensor_layout import TensorGrid
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support import split_models as models
 from support.ranks import run_ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.workloads.cosmoflow.data import Universes, write
+from headway.workloads.cosmoflow import Universes, write
 from support.commands import events, headway_here
 
 COSMOFLOW = ("arguments.width=16", "arguments.samples=9", "batch=4")

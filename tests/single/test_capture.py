@@ -18,7 +18,7 @@ from headway.graph.model_graph import Work, read_graph
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.graph.repeated_blocks import find_repeated_blocks
 from headway.graph.stage_boundaries import cut_points
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support import tiny_models
 from support.big_models import (
     OVERFEAT_FAST,

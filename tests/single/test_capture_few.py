@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.capture import block_stacks, capture, model_capture
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, UNet, ids, meta
 
 BLOCKS = 9

@@ -17,7 +17,7 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.graph.stage_boundaries import input_independent_tensors
 from headway.planner.pareto.choice_graph import ChoiceGraph, order_eliminations
 from headway.planner.pareto.solve import solve
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import Encoder, ResNet50, ids, meta
 
 EASY = {"edge", "merge", "contract", "node", "last"}

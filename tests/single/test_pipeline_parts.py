@@ -30,7 +30,7 @@ from headway.parallel.pipeline.stages import flatten, is_payload
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import completed_sends, lower, matching_action
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
-from headway.workloads.transformer.model import TransformerBlock, TransformerConfig, rotation
+from headway.workloads.transformer import TransformerBlock, TransformerConfig, rotation
 from support.pipelines import chain, points, run_serially
 from support.tiny_models import cross_entropy
 

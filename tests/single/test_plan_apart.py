@@ -74,7 +74,7 @@ def test_cuts_tell_apart_what_degrees_do_not(engine, alike):
 
 def test_what_the_tensor_axis_splits_tells_apart():
     """Whole weights where there is room, split ones where there is not."""
-    graph, samples, batch = recipe_graph("headway.workloads.resnet.recipe:recipe")
+    graph, samples, batch = recipe_graph("headway.workloads.resnet:recipe")
     work = PlanningWorkload(graph=graph, samples=samples)
     engine = PlanSearch(PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch))
     degrees = Degrees(tensor=8, data=1, pipeline=1, microbatch=16, microbatches=2)

@@ -22,7 +22,7 @@ from headway.planner.explain.infeasible import (
 )
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.request import PlanRequest
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
 
 MACHINE = machine_of(of_preset("dgx-a100", nodes=2))

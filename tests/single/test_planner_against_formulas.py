@@ -17,7 +17,7 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
 
 MACHINE = replace(fitted_machine("a100"), whole_head=1.0)

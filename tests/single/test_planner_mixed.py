@@ -23,7 +23,7 @@ from headway.planner.search.plan_conversion import missing_in_executor, sample_s
 from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
 from headway.plans import explain
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
 
 NETWORK = machine_of(of_preset("p3.16xlarge", nodes=1)).network

@@ -14,7 +14,7 @@ from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.request import PlanRequest
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
 
 

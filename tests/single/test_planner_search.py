@@ -20,7 +20,7 @@ from headway.planner.estimate.partition import make_units, unit_of_module
 from headway.planner.explain.alternatives import operator_choices
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.request import PlanRequest
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ResNet50, ids, meta
 
 MACHINE = machine_of(of_preset("dgx-a100", nodes=1))

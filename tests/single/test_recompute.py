@@ -15,7 +15,7 @@ from headway.errors import RunError
 from headway.parallel import Pipeline, PipelineCallbacks, PipelineRanks, cut
 from headway.parallel.pipeline.runtime import recomputation
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
+from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.pipelines import assert_equal, chain, numbers_of, points, run_serially, sentences
 from support.tiny_models import CLASSES, FEATURES, WORDS, cross_entropy
 

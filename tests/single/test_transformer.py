@@ -11,20 +11,24 @@ import torch
 
 from headway.errors import RecipeError
 from headway.run.recipe.recipe import Recipe
-from headway.workloads.transformer import data, model, recipe
-from headway.workloads.transformer.model import TransformerConfig, TransformerLM
-from headway.workloads.transformer.recipe import PROMPT
+from headway.workloads import transformer
+from headway.workloads.transformer import PROMPT, TransformerConfig, TransformerLM
 
 DEMO_PARAMETERS = 644_224
 SMALL = TransformerConfig(window=16, width=32, layers=2, heads=4)
+
+
+def parameter_count(model):
+    """Number of trained numbers; a tied weight counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Folder with both flat files of this interpreter's standard library."""
     folder = tmp_path_factory.mktemp("texts")
-    for split in data.SPLITS:
-        data.text_file(split, directory=folder)
+    for split in ("train", "validation"):
+        transformer.text_file(split, directory=folder)
     return folder
 
 
@@ -73,8 +77,8 @@ def test_order_of_the_earlier_tokens_matters():
 def test_scores_depend_on_the_distance_of_two_positions_alone():
     torch.manual_seed(0)
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    turn = model.rotation(12, 8, like=query)
-    queries, keys = (model.rotate(x.expand(1, 1, 12, 8), turn)[0, 0] for x in (query, key))
+    turn = transformer.rotation(12, 8, like=query)
+    queries, keys = (transformer.rotate(x.expand(1, 1, 12, 8), turn)[0, 0] for x in (query, key))
     scores = queries @ keys.T
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
     assert scores[0].std() > 0.01
@@ -102,7 +106,7 @@ def test_parameter_count(config, count):
     width, layers = config.width, config.layers
     block = 12 * width**2 + 13 * width  # four + eight squares; biases 4 + 5; two norms 4
     embeddings = (config.vocabulary * (1 if config.tied else 2) + config.window) * width
-    assert model.parameter_count(TransformerLM(config)) == count
+    assert parameter_count(TransformerLM(config)) == count
     assert count == layers * block + embeddings + 2 * width
 
 
@@ -118,7 +122,7 @@ def test_initial_weights_shrink_with_depth_only_where_they_write_to_the_stream()
 
 def test_the_untrained_model_knows_nothing():
     logits = small_model()(tokens(batch=64))
-    loss = recipe.next_byte_loss(logits, tokens(batch=64, seed=2))
+    loss = transformer.next_byte_loss(logits, tokens(batch=64, seed=2))
     assert loss.item() == pytest.approx(math.log(256), abs=0.05)
 
 
@@ -148,11 +152,11 @@ def test_generate_follows_its_seed_alone():
     lm = small_model().train()
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = model.generate(lm, b"import ", 40, 1.0, seed=3)
+    first = transformer.generate(lm, b"import ", 40, 1.0, seed=3)
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(2)
-    assert model.generate(lm, b"import ", 40, 1.0, seed=3) == first
-    assert model.generate(lm, b"import ", 40, 1.0, seed=4) != first
+    assert transformer.generate(lm, b"import ", 40, 1.0, seed=3) == first
+    assert transformer.generate(lm, b"import ", 40, 1.0, seed=4) != first
     assert first.startswith(b"import ")
     assert len(first) == 47
     assert lm.training
@@ -160,13 +164,13 @@ def test_generate_follows_its_seed_alone():
 
 def test_generate_at_temperature_zero_takes_the_likeliest_byte():
     lm = small_model().eval()
-    text = model.generate(lm, b"abc", 1, 0.0)
+    text = transformer.generate(lm, b"abc", 1, 0.0)
     assert text[-1] == lm(torch.tensor([[97, 98, 99]]))[0, -1].argmax().item()
 
 
 def test_generate_needs_a_prompt():
     with pytest.raises(ValueError, match="prompt"):
-        model.generate(small_model(), b"", 1)
+        transformer.generate(small_model(), b"", 1)
 
 
 # ---- recipe --------------------------------------------------------------------------------------
@@ -182,17 +186,17 @@ def small_recipe(texts, **changes):
         "steps": 20,
         "warmup": 4,
     }
-    return recipe.recipe(**(sizes | {"learning_rate": 3e-3, "directory": texts} | changes))
+    return transformer.recipe(**(sizes | {"learning_rate": 3e-3, "directory": texts} | changes))
 
 
 def test_demo_is_a_recipe_for_two_processes():
-    demo = recipe.demo()
+    demo = transformer.demo()
     assert isinstance(demo, Recipe)
     assert demo.batch % 2 == 0
     assert demo.validate_every
     assert demo.checkpoint_every
     assert demo.clip == 1.0
-    assert model.parameter_count(demo.model()) == DEMO_PARAMETERS
+    assert parameter_count(demo.model()) == DEMO_PARAMETERS
 
 
 def test_steps_on_a_repeated_batch_lower_its_loss(texts):
@@ -219,12 +223,12 @@ def test_the_loss_is_the_mean_over_all_bytes():
     torch.manual_seed(0)
     logits, target = torch.randn(3, 5, 256, dtype=torch.float64), tokens(length=5)
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none")
-    torch.testing.assert_close(recipe.next_byte_loss(logits, target), each.mean())
+    torch.testing.assert_close(transformer.next_byte_loss(logits, target), each.mean())
 
 
 def test_validation_is_a_fair_part_of_the_validation_text(texts):
     job = small_recipe(texts, validation_samples=10)
-    everything = data.text_source("validation", 32, directory=texts)
+    everything = transformer.text_source("validation", 32, directory=texts)
     assert len(job.validation()) == 10
     last = everything.read([len(everything) * 9 // 10])[0]
     assert torch.equal(job.validation().read([9])[0], last)
@@ -232,7 +236,7 @@ def test_validation_is_a_fair_part_of_the_validation_text(texts):
 
 def test_only_matrices_decay():
     lm = small_model()
-    optimizer = recipe.adamw(lm, learning_rate=1e-3, weight_decay=0.1)
+    optimizer = transformer.adamw(lm, learning_rate=1e-3, weight_decay=0.1)
     decay = {
         id(parameter): group["weight_decay"]
         for group in optimizer.param_groups
@@ -245,8 +249,8 @@ def test_only_matrices_decay():
 
 def test_the_learning_rate_rises_linearly_and_falls_by_a_cosine_with_plain_state():
     def start():
-        optimizer = recipe.adamw(small_model(), learning_rate=1.0, weight_decay=0.1)
-        return optimizer, recipe.warmup_cosine(optimizer, warmup=4, steps=24)
+        optimizer = transformer.adamw(small_model(), learning_rate=1.0, weight_decay=0.1)
+        return optimizer, transformer.warmup_cosine(optimizer, warmup=4, steps=24)
 
     optimizer, scheduler = start()
     rates = []

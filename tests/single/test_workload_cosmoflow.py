@@ -14,10 +14,17 @@ from headway.data import SeededSource, SlabCut
 from headway.errors import DataError, MissingExtra, RecipeError
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.factory import load_recipe
-from headway.workloads.cosmoflow import data, matter_field, model
-from headway.workloads.cosmoflow.matter_field import Cosmology, PeriodicBox
-from headway.workloads.cosmoflow.model import CosmoFlow, lbann, mlperf, small
-from headway.workloads.cosmoflow.recipe import errors, recipe
+from headway.workloads import cosmoflow
+from headway.workloads.cosmoflow import (
+    CosmoFlow,
+    Cosmology,
+    PeriodicBox,
+    errors,
+    lbann,
+    mlperf,
+    recipe,
+    small,
+)
 
 UNIVERSE = Cosmology(omega_m=0.3, sigma_8=0.8, n_s=0.96, h=0.7)
 
@@ -106,10 +113,10 @@ def test_initial_weights_and_the_range_of_the_output():
 
 def test_fitted_weights_tell_samples_apart():
     """Each layer's results have mean 0 and deviation 1, where He's are nearly alike."""
-    x = data.Universes(24, 8).read(range(24))[0]
+    x = cosmoflow.Universes(24, 8).read(range(24))[0]
     torch.manual_seed(0)
     built = CosmoFlow(small(8, dropout=0.5))
-    model.fit(built, x)
+    cosmoflow.fit(built, x)
     assert built.training
     seen = []
     for layer in built.modules():
@@ -132,7 +139,7 @@ def test_which_initial_weights_a_recipe_takes(tmp_path):
     he = recipe(width=8, fitted=0).model()
     assert not torch.equal(made.head[0].weight, he.head[0].weight)
     assert not he.head[0].bias.any()
-    data.write(tmp_path / "train", data.Universes(1, 8))
+    cosmoflow.write(tmp_path / "train", cosmoflow.Universes(1, 8))
     for other in (recipe(width=8, directory=tmp_path), recipe(width=8, variant="lbann")):
         assert not other.model().head[0].bias.any()
     with torch.device("meta"):
@@ -147,7 +154,7 @@ def test_which_initial_weights_a_recipe_takes(tmp_path):
 def test_sizes_that_make_no_model(change):
     given = {"width": 32, "channels": 16, "most_channels": 64, "pooling": "max", "hidden": (8, 8)}
     with pytest.raises(ValueError, match=next(iter(change))):
-        model.CosmoFlowConfig(**(given | change))
+        cosmoflow.CosmoFlowConfig(**(given | change))
 
 
 def test_a_cube_of_another_width_is_an_error():
@@ -162,14 +169,14 @@ def test_the_linear_spectrum_is_that_of_colossus():
     """colossus 1.4.0, model eisenstein98, relspecies off."""
     k = np.array([0.01, 0.1, 1.0])
     expected = [21685.855164, 5442.075181, 63.441174]
-    assert matter_field.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-4)
+    assert cosmoflow.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-4)
     other = Cosmology(omega_m=0.25, sigma_8=0.95, n_s=0.9, h=0.65)
     expected = [65343.764703, 7890.323575, 66.335900]
-    assert matter_field.power(k, other) == pytest.approx(expected, rel=1e-4)
+    assert cosmoflow.power(k, other) == pytest.approx(expected, rel=1e-4)
 
 
 def test_growth_is_that_of_colossus():
-    found = [matter_field.growth(z, UNIVERSE) for z in (0, 0.5, 1.5, 3)]
+    found = [cosmoflow.growth(z, UNIVERSE) for z in (0, 0.5, 1.5, 3)]
     assert found == pytest.approx([1, 0.77318775, 0.50044805, 0.3188407], rel=2e-5)
 
 
@@ -182,7 +189,7 @@ def test_against_colossus_itself():
     )  # fmt: skip
     k = np.geomspace(1e-3, 10, 50)
     expected = theirs.matterPowerSpectrum(k, model="eisenstein98")
-    assert matter_field.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-3)
+    assert cosmoflow.power(k, UNIVERSE) == pytest.approx(expected, rel=1e-3)
 
 
 def test_sigma_8_is_what_was_asked_for():
@@ -190,7 +197,7 @@ def test_sigma_8_is_what_was_asked_for():
         k = np.exp(log_k)
         x = 8 * k
         window = 3 * (np.sin(x) - x * np.cos(x)) / x**3
-        return k**3 * matter_field.power(np.array([k]), UNIVERSE)[0] * window**2 / (2 * pi**2)
+        return k**3 * cosmoflow.power(np.array([k]), UNIVERSE)[0] * window**2 / (2 * pi**2)
 
     variance, _ = quad(each, np.log(1e-4), np.log(20), limit=500)
     assert variance**0.5 == pytest.approx(0.8, rel=1e-3)
@@ -199,13 +206,13 @@ def test_sigma_8_is_what_was_asked_for():
 def test_no_mass_is_lost():
     random = np.random.default_rng(0)
     places = random.uniform(-20, 40, (3, 9**3))  # far outside of the box, too
-    mass = matter_field.deposit(places, 9)
+    mass = cosmoflow.deposit(places, 9)
     assert mass.sum() == 9**3
     assert mass.min() >= 0
 
 
 def test_a_particle_is_shared_by_the_cells_around_it():
-    mass = matter_field.deposit(np.array([[3.25], [0.0], [3.5]]), 4)
+    mass = cosmoflow.deposit(np.array([[3.25], [0.0], [3.5]]), 4)
     found = {tuple(map(int, place)): mass[tuple(place)] for place in np.argwhere(mass)}
     assert found == {(3, 0, 3): 0.375, (3, 0, 0): 0.375, (0, 0, 3): 0.125, (0, 0, 0): 0.125}
 
@@ -217,8 +224,8 @@ def test_the_field_has_its_spectrum():
     edges = np.linspace(0.1, 1.4, 8)
     ratios, counts = np.zeros(7), np.zeros(7)
     for sample in range(8):
-        delta = box.linear(matter_field.white_noise(1, sample, 32), UNIVERSE)
-        ratio = np.abs(delta) ** 2 * 64**3 / 32**6 / matter_field.power(size, UNIVERSE)
+        delta = box.linear(cosmoflow.white_noise(1, sample, 32), UNIVERSE)
+        ratio = np.abs(delta) ** 2 * 64**3 / 32**6 / cosmoflow.power(size, UNIVERSE)
         for b in range(7):
             inside = (size >= edges[b]) & (size < edges[b + 1])
             ratios[b] += ratio[inside].sum()
@@ -229,7 +236,7 @@ def test_the_field_has_its_spectrum():
 
 def test_minus_the_divergence_of_the_displacement_is_the_density():
     box = PeriodicBox(16)
-    noise = matter_field.white_noise(0, 0, 16)
+    noise = cosmoflow.white_noise(0, 0, 16)
     delta = box.linear(noise, UNIVERSE)
     for k in box.waves():  # without the highest waves, which have no direction
         delta = np.where(np.abs(k) > 0.99 * pi / box.cell, 0, delta)
@@ -258,7 +265,7 @@ def test_a_sphere_collapses_faster_in_second_order():
 
 def test_later_universes_are_lumpier_and_hold_the_same_mass():
     for order in (1, 2):
-        cubes, parameters = matter_field.matter(0, 3, PeriodicBox(16), order=order)
+        cubes, parameters = cosmoflow.matter(0, 3, PeriodicBox(16), order=order)
         assert cubes.shape == (4, 16, 16, 16)
         assert cubes.sum(axis=(1, 2, 3), dtype=np.float64) == pytest.approx([16**3] * 4, rel=1e-6)
         deviations = cubes.std(axis=(1, 2, 3))
@@ -267,38 +274,38 @@ def test_later_universes_are_lumpier_and_hold_the_same_mass():
 
 
 def test_a_universe_follows_from_seed_and_number():
-    one = matter_field.matter(5, 7, PeriodicBox(8))
-    again = matter_field.matter(5, 7, PeriodicBox(8))
+    one = cosmoflow.matter(5, 7, PeriodicBox(8))
+    again = cosmoflow.matter(5, 7, PeriodicBox(8))
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
     for seed, sample in ((5, 8), (6, 7)):
-        other = matter_field.matter(seed, sample, PeriodicBox(8))
+        other = cosmoflow.matter(seed, sample, PeriodicBox(8))
         assert not np.array_equal(one[0], other[0])
         assert not np.array_equal(one[1], other[1])
 
 
 def test_parameters_fill_their_ranges():
-    drawn = np.stack([matter_field.unit_parameters(matter_field.draw(0, i)) for i in range(400)])
+    drawn = np.stack([cosmoflow.unit_parameters(cosmoflow.draw(0, i)) for i in range(400)])
     assert np.abs(drawn.mean(axis=0)).max() < 0.12
     assert drawn.std(axis=0) == pytest.approx([3**-0.5] * 4, rel=0.1)
     middle = Cosmology(omega_m=0.3, sigma_8=0.865, n_s=0.95, h=0.7)
-    assert matter_field.unit_parameters(middle) == pytest.approx([0] * 4, abs=1e-6)
+    assert cosmoflow.unit_parameters(middle) == pytest.approx([0] * 4, abs=1e-6)
 
 
 # ---- data ----------------------------------------------------------------------------------------
 
 
 def test_samples_are_logarithms():
-    universes = data.Universes(3, 8)
+    universes = cosmoflow.Universes(3, 8)
     cubes, targets = universes.read([2, 0])
-    cube, parameters = matter_field.matter(0, 2, PeriodicBox(8))
+    cube, parameters = cosmoflow.matter(0, 2, PeriodicBox(8))
     assert torch.equal(cubes[0], torch.log1p(torch.from_numpy(cube)))
     assert torch.equal(targets[0], torch.from_numpy(parameters))
 
 
 def test_turned_universes_are_the_same_ones_from_elsewhere():
     """Sorted numbers, the power at each |k|, and targets stay; the seed alone says how."""
-    universes = data.Universes(3, 8)
-    turned = data.source("train", width=8, count=3)
+    universes = cosmoflow.Universes(3, 8)
+    turned = cosmoflow.source("train", width=8, count=3)
     assert isinstance(turned, SeededSource)
     whole, targets = universes.read([2, 0])
     cubes, same = turned.read_seeded([2, 0], [2**64 - 1, 7])
@@ -320,9 +327,9 @@ def test_turned_universes_are_the_same_ones_from_elsewhere():
 
 def test_files_hold_what_was_made(tmp_path):
     pytest.importorskip("h5py")
-    universes = data.Universes(3, 8, first=10)
-    data.write(tmp_path / "train", universes)
-    files = data.source("train", width=8, count=0, directory=tmp_path)
+    universes = cosmoflow.Universes(3, 8, first=10)
+    cosmoflow.write(tmp_path / "train", universes)
+    files = cosmoflow.source("train", width=8, count=0, directory=tmp_path)
     assert len(files) == 3
     for a, b in zip(files.read([2, 0]), universes.read([2, 0]), strict=True):
         assert torch.equal(a, b)
@@ -337,12 +344,12 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     with pytest.raises(
         DataError, match=r"neither \*\.hdf5 nor \.npy or \.zarr of the names full, unitPar"
     ):
-        data.source("train", width=8, count=0, directory=tmp_path)
-    data.write(folder, data.Universes(1, 8))
+        cosmoflow.source("train", width=8, count=0, directory=tmp_path)
+    cosmoflow.write(folder, cosmoflow.Universes(1, 8))
     (folder / "v.hdf5").write_bytes(b"nothing")
     with h5py.File(folder / "w.hdf5", "w") as file:
         file["other"] = [1]
-    files = data.source("train", width=8, count=0, directory=tmp_path)
+    files = cosmoflow.source("train", width=8, count=0, directory=tmp_path)
     for sample, what in ((1, "not a sound HDF5 file"), (2, "no data set 'full'")):
         with pytest.raises(DataError, match=what):
             files.read([sample])
@@ -351,7 +358,7 @@ def test_files_that_are_missing_or_damaged(tmp_path):
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(MissingExtra) as caught:
-        data.write(tmp_path, data.Universes(1, 8))
+        cosmoflow.write(tmp_path, cosmoflow.Universes(1, 8))
     assert "headway[hdf5]" in caught.value.fix
 
 
@@ -380,7 +387,7 @@ def test_what_makes_no_recipe():
 
 def test_errors_are_those_of_the_model():
     built = CosmoFlow(small(8)).eval()
-    universes = data.Universes(3, 8)
+    universes = cosmoflow.Universes(3, 8)
     text = errors(lambda: universes, built)
     cubes, targets = universes.read(range(3))
     expected = (built(cubes) - targets).abs().mean(dim=0).tolist()

@@ -10,10 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.errors import DataError, RecipeError
 from headway.run.recipe.factory import load_recipe
-from headway.workloads.resnet import data
-from headway.workloads.resnet.data import Gratings
-from headway.workloads.resnet.model import RESNET18, RESNET50, SMALL, ResNet, ResNetConfig
-from headway.workloads.resnet.recipe import accuracy, recipe
+from headway.workloads.resnet import (
+    RESNET18,
+    RESNET50,
+    SMALL,
+    Gratings,
+    ResNet,
+    ResNetConfig,
+    accuracy,
+    digits,
+    recipe,
+)
 
 
 def without_numbers(config):
@@ -103,7 +110,7 @@ def test_a_grating_points_where_its_class_says():
 def test_digits(monkeypatch):
     for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
         monkeypatch.setenv(name, os.environ.get(name, "True"))  # scikit-learn's import sets them
-    train, validation = (data.digits(split) for split in ("train", "validation"))
+    train, validation = (digits(split) for split in ("train", "validation"))
     assert (len(train), len(validation)) == (1500, 297)
     images, classes = train.read([0, 1])
     assert images.shape == (2, 1, 8, 8)
@@ -114,7 +121,7 @@ def test_without_scikit_learn_it_is_named(monkeypatch):
     for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(DataError) as caught:
-        data.digits("train")
+        digits("train")
     assert "pip install scikit-learn" in caught.value.fix
 
 

@@ -12,15 +12,21 @@ from torch import nn
 from headway.data import SlabCut
 from headway.errors import DataError, RecipeError
 from headway.run.recipe.factory import load_recipe
-from headway.workloads.unet3d import data
-from headway.workloads.unet3d.data import Patches, Phantoms, classes_of, read_nifti, source, write
-from headway.workloads.unet3d.model import SMALL_WIDTHS, CicekUNet, MLPerfUNet
-from headway.workloads.unet3d.recipe import (
+from headway.workloads.unet3d import (
+    SMALL_WIDTHS,
+    CicekUNet,
+    MLPerfUNet,
+    Patches,
+    Phantoms,
+    classes_of,
     cross_entropy_and_dice,
     dice,
     dice_of_classes,
+    read_nifti,
     recipe,
     scores,
+    source,
+    write,
 )
 
 
@@ -276,7 +282,7 @@ def test_the_short_name_finds_the_recipe():
 def test_a_real_head_is_named_in_the_recipe(head):
     found = recipe(volumes=head, width=8)
     assert str(head) in found.name
-    assert isinstance(found.data(), data.Patches)
+    assert isinstance(found.data(), Patches)
 
 
 def test_a_perfect_model_has_a_dice_of_one():

@@ -32,7 +32,7 @@ PLAN = {
 }
 RECIPE = {
     "name": "transformer-bytes",
-    "reference": "headway.workloads.transformer.recipe:demo",
+    "reference": "headway.workloads.transformer:demo",
     "batch": "64 samples",
     "stop": "120 steps",
     "seed": "0",

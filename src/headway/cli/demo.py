@@ -14,7 +14,7 @@ from headway.cli.train import train
 from headway.cli.verify import verify
 from headway.run.distributed.launch_env import LaunchEnv
 
-RECIPE = "headway.workloads.transformer.recipe:demo"
+RECIPE = "headway.workloads.transformer:demo"
 
 
 def demo(

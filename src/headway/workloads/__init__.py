@@ -1,6 +1,5 @@
-"""Whole training jobs to start from: each has `model.py`, `data.py` and `recipe.py`.
+"""Whole training jobs to start from, one module each: `headway train resnet`.
 
-A workload is named by the user (`headway.workloads.transformer.recipe:demo`); nothing in the
-library imports one. Its model is single-device PyTorch and its data knows nothing about ranks: what
-splits them is the plan.
+Nothing in the library imports one. Its model is single-device PyTorch and its data knows nothing
+about ranks: what splits them is the plan.
 """

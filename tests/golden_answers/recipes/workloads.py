@@ -1,10 +1,10 @@
 """The bundled workloads in the sizes of the golden answers."""
 
 # --- imports to be adapted where the package moves (nothing else here knows its folders) ---
-from headway.workloads.cosmoflow.recipe import recipe as cosmoflow_recipe
-from headway.workloads.resnet.recipe import recipe as resnet_recipe
-from headway.workloads.transformer.recipe import recipe as transformer_recipe
-from headway.workloads.unet3d.recipe import recipe as unet3d_recipe
+from headway.workloads.cosmoflow import recipe as cosmoflow_recipe
+from headway.workloads.resnet import recipe as resnet_recipe
+from headway.workloads.transformer import recipe as transformer_recipe
+from headway.workloads.unet3d import recipe as unet3d_recipe
 
 # --- end ---
 

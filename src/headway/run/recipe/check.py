@@ -87,7 +87,8 @@ def workload_names() -> list[str]:
     if spec is None or spec.submodule_search_locations is None:
         return []
     places = [Path(place) for place in spec.submodule_search_locations]
-    return sorted({file.parent.name for place in places for file in place.glob("*/recipe.py")})
+    files = (file for place in places for file in place.glob("*.py"))
+    return sorted({file.stem for file in files if file.stem != "__init__"})
 
 
 def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
@@ -132,7 +133,7 @@ def _refuse_other_files(path: Path) -> None:
 def _workload(name: str) -> str:
     legal = workload_names()
     if name in legal:
-        return f"{WORKLOADS}.{name}.recipe:recipe"
+        return f"{WORKLOADS}.{name}:recipe"
     raise RecipeError(
         f"no recipe is called {name!r}{nearest(name, legal)}",
         why="A recipe is a path to a .toml file, module:function, or a bundled workload's name.",

@@ -1,4 +1,12 @@
-"""Heads as samples: synthetic phantoms, patches of a real head (NIfTI), or files.
+"""Segmentation of cortex, deep grey matter and cerebellum by 3-D U-Nets, in a size for CPUs.
+
+    headway train unet3d -n 2
+
+`--set arguments.variant=cicek` or `mlperf` gives the published models. `CicekUNet` is that of
+LBANN's applications (Cicek et al. 2016, "3D U-Net: Learning Dense Volumetric Segmentation from
+Sparse Annotation", with padding, so that sizes stay): batch normalisation, maxima on the way down.
+`MLPerfUNet` is that of MLPerf training: instance normalisation, strided convolutions on the way
+down; its loss is the mean of cross-entropy and 1 - Dice (Dice 1945). The figure is Dice per class.
 
 A sample is (two images [2, W, W, W] float32, of the whole head and of the brain alone; labels
 [W, W, W] int64: 0 none, 1 cortex, 2 deep grey matter, 3 cerebellum). It follows from the seed and
@@ -11,8 +19,7 @@ BSD licence; not part of headway):
     apt-get download mricron-data && dpkg -x mricron-data_*.deb mricron
     headway train unet3d --set arguments.volumes=mricron/
 
-`read_nifti` reads NIfTI-1 volumes, `.nii` or `.nii.gz`, with numpy alone: the header of nifti1.h
-(348 bytes, either byte order), then the voxels, the first dimension fastest.
+Names of shapes: N samples, C channels or classes, D H W depth, height, width.
 """
 
 from __future__ import annotations
@@ -20,19 +27,27 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Adam, Optimizer
 
 from headway.data.slabs.slab_source import SlabSource, slabs_in, write_sample
 from headway.data.source import Source
-from headway.errors import DataError
+from headway.errors import DataError, RecipeError
+from headway.optim.warmup import warmup_tenth_then_cosine
+from headway.run.recipe.recipe import Recipe, criterion
+
+# ruff: noqa: N803, N806 (shape suffixes)
 
 HEADER = 348
 TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
@@ -148,7 +163,6 @@ class Phantoms(_Heads):
         self.count, self.width, self.first, self.seed = count, width, first, seed
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
-        """See `_Heads.sample`."""
         random = _stream(self.seed, self.first + number)
         place = (np.indices((self.width,) * 3) + 0.5) * (2 / self.width) - 1
         place = place - random.uniform(-0.08, 0.08, (3, 1, 1, 1))
@@ -184,7 +198,6 @@ class Patches(_Heads):
 
     Args:
         folder: With `ch2.nii.gz`, `ch2bet.nii.gz` and `aal.nii.gz`, on one grid.
-        split: "train" or "validation".
 
     Raises:
         DataError: A file is missing or damaged, the grids differ, or a cube does not fit.
@@ -215,7 +228,6 @@ class Patches(_Heads):
         self._places = [places for places in present if len(places)]
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
-        """See `_Heads.sample`."""
         random = _stream(self.seed, self.kind + number)
         places = self._places[int(random.integers(len(self._places)))]
         middle = places[int(random.integers(len(places)))]
@@ -264,3 +276,244 @@ def source(
 
 def _stream(seed: int, sample: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, sample]))
+
+
+CICEK_WIDTH = 32
+MLPERF_WIDTHS = (32, 64, 128, 256, 320, 320)
+SMALL_WIDTHS = (8, 16, 32)
+
+Norm = Callable[[int], nn.Module]
+
+
+def _instance_norm(channels: int) -> nn.Module:
+    return nn.InstanceNorm3d(channels, affine=True)
+
+
+def _convolution(entering: int, leaving: int, norm: Norm, stride: int = 1) -> nn.Sequential:
+    """Convolution 3^3 without a bias, norm, ReLU."""
+    return nn.Sequential(
+        nn.Conv3d(entering, leaving, 3, stride=stride, padding=1, bias=False),
+        norm(leaving),
+        nn.ReLU(),
+    )
+
+
+def _pair(entering: int, middle: int, leaving: int, norm: Norm, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        _convolution(entering, middle, norm, stride), _convolution(middle, leaving, norm)
+    )
+
+
+class _UNet(nn.Module):
+    """The way down, and up again beside what was found on the way down.
+
+    Args:
+        down: From the finest level to the coarsest.
+        up: Doubles the width, from the coarsest level to the finest; one fewer than `down`.
+        mix: Behind each of `up`, over its result and the level's own.
+    """
+
+    def __init__(
+        self,
+        down: Sequence[nn.Module],
+        up: Sequence[nn.Module],
+        mix: Sequence[nn.Module],
+        last: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(down)
+        self.up = nn.ModuleList(up)
+        self.mix = nn.ModuleList(mix)
+        self.last = last
+
+    def forward(self, x_NCDHW: Tensor) -> Tensor:
+        """Scores of each class at each voxel; a softmax over dimension 1 makes them shares.
+
+        Args:
+            x_NCDHW: Volumes; each side is a multiple of 2^(levels - 1).
+
+        Returns:
+            scores_NCDHW: of the same width.
+
+        Raises:
+            ValueError: A side is no such multiple.
+        """
+        factor, sides = 2 ** len(self.up), tuple(x_NCDHW.shape[2:])
+        if any(side % factor for side in sides):
+            raise ValueError(f"sides of {sides} voxels; each must be a multiple of {factor}")
+        levels = []
+        x = x_NCDHW
+        for part in self.down:
+            x = part(x)
+            levels.append(x)
+        for up, mix, level in zip(self.up, self.mix, reversed(levels[:-1]), strict=True):
+            x = mix(torch.cat((up(x), level), dim=1))
+        scores_NCDHW: Tensor = self.last(x)
+        return scores_NCDHW
+
+
+class CicekUNet(_UNet):
+    """Four levels of (w, 2w), (2w, 4w), ... channels, batch normalisation.
+
+    With 32 channels, one channel in and three classes it has 19,070,560 parameters.
+    """
+
+    def __init__(
+        self, channels: int = 1, classes: int = 3, *, width: int = CICEK_WIDTH, levels: int = 4
+    ) -> None:
+        sizes = [width << level for level in range(levels + 1)]
+        entering = (channels, *sizes[1:-1])
+        norm: Norm = nn.BatchNorm3d
+        pairs = [
+            _pair(into, middle, leaving, norm)
+            for into, (middle, leaving) in zip(entering, pairwise(sizes), strict=True)
+        ]
+        down = [pairs[0], *(nn.Sequential(nn.MaxPool3d(2), pair) for pair in pairs[1:])]
+        rising = sizes[:1:-1]
+        super().__init__(
+            down,
+            [nn.ConvTranspose3d(size, size, 2, stride=2, bias=False) for size in rising],
+            [_pair(size + size // 2, size // 2, size // 2, norm) for size in rising],
+            nn.Conv3d(sizes[1], classes, 1, bias=False),
+        )
+
+
+class MLPerfUNet(_UNet):
+    """One level for each of `widths`, instance normalisation.
+
+    `MLPerfUNet()` is the benchmark's; `MLPerfUNet(2, 4, widths=SMALL_WIDTHS)` (two images of a
+    head, four classes, 85,420 parameters) trains on a CPU.
+    """
+
+    def __init__(
+        self, channels: int = 1, classes: int = 3, *, widths: Sequence[int] = MLPERF_WIDTHS
+    ) -> None:
+        norm: Norm = _instance_norm
+        down = [_pair(channels, widths[0], widths[0], norm)]
+        down += [_pair(a, b, b, norm, stride=2) for a, b in pairwise(widths)]
+        rising = list(pairwise(reversed(widths)))
+        super().__init__(
+            down,
+            [nn.ConvTranspose3d(a, b, 2, stride=2) for a, b in rising],
+            [_pair(2 * b, b, b, norm) for _, b in rising],
+            nn.Conv3d(widths[0], classes, 1),
+        )
+
+
+SMOOTH = 1e-6
+"""Added above and below the line: a class that is in neither segmentation agrees."""
+
+
+def dice(shares_NCDHW: Tensor, labels_NDHW: Tensor) -> Tensor:
+    """2 |A and B| / (|A| + |B|) of each sample and class.
+
+    Args:
+        shares_NCDHW: Share of each class in each voxel, 0 or 1 or between.
+        labels_NDHW: int64; the right class of each voxel.
+
+    Returns:
+        dice_NC: in [0, 1].
+    """
+    classes = shares_NCDHW.shape[1]
+    truth_NCDHW = functional.one_hot(labels_NDHW, classes).permute(0, 4, 1, 2, 3)
+    truth_NCDHW = truth_NCDHW.to(shares_NCDHW.dtype)
+    common_NC = (shares_NCDHW * truth_NCDHW).sum(dim=(2, 3, 4))
+    both_NC = shares_NCDHW.sum(dim=(2, 3, 4)) + truth_NCDHW.sum(dim=(2, 3, 4))
+    dice_NC: Tensor = (2 * common_NC + SMOOTH) / (both_NC + SMOOTH)
+    return dice_NC
+
+
+def dice_of_classes(scores_NCDHW: Tensor, labels_NDHW: Tensor) -> Tensor:
+    """Dice of the likeliest class of each voxel, dice_C, the mean over the samples."""
+    classes = scores_NCDHW.shape[1]
+    chosen = functional.one_hot(scores_NCDHW.argmax(dim=1), classes).permute(0, 4, 1, 2, 3)
+    return dice(chosen.to(scores_NCDHW.dtype), labels_NDHW).mean(dim=0)
+
+
+def cross_entropy_and_dice(scores_NCDHW: Tensor, labels_NDHW: Tensor) -> Tensor:
+    """(cross-entropy + mean of 1 - Dice without class 0) / 2, as MLPerf's benchmark trains.
+
+    Dice is that of each sample, so that the mean over samples weighs each equally.
+    """
+    shares_NCDHW = torch.softmax(scores_NCDHW, dim=1)
+    missing = 1 - dice(shares_NCDHW, labels_NDHW)[:, 1:].mean()
+    return (functional.cross_entropy(scores_NCDHW, labels_NDHW) + missing) / 2
+
+
+# Cortex, deep grey matter and cerebellum of heads, in a size for CPUs.
+
+
+Variant = Literal["small", "cicek", "mlperf"]
+
+
+def recipe(
+    *,
+    variant: Variant = "small",
+    width: int = 32,
+    samples: int = 63,
+    validation_samples: int = 8,
+    batch: int = 2,
+    steps: int = 80,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    volumes: str | Path | None = None,
+    directory: str | Path | None = None,
+) -> Recipe:
+    """A segmentation of cubes of heads.
+
+    Args:
+        variant: "small" (85,420 parameters), "cicek" (batch normalisation, which depends on how a
+            batch is split into micro-batches; cross-entropy) or "mlperf" (instance normalisation;
+            cross-entropy and Dice, as "small").
+        seed: Decides initial parameters, order and samples.
+        directory: Folder with `train` and `validation`, folders of files, in place of samples that
+            are made.
+
+    Raises:
+        RecipeError: There is no such variant.
+    """
+    models: dict[str, Callable[[], nn.Module]] = {
+        "small": partial(MLPerfUNet, 2, len(CLASSES), widths=SMALL_WIDTHS),
+        "cicek": partial(CicekUNet, 2, len(CLASSES)),
+        "mlperf": partial(MLPerfUNet, 2, len(CLASSES)),
+    }
+    if variant not in models:
+        raise RecipeError(f"no variant {variant!r}", fix=f"choose one of {', '.join(models)}")
+    data = partial(source, width=width, volumes=volumes, directory=directory, seed=seed)
+    validation = partial(data, "validation", count=validation_samples)
+    loss = functional.cross_entropy if variant == "cicek" else cross_entropy_and_dice
+    made = directory or volumes or f"phantoms made from seed {seed}"
+    return Recipe(
+        name=f"unet3d {variant} {width}^3 on {made}",
+        model=models[variant],
+        data=partial(data, "train", count=samples),
+        validation=validation,
+        loss=criterion(loss),
+        optimizer=partial(adam, learning_rate=learning_rate),
+        scheduler=partial(warmup_tenth_then_cosine, steps=steps),
+        batch=batch,
+        stop=f"{steps} steps",
+        seed=seed,
+        validate_every=max(1, steps // 4),
+        showcase=partial(scores, validation),
+    )
+
+
+def adam(model: nn.Module, *, learning_rate: float) -> Optimizer:
+    return Adam(model.parameters(), lr=learning_rate)
+
+
+@torch.no_grad()
+def scores(data: Callable[[], Source], model: nn.Module) -> str:
+    """Dice of each class, the mean over validation samples, and the mean without the first."""
+    samples = data()
+    like = next(model.parameters())
+    found = torch.zeros(len(CLASSES))
+    for index in range(len(samples)):
+        images, labels = samples.read([index])
+        said = model(images.to(device=like.device, dtype=like.dtype)).float().cpu()
+        found += dice_of_classes(said, labels) / len(samples)
+    rows = zip(CLASSES, found.tolist(), strict=True)
+    lines = [f"{name:10} {score:.3f}" for name, score in rows]
+    mean = float(found[1:].mean())
+    return "\n".join(["Dice on validation samples", *lines, f"mean of the last three {mean:.3f}"])

@@ -1,1 +1,0 @@
-"""Cosmological parameters from the distribution of matter: a 3-D convolutional regression."""

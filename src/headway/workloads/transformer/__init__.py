@@ -1,1 +1,0 @@
-"""A decoder-only language model on the bytes of the Python standard library."""

@@ -1,1 +1,0 @@
-"""Segmentation of volumes by a 3-D U-Net."""
