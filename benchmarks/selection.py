@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from headway.comm.compress import ms_top_k, top_k
 from headway.comm.compress.compressor import seeded_generator
+from headway.comm.compress.topk_selection import ms_top_k, top_k
 
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 TARGET = 8

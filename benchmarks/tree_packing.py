@@ -27,10 +27,11 @@ import headway
 from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
 from headway.collective.generators import trees
-from headway.collective.packing import ChunkTuner, LinkGraph, Packing, dgx1p, dgx1v, islands, pack
-from headway.collective.packing.pack import packing_problem
+from headway.collective.packing.chunk_tuner import ChunkTuner
+from headway.collective.packing.pack import pack, packing_problem
+from headway.collective.packing.tree import Packing
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
-from headway.collective.topology import NetworkTopology
+from headway.collective.topology import LinkGraph, NetworkTopology, dgx1p, dgx1v, islands
 from headway.planner.collective_algorithm import choose_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -11,7 +11,7 @@ import headway
 from headway.cluster import Cluster
 from headway.cluster.cluster import Pair
 from headway.collective.generators import trees
-from headway.collective.packing import pack
+from headway.collective.packing.pack import pack
 from headway.collective.topology import NetworkTopology
 from support.emulated import needs_root, run_nodes
 

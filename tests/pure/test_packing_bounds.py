@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from headway.collective.packing import LinkGraph, highest_rate, islands
 from headway.collective.packing.constraints import (
     Arborescences,
     SpanningTrees,
@@ -19,8 +18,10 @@ from headway.collective.packing.constraints import (
 )
 from headway.collective.packing.pack import (
     best_weights,
+    highest_rate,
     packing_problem,
 )
+from headway.collective.topology import LinkGraph, islands
 from headway.errors import PlanError
 from support.link_graphs import random_graph
 from support.multiplicative_weights import pack_by_multiplicative_weights

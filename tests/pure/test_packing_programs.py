@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headway.collective.generators import trees
-from headway.collective.packing import (
-    LinkGraph,
-    dgx1p,
-    dgx1v,
-    pack,
-)
+from headway.collective.packing.pack import pack
 from headway.collective.program.check import program_problems
 from headway.collective.program.program import CollectiveTask
-from headway.collective.topology import NetworkTopology
+from headway.collective.topology import LinkGraph, NetworkTopology, dgx1p, dgx1v
 from headway.simulator.collective import simulate_collective
 from support.blink import TransferChannel, channel_shares, one_hop_trees, trees_over_servers
 from support.link_graphs import random_graph

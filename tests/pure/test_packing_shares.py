@@ -7,17 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from headway.collective.packing import (
-    ChunkTuner,
-    LinkGraph,
-    WeightedTree,
-    dgx1v,
-    drifted_links,
-    highest_rate,
-    pack,
-    repack_trees,
-)
-from headway.collective.packing.tree import spans
+from headway.collective.packing.chunk_tuner import ChunkTuner
+from headway.collective.packing.pack import drifted_links, highest_rate, pack, repack_trees
+from headway.collective.packing.tree import WeightedTree, spans
+from headway.collective.topology import LinkGraph, dgx1v
 from headway.errors import PlanError
 from support.blink import (
     TransferChannel,

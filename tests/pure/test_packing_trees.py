@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from headway.collective.packing import (
-    LinkGraph,
-    Packing,
-    WeightedTree,
-    dgx1p,
-    dgx1v,
-    highest_rate,
-    islands,
-    pack,
-)
-from headway.collective.packing.pack import packing_problem
-from headway.collective.packing.tree import root_tree, spans
+from headway.collective.packing.pack import highest_rate, pack, packing_problem
+from headway.collective.packing.tree import Packing, WeightedTree, root_tree, spans
+from headway.collective.topology import LinkGraph, dgx1p, dgx1v, islands
 from headway.errors import PlanError
 from support.link_graphs import random_graph
 

@@ -24,9 +24,9 @@ from headway.collective.all_reduce.repacking import (
     reconcile_measurements,
     steps_to_vote,
 )
-from headway.collective.packing import LinkGraph, pack
+from headway.collective.packing.pack import pack
 from headway.collective.program.check import check_program
-from headway.collective.topology import NetworkTopology
+from headway.collective.topology import LinkGraph, NetworkTopology
 from headway.planner.collective_algorithm import choose_all_reduce
 from headway.plans import ExchangePlan, Plan, data_parallel, with_collective
 from headway.simulator.collective import simulate_collective

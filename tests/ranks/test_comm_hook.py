@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.comm.compress import spread_states
+from headway.comm.compress.state import spread_states
 from headway.comm.exchange.ddp_hook import communication_hook, register_comm_hook
 from support.ranks import ranks
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from headway.collective.compression import COMPRESSORS, LARGE, is_dense
 from headway.comm.algorithms.method import FusedBuffer, Route, complete
-from headway.comm.compress import make_method, spread_states
+from headway.comm.compress.factory import make_method
+from headway.comm.compress.state import spread_states
 from headway.comm.compress.topk_selection import top_k
 from headway.errors import RunError
 from headway.plans import parse_compression

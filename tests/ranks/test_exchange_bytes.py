@@ -19,7 +19,7 @@ from headway.comm.algorithms.method import (
     GradientSlice,
     complete,
 )
-from headway.comm.compress import make_method
+from headway.comm.compress.factory import make_method
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 from headway.comm.lanes.routes import make_route
 from support.ranks import ranks

@@ -28,8 +28,8 @@ from headway.comm.algorithms.method import (
     send_receive_chunked,
     split_evenly,
 )
-from headway.comm.compress import merge_states, spread_states
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.compress.state import merge_states, spread_states
 from headway.comm.lanes.routes import make_route
 from headway.errors import PlanError
 from support.ranks import ranks, run_ranks

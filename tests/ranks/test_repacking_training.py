@@ -12,7 +12,7 @@ import torch
 
 import headway
 from headway.collective.all_reduce.algorithm import AllReduceOptions
-from headway.collective.packing import LinkGraph
+from headway.collective.topology import LinkGraph
 from headway.comm.tuning import repacking
 from headway.comm.tuning.repacking import probe_links
 from headway.errors import PeerLost

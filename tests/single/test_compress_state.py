@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from headway.collective.compression import COMPRESSORS
 from headway.comm.algorithms.method import AllReduce, GradientSlice
-from headway.comm.compress import make_method, merge_states, spread_states
 from headway.comm.compress.compressor import UncompressedPart, make_bucket_layout
+from headway.comm.compress.factory import make_method
 from headway.comm.compress.sparsification import (
     LARGEST_SHARE,
     SMALLEST_SHARE,
     adapt_budget,
     allocate_budget,
 )
+from headway.comm.compress.state import merge_states, spread_states
 from headway.plans import parse_compression
 
 

@@ -15,9 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.comm.backend import connection, peer_discovery
-from headway.comm.backend.connection import ConnectionBroken, ConnectionMessages
-from headway.comm.backend.peer_discovery import connect_peers, interface_candidates
+from headway.comm.backend import connection
+from headway.comm.backend.connection import (
+    ConnectionBroken,
+    ConnectionMessages,
+    connect_peers,
+    interface_candidates,
+)
 from headway.comm.backend.torch_compat import named_interfaces
 from headway.errors import Stalled
 
@@ -218,7 +222,7 @@ def test_a_copy_of_the_process_keeps_no_connection_open():
 
 
 def test_strangers_are_turned_away(monkeypatch):
-    monkeypatch.setattr(peer_discovery, "_SHORT_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "_SHORT_SECONDS", 0.2)
     store, strangers = dist.HashStore(), []
     one_at_a_time = threading.Lock()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.collective.packing import LinkGraph
+from headway.collective.topology import LinkGraph
 
 SLOW_MESH = """
 nodes = 4

@@ -5,21 +5,9 @@ and uses the tensor where it lies. Xue et al. 2019, "Fast Distributed Deep Learn
 (EuroSys).
 """
 
-from headway.channel.channel import Channel, ReceivedTensor, wait_any
-from headway.channel.region import MemoryRegion
+from headway.channel.channel import Channel, wait_any
 from headway.channel.row_exchange import RowExchange
-from headway.channel.stream import TensorStream, open_stream
-from headway.graph.stage_boundaries import BoundaryTensor, BoundaryTensors, boundary_tensors
+from headway.channel.stream import open_stream
+from headway.graph.stage_boundaries import boundary_tensors
 
-__all__ = [
-    "BoundaryTensor",
-    "BoundaryTensors",
-    "Channel",
-    "MemoryRegion",
-    "ReceivedTensor",
-    "RowExchange",
-    "TensorStream",
-    "boundary_tensors",
-    "open_stream",
-    "wait_any",
-]  # fmt: skip
+__all__ = ["Channel", "RowExchange", "boundary_tensors", "open_stream", "wait_any"]

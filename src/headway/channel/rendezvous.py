@@ -38,6 +38,16 @@ def configure_connection(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
+    """Receive until some memory is full; False where the connection ended before."""
+    while memory:
+        count = link.recv_into(memory)
+        if not count:
+            return False
+        memory = memory[count:]
+    return True
+
+
 def interface_address(interface: str) -> list[str]:
     """The IPv4 address of an interface, if it has one."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -38,6 +38,7 @@ from headway.channel.rendezvous import (
     configure_connection,
     host_addresses,
     interface_address,
+    receive_exactly,
 )
 from headway.channel.transport import ChannelTransport, SendBuffers
 from headway.errors import PeerLost
@@ -75,7 +76,7 @@ class _Inbox:
         how = "vanished"
         head = memoryview(bytearray(_HEAD.size))
         with suppress(OSError):
-            while _fill(link, head):
+            while receive_exactly(link, head):
                 kind, slot, number, *block = _HEAD.unpack(head)[: 3 + METADATA_WORDS]
                 if kind == _BYE:
                     how = "has closed the channel"
@@ -96,7 +97,7 @@ class _Inbox:
             self.slots[slot] = torch.frombuffer(
                 mmap.mmap(-1, round_up_to_pages(nbytes)), dtype=torch.uint8
             )
-        if nbytes and not _fill(link, memory_at(self.slots[slot].data_ptr(), nbytes)):
+        if nbytes and not receive_exactly(link, memory_at(self.slots[slot].data_ptr(), nbytes)):
             return False
         for place, word in enumerate(block, flag + 2):
             words[place] = word
@@ -209,16 +210,6 @@ def _break(link: socket.socket) -> None:
     link.close()
 
 
-def _fill(link: socket.socket, memory: memoryview) -> bool:
-    """Receive until some memory is full; False where the connection ended before."""
-    while memory:
-        count = link.recv_into(memory)
-        if not count:
-            return False
-        memory = memory[count:]
-    return True
-
-
 def _prepare(link: socket.socket, seconds: float) -> None:
     """No delay, a limit for sending, and an end where the other machine is gone without a word."""
     link.settimeout(None)
@@ -293,7 +284,7 @@ def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> 
             link, _ = server.accept()
             link.settimeout(min(_CONNECT_SECONDS, left))
             said = memoryview(bytearray(_TOKEN_BYTES))
-            if _fill(link, said) and hmac.compare_digest(bytes(said), token):
+            if receive_exactly(link, said) and hmac.compare_digest(bytes(said), token):
                 return link
             link.close()
     raise meeting.late()

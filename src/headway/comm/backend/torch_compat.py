@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from headway.comm.backend.connection import ConnectionMessages
+from headway.comm.backend.connection import (
+    ConnectionMessages,
+    connect_peers,
+    interface_candidates,
+)
 from headway.comm.backend.interpreter import Reduction
-from headway.comm.backend.peer_discovery import connect_peers, interface_candidates
 from headway.errors import UsageError
 
 NAME = "headway"

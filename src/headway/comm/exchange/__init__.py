@@ -1,5 +1,5 @@
 """Gradient exchanges: from the hooks of the backward pass to summed gradients.
 
 Begin with `gradient_exchange`; `priority_exchange` crosses the border of the step. `ddp_hook` is
-for users of PyTorch DDP, and `delta_update` exchanges the optimizer's updates instead of gradients.
+for users of PyTorch DDP.
 """

@@ -30,7 +30,7 @@ from headway.comm.algorithms.method import (
     Route,
     complete,
 )
-from headway.comm.compress import make_method
+from headway.comm.compress.factory import make_method
 from headway.comm.lanes.buckets import dims_by_stride
 from headway.errors import RunError
 
@@ -114,8 +114,8 @@ class HookState:
     def state_dict(self) -> dict[str, Tensor]:
         """Residuals and whatever else must survive a checkpoint: "parameter/what" -> tensor.
 
-        It belongs to this rank; for another number of ranks see `compress.spread_states`. Called
-        between steps.
+        It belongs to this rank; `compress.state.spread_states` divides it among another number of
+        ranks. Called between steps.
         """
         own = {key: t for method, _ in self._known.values() for key, t in method.state().items()}
         known = {name for names in self._known for name in names}

@@ -27,18 +27,10 @@ def all_reduce_program_chooser(description: ExchangePlan) -> ChooseProgram | Non
     ) -> CollectiveProgram | None:
         if task.op != "all_reduce":
             return None
-        return make_all_reduce_program(description, len(ranks), task.elements, element_bytes)
+        kind, carrier = description.collective, description.carrier
+        return all_reduce_program(kind, carrier, len(ranks), task.elements, element_bytes)
 
     return choose
-
-
-def make_all_reduce_program(
-    description: ExchangePlan, ranks: int, elements: int, element_bytes: int
-) -> CollectiveProgram:
-    """What carries a bucket or a chunk of so many elements."""
-    return all_reduce_program(
-        description.collective, description.carrier, ranks, elements, element_bytes
-    )
 
 
 def check_same_programs(
@@ -47,14 +39,14 @@ def check_same_programs(
     """Compare the programs of all ranks before the first one runs; collective over the world.
 
     Args:
-        description: The plan's, with a program.
         sizes: Elements, and bytes of an element, of all buckets and chunks.
 
     Raises:
         PlanError: Names the ranks whose programs are others than rank 0's.
     """
     own = program_fingerprint(
-        make_all_reduce_program(description, ranks, *size) for size in sorted(set(sizes))
+        all_reduce_program(description.collective, description.carrier, ranks, *size)
+        for size in sorted(set(sizes))
     )
     found: list[str] = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)

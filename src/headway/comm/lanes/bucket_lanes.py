@@ -70,8 +70,8 @@ class InlineLane(Lane):
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flight.sent = perf_counter()
-        if bucket.toll is not None:
-            self._leave[bucket.number] = bucket.toll.reserve(1.0)
+        if bucket.reserve is not None:
+            self._leave[bucket.number] = bucket.reserve(1.0)
         rounds = bucket.method.rounds(bucket.fused, bucket.routes[0])
         self._rounds[bucket.number] = (rounds, next(rounds, None))
         self._next = bucket.number + 1
@@ -81,7 +81,7 @@ class InlineLane(Lane):
         while waiting is not None:
             wait(waiting)
             waiting = next(rounds, None)
-        if bucket.toll is not None:
+        if bucket.reserve is not None:
             sleep(max(0.0, self._leave[bucket.number] - monotonic()))
         bucket.flight.received = perf_counter()
         if not self._rounds and self._next == len(self._buckets):
@@ -120,7 +120,7 @@ class ChunkTask:
         """The method, about to be started with the route of a place in flight."""
         bucket = self.bucket
         bucket.flight.sent = bucket.flight.sent or perf_counter()
-        self.leave = bucket.toll.reserve(self.share) if bucket.toll is not None else 0.0
+        self.leave = bucket.reserve(self.share) if bucket.reserve is not None else 0.0
         return bucket.method.rounds(self.chunk, bucket.routes[place])
 
 

@@ -8,7 +8,7 @@ messages read it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,23 +52,6 @@ BucketNames = tuple[tuple[str, ...], ...]
 """Logical names per bucket, in the order in which the buckets become ready."""
 
 
-class ShapedTransfer:
-    """What an emulated link asks for a bucket: how long its bytes need to leave this node.
-
-    Args:
-        pace: The node's interface.
-        num_bytes: That this rank sends to other nodes.
-    """
-
-    def __init__(self, pace: TrafficShaper, num_bytes: float) -> None:
-        self._pace = pace
-        self._num_bytes = num_bytes
-
-    def reserve(self, share: float) -> float:
-        """Queue a share (0 to 1) of the bytes; returns the `time.monotonic` when they have left."""
-        return self._pace.reserve(round(self._num_bytes * share))
-
-
 @dataclass(slots=True, eq=False)
 class Bucket:
     """One flat buffer; `views[i]` is the part that holds the gradient of `parameters[i]`.
@@ -83,6 +66,8 @@ class Bucket:
         step: The step to which the content belongs.
         weight: Ranks of the world by ranks that exchange this bucket: a mean over a node group is
             one over its own ranks.
+        reserve: Of an emulated link: queues a share (0 to 1) of the bucket's bytes and returns the
+            `time.monotonic` at which they have left this node.
     """
 
     number: int
@@ -98,13 +83,17 @@ class Bucket:
     step: int = 0
     wire_bytes: int = 0
     weight: float = 1.0
-    toll: ShapedTransfer | None = None
+    reserve: Callable[[float], float] | None = None
     flight: BucketTiming = field(default_factory=lambda: BucketTiming(0, (), 0, 0))
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_bytes = self.fused.gradients.numel() * self.fused.buffer.element_size()
         self.open(0)
+
+    def shape_traffic(self, pace: TrafficShaper, num_bytes: float) -> None:
+        """Let this node's emulated interface slow the bytes down that go to other nodes."""
+        self.reserve = lambda share: pace.reserve(round(num_bytes * share))
 
     def open(self, step: int) -> None:
         """Begin a new step: no gradient is there."""

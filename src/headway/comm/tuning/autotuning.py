@@ -8,12 +8,16 @@ build the same.
 parameters are first used; small all-reduces measure the link; from both, `headway.collective` finds
 buckets (MG-WFBP, Shi et al. 2019) or chunks and their planned order. It is repeated now and then,
 because links change. All ranks measure in the same steps and use the slowest rank's times.
+
+`compress = "auto"`: each candidate compresses one matrix on a route of one rank, where nothing has
+to be sent, and `headway.collective` ranks them with the measured numbers. An inexact exchange is
+chosen only where it gains more than it costs in exactness.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -35,15 +39,31 @@ from headway.collective.model.bucket_cost import (
     bucket_traffic,
     compressed_link,
 )
-from headway.collective.model.exchange_scheme import FIRST_BUCKET, ExchangeScheme
+from headway.collective.model.exchange_scheme import (
+    CANDIDATE_COMPRESSORS,
+    FIRST_BUCKET,
+    TYPICAL_COMPRESSOR_SPEEDS,
+    ExchangeScheme,
+    GradientLayer,
+    SchemeChoice,
+    rank_schemes,
+)
 from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets
 from headway.collective.model.link_fit import LinkFit, link_drifted
 from headway.collective.model.overlap import LinkLoad
 from headway.collective.model.priority_order import chunk_size, planned_order
+from headway.collective.nodes import Nodes
 from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.hierarchical import HierarchicalAllReduce
-from headway.comm.algorithms.method import ExchangeMethod, FusedBuffer, Route, ScratchBuffers
-from headway.comm.compress import make_method
+from headway.comm.algorithms.method import (
+    ExchangeMethod,
+    FusedBuffer,
+    GradientSlice,
+    Route,
+    ScratchBuffers,
+    complete,
+)
+from headway.comm.compress.factory import make_method
 from headway.comm.compress.hierarchical_topk import HierarchicalTopK
 from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
 from headway.comm.exchange.priority_exchange import BucketUpdater, PriorityExchange
@@ -52,27 +72,24 @@ from headway.comm.lanes.bucket_lanes import InlineLane, MultiRoundLane, SingleRo
 from headway.comm.lanes.buckets import (
     Bucket,
     BucketNames,
-    ShapedTransfer,
     fuse_parameters,
     make_bucket,
     split_by_key,
 )
 from headway.comm.lanes.routes import RankPartition, RoutePool
-from headway.comm.tuning.compressor_choice import choose_compressor, measure_speeds
-from headway.comm.tuning.repacking import LinkMonitor
+from headway.comm.tuning.repacking import LinkMonitor, max_over_ranks
 from headway.errors import PlanError
 from headway.plans import ExchangePlan
+from headway.plans.exchange_scheme import scheme_of
 
 
 def make_exchange_method(
     description: ExchangePlan, compression: Compression, *, seed: int, scratch: ScratchBuffers
 ) -> ExchangeMethod:
-    """The method of one bucket.
+    """The method of one bucket, for a legal exchange.
 
     Args:
-        description: The plan's exchange, which is legal.
-        compression: Of this bucket's parameters.
-        scratch: Buffers that methods may share which run one after the other.
+        scratch: Shared by methods that run one after the other.
     """
     hierarchical = description.collective == "hierarchical"
     if description.reduce == "adasum":
@@ -102,6 +119,10 @@ class BucketKey:
         return BucketKey(parse_compression(text), part.ranks if part else None)
 
 
+def _bucket_keys(names: Iterable[str], description: ExchangePlan) -> dict[str, Hashable]:
+    return {name: BucketKey.of(name, description) for name in names}
+
+
 @dataclass(frozen=True)
 class BucketArrangement:
     """What is found by measuring, the same on all ranks.
@@ -123,7 +144,7 @@ def initial_arrangement(
     parameters: Mapping[str, nn.Parameter], description: ExchangePlan
 ) -> BucketArrangement:
     """Before anything has been measured: registration stands for forward order."""
-    keys: dict[str, Hashable] = {name: BucketKey.of(name, description) for name in parameters}
+    keys = _bucket_keys(parameters, description)
     if not description.priority:
         layout = fuse_parameters(
             dict(reversed(list(parameters.items()))),
@@ -134,14 +155,6 @@ def initial_arrangement(
         return BucketArrangement(layout)
     chunk = description.initial_chunk_bytes
     return BucketArrangement(fuse_parameters(parameters, keys, bucket_bytes=chunk), chunk)
-
-
-def split_layout_by_key(layout: BucketNames, description: ExchangePlan) -> BucketNames:
-    """A measured layout, cut where compressor or group change."""
-    keys: dict[str, Hashable] = {
-        name: BucketKey.of(name, description) for names in layout for name in names
-    }
-    return split_by_key(layout, keys)
 
 
 def make_buckets(
@@ -160,16 +173,17 @@ def make_buckets(
         for kind in kinds
     ]
     inline = is_inline(description, methods, kinds)
-    credit = 1 if inline else description.credit
     found = []
     for number, (names, kind, method) in enumerate(zip(layout, kinds, methods, strict=True)):
-        chosen: tuple[Route, ...]
-        if inline:
-            chosen = (routes.own(),)
-        else:
-            chosen = routes.get(
-                credit, kind.partition, hierarchical=description.collective == "hierarchical"
+        chosen = (
+            (routes.own(),)
+            if inline
+            else routes.get(
+                description.credit,
+                kind.partition,
+                hierarchical=description.collective == "hierarchical",
             )
+        )
         bucket = make_bucket(number, names, parameters, method, chosen)
         if description.reduce == "mean":
             bucket.weight = routes.size / chosen[0].size
@@ -196,8 +210,9 @@ def _count_bytes(
     bucket.open(0)
     if routes.pace is not None:
         home = routes.nodes.inside(route.rank)
+        # An emulated link slows down what leaves the node, and nothing else.
         leaving = (n for (a, b), n in traffic.sent.items() if a == route.rank and b not in home)
-        bucket.toll = ShapedTransfer(routes.pace, sum(leaving))
+        bucket.shape_traffic(routes.pace, sum(leaving))
 
 
 def is_inline(
@@ -231,7 +246,6 @@ def make_exchange(
 
     Args:
         parameters: Logical name -> parameter, in order of registration.
-        description: The plan's.
         model: With `optimizer`: the exchange crosses the step's border.
     """
     buckets = make_buckets(parameters, arrangement.layout, description, routes, seed=seed)
@@ -253,13 +267,8 @@ def make_exchange(
         )
     sequence = _sending_order(buckets, description, arrangement)
     kind = SingleRoundLane if _has_one_round(description, methods) else MultiRoundLane
-    make_lane = partial(
-        kind,
-        buckets,
-        sequence,
-        credit=description.credit,
-        threads=torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    make_lane = partial(kind, buckets, sequence, credit=description.credit, threads=threads)
     if model is None or optimizer is None:
         return StepExchange(buckets, make_lane(), overlap=description.overlap)
     urgency = arrangement.urgency or tuple(range(len(buckets)))
@@ -302,12 +311,12 @@ def _sending_order(
 # Measuring and re-arranging: bucket sizes and sending order from what was observed.
 
 
+# The first steps that are measured; step 1 also pays for allocations.
 PROFILED_STEPS = (2, 3)
-"""The first steps that are measured; the very first one pays for allocations."""
 REFIT_STEPS = 50
 """Least number of steps between two measurements of the link."""
+# Largest share of the time that measuring may take: short steps are measured less often.
 REFIT_SHARE = 0.005
-"""Largest share of the time that measuring may take: short steps are measured less often."""
 _PROBE_BYTES = 1_048_576
 _STREAM_SECONDS = 0.2
 _LONGEST_STREAM = 16
@@ -340,12 +349,13 @@ class AdaptiveExchange:
 
     Args:
         parameters: Logical name -> parameter, in order of registration; those that are trained.
-        description: The plan's.
         model: With `optimizer`, and `priority` in the description: steps are crossed.
         tell: Called with a sentence when the exchange has been re-arranged.
         doing: See `GradientExchange.doing`.
 
     Attributes:
+        now: The current exchange.
+        wanted: The plan's exchange, with the all-reduce program that is used now.
         on_made: Called with a new exchange when it takes the place of the current one.
     """
 
@@ -362,8 +372,9 @@ class AdaptiveExchange:
         doing: Callable[..., None] = lambda *_: None,
     ) -> None:
         self.parameters = dict(parameters)
-        self._wanted = description
+        self.wanted = description
         automatic = description.compress == "auto"
+        self._measures = automatic or description.bucket == "auto" or description.priority
         self.description = replace(description, compress="none") if automatic else description
         self._routes = routes
         self._seed = seed
@@ -379,26 +390,14 @@ class AdaptiveExchange:
         self._arrangement = initial_arrangement(self.parameters, self.description)
         self._links = LinkMonitor.of(self.description, routes, tell, doing)
         if self.description.carried:
-            routes.choose_by(
-                all_reduce_program_chooser(self.description)
-            )  # an earlier exchange may have re-packed
+            # An earlier exchange may have repacked.
+            routes.choose_by(all_reduce_program_chooser(self.description))
         self.now = self._make()
 
     @property
     def crossing(self) -> PriorityExchange | None:
         """The current exchange, where it crosses the step's border."""
         return self.now if isinstance(self.now, PriorityExchange) else None
-
-    @property
-    def wanted(self) -> ExchangePlan:
-        """What was asked for, with the program of now."""
-        return self._wanted
-
-    @property
-    def measures(self) -> bool:
-        """Whether anything is left to be found by measuring."""
-        wanted = self._wanted
-        return wanted.bucket == "auto" or wanted.priority or wanted.compress == "auto"
 
     def _make(self) -> GradientExchange:
         model, optimizer = self._crossing
@@ -425,7 +424,7 @@ class AdaptiveExchange:
     def begin(self) -> None:
         """A step begins; now and then the exchange is measured and re-arranged, on all ranks."""
         self._follow_links()
-        if self.measures:
+        if self._measures:
             if self._profiled(self._step):
                 self.flush()
                 if not self._profiled(self._step + 1):
@@ -437,7 +436,7 @@ class AdaptiveExchange:
         self.now.begin()
 
     def _follow_links(self) -> None:
-        """Find out, now and then, whether links have drifted; carry the sums otherwise then."""
+        """Measure the links now and then; where they have drifted, use another program."""
         if self._links is None or not self._links.step(self.now.buckets):
             return
         self.flush()
@@ -447,7 +446,7 @@ class AdaptiveExchange:
         if found is None:
             return
         collective, carrier = found.collective, found.carrier
-        self._wanted = replace(self._wanted, collective=collective, carrier=carrier)
+        self.wanted = replace(self.wanted, collective=collective, carrier=carrier)
         self.description = found
         self._routes.choose_by(all_reduce_program_chooser(found))
         self._remake()
@@ -465,16 +464,16 @@ class AdaptiveExchange:
         start = perf_counter()
         profile = self._shared_profile()
         self._rearrange(profile)
-        took = torch.tensor([perf_counter() - start], dtype=torch.float64, device=self._device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        (took,) = max_over_ranks(perf_counter() - start, device=self._device)
         step = max(profile.ready.values())
-        worth = float(took) / (REFIT_SHARE * step) if step else 0.0
+        worth = took / (REFIT_SHARE * step) if step else 0.0
         self._refit = self._step + max(REFIT_STEPS, math.ceil(worth))
 
     def _rearrange(self, profile: GradientTimings) -> None:
         self.now.profile = None
-        carried = self.description.carried  # by groups that send otherwise than the world's
-        link = probe_link(self._device, self._routes.own().group if carried else None)
+        # A chosen program runs on groups of its own, which send otherwise than the world's.
+        group = self._routes.own().group if self.description.carried else None
+        link = probe_link(self._device, group)
         same = (
             self.link is not None
             and self._profile is not None
@@ -487,7 +486,8 @@ class AdaptiveExchange:
         before = self.description
         reason = self._choose(profile, link)
         decided = [arrange_buckets(self.parameters, self.description, profile, link)]
-        dist.broadcast_object_list(decided, src=0)  # numbers are alike; libraries may not be
+        # All ranks have the same numbers, but their math libraries may round differently.
+        dist.broadcast_object_list(decided, src=0)
         (found,) = decided
         if found == self._arrangement and before == self.description:
             return
@@ -499,13 +499,13 @@ class AdaptiveExchange:
         )
 
     def _choose(self, profile: GradientTimings, link: LinkFit) -> str:
-        """Choose the compressor, if that was wanted; returns what is to be said about it."""
-        if self._wanted.compress != "auto":
+        """Choose the compressor where the plan says "auto"; returns the reason for the message."""
+        if self.wanted.compress != "auto":
             return ""
         self._speeds = self._speeds or measure_speeds(self._device)
         best = choose_compressor(
             self.parameters,
-            self._wanted,
+            self.wanted,
             profile.ready,
             link,
             self._routes.nodes,
@@ -514,7 +514,7 @@ class AdaptiveExchange:
         )
         decided = [best.scheme.compress]
         dist.broadcast_object_list(decided, src=0)
-        self.description = replace(self._wanted, compress=decided[0])
+        self.description = replace(self.wanted, compress=decided[0])
         return f"; compress = {decided[0]}: {best.reason}"
 
     @property
@@ -533,12 +533,10 @@ class AdaptiveExchange:
             device=self._device,
         )
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        rows = times.tolist()
-        names = list(self.parameters)
-        return GradientTimings(
-            {name: row[0] for name, row in zip(names, rows, strict=True)},
-            {name: row[1] for name, row in zip(names, rows, strict=True)},
+        ready, needed = (
+            dict(zip(self.parameters, column, strict=True)) for column in times.t().tolist()
         )
+        return GradientTimings(ready, needed)
 
     def state(self) -> dict[str, Tensor]:
         """What must survive a checkpoint, by logical name."""
@@ -575,12 +573,11 @@ def arrange_buckets(
     if not description.priority:
         merged = merge_buckets(sizes, ready, link)
         layout = tuple(tuple(names[i] for i in bucket) for bucket in merged)
-        return BucketArrangement(split_layout_by_key(layout, description))
+        return BucketArrangement(split_by_key(layout, _bucket_keys(names, description)))
     chunk = description.chunk_bytes or chunk_size(link, largest=max(sizes))
     # Larger buckets would be as fast in the model, but do not forgive a link that is slower.
     forward = {name: parameters[name] for name in sorted(names, key=profile.needed.__getitem__)}
-    keys: dict[str, Hashable] = {name: BucketKey.of(name, description) for name in names}
-    layout = fuse_parameters(forward, keys, bucket_bytes=chunk)
+    layout = fuse_parameters(forward, _bucket_keys(names, description), bucket_bytes=chunk)
     return _planned_chunk_order(parameters, layout, description, profile, link, chunk)
 
 
@@ -613,20 +610,136 @@ def _planned_chunk_order(
     return BucketArrangement(layout, chunk, order, tuple(urgency))
 
 
+# `compress = "auto"`: measures compressors and chooses the fastest on the measured link.
+
+
+# The matrix has 4 MiB: what a call costs beside its work is lost in it.
+_SIDE = 1024
+_ROUNDS = 3
+
+
+def measure_speeds(device: torch.device) -> dict[str, CompressorSpeed]:
+    """Speeds of all compressors; measures the candidates, in about 0.1 s. Collective.
+
+    One number is measured; how it divides between encoding and decoding is taken from typical
+    figures. All ranks use the speeds of the slowest.
+    """
+    route = _single_rank_route(device)
+    measured = [
+        candidate
+        for candidate in CANDIDATE_COMPRESSORS
+        if candidate.name in TYPICAL_COMPRESSOR_SPEEDS
+    ]
+    slowdowns = (_slowdown(candidate, route, device) for candidate in measured)
+    factors = max_over_ranks(*slowdowns, device=device)
+    slowest: dict[str, float] = {}
+    for candidate, factor in zip(measured, factors, strict=True):
+        slowest[candidate.name] = max(slowest.get(candidate.name, 0.0), factor)
+    return TYPICAL_COMPRESSOR_SPEEDS | {
+        name: CompressorSpeed(
+            TYPICAL_COMPRESSOR_SPEEDS[name].encode * factor,
+            TYPICAL_COMPRESSOR_SPEEDS[name].decode * factor,
+        )
+        for name, factor in slowest.items()
+    }
+
+
+def _slowdown(compression: Compression, route: Route, device: torch.device) -> float:
+    """By how much this machine is slower than the typical one."""
+    method = make_method(compression, seed=0)
+    buffer = torch.randn(_SIDE * _SIDE + 1, device=device)
+    buffer[-1] = 1.0
+    fused = FusedBuffer(buffer, (GradientSlice("probe", 0, _SIDE * _SIDE, (_SIDE, _SIDE)),))
+    complete(method, fused, route)
+    times = []
+    for _ in range(_ROUNDS):
+        start = perf_counter()
+        complete(method, fused, route)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - start)
+    typical = TYPICAL_COMPRESSOR_SPEEDS[compression.name]
+    return min(times) / (fused.gradients.nbytes * (typical.encode + typical.decode))
+
+
+def _single_rank_route(device: torch.device) -> Route:
+    rank = dist.get_rank()
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return Route((rank,), rank, group, Nodes(((rank,),)))
+
+
+def choose_compressor(
+    parameters: Mapping[str, nn.Parameter],
+    description: ExchangePlan,
+    ready: Mapping[str, float],
+    link: LinkFit,
+    nodes: Nodes,
+    *,
+    current: str,
+    speeds: Mapping[str, CompressorSpeed],
+) -> SchemeChoice:
+    """The best candidate; of the plan's exchange only the compressor changes.
+
+    Args:
+        parameters: Logical name -> parameter, in order of registration.
+        ready: Seconds after the start of a step at which each gradient is there.
+        current: The compressor that is used now.
+    """
+    # Gradients that error feedback has kept back are only sent by a compressor that has it, too.
+    candidates = [
+        candidate
+        for candidate in CANDIDATE_COMPRESSORS
+        if candidate.feedback or not parse_compression(current).feedback
+    ]
+    return rank_schemes(
+        _measured_layers(parameters, description, ready),
+        ExchangeNetwork(link, nodes),
+        base=scheme_of(description),
+        candidates=candidates,
+        speeds=speeds,
+    )[0]
+
+
+def _measured_layers(
+    parameters: Mapping[str, nn.Parameter], description: ExchangePlan, ready: Mapping[str, float]
+) -> list[GradientLayer]:
+    """One layer per parameter; what passes before the first gradient is the forward pass."""
+    forward = min(ready.values()) / len(parameters)
+    clock, backward = min(ready.values()), dict.fromkeys(parameters, 0.0)
+    for name in sorted(ready, key=ready.__getitem__):
+        backward[name], clock = ready[name] - clock, ready[name]
+    layers = []
+    for name, parameter in parameters.items():
+        part = description.part(name)
+        layers.append(
+            GradientLayer(
+                name=name,
+                shapes=(tuple(parameter.shape),),
+                forward=forward,
+                backward=backward[name],
+                element_bytes=parameter.element_size(),
+                compression=parse_compression(part.compress) if part and part.compress else None,
+            )
+        )
+    return layers
+
+
+# The link: a stream of all-reduces for its rate, small ones for its latency.
+
+
 def probe_link(device: torch.device, group: dist.ProcessGroup | None = None) -> LinkFit:
     """Measure all-reduces over a group, by default the world's; collective, called by the training
-    thread.
-
-    The rate is that of a stream of pieces, several in flight: shaped links (clouds have them, too)
-    let a burst pass faster, which a step's traffic uses up in its first moments.
-    """
+    thread."""
+    # The rate is that of a stream of pieces, several in flight: shaped links (clouds have them,
+    # too) let a burst pass faster, which a step's traffic uses up in its first moments.
     first = _seconds(1, _PROBE_BYTES, device, group)
     count = min(max(round(_STREAM_SECONDS / first), 2), _LONGEST_STREAM)
     per_byte = _seconds(count, _PROBE_BYTES, device, group) / (count * _PROBE_BYTES)
     middle = min(_seconds(1, _MEDIUM_PROBE_BYTES, device, group) for _ in range(3))
     small = min(_seconds(1, _SMALL_PROBE_BYTES, device, group) for _ in range(_SMALL_PROBES))
     latency = max(small - per_byte * _SMALL_PROBE_BYTES, 0.0)
-    # Slower than the fit: unsteady. Faster: the burst of a shaped link, which is as it should be.
+    # Slower than the fit means unsteady; faster is the burst of a shaped link, which is no error.
     error = max(middle / (latency + per_byte * _MEDIUM_PROBE_BYTES) - 1, 0.0)
     return LinkFit(latency, per_byte, error, dist.get_world_size())
 
@@ -641,6 +754,5 @@ def _seconds(
     for work in works:
         assert work is not None
         work.wait()
-    took = torch.tensor([perf_counter() - start], dtype=torch.float64, device=device)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+    (took,) = max_over_ranks(perf_counter() - start, device=device)
+    return took

@@ -3,10 +3,6 @@
 Twice in a second of steps the ranks compare how long they were blocked, and from that decide when
 to measure the links. Rank 0 then packs trees and broadcasts the program. All ranks compare, measure
 and switch after the same steps.
-
-Gloo completes a message only for the rank that waits for it, so that transfers of the exchange
-itself blame links that were queued behind a slow one. The probes measure two ranks at a time and
-nothing else.
 """
 
 from __future__ import annotations
@@ -51,12 +47,13 @@ def probe_links(
     Args:
         group: Of all ranks, on which nothing is under way; its time-out is that of a message.
         links: What is known of them: sizes follow from it, and pairs without a link are left out.
-        doing: See `GradientExchange.doing`.
 
     Raises:
         PeerLost: Names the rank to which the connection broke.
         Stalled: Names the rank that did not come.
     """
+    # Two ranks at a time and nothing else: Gloo completes a message only for the rank that waits
+    # for it, so that transfers of the exchange itself would blame links queued behind a slow one.
     rank = dist.get_rank()
     rates = torch.zeros(links.ranks, links.ranks, dtype=torch.float64)
     for pairs in pairings(links):
@@ -67,26 +64,24 @@ def probe_links(
                 rates[peer, rank] = _probe_pair(group, peer, out, into)
             except RuntimeError as error:
                 raise _failed(rank, peer, error) from error
-    dist.all_reduce(rates)  # of every number all ranks but one have 0: nothing is rounded
+    dist.all_reduce(rates)  # all ranks but one have 0 for each number: nothing is rounded
     return LinkGraph(tuple(map(tuple, rates.tolist())))
 
 
 def _probe_pair(group: dist.ProcessGroup, peer: int, out: int, into: int) -> float:
-    """Bytes per second of a message of `into` bytes, while another one goes the other way.
-
-    The clock starts when both are there, and before anything can arrive: a rank that has to wait
-    for its processor measures too little by as much, and never too much.
-    """
+    """Bytes per second of a message of `into` bytes, while another one goes the other way."""
+    # The clock starts when both ranks are there and before anything can arrive: a rank that waits
+    # for its processor measures too low a rate, never too high a one.
     _exchange(group, peer, 1, 1, 0)
     began = perf_counter()
     return (1 - PROBE_BURST_SHARE) * into / (_exchange(group, peer, out, into, 1) - began)
 
 
 def _exchange(group: dist.ProcessGroup, peer: int, out: int, into: int, tag: int) -> float:
-    """When what comes was there; returns when both are through. Receives first: Gloo would queue
-    its notice behind what is sent."""
+    """Send and receive; returns the moment at which the received message was complete."""
     received = torch.empty(into, dtype=torch.uint8)
     sent = torch.zeros(out, dtype=torch.uint8)
+    # The receive first: Gloo would queue its notice behind what is sent.
     arriving = dist.irecv(received, peer, group, tag)
     leaving = dist.isend(sent, peer, group, tag)
     assert arriving is not None
@@ -107,9 +102,9 @@ def _failed(rank: int, peer: int, error: RuntimeError) -> HeadwayError:
     return PeerLost(f"the connection to rank {peer} broke", where=where, why=why, fix=fix)
 
 
-def max_over_ranks(*numbers: float) -> list[float]:
+def max_over_ranks(*numbers: float, device: torch.device | None = None) -> list[float]:
     """The largest of all ranks, number by number; collective."""
-    shared = torch.tensor(numbers, dtype=torch.float64)
+    shared = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     found: list[float] = shared.tolist()
     return found
@@ -123,7 +118,7 @@ FIRST_VOTE = 3
 
 
 class LinkMonitor:
-    """Looks after the links of an exchange whose sums a program carries.
+    """Measures the links of an exchange that uses a collective program.
 
     Args:
         links: What the plan says of them.
@@ -155,21 +150,18 @@ class LinkMonitor:
         tell: Callable[[str], None],
         doing: Callable[..., None],
     ) -> LinkMonitor | None:
-        """None: this exchange keeps its program, nothing else could carry the sums, or the links
-        are slowed down by ourselves, which a probe would not see."""
+        """None: this exchange keeps its program, or no other one is possible."""
         links = links_of_options(description.carrier)
         if not (description.carried and description.repack) or links is None:
             return None
+        # A probe would not see links that are slowed down by ourselves (`pace`).
         if links.ranks < 3 or links.ranks != routes.size or routes.pace is not None:
             return None
         return cls(links, routes, tell, doing)
 
     def step(self, buckets: Sequence[Bucket]) -> bool:
-        """A step is over: whether to measure now. Now and then collective.
-
-        Args:
-            buckets: Of the exchange. With priority their last waits are only known a step later.
-        """
+        """A step is over: whether to measure now. Now and then collective."""
+        # With priority the last waits of a step are only known one step later.
         self._exposed += sum(flight.waited for flight in self._flights)
         self._flights = tuple(bucket.flight for bucket in buckets)
         self._steps += 1
@@ -212,7 +204,7 @@ class LinkMonitor:
     def _measured(
         self, description: ExchangePlan, sizes: Sequence[int], element_bytes: int
     ) -> Repacking | None:
-        """Drift counts that two measurements show."""
+        """Only drift that two measurements show counts."""
         measured = self._probe(self.links)
         drifts, links = find_drift(self.links, measured)
         if drifts:
@@ -222,15 +214,14 @@ class LinkMonitor:
             self.links = links
             return None
         decided: list[Repacking | None] = [None]
-        if dist.get_rank() == 0:  # numbers are alike; libraries may not be
-            kind, carrier = (
-                cast(AllReduceKind, description.collective),
-                description.carrier or AllReduceOptions(),
-            )
+        # All ranks have the same numbers, but their math libraries may round differently.
+        if dist.get_rank() == 0:
+            kind = cast(AllReduceKind, description.collective)
+            carrier = description.carrier or AllReduceOptions()
             decided = [find_repacking(kind, carrier, self.links, measured, sizes, element_bytes)]
         dist.broadcast_object_list(decided, src=0)
         (found,) = decided
-        assert found is not None  # what drifted here did on rank 0
+        assert found is not None  # rank 0 has seen the same drift
         self.links = found.links
         return found
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from headway.comm.compress.state import collect_state, distribute_state
-from headway.comm.exchange.delta_update import DeltaUpdate
-from headway.comm.exchange.gradient_exchange import GradientExchange
+from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch
 from headway.errors import Diverged

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel import TensorStream, open_stream
+from headway.channel.stream import TensorStream, open_stream
 from headway.errors import HeadwayError, PeerLost, PlanError, Stalled
 from headway.parallel.fsdp import defer_gradient_sync, explain_fsdp_conflicts, reshard_fsdp_modules
 from headway.parallel.pipeline.runtime.p2p import (

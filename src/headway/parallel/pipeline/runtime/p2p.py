@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.channel import TensorStream
+from headway.channel.stream import TensorStream
 from headway.errors import RunError
 from headway.parallel.pipeline.stages import TreeSpec, flatten, is_payload
 
