@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -42,22 +41,7 @@ def open_transport(
     *,
     credit: bool,
 ) -> ChannelTransport:
-    """One end of a channel; the other end calls the same.
-
-    Args:
-        meeting: The way to the other end.
-        provider: What is wanted; "auto": shared memory where both processes can, else sockets.
-        form: Of all tensors; None: dynamic.
-        slots: Tensors that may be under way.
-        address: Of this end for sockets; None: all addresses of this machine.
-        credit: Whether a put waits until its slot is free.
-
-    Raises:
-        UsageError: The provider cannot be had here.
-        RunError: The two ends want different things.
-        PeerLost: The other end is gone.
-        Stalled: The other end does not come.
-    """
+    """One end of a channel; arguments and errors as of `Channel`. The other end calls the same."""
     layout = RegionLayout(slots, 0 if form is None else form.nbytes)
     wanted = {
         "shape": None if form is None else list(form.shape),
@@ -68,7 +52,7 @@ def open_transport(
     }
     here = "" if shared_memory.why_not() else shared_memory.machine()
     theirs = meeting.swap({**wanted, "machine": here})
-    _check_same_request(meeting, wanted, theirs)
+    meeting.check_same_request(wanted, theirs)
     together = bool(here) and theirs["machine"] == here
     if provider == "shared_memory" and not together:
         raise _provider_unavailable(
@@ -86,7 +70,7 @@ def open_transport(
 def _open_shared_memory(
     meeting: ChannelRendezvous, layout: RegionLayout, *, dynamic: bool, credit: bool
 ) -> tuple[ChannelTransport | None, str]:
-    """The wire, or why one of the two ends cannot open it."""
+    """The transport, or why one of the two ends cannot open it."""
     offer = shared_memory.Offer.make(layout)
     try:
         theirs = meeting.swap(offer.says())
@@ -102,24 +86,11 @@ def _open_shared_memory(
             )
         except OSError as error:
             why = str(error) or type(error).__name__
-        answer = meeting.swap({"why": why})  # only now may the descriptors go
+        answer = meeting.swap({"why": why})  # both have opened the descriptors: they may go
     finally:
         offer.close()
     why = why or answer["why"]
     return (None, why) if why else (wire, "")
-
-
-def _check_same_request(
-    meeting: ChannelRendezvous, wanted: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    for name, value in wanted.items():
-        if theirs.get(name) != value:
-            raise RunError(
-                f"the two ends of a channel differ in {name}",
-                where=f"rank {meeting.rank}",
-                why=f"{value} here, {theirs.get(name)} on rank {meeting.peer}.",
-                fix="Make both ends alike, and the channels of two ranks in the same order.",
-            )
 
 
 def _provider_unavailable(meeting: ChannelRendezvous, why: str) -> UsageError:
@@ -129,9 +100,6 @@ def _provider_unavailable(meeting: ChannelRendezvous, why: str) -> UsageError:
         why=why,
         fix='Use provider="socket", or "auto", which takes the best that both ends have.',
     )
-
-
-# `Channel`: tensors to and from one other process, through memory that both can reach.
 
 
 class ReceivedTensor:
@@ -151,12 +119,7 @@ class ReceivedTensor:
     def __enter__(self) -> Tensor:
         return self.tensor
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         channel = self._channel
         if channel is not None:
             self._channel = None
@@ -168,7 +131,7 @@ class ReceivedTensor:
         Raises:
             RunError: Without credits: the tensor has been overwritten while it was held.
         """
-        self.__exit__(None, None, None)
+        self.__exit__()
 
 
 class Channel:
@@ -242,12 +205,7 @@ class Channel:
     def buffer(self) -> Tensor:
         """Static: the next slot as a tensor to compute into; `put()` then sends it, uncopied.
 
-        Waits for the credit.
-
-        Raises:
-            RunError: The channel is dynamic (`empty` makes one), or closed.
-            PeerLost: The other end is gone.
-            Stalled: The slot does not become free in time.
+        Waits for the credit, and raises as `put` does; RunError where the channel is dynamic.
         """
         if self._form is None:
             raise RunError("the buffer of a dynamic channel", fix="Use empty(shape, dtype).")
@@ -256,10 +214,7 @@ class Channel:
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Dynamic: a tensor of the region to compute into; `put` of it sends it, uncopied.
 
-        Raises:
-            RunError: The channel is static (it has a `buffer`), or closed.
-            PeerLost: The other end is gone.
-            Stalled: The slot does not become free in time.
+        Waits for the credit, and raises as `put` does; RunError where the channel is static.
         """
         if self._form is not None:
             raise RunError("an empty tensor of a static channel", fix="Use its buffer.")
@@ -283,7 +238,9 @@ class Channel:
         """
         form = self._form
         if form is None:
-            form = self._form_of(tensor)
+            if tensor is None:
+                raise RunError("a put of nothing", fix="Put the tensor that empty(...) has made.")
+            form = TensorMetadata(tuple(tensor.shape), tensor.dtype)
         elif tensor is not None and (tensor.dtype != form.dtype or tensor.shape != form.shape):
             raise self._other_form(tensor, form)
         number = self._sent + 1
@@ -294,11 +251,6 @@ class Channel:
             self._free_slot(number)
         self._wire.send(slot, number, tensor, form)
         self._sent = number
-
-    def _form_of(self, tensor: Tensor | None) -> TensorMetadata:
-        if tensor is None:
-            raise RunError("a put of nothing", fix="Put the tensor that empty(...) has made.")
-        return TensorMetadata(tuple(tensor.shape), tensor.dtype)
 
     def _other_form(self, tensor: Tensor, form: TensorMetadata) -> RunError:
         return RunError(
@@ -357,20 +309,12 @@ class Channel:
         return ReceivedTensor(self, number, tensor)
 
     def get_into(self, tensor: Tensor) -> Tensor:
-        """Copy the next tensor into one of the caller's; returns that.
-
-        Raises:
-            Everything that `get` raises.
-        """
+        """Copy the next tensor into one of the caller's; returns that, and raises as `get` does."""
         with self.get() as came, torch.no_grad():
             return tensor.copy_(came)
 
     def add_into(self, accumulator: Tensor) -> Tensor:
-        """Add the next tensor to an accumulator, straight out of the region; returns that.
-
-        Raises:
-            Everything that `get` raises.
-        """
+        """Add the next tensor to an accumulator, straight out of the region; as `get_into`."""
         with self.get() as came, torch.no_grad():
             return accumulator.add_(came)
 
@@ -384,7 +328,7 @@ class Channel:
         self._wire.wait(self._flag_of[slot], number, "put a tensor")
 
     def _view(self, slot: int, flag: int) -> Tensor:
-        """The tensor in a slot; made anew only where its form or its place is another."""
+        """The tensor in a slot; made anew only where its form or its place has changed."""
         wire, form = self._wire, self._form
         block = tuple(self._words[flag + 2 : flag + 2 + METADATA_WORDS]) if form is None else ()
         known = self._seen[slot]
@@ -417,7 +361,7 @@ class Channel:
         """End the channel at both ends; the other one still gets what has been put.
 
         Waits until it has taken dynamic tensors out of the memory of this end. Tensors that were
-        got keep their memory. A second time does nothing.
+        received keep their memory. A second call does nothing.
         """
         self._close(patient=True)
 
@@ -431,12 +375,7 @@ class Channel:
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._close(patient=error is None)
 
     def _require_open(self) -> None:
@@ -471,11 +410,8 @@ def _check(form: TensorMetadata | None, slots: int, credit: bool, seconds: float
         )
 
 
-# Waiting for whichever of many channels has a tensor, fairly.
-
-
 def wait_any(channels: Sequence[Channel], timeout: float | None = None) -> Channel:
-    """Wait until some channel has a tensor; of several the one that has waited longest to be asked.
+    """Wait until some channel has a tensor; of several, the one that was not served for longest.
 
     Args:
         timeout: Seconds; None: the shortest of the channels'.

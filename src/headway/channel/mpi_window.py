@@ -20,8 +20,9 @@ from torch import Tensor
 
 from headway.channel import shared_memory
 from headway.channel.region import MemoryRegion, RegionLayout, TensorMetadata
+from headway.channel.rendezvous import ChannelRendezvous
 from headway.channel.transport import PollingTransport, SendBuffers
-from headway.errors import MissingExtra, RunError, Stalled, UsageError
+from headway.errors import MissingExtra, RunError, UsageError
 
 _TAG = 7411
 _GOODBYE_SECONDS = 5.0
@@ -33,10 +34,7 @@ class MpiTransport(PollingTransport):
     """One end of a channel in a window of two ranks.
 
     Args:
-        peer: The rank of the other end in `pair`, and `who` it is for messages.
-        who: As `peer` of `ChannelTransport`.
-        layout: As of `ChannelTransport`.
-        seconds: As of `ChannelTransport`.
+        peer: The rank of the other end in `pair`; `who` names it in messages.
         mpi: The module `mpi4py.MPI`.
         pid: Of the other end, if it is on this machine; otherwise None.
     """
@@ -107,7 +105,7 @@ class MpiTransport(PollingTransport):
         self._window.Flush(self._peer)
 
     def check(self) -> None:
-        self._pair.Iprobe()  # lets MPI move on where it has no thread of its own
+        self._pair.Iprobe()  # lets MPI make progress where it has no thread of its own
         self._window.Sync()
         if self.words[self.layout.closed]:
             raise self.lost("has closed the channel")
@@ -128,7 +126,8 @@ class MpiTransport(PollingTransport):
         theirs = self._wait_for_the_other() if patient else 0
         if self._process is not None:
             self._process.close()
-        if mine == theirs == _FREE:  # all of these need the other end
+        # These calls are collective: an end that has gone or holds a tensor would block them.
+        if mine == theirs == _FREE:
             self._window.Unlock_all()
             self._window.Free()
             self._pair.Free()
@@ -151,8 +150,6 @@ def open_mpi_transport(
 
     Args:
         peer: Its rank in MPI's world.
-        form: Of all tensors; None: dynamic.
-        slots: Tensors that may be under way.
         capacity: Bytes of a slot of a dynamic channel.
 
     Raises:
@@ -172,15 +169,9 @@ def open_mpi_transport(
     nbytes = capacity if form is None else form.nbytes
     wanted = {"form": form, "slots": slots, "bytes": nbytes}
     here = shared_memory.machine()
-    theirs = _swap(mpi, world, peer, {**wanted, "machine": here, "pid": os.getpid()}, seconds)
-    for name, value in wanted.items():
-        if theirs[name] != value:
-            raise RunError(
-                f"the two ends of a channel differ in {name}",
-                where=f"rank {world.rank}",
-                why=f"{value} here, {theirs[name]} on rank {peer}.",
-                fix="Make both ends alike, and the channels of two ranks in the same order.",
-            )
+    meeting = _MpiRendezvous(world, peer, seconds)
+    theirs = meeting.swap({**wanted, "machine": here, "pid": os.getpid()})
+    meeting.check_same_request(wanted, theirs)
     both = world.group.Incl(sorted([world.rank, peer]))
     pair = world.Create_group(both, _TAG)
     together = bool(here) and theirs["machine"] == here
@@ -207,19 +198,22 @@ def _mpi() -> Any:
     return MPI
 
 
-def _swap(mpi: Any, world: Any, peer: int, says: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Tell the other end something and hear what it tells; MPI itself waits without an end."""
-    sending = world.isend(says, peer, _TAG)
-    deadline = time.monotonic() + seconds
-    while not world.iprobe(peer, _TAG):
-        if time.monotonic() > deadline:
-            sending.cancel()
-            raise Stalled(
-                f"rank {peer} does not open its end of a channel within {seconds:g} s",
-                where=f"rank {world.rank}",
-                fix="Both ranks make the channel, in the same order as their other channels.",
-            )
-        time.sleep(0.001)
-    theirs: dict[str, Any] = world.recv(source=peer, tag=_TAG)
-    sending.wait()
-    return theirs
+class _MpiRendezvous(ChannelRendezvous):
+    """Over MPI's world."""
+
+    def __init__(self, world: Any, peer: int, seconds: float) -> None:
+        super().__init__(world.rank, peer, seconds)
+        self._world = world
+
+    def swap(self, says: dict[str, Any]) -> dict[str, Any]:
+        sending = self._world.isend(says, self.peer, _TAG)
+        deadline = time.monotonic() + self.seconds
+        # Probing, because a receive of MPI has no time-out.
+        while not self._world.iprobe(self.peer, _TAG):
+            if time.monotonic() > deadline:
+                sending.cancel()
+                raise self.late()
+            time.sleep(0.001)
+        theirs: dict[str, Any] = self._world.recv(source=self.peer, tag=_TAG)
+        sending.wait()
+        return theirs

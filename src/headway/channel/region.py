@@ -34,8 +34,8 @@ from torch.nn import Parameter
 
 from headway.errors import RunError
 
+# Bytes up to which a copy is over before another thread could use the interpreter's lock.
 SMALL_COPY_BYTES = 65536
-"""Bytes up to which a copy is over before another thread could use the interpreter's lock."""
 
 _copy_bytes = ctypes.CDLL(None).memcpy
 _copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -43,12 +43,7 @@ _copy_bytes.restype = None
 
 
 class CopyTarget:
-    """Memory that tensors of one form are copied to, again and again.
-
-    Attributes:
-        tensor: The memory as such a tensor.
-        bytes: The memory as bytes.
-    """
+    """Memory that tensors of one form are copied to, again and again."""
 
     __slots__ = ("address", "bytes", "nbytes", "tensor")
 
@@ -101,16 +96,10 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def copy_tensor(source: Tensor, target: Tensor, address: int, nbytes: int) -> None:
-    """Copy a tensor of any device and strides into memory.
-
-    Args:
-        target: The memory as a tensor of the same form.
-        address: Of `target`.
-        nbytes: Of `target`.
-    """
+    """Copy a tensor of any device and strides into memory, which `target` shows in its form."""
     start = tensor_address(source)
     if start:
-        if start != address:  # it may have been made there
+        if start != address:  # the tensor may have been made in place
             _copy_bytes(address, start, nbytes)
     elif nbytes:
         with torch.no_grad():
@@ -130,11 +119,8 @@ def tensor_address(tensor: Tensor) -> int:
     return tensor.data_ptr() if plain else 0
 
 
-# A region: registered memory of flags, credits, metadata and the slots for tensors.
-
-
+# Words of a line: 128 bytes, two cache lines, because processors fetch them in pairs.
 LINE_WORDS = 16
-"""Words of a line: 128 bytes, two cache lines, because processors fetch them in pairs."""
 MOST_DIMS = 8
 METADATA_WORDS = 4 + MOST_DIMS
 """Words of a metadata block: dtype, number of dimensions, bytes, key, sizes."""
@@ -164,10 +150,7 @@ class TensorMetadata:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def block(self, key: int = 0) -> tuple[int, ...]:
-        """The words of the metadata.
-
-        Args:
-            key: Which memory of the sender holds it.
+        """The words of the metadata; `key` says which memory of the sender holds the tensor.
 
         Raises:
             RunError: Too many dimensions, or a type that no channel carries.
@@ -241,11 +224,7 @@ class RegionLayout:
 
 
 class MemoryRegion:
-    """Memory in its layout; tensors that are made of it keep it alive.
-
-    Args:
-        memory: Writable, of `layout.size` bytes, zero at first.
-    """
+    """Writable memory of `layout.size` bytes, zero at first; tensors made of it keep it alive."""
 
     def __init__(self, memory: mmap.mmap | NDArray[np.uint8], layout: RegionLayout) -> None:
         self.layout = layout
@@ -257,8 +236,3 @@ class MemoryRegion:
         """The bytes of a slot."""
         start = self.layout.offset(slot)
         return self._bytes[start : start + self.layout.nbytes]
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in this region."""
-        start = self._bytes.data_ptr()
-        return start <= tensor.data_ptr() < start + self._bytes.numel()

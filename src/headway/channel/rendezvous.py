@@ -3,18 +3,20 @@
 A rendezvous exchanges short texts; both ends do the same number of rounds in the same order. Over a
 group the n-th channel of one end meets the n-th of the other, because point-to-point messages keep
 their order; over a store a counter does the same. Also here: the options of every TCP connection of
-this program, and the address of a network interface.
+this program, and the addresses and namespaces of this machine.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import socket
 import struct
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +26,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from headway.errors import PeerLost, RunError, Stalled, UsageError
 
 _SIOCGIFADDR = 0x8915
+# Seconds of silence before the other machine is probed, seconds between probes, and their number.
 _ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
-"""Seconds of silence before the other machine is asked whether it is there; between questions; how
-many."""
 
 
 def configure_connection(connection: socket.socket) -> None:
@@ -56,6 +57,18 @@ def interface_address(interface: str) -> list[str]:
     return []
 
 
+def namespace_identity(kind: str) -> str:
+    """The same text for processes of one machine in one namespace; "" where that is unknown.
+
+    Args:
+        kind: As in /proc/self/ns: "pid", "net".
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
+    return ""
+
+
 def host_addresses() -> list[str]:
     """The addresses of this machine's name; none where it cannot be looked up."""
     with suppress(OSError):
@@ -64,11 +77,8 @@ def host_addresses() -> list[str]:
     return []
 
 
-# How two ends find each other: once, over a group or a store that is there already.
-
-
+# Of one text; an address list of a machine with many networks is below 1000.
 _BYTES = 8192
-"""Of one text; an address list of a machine with many networks is below 1000."""
 
 
 class ChannelRendezvous(ABC):
@@ -90,6 +100,18 @@ class ChannelRendezvous(ABC):
             Stalled: It does not come in time.
         """
 
+    def check_same_request(self, wanted: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Raise a RunError where the two ends do not ask for the same channel."""
+        for name, value in wanted.items():
+            if theirs.get(name) != value:
+                raise RunError(
+                    f"the two ends of a channel differ in {name}",
+                    where=f"rank {self.rank}",
+                    why=f"{value} here, {theirs.get(name)} on rank {self.peer}.",
+                    fix="Give both ends the same arguments, and make the channels of two ranks in "
+                    "the same order.",
+                )
+
     def late(self, why: str = "") -> Stalled:
         return Stalled(
             f"rank {self.peer} does not open its end of a channel within {self.seconds:g} s",
@@ -103,9 +125,8 @@ class GroupRendezvous(ChannelRendezvous):
     """Over a process group that carries tensors of host memory.
 
     Args:
-        group: Of torch; None: the default one.
-        peer: As of `ChannelRendezvous`; a global rank.
-        seconds: As of `ChannelRendezvous`.
+        group: None: the default one.
+        peer: A global rank.
 
     Raises:
         UsageError: There is no group, none that carries host memory, or the peer is not in it.
@@ -125,7 +146,8 @@ class GroupRendezvous(ChannelRendezvous):
                 fix='Give group=dist.new_group(ranks, backend="gloo").',
             )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if peer not in ranks:  # Gloo would wait for it until the time-out of the group
+        # Gloo would wait for it until the time-out of the group.
+        if peer not in ranks:
             raise UsageError(
                 f"a channel to rank {peer}, which is not in the group",
                 where=f"rank {self.rank}",
@@ -161,13 +183,7 @@ class GroupRendezvous(ChannelRendezvous):
 
 
 class StoreRendezvous(ChannelRendezvous):
-    """Over a key-value store.
-
-    Args:
-        rank: As of `ChannelRendezvous`.
-        peer: As of `ChannelRendezvous`.
-        seconds: As of `ChannelRendezvous`.
-    """
+    """Over a key-value store."""
 
     def __init__(self, store: Store, rank: int, peer: int, seconds: float) -> None:
         super().__init__(rank, peer, seconds)
@@ -190,5 +206,5 @@ class StoreRendezvous(ChannelRendezvous):
 def _read(text: bytes) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise RunError("another end of a channel says what nobody understands", why=str(found))
+        raise RunError("the other end of a channel sends no JSON object", why=str(found))
     return found

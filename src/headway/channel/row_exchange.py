@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class RowExchange:
     """One rank's end of an exchange with all others; all ranks of the group make it.
 
     Args:
-        group: Of torch; None: the default one.
+        group: None: the default one.
         provider: Of the channels: "auto", "shared_memory" or "socket", as of `Channel`.
         timeout: Seconds that a wait may take.
 
@@ -57,7 +56,8 @@ class RowExchange:
             )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._channels = {  # all ranks in the order of their pairs: none waits in a circle
+        # All ranks open channels in the order of their pairs, so that no circle of them waits.
+        self._channels = {
             number: Channel(peer, provider=provider, group=group, timeout=timeout)
             for number, peer in enumerate(ranks)
             if number != self.rank
@@ -87,13 +87,9 @@ class RowExchange:
                 use(other, came)
 
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Give each rank a part, of any size; returns what each one gave, copied; collective.
+        """Give each rank a part, of any shape and type; returns what each one gave, copied.
 
-        Args:
-            parts: By rank of the group, of any shapes and types.
-
-        Raises:
-            Everything that `swap` raises.
+        Collective; raises as `swap` does.
         """
         if len(parts) != self.size:
             raise RunError(f"{len(parts)} parts for {self.size} ranks", fix="Give one to each.")
@@ -119,7 +115,7 @@ class RowExchange:
 
         Raises:
             RunError: `held` has another number of rows, or there is no row of such a number.
-            Everything that `swap` raises.
+            PeerLost, Stalled: As `swap`.
         """
         own = self.rows_of(self.rank, rows)
         if len(held) != len(own):
@@ -138,19 +134,14 @@ class RowExchange:
         return _Fetched.apply(held, wanted, rows, self), place  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """End it; all ranks do so, after the last exchange. A second time does nothing."""
+        """End it on all ranks, after the last exchange. A second call does nothing."""
         for channel in self._channels.values():
             channel.close()
 
     def __enter__(self) -> RowExchange:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for channel in self._channels.values():
             channel.__exit__(kind, error, trace)
 
@@ -160,7 +151,7 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, held: Tensor, wanted: Tensor, rows: int, by: RowExchange) -> Tensor:
-        """Args: as `fetch`; `wanted` ascending, each number once."""
+        """`wanted`: ascending, each number once."""
         ends = [by.rows_of(rank, rows).stop for rank in range(by.size)]
         cuts = [0, *torch.searchsorted(wanted, wanted.new_tensor(ends)).tolist()]
         spans = [slice(start, stop) for start, stop in pairwise(cuts)]

@@ -19,7 +19,6 @@ import select
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from headway.channel.region import (
     copy_tensor,
     round_up_to_pages,
 )
+from headway.channel.rendezvous import namespace_identity
 from headway.channel.transport import Doorbell, DoorbellPipe, PollingTransport
 from headway.errors import PeerLost, Stalled
 
@@ -55,10 +55,8 @@ def why_not() -> str:
 
 def machine() -> str:
     """The same text for processes that can see each other in /proc; "" elsewhere."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
-    return ""
+    identity = namespace_identity("pid")
+    return f"{identity} {os.geteuid()}" if identity else ""
 
 
 def memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
@@ -106,7 +104,7 @@ class Offer:
         return {**here, "bell": self.pipe.write}
 
     def close(self) -> None:
-        """Descriptors are of no use once the other end has opened them, or will not."""
+        """Close the descriptors: the other end has opened them, or will not."""
         os.close(self.number)
         self.pipe.close()
 
@@ -123,7 +121,7 @@ class PeerProcess:
         self._handle = os.pidfd_open(pid)
 
     def ended(self) -> bool:
-        poll = select.poll()  # one for all would refuse a second thread
+        poll = select.poll()  # a shared one would refuse a second thread
         poll.register(self._handle, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -140,10 +138,7 @@ class SharedMemoryTransport(PollingTransport):
     """One end of a channel of one machine.
 
     Args:
-        peer: As of `ChannelTransport`.
-        seconds: As of `ChannelTransport`.
-        own: This end's region.
-        theirs: What the other end says of its own.
+        theirs: What `Offer.says` of the other end.
         dynamic: Tensors lie in the sender's memory.
         credit: Puts wait until their slot is free; else a reader has to see that one has begun.
 
@@ -169,7 +164,7 @@ class SharedMemoryTransport(PollingTransport):
         map_ = opened(self._process.pid, int(theirs["memory"]), layout.size)
         self._far = MemoryRegion(map_, layout)
         if self._far.words[layout.token] != theirs["token"]:
-            raise OSError("another process has its number now")
+            raise OSError("another process has its process id now")
         self.region = own.region
         self.words, self._out = own.region.words, self._far.words
         self.bell = self._bell = Doorbell(
@@ -183,8 +178,6 @@ class SharedMemoryTransport(PollingTransport):
         self._credits = [layout.credit(slot) for slot in range(layout.slots)]
         self._targets: list[CopyTarget | None] = [None] * layout.slots
         self._again = RepeatedSource()
-
-    # -- the sender --------------------------------------------------------------------------
 
     def room(self, slot: int, nbytes: int) -> Tensor:
         if not self._dynamic:
@@ -227,8 +220,6 @@ class SharedMemoryTransport(PollingTransport):
         for place, word in enumerate(form.block(room.key), index):
             self._out[place] = word
 
-    # -- the receiver ------------------------------------------------------------------------
-
     def arrived(self, slot: int, block: Sequence[int]) -> Tensor:
         if not self._dynamic:
             return self.region.slot(slot)
@@ -246,8 +237,6 @@ class SharedMemoryTransport(PollingTransport):
         self._out[self._credits[slot]] = number
         if self.words[self._asleep]:
             self._bell.ring()
-
-    # -- both --------------------------------------------------------------------------------
 
     def check(self) -> None:
         if self.words[self.layout.closed]:
@@ -283,7 +272,7 @@ class _SlotMemory:
     """Memory of the sender for the tensors of one slot.
 
     Attributes:
-        made: The how manieth of this slot; a descriptor's number comes again.
+        made: A counter, because the number of a descriptor is used again.
     """
 
     number: int

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from headway.channel.rendezvous import (
     configure_connection,
     host_addresses,
     interface_address,
+    namespace_identity,
     receive_exactly,
 )
 from headway.channel.transport import ChannelTransport, SendBuffers
@@ -46,8 +46,8 @@ from headway.errors import PeerLost
 _PUT, _CREDIT, _BYE = 1, 2, 3
 _HEAD = struct.Struct(f"<{LINE_WORDS}Q")
 """Kind, slot, number, block, and an empty word."""
+# Bytes up to which head and tensor go in one call, hence in one packet where it can.
 _SMALL = 65536
-"""Bytes up to which head and tensor go in one call, hence in one packet where it can."""
 _CONNECT_SECONDS = 5.0
 _GOODBYE_SECONDS = 5.0
 _TOKEN_BYTES = 32
@@ -80,7 +80,7 @@ class _Inbox:
                 kind, slot, number, *block = _HEAD.unpack(head)[: 3 + METADATA_WORDS]
                 if kind == _BYE:
                     how = "has closed the channel"
-                    link.shutdown(socket.SHUT_WR)  # it waits for this: all it sent is here
+                    link.shutdown(socket.SHUT_WR)  # the other end waits for this answer
                     break
                 if kind == _CREDIT:
                     self._store(self._layout.credit(slot), number)
@@ -111,13 +111,7 @@ class _Inbox:
 
 
 class SocketTransport(ChannelTransport):
-    """One end of a channel over a connection.
-
-    Args:
-        peer: As of `ChannelTransport`.
-        layout: As of `ChannelTransport`.
-        seconds: As of `ChannelTransport`; of a put, without any progress.
-    """
+    """One end of a channel over a connection; a put may take `seconds` without any progress."""
 
     provider = "socket"
 
@@ -163,10 +157,10 @@ class SocketTransport(ChannelTransport):
                 for part in parts:
                     self._link.sendall(part)
         except BlockingIOError as error:
-            self._end()  # half a message is out
+            self._end()  # half a message has left: nothing after it would be understood
             raise self.late("take what was put", self.seconds) from error
         except OSError as error:
-            self._thread.join(_GOODBYE_SECONDS)  # it finds out how
+            self._thread.join(_GOODBYE_SECONDS)  # the thread notes how the connection ended
             raise self.lost(self._inbox.ended or "vanished") from error
         except BaseException:
             self._end()
@@ -176,7 +170,7 @@ class SocketTransport(ChannelTransport):
         return self._inbox.slots[slot]
 
     def give_back(self, slot: int, number: int) -> None:
-        with suppress(PeerLost):  # whoever waits for the next tensor learns of it
+        with suppress(PeerLost):  # the wait for the next tensor raises it
             self._send(_HEAD.pack(_CREDIT, slot, number, *_NO_METADATA, 0))
 
     def check(self) -> None:
@@ -219,16 +213,12 @@ def _prepare(link: socket.socket, seconds: float) -> None:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-# -- finding each other ------------------------------------------------------------------------
-
-
 def open_socket_transport(
     meeting: ChannelRendezvous, layout: RegionLayout, address: str | None
 ) -> SocketTransport:
     """A connection with the other end; the lower rank listens.
 
     Args:
-        meeting: The way to the other end.
         address: Of this end, as the other one reaches it; None: all of this machine.
 
     Raises:
@@ -271,7 +261,7 @@ def _notice(server: socket.socket, address: str | None, token: bytes) -> dict[st
         "addresses": [address] if address else _addresses(),
         "port": server.getsockname()[1],
         "token": token.hex(),
-        "network": _network(),
+        "network": namespace_identity("net"),
     }
 
 
@@ -297,7 +287,8 @@ def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
         OSError: None does.
     """
     addresses = [*notice["addresses"]]
-    if notice["network"] and notice["network"] == _network():
+    # Processes of one network namespace share a loopback interface.
+    if notice["network"] and notice["network"] == namespace_identity("net"):
         addresses.insert(0, "127.0.0.1")
     failed = OSError("there is no address")
     for address in addresses:
@@ -310,14 +301,6 @@ def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
         except OSError as error:
             failed = error
     raise failed
-
-
-def _network() -> str:
-    """The same text for processes that share a loopback interface; "" where that is unknown."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    return ""
 
 
 def _addresses() -> list[str]:

@@ -29,19 +29,17 @@ from headway.channel.region import copy_tensor, round_up_to_pages
 from headway.channel.shared_memory import memory
 from headway.errors import PeerLost, RunError
 
+# Each has a word before the first room, which the borrower writes: the loan that ended last.
 MAX_ARENA_BLOCKS = 4096
-"""Each has a word before the first room, which the borrower writes: the loan that ended last."""
 _HEADER = round_up_to_pages(8 * MAX_ARENA_BLOCKS)
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(slots=True)
 class ArenaBlock:
-    """A piece of an arena.
+    """A piece of an arena, `offset` bytes from its start.
 
     Attributes:
-        number: Of the room, from 0.
-        offset: Bytes before it.
         loans: How many there were, with the present one.
     """
 
@@ -114,11 +112,7 @@ class ArenaBorrower:
         self._watched: dict[int, weakref.ref[object]] = {}
 
     def take(self, number: int, offset: int, nbytes: int, loan: int) -> Tensor:
-        """The bytes of a room; it is given back when nothing uses their storage any more.
-
-        Args:
-            loan: Which of the room's loans this is.
-        """
+        """The bytes of a room; loan number `loan` ends when nothing uses their storage any more."""
         if number not in self._maps:
             self._maps[number] = mmap.mmap(self._file, nbytes, flags=_FLAGS, offset=offset)
         owner, ended = np.frombuffer(self._maps[number], dtype=np.uint8), self._ended
@@ -134,12 +128,8 @@ class ArenaBorrower:
             os.close(self._file)
 
 
-# `TensorStream`: messages of several tensors between two processes of one machine, told apart
-# by tags.
-
-
+# Bytes, as torch aligns its own tensors: a kernel may round differently on other addresses.
 _ALIGNED = 64
-"""Bytes, as torch aligns its own tensors: kernels round alike."""
 _WORDS = 5
 """Of a block: tag, room, offset and bytes of the room, loan."""
 
@@ -154,12 +144,7 @@ def open_stream(
     Args:
         peer: Global rank of the other end.
         ahead: Messages in one direction that the receiver may not yet have looked at.
-        group: Over which addresses are exchanged; None: the default one.
-        timeout: Seconds that a wait may take.
-
-    Raises:
-        PeerLost: The other end is gone.
-        Stalled: It does not come in time.
+        group: As of `Channel`, like the time-out and the errors raised.
     """
     channel = Channel(
         peer, shape=(_WORDS,), dtype=torch.int64, slots=ahead, group=group, timeout=timeout
@@ -171,17 +156,7 @@ def open_stream(
 
 
 class TensorStream:
-    """One end of it; see `open_stream`.
-
-    Args:
-        channel: Of blocks, in shared memory.
-
-    Attributes:
-        peer: Global rank of the other end.
-
-    Raises:
-        PeerLost: The other end is gone.
-    """
+    """One end of it; made by `open_stream`."""
 
     def __init__(self, channel: Channel) -> None:
         self.peer = channel.peer
@@ -198,7 +173,7 @@ class TensorStream:
                 why=str(error),
                 fix="Its own error, or the signal that killed it, is the cause.",
             ) from error
-        self._swap()  # only now may the other end go
+        self._swap()  # the other end may only go after this one has opened its arena
         self._early: dict[int, deque[list[int]]] = {}
 
     def _swap(self) -> list[int]:

@@ -33,8 +33,8 @@ from headway.errors import PeerLost, Stalled
 
 _SPINS = 300
 _YIELD_SECONDS = 0.0005
+# A core that is given away for longer is wanted by others.
 _CROWDED_SECONDS = 0.00005
-"""A core that is given away for longer is wanted by others."""
 _LONGEST_PAUSE = 0.001
 
 
@@ -104,26 +104,17 @@ def wait_for_word(
                 raise
 
 
-# Wakes the other end of a channel when it sleeps: a pipe without a name, and a word that says
-# so.
-
-
-_LONGEST = 0.01
-"""Seconds."""
+_LONGEST = 0.01  # seconds
 
 
 class DoorbellPipe:
-    """Of the end that sleeps.
-
-    Attributes:
-        write: That which the other end opens, until `close`.
-    """
+    """Of the end that sleeps; the other end opens its descriptor `write`."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def close(self) -> None:
-        """The other end has opened it, or will not."""
+        """Close the end to write to: the other process has opened it, or will not."""
         os.close(self.write)
 
     def __del__(self) -> None:
@@ -165,7 +156,7 @@ class Doorbell:
         """Until it rings, or some milliseconds; not if a word is at least `least` by now."""
         self._out[self._asleep] = 1
         if self._words[index] < least:
-            poll = select.poll()  # one for all would refuse a second thread
+            poll = select.poll()  # a shared one would refuse a second thread
             poll.register(self._own.read, select.POLLIN)
             if poll.poll(1000 * _LONGEST):
                 with suppress(BlockingIOError):
@@ -175,9 +166,6 @@ class Doorbell:
     def __del__(self) -> None:
         if hasattr(self, "_write"):
             os.close(self._write)
-
-
-# What a provider of channels does: put words and bytes into the memory of the other end.
 
 
 class SendBuffers:
@@ -196,8 +184,7 @@ class SendBuffers:
     def start(self, slot: int, source: Tensor | None, form: TensorMetadata) -> int:
         """Where a tensor's bytes lie one after another: its own, or those of a copy in the room.
 
-        Args:
-            source: The tensor; None: it has been made in the room.
+        `source` is None where the tensor has been made in the room.
         """
         if source is not None and (own := tensor_address(source)):
             return own
@@ -249,18 +236,14 @@ class ChannelTransport(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """See whether the other end is still there.
-
-        Raises:
-            PeerLost: It is not, or has closed its end.
-        """
+        """Raise PeerLost where the other end is gone or has closed the channel."""
 
     @abstractmethod
     def close(self, *, patient: bool) -> None:
         """Say goodbye, and let the memory go; what tensors still show stays.
 
         Args:
-            patient: Wait for an end that has not yet taken what needs this one.
+            patient: Wait until the other end has taken what is only in this one's memory.
         """
 
     @abstractmethod
