@@ -21,17 +21,18 @@ from headway.documents import nearest
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all"]
 Shape = Sequence[int]
+Shapes = Sequence[Shape]
 
+# A tensor of fewer elements is sent whole: it costs at most one packet or three.
 SMALLEST = 1024
-"""A tensor of fewer elements is sent whole: it costs at most one packet or three."""
 BLOCK = 256
 """Elements of int8 that share a scale."""
 BLOCK_BYTES = BLOCK + 4
 MINIMUM_RATE = 2
 """PowerSGD must make a matrix at least so many times smaller."""
 INDEX_BYTES = 4
+# Bytes from which two ranks gather in parts.
 LARGE = 2**17
-"""Bytes from which two ranks gather in parts."""
 PARTS = 4
 
 
@@ -47,6 +48,9 @@ class Payload:
 
     operation: Operation
     num_bytes: int
+
+
+Payloads = tuple[Payload, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +117,12 @@ class Compression(ABC):
         """Whether a parameter of this shape is compressed; the others are summed whole."""
 
     @abstractmethod
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         """Of a bucket that has something to compress, and `rest` elements that are sent whole."""
 
     def payloads(
-        self, shapes: Sequence[Shape], itemsize: int, ranks: int, *, flags: bool = True
-    ) -> tuple[Payload, ...]:
+        self, shapes: Shapes, itemsize: int, ranks: int, *, flags: bool = True
+    ) -> Payloads:
         """What each rank hands over for one bucket, operation by operation.
 
         Args:
@@ -130,7 +132,7 @@ class Compression(ABC):
         """
         compressed = [shape for shape in shapes if self.compresses(shape)]
         rest = sum(map(prod, shapes)) - sum(map(prod, compressed)) + (len(shapes) if flags else 0)
-        found: Sequence[Payload] = (Payload("all_reduce", rest * itemsize),)
+        found: Payloads = (Payload("all_reduce", rest * itemsize),)
         if compressed:
             found = self._operations(compressed, rest, itemsize, ranks)
         return tuple(payload for payload in found if payload.num_bytes)
@@ -184,6 +186,47 @@ def sparse_bytes(elements: int, itemsize: int) -> int:
     return _up(elements * (itemsize + INDEX_BYTES), 8)
 
 
+@dataclass(frozen=True)
+class SparseShard:
+    """One rank's part of a bucket whose largest elements are exchanged between nodes (HiTopKComm).
+
+    Attributes:
+        start: Of its gradients; they end at `middle`, and its flags, if it has any, at `stop`.
+        count: How many of the gradients are sent.
+    """
+
+    start: int
+    middle: int
+    stop: int
+    count: int
+    element_bytes: int
+
+    @property
+    def index_start(self) -> int:
+        """Bytes of values and flags, padded because types need aligned addresses."""
+        return _up((self.count + self.stop - self.middle) * self.element_bytes, 8)
+
+    @property
+    def parcel_bytes(self) -> int:
+        """Values and flags, indices behind them."""
+        return self.index_start + _up(self.count * INDEX_BYTES, 8)
+
+
+def sparse_shards(
+    elements: int, flags: int, width: int, density: float, element_bytes: int
+) -> tuple[SparseShard, ...]:
+    """The shards of a bucket, flags included, so that these need no messages of their own."""
+    end, (size, longer) = elements - flags, divmod(elements, width)
+    found = []
+    for place in range(width):
+        start = place * size + min(place, longer)
+        stop = start + size + (place < longer)
+        middle = min(max(end, start), stop)
+        count = max(1, round(density * (middle - start))) if middle > start else 0
+        found.append(SparseShard(start, middle, stop, count, element_bytes))
+    return tuple(found)
+
+
 def blocks_per_rank(elements: int, ranks: int) -> int:
     """Blocks of int8 that one rank reduces (or all of them, where everybody gathers)."""
     blocks = ceil(elements / BLOCK)
@@ -196,7 +239,7 @@ def sign_bytes_per_rank(elements: Sequence[int], ranks: int) -> int:
     return _up(total if gathers_whole(ranks) else ceil(total / ranks), 4)
 
 
-def _gathered(part: int, ranks: int) -> tuple[Payload, ...]:
+def _gathered(part: int, ranks: int) -> Payloads:
     if gathers_whole(ranks):
         return (Payload("all_gather", part),)
     return (Payload("all_to_all", part * ranks), Payload("all_gather", part))
@@ -218,9 +261,7 @@ class ElementwiseCompression(Compression):
     def compresses(self, shape: Shape) -> bool:
         return True
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         elements = sum(map(prod, compressed)) + rest
         return (Payload("all_reduce", elements * self.wire_element_bytes(itemsize)),)
 
@@ -268,9 +309,7 @@ class Int8Compression(Compression):
     def compresses(self, shape: Shape) -> bool:
         return True
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         part = blocks_per_rank(sum(map(prod, compressed)), ranks) * BLOCK_BYTES
         return (Payload("all_reduce", rest * itemsize), *_gathered(part, ranks))
 
@@ -287,9 +326,7 @@ class SignCompression(Compression):
     def compresses(self, shape: Shape) -> bool:
         return not is_dense(shape)
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         part = sign_bytes_per_rank([*map(prod, compressed)], ranks) + 4 * len(compressed)
         return (Payload("all_reduce", rest * itemsize), *_gathered(part, ranks))
 
@@ -304,16 +341,14 @@ class SparseCompression(Compression):
     def compresses(self, shape: Shape) -> bool:
         return not is_dense(shape)
 
-    def _kept(self, compressed: Sequence[Shape]) -> int:
+    def _kept(self, compressed: Shapes) -> int:
         return sum(kept_elements(prod(shape), self.amount) for shape in compressed)
 
 
 class LargestElementsCompression(SparseCompression):
     """Values and indices of the largest elements of each layer."""
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         sparse = sparse_bytes(self._kept(compressed), itemsize)
         return (Payload("all_reduce", rest * itemsize), Payload("all_gather", sparse))
 
@@ -347,9 +382,7 @@ class RandomKCompression(SparseCompression):
     name = "randomk"
     typical_speed = CompressorSpeed(0.1e-9, 0.05e-9)
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         return (Payload("all_reduce", (self._kept(compressed) + rest) * itemsize),)
 
 
@@ -369,9 +402,7 @@ class PowerSgdCompression(Compression):
     def compresses(self, shape: Shape) -> bool:
         return low_rank_pays(shape, self.rank)
 
-    def _operations(
-        self, compressed: Sequence[Shape], rest: int, itemsize: int, ranks: int
-    ) -> Sequence[Payload]:
+    def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         width = max(itemsize, 4)  # factors of 16-bit gradients are computed in float32
         matrices = [matrix_shape(shape) for shape in compressed]
         left = rest + self.rank * sum(rows for rows, _ in matrices)

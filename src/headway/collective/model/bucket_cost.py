@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import log2, prod
 from typing import Protocol
 
@@ -26,10 +26,10 @@ from headway.collective.all_reduce.algorithm import (
     bucket_elements,
 )
 from headway.collective.compression import (
-    INDEX_BYTES,
     UNCOMPRESSED,
     Compression,
     CompressorSpeed,
+    sparse_shards,
 )
 from headway.collective.model.link_fit import LinkFit, ring_factor
 from headway.collective.nodes import NOTHING, Nodes, Traffic
@@ -37,7 +37,7 @@ from headway.collective.nodes import NOTHING, Nodes, Traffic
 NUMBER_BYTES = 8
 """Of each layer and level Adasum sums three numbers in double precision."""
 DIRECT_BLOCK_RANKS = 8
-"""Up to so many ranks Adasum's small sums go to all at once."""
+"""Up to so many ranks Adasum's dot products go to all at once; beyond, in log2(ranks) rounds."""
 
 
 def ring_all_reduce_traffic(ranks: Sequence[int], num_bytes: float) -> Traffic:
@@ -81,7 +81,7 @@ def adasum_traffic(ranks: Sequence[int], num_bytes: float, layers: int) -> Traff
         sums = dot_bytes(layers, last=block == power)
         for place in range(power):
             send(place, place ^ distance, 2 * num_bytes / block)
-            for other in _partners(place, block):
+            for other in chain(*dot_partners(place, block)):
                 send(place, other, sums)
         distance = block
     return Traffic(sent)
@@ -92,12 +92,12 @@ def dot_bytes(layers: int, *, last: bool) -> int:
     return NUMBER_BYTES * layers * (4 if last else 3)
 
 
-def _partners(place: int, block: int) -> list[int]:
-    """To whom small sums go: to all of a small block at once, else in log2(block) rounds."""
+def dot_partners(place: int, block: int) -> list[list[int]]:
+    """With whom Adasum's small sums over a block of neighbours are exchanged, round by round."""
+    first = place - place % block
     if block <= DIRECT_BLOCK_RANKS:
-        first = place - place % block
-        return [other for other in range(first, first + block) if other != place]
-    return [place ^ (1 << bit) for bit in range(block.bit_length() - 1)]
+        return [[other for other in range(first, first + block) if other != place]][: block - 1]
+    return [[place ^ (1 << bit)] for bit in range(block.bit_length() - 1)]
 
 
 def hierarchical_traffic(nodes: Nodes, num_bytes: float, inner: float) -> Traffic:
@@ -126,13 +126,10 @@ def bucket_traffic(
     carrier: AllReduceOptions | None = None,
     element_bytes: int = 4,
 ) -> Traffic:
-    """What the exchange of one bucket sends.
+    """What the exchange of one bucket sends; keywords as in the plan's exchange.
 
     Args:
         shapes: Of the parameters of the bucket, in their memory order.
-        reduce: As in the plan's `Exchange`.
-        collective: As in the plan's `Exchange`.
-        carrier: As in the plan's `Exchange`.
 
     Raises:
         ValueError: A compressor that needs whole tensors, in a hierarchical exchange, or one that
@@ -225,20 +222,8 @@ def shard_parcels(
     elements: int, flags: int, width: int, density: float, element_bytes: int
 ) -> tuple[int, ...]:
     """Bytes of the parcel of each shard: values, flags, and indices, aligned to 8 bytes."""
-    end = elements - flags
-    size, longer = divmod(elements, width)
-    borders = [place * size + min(place, longer) for place in range(width + 1)]
-    found = []
-    for start, stop in pairwise(borders):
-        middle = min(max(end, start), stop)
-        count = max(1, round(density * (middle - start))) if middle > start else 0
-        values = _aligned((count + stop - middle) * element_bytes)
-        found.append(values + _aligned(count * INDEX_BYTES))
-    return tuple(found)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 8) * 8
+    shards = sparse_shards(elements, flags, width, density, element_bytes)
+    return tuple(shard.parcel_bytes for shard in shards)
 
 
 def adasum_hierarchical_traffic(nodes: Nodes, num_bytes: float, layers: int) -> Traffic:
@@ -271,8 +256,9 @@ def _circle(ranks: Sequence[int], size: float) -> Traffic:
 # How long the exchange of one bucket occupies the link, and what it costs besides.
 
 
+# Bytes of a segment of a hierarchical exchange: until the first is through the inner phase, the
+# link between the nodes is idle.
 SEGMENT = 2 * 2**20
-"""A hierarchical exchange sends its phases one after the other in segments of this many bytes."""
 
 
 class BucketMethod(Protocol):
@@ -310,7 +296,7 @@ class ExchangeNetwork:
     Attributes:
         nodes: Which ranks share a node.
         across: All-reduce with one rank per node, as fast as one of them alone can go.
-        carried: All-reduce by the program of the exchange, as played; None: as `link`.
+        carried: All-reduce by the program of the exchange, as simulated; None: as `link`.
     """
 
     link: LinkFit
@@ -346,8 +332,7 @@ class ExchangeNetwork:
         )
 
     def link_of(self, collective: str) -> LinkFit:
-        """The link that limits: of a hierarchical exchange that between the nodes; a program has a
-        fit of its own."""
+        """The fit of what limits an exchange: a program's own, or the link between nodes."""
         if collective in ALL_REDUCE_KINDS and self.carried is not None:
             return self.carried
         if is_hierarchical(self.nodes, collective) and self.across is not None:
@@ -404,7 +389,7 @@ def compressed_link(
     network: ExchangeNetwork,
     element_bytes: int = 4,
 ) -> LinkFit:
-    """The link as gradients see it that are compressed on the way: fewer bytes, more rounds.
+    """The link as compressed gradients see it: fewer bytes, more rounds.
 
     Buckets are to be fitted to this one: compressed gradients are small, so that smaller buckets
     pay, and a further round costs latency again.

@@ -25,7 +25,6 @@ from headway.collective.compression import (
     parse_compression,
 )
 from headway.collective.model.bucket_cost import (
-    BucketService,
     ExchangeNetwork,
     bucket_service,
     bucket_traffic,
@@ -54,8 +53,8 @@ from headway.collective.model.priority_order import chunk_size, planned_order
 from headway.collective.nodes import NOTHING, Traffic
 from headway.units import format_seconds
 
+# The first bucket is small, so that the link does not idle until a full one is there.
 FIRST_BUCKET = 2**20
-"""The first bucket is small, so that the link does not idle until a full one is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +62,7 @@ class GradientLayer:
     """Parameters whose gradients come at the same time, in the order of the forward pass.
 
     Attributes:
-        name: Logical name, or any text.
-        shapes: Of its parameters; empty for a layer without.
-        forward: Seconds.
-        backward: Seconds.
+        forward: Seconds, like `backward`.
         compression: Something else than the scheme's.
         ranks: It is summed inside this group of ranks only.
     """
@@ -91,7 +87,7 @@ class ExchangeScheme:
 
     Attributes:
         reduce: "mean", "sum" or "adasum".
-        collective: "all_reduce", "hierarchical", or a program of `carrier.CARRIED`.
+        collective: "all_reduce", "hierarchical", or one of `ALL_REDUCE_KINDS`.
         bucket: Bytes; None: fitted to the link.
         priority: Chunks in planned order across the border of the step.
         chunk: Bytes; None: fitted to the link.
@@ -127,7 +123,6 @@ class ExchangePrediction:
         loads: Chunks of the buckets, or whole buckets.
         home: Of each load, its bucket.
         order: Of the loads, as they are sent.
-        credit: Loads on their way at the same time.
         crossing: The step's border is crossed.
         link: That the loads are priced with.
         traffic: Bytes that ranks send to each other in a step.
@@ -141,7 +136,6 @@ class ExchangePrediction:
     loads: tuple[LinkLoad, ...]
     home: tuple[int, ...]
     order: tuple[int, ...]
-    credit: int
     crossing: bool
     link: LinkFit
     played: ExchangeStep
@@ -208,7 +202,6 @@ def predict_exchange(
         loads=tuple(loads),
         home=tuple(home),
         order=order,
-        credit=credit,
         crossing=scheme.priority,
         link=link,
         played=played,
@@ -319,18 +312,25 @@ def _loads(
         shapes = [shape for i in bucket for shape in layers[i].shapes]
         size = sum(layers[i].num_bytes for i in bucket)
         served = bucket_service(own, shapes, where, speeds, layers[bucket[0]].element_bytes)
-        whole = not scheme.priority or not _elementwise(own)
+        cuttable = own.compression.elementwise and own.reduce != "adasum"
+        whole = not scheme.priority or not cuttable
         parts = ((0, size),) if whole else chunk_spans(size, chunk)
         come, used = max(ready[i] for i in bucket), min(needed[i] for i in bucket)
         for place, (start, stop) in enumerate(parts):
             name = f"{number}" if len(parts) == 1 else f"{number}.{place}"
-            loads.append(_load(name, served, (stop - start) / size, come, used))
+            share = (stop - start) / size
+            loads.append(
+                LinkLoad(
+                    name=name,
+                    num_bytes=served.num_bytes * share,
+                    ready=come,
+                    needed=used,
+                    encode=served.encode * share,
+                    decode=served.decode * share + served.delay,
+                )
+            )
             home.append(number)
     return loads, home
-
-
-def _elementwise(scheme: ExchangeScheme) -> bool:
-    return scheme.compression.elementwise and scheme.reduce != "adasum"
 
 
 def _method(
@@ -340,17 +340,6 @@ def _method(
     if layer.compression is not None:
         scheme = replace(scheme, compression=layer.compression)
     return scheme, network if layer.ranks is None else network.among(layer.ranks)
-
-
-def _load(name: str, served: BucketService, share: float, ready: float, needed: float) -> LinkLoad:
-    return LinkLoad(
-        name=name,
-        num_bytes=served.num_bytes * share,
-        ready=ready,
-        needed=needed,
-        encode=served.encode * share,
-        decode=served.decode * share + served.delay,
-    )
 
 
 def _traffic(
@@ -422,10 +411,8 @@ def rank_schemes(
     network: ExchangeNetwork,
     *,
     base: ExchangeScheme,
-    exact_only: bool = False,
     speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
     candidates: Iterable[Compression] = CANDIDATE_COMPRESSORS,
-    vary_priority: bool = False,
 ) -> list[SchemeChoice]:
     """Rank compressors, the best first: by the step, multiplied by what an approximation must gain.
 
@@ -433,18 +420,20 @@ def rank_schemes(
         layers: With measured times, in forward order.
         base: The rest of the exchange; its compressor is varied.
         speeds: Measured, by compressor.
-        vary_priority: Try every candidate with and without crossing the border of the step.
     """
+    layered = is_hierarchical(network.nodes, base.collective)
     found = []
-    for scheme in _schemes(base, candidates, network, vary_priority=vary_priority):
-        if exact_only and exactness(scheme):
-            continue
-        found.append(
-            evaluate_scheme(
-                scheme, predict_exchange(scheme, layers, network, speeds), layers, network
-            )
-        )
-    return _ranked(found)
+    for compression in candidates:
+        if compression.hierarchical or not layered:
+            scheme = replace(base, compression=compression)
+            predicted = predict_exchange(scheme, layers, network, speeds)
+            found.append(evaluate_scheme(scheme, predicted, layers, network))
+    # A stable sort: of equally good candidates the first, which is the more exact one.
+    ranked = sorted(found, key=lambda choice: choice.step * REQUIRED_GAIN[choice.exactness])
+    return [
+        replace(choice, reason=_reason(choice, ranked, number))
+        for number, choice in enumerate(ranked)
+    ]
 
 
 def evaluate_scheme(
@@ -468,35 +457,6 @@ def evaluate_scheme(
     return SchemeChoice(
         scheme=scheme, predicted=predicted, diagnosis=diagnosis, exactness=exactness(scheme)
     )
-
-
-def _schemes(
-    base: ExchangeScheme,
-    candidates: Iterable[Compression],
-    network: ExchangeNetwork,
-    *,
-    vary_priority: bool,
-) -> Iterable[ExchangeScheme]:
-    layered = is_hierarchical(network.nodes, base.collective)
-    for compression in candidates:
-        if layered and not compression.hierarchical:
-            continue
-        for priority in (False, True) if vary_priority else (base.priority,):
-            yield replace(base, compression=compression, priority=priority)
-
-
-def _ranked(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:
-    """By step, each multiplied by what its class must gain."""
-    place = {id(choice): number for number, choice in enumerate(found)}
-
-    def key(choice: SchemeChoice) -> tuple[float, int]:
-        return choice.step * REQUIRED_GAIN[choice.exactness], place[id(choice)]
-
-    ranked = sorted(found, key=key)
-    return [
-        replace(choice, reason=_reason(choice, ranked, number))
-        for number, choice in enumerate(ranked)
-    ]
 
 
 def _reason(choice: SchemeChoice, ranked: Sequence[SchemeChoice], number: int) -> str:

@@ -40,14 +40,14 @@ def merge_buckets(
     Args:
         sizes: Bytes of each gradient.
         ready: When backward has made it; seconds on any clock.
-        link: Price of one collective; one runs after the other.
         slack: By how much the last bucket may arrive later, as a share of the time for which
             gradients come.
 
     Returns:
         Indices, in the order in which backward makes them, bucket by bucket.
     """
-    _check(sizes, ready)
+    if len(sizes) != len(ready):
+        raise ValueError(f"{len(sizes)} sizes but {len(ready)} times")
     order = backward_order(ready)
     if not order:
         return ()
@@ -106,11 +106,9 @@ def backward_order(ready: Sequence[float]) -> list[int]:
 def fill_buckets(
     sizes: Sequence[int], order: Sequence[int], limit: int, first: int | None = None
 ) -> Buckets:
-    """Buckets of at most `limit` bytes, as `comm` fuses where sizes are given.
+    """Buckets of at most `limit` bytes, filled with gradients in the given order of indices.
 
     Args:
-        sizes: Bytes of each gradient.
-        order: Indices, in the order in which they are put into buckets.
         limit: Largest bucket; a larger gradient has a bucket of its own.
         first: Another largest size until a bucket of half of it is closed.
     """
@@ -133,7 +131,6 @@ def ddp_buckets(sizes: Sequence[int], order: Sequence[int], caps: Sequence[int])
     """Buckets as DDP makes them, to compare with: closed when a bucket has reached its cap.
 
     Args:
-        sizes: Bytes of each gradient.
         order: Indices, in the order of backward.
         caps: Bytes at which the first, second, ... bucket is closed; the last one repeats.
     """
@@ -149,30 +146,20 @@ def ddp_buckets(sizes: Sequence[int], order: Sequence[int], caps: Sequence[int])
     return tuple(buckets)
 
 
-def _check(sizes: Sequence[int], ready: Sequence[float]) -> None:
-    if len(sizes) != len(ready):
-        raise ValueError(f"{len(sizes)} sizes but {len(ready)} times")
-
-
 # Large buckets, cut into chunks so that urgent ones can pass bulk.
 
 
+# Chunks begin at multiples of this many bytes: whole elements of every type, whole cache lines.
 CHUNK_ALIGNMENT = 64
-"""Chunks begin at multiples of this many bytes: whole elements of every type, whole cache lines."""
 
 
-def chunk_spans(
-    num_bytes: int, chunk: int, aligned: int = CHUNK_ALIGNMENT
-) -> tuple[tuple[int, int], ...]:
+def chunk_spans(num_bytes: int, chunk: int) -> tuple[tuple[int, int], ...]:
     """Spans of at most about `chunk` bytes, as equal as alignment allows.
 
-    >>> cut(640, 250, aligned=64)
+    >>> chunk_spans(640, 250)
     ((0, 192), (192, 384), (384, 640))
     """
     parts = -(-num_bytes // chunk)
-    borders = [
-        0,
-        *(num_bytes * i // parts // aligned * aligned for i in range(1, parts)),
-        num_bytes,
-    ]
+    inner = (num_bytes * i // parts // CHUNK_ALIGNMENT for i in range(1, parts))
+    borders = [0, *(CHUNK_ALIGNMENT * place for place in inner), num_bytes]
     return tuple((a, b) for a, b in pairwise(borders) if b > a)

@@ -45,21 +45,16 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrip:
-    """What happened to one load; seconds after the start of its step, as in `comm`'s Flight.
+    """What happened to one load; seconds after the start of its step, as in `BucketTiming`.
 
     Attributes:
-        issued: The progress thread took it up (and began to encode it).
         sent: Its first byte entered the link.
         received: Its sum was there, decoded.
-        needed: The training thread asked for it.
-        waited: Seconds for which the training thread then stood still.
+        waited: Seconds for which the training thread waited for it.
     """
 
-    ready: float
-    issued: float
     sent: float
     received: float
-    needed: float
     waited: float
 
 
@@ -92,10 +87,9 @@ def simulate_link(
     crossing: bool = True,
     compute: float | None = None,
 ) -> ExchangeStep:
-    """Play one step.
+    """Simulate one step.
 
     Args:
-        loads: What is sent in each step.
         order: Indices into `loads`, in sending order; None: as they become ready.
         credit: Loads on their way at the same time.
         crossing: The next forward pass begins at once and waits for each load where it is needed;
@@ -112,10 +106,9 @@ def simulate_link(
         raise ValueError(f"credit is {credit}; at least 1")
     end = max((load.ready for load in loads), default=0.0) if compute is None else compute
     moves = _send(loads, link, sequence, credit)
-    needed, waited = _wait(loads, [move[2] for move in moves], end, crossing=crossing)
+    waited = _wait(loads, [received for _, received in moves], end, crossing=crossing)
     trips = tuple(
-        LoadTrip(load.ready, *move, asked, stood)
-        for load, move, asked, stood in zip(loads, moves, needed, waited, strict=True)
+        LoadTrip(sent, received, wait) for (sent, received), wait in zip(moves, waited, strict=True)
     )
     return ExchangeStep(end + sum(waited), end, trips)
 
@@ -127,35 +120,32 @@ def ready_order(loads: Sequence[LinkLoad]) -> tuple[int, ...]:
 
 def _send(
     loads: Sequence[LinkLoad], link: LinkFit, order: Sequence[int], credit: int
-) -> list[tuple[float, float, float]]:
-    """(issued, sent, received) of each load."""
-    moves = [(0.0, 0.0, 0.0)] * len(loads)
+) -> list[tuple[float, float]]:
+    """(sent, received) of each load."""
+    moves = [(0.0, 0.0)] * len(loads)
     thread = wire = 0.0
     arrivals: list[float] = []
     for place, i in enumerate(order):
         load = loads[i]
         allowed = arrivals[place - credit] if place >= credit else 0.0
-        issued = max(load.ready, thread, allowed)
-        thread = issued + load.encode
+        thread = max(load.ready, thread, allowed) + load.encode
         sent = max(thread, wire)
         wire = sent + link.seconds_per_byte * load.num_bytes
         arrivals.append(wire + link.latency)
-        moves[i] = (issued, sent, wire + link.latency + load.decode)
+        moves[i] = (sent, wire + link.latency + load.decode)
     return moves
 
 
 def _wait(
     loads: Sequence[LinkLoad], received: Sequence[float], end: float, *, crossing: bool
-) -> tuple[list[float], list[float]]:
-    """(needed, waited) of each load; a wait delays everything that comes after it."""
-    needed, waited = [0.0] * len(loads), [0.0] * len(loads)
-    lost = 0.0
+) -> list[float]:
+    """The wait for each load; it delays everything that comes after it."""
+    waited, lost = [0.0] * len(loads), 0.0
     due = [load.needed if crossing else 0.0 for load in loads]
     for i in sorted(range(len(loads)), key=lambda i: (due[i], received[i], i)):
-        needed[i] = end + due[i] + lost
-        waited[i] = max(0.0, received[i] - needed[i])
+        waited[i] = max(0.0, received[i] - (end + due[i] + lost))
         lost += waited[i]
-    return needed, waited
+    return waited
 
 
 # How short a step can be, in closed forms, and what stands in the way.
@@ -186,12 +176,9 @@ _NEXT: dict[Limit, str] = {
 
 
 def step_bound(forward: float, backward: float, communication: float, how: Consistency) -> float:
-    """The shortest step.
+    """The shortest step, in seconds, from F, B and C of the module's docstring.
 
     Args:
-        forward: F, seconds.
-        backward: B, seconds.
-        communication: C: seconds for which the link is busy in each step.
         how: "none": sent after the backward pass; "overlap": while it runs; "crossing": also during
             the next forward pass.
     """
@@ -213,9 +200,9 @@ def sharp_step_bound(
     crossing the bound is taken over the ready times and the uses that occur; without, all are
     needed at once.
 
+    Latency is counted once, as with unlimited credit.
+
     Args:
-        loads: What is sent in each step.
-        link: Its price; latency is counted once, as with unlimited credit.
         compute: Seconds of forward and backward.
         crossing: Across the border of the step.
     """
@@ -242,7 +229,6 @@ class Diagnosis:
             sums before the next forward pass; "ends": what the first and the last layer expose
             however they are fused.
         seconds: How much of the step is due to each of them, "compute" left out.
-        sentence: The same in words, with the numbers and the remedy.
     """
 
     limit: Limit
@@ -261,16 +247,12 @@ def diagnose(
 ) -> Diagnosis:
     """Say which of bucket sizes, the border of the step, and bytes limits a step.
 
-    The step is taken apart from the top: down to the sharp bound better buckets would lead, from
-    there to the plain bound smaller layers at the ends, from there to the bound across the border
-    crossing it, and from there to forward + backward fewer bytes.
+    From the step down to the sharp bound better buckets would help, from there to the plain bound
+    smaller layers at the ends, from there to the bound across the border crossing it, and from
+    there to forward + backward fewer bytes.
 
     Args:
-        step: Seconds of the step as priced or measured.
-        forward: F, seconds.
-        backward: B, seconds.
-        communication: C, seconds for which the link is busy.
-        how: As for `step_bound`.
+        step: Seconds of the step as priced or measured; the others as for `step_bound`.
         sharp: `sharp_step_bound` of the layers; None: not known, as if it were the plain one.
     """
     compute = forward + backward

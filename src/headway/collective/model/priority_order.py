@@ -20,16 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.model.link_fit import LinkFit
-from headway.collective.model.overlap import (
-    ExchangeStep,
-    LinkLoad,
-    LoadTrip,
-    ready_order,
-    simulate_link,
-)
+from headway.collective.model.overlap import LinkLoad, simulate_link
 
+# Relative distance from the lower bound at which an order counts as best.
 _GAP = 1e-9
-"""Relative distance from the lower bound at which an order counts as best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +118,8 @@ def carlier(jobs: Sequence[SequencedJob], budget: int = 200) -> JobSequence:
             break
         heapq.heappop(nodes)
         order = schrage(node)
-        reached = sequence_end(
-            jobs, order
-        )  # the node only tightens heads and tails: judge by the truth
+        # A node only has larger heads and tails: its order is judged by the original jobs.
+        reached = sequence_end(jobs, order)
         if reached < end:
             best, end = order, reached
         for child in _branches(node, order):
@@ -169,27 +162,16 @@ def _branches(jobs: Sequence[SequencedJob], order: Sequence[int]) -> list[list[S
 # The planned order of the priority exchange: fixed before the step, the same on all ranks.
 
 
-__all__ = [
-    "ExchangeStep",
-    "LinkLoad",
-    "LoadTrip",
-    "chunk_size",
-    "planned_order",
-    "queue_order",
-    "ready_order",
-    "simulate_link",
-]
-
 LATENCY_SHARE = 0.03
 """Share of a chunk's time that may be latency."""
+# Below this the work of the processor for each chunk costs more than urgency gains.
 SMALLEST_CHUNK = 256 * 2**10
-"""Below this the work of the processor for each chunk costs more than urgency gains."""
+# Chunks are whole numbers of this many bytes, so that elements of all types fit.
 _GRAIN = 4096
-"""Chunks are whole numbers of this many bytes, so that elements of all types fit."""
 JITTER = 0.01
 """By how much of a step a gradient may come later than planned."""
+# Robust orders may be this much slower than the best one, if all goes as planned.
 _GOOD = 1.01
-"""Robust orders may be this much slower than the best one, if all goes as planned."""
 _DELAYS = 8
 """Patterns of delays in which an order is tried."""
 
@@ -216,12 +198,11 @@ def planned_order(
     """Indices into `loads`, in sending order.
 
     Several orders are made: that of a priority queue, with and without a margin of safety, and the
-    best one for the planned times. Of those that are within 1 % of the best step, that one is taken
-    which stands delays best: the progress thread keeps to the order, so that one late load holds up
-    all behind it.
+    best one for the planned times. Of those that are within 1 % of the best step, the one that
+    suffers least from delays is taken: the progress thread keeps to the order, so that one late
+    load holds up all behind it.
 
     Args:
-        loads: What is sent in each step.
         credit: Loads on their way at the same time.
         jitter: Delays to be expected, as a share of the time of the last gradient; 0: none.
     """
@@ -234,11 +215,6 @@ def planned_order(
     limit = min(steps.values()) * (_GOOD if jitter else 1.0)
     good = [order for order, step in steps.items() if step <= limit]
     return min(good, key=lambda order: (_delayed(loads, link, order, credit, delay), steps[order]))
-
-
-def queue_order(loads: Sequence[LinkLoad], link: LinkFit, *, credit: int) -> tuple[int, ...]:
-    """The order of a plain priority queue: quick, and what `planned_order` starts from."""
-    return schrage(_jobs(loads, link, credit)) if loads else ()
 
 
 def _jobs(loads: Sequence[LinkLoad], link: LinkFit, credit: int) -> list[SequencedJob]:

@@ -127,7 +127,7 @@ class CollectiveTask:
         if self.op == "all_reduce" or (self.op == "reduce" and rank == self.root):
             yield 0, self.elements, everyone
         elif self.op == "reduce":
-            yield 0, self.elements, ((rank, 0),)  # as it was
+            yield 0, self.elements, ((rank, 0),)  # unchanged
         elif self.op == "broadcast":
             yield 0, self.elements, ((self.root or 0, 0),)
         elif self.op == "reduce_scatter":
@@ -158,9 +158,6 @@ def proportional_sizes(elements: int, weights: Sequence[float]) -> tuple[int, ..
         sizes.append(upto - used)
         used = upto
     return tuple(sizes)
-
-
-# A collective as data: for each rank the receives, sends, waits and sums that carry it out.
 
 
 Buffer = Literal["in", "out", "tmp"]
@@ -307,11 +304,6 @@ class CollectiveProgram:
         """Bytes by (sender, receiver)."""
         return Traffic({pair: float(n * element_bytes) for pair, n in self.sent().items()})
 
-    def bytes_on(self, links: Sequence[tuple[int, int]], element_bytes: int) -> float:
-        """Bytes that cross a link which these (sender, receiver) pairs share."""
-        sent = self.sent()
-        return float(sum(sent.get(pair, 0) for pair in links) * element_bytes)
-
     def messages(self) -> int:
         """How many are sent."""
         return sum(isinstance(step, Send) for steps in self.steps for step in steps)
@@ -337,18 +329,13 @@ class CollectiveProgram:
         return "\n".join(f"{place:>4}  {step}" for place, step in enumerate(self.steps[rank]))
 
 
-# In which order the steps of all ranks can happen, and how long the longest chain of messages
-# is.
-
-
 def in_order(
     program: CollectiveProgram, partners: Mapping[Place, Place]
 ) -> tuple[list[Place], dict[int, Place]]:
     """All steps in an order in which they can happen.
 
     Args:
-        program: Any; a message without a partner is never through.
-        partners: `program.partners()`.
+        partners: `program.partners()`; a message without one is never through.
 
     Returns:
         The places, and of each rank that cannot go on the Recv or Send that it waits for.
@@ -397,7 +384,7 @@ def rounds(program: CollectiveProgram) -> int:
     The time of a program whose messages cost one unit each and whose bytes cost nothing.
 
     Raises:
-        ValueError: It cannot be carried out: see `program_check`.
+        ValueError: It cannot be carried out; `check_program` says why.
     """
     partners = program.partners()
     order, stuck = in_order(program, partners)

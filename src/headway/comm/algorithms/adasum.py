@@ -27,6 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.collective.model.bucket_cost import dot_partners
 from headway.comm.algorithms.hierarchical import inter_node_group, intra_node_group
 from headway.comm.algorithms.method import (
     ElementSpan,
@@ -149,9 +150,6 @@ share the link, which costs more than it hides."""
 
 WINDOW = 2
 """Groups under way."""
-
-DIRECT = 8
-"""Up to so many ranks dot products go to all at once; beyond, in a logarithmic number of rounds."""
 
 
 class Adasum(StatelessMethod):
@@ -335,7 +333,7 @@ class _Combination:
         layers = sums.numel()
         if last:
             sums = torch.cat((sums, self.used))
-        for places in _stages(circle.place, block):
+        for places in dot_partners(circle.place, block):
             yield from self._sum(sums, circle, places)
         if self.inside:
             yield from self._sum(sums, self.inside, self.inside.others)
@@ -358,14 +356,6 @@ class _Combination:
         values.zero_()
         for place in sorted(received):
             values.add_(received[place])
-
-
-def _stages(place: int, block: int) -> list[list[int]]:
-    """With whom small sums over a block of neighbours are exchanged, stage by stage."""
-    first = place - place % block
-    if block <= DIRECT:
-        return [[other for other in range(first, first + block) if other != place]][: block - 1]
-    return [[place ^ (1 << bit)] for bit in range(block.bit_length() - 1)]
 
 
 class _Operands:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.collective.compression import SparseShard, sparse_shards
 from headway.comm.algorithms.hierarchical import inter_node_group, intra_node_group
 from headway.comm.algorithms.method import (
     AllReduce,
@@ -25,7 +26,6 @@ from headway.comm.algorithms.method import (
     ExchangeMethod,
     FusedBuffer,
     GradientSlice,
-    PeerGroup,
     PendingOperation,
     Route,
     ScratchBuffers,
@@ -34,13 +34,10 @@ from headway.comm.algorithms.method import (
     first_tag,
     reduce_scatter,
     send_receive,
-    span_length,
     split_evenly,
 )
 from headway.comm.compress.state import parse_state_key
 from headway.comm.compress.topk_selection import ms_top_k, top_k
-
-INDEX_BYTES = 4
 
 
 class HierarchicalTopK(ExchangeMethod):
@@ -78,42 +75,55 @@ class HierarchicalTopK(ExchangeMethod):
         self._turn += 1
         across = inter_node_group(route)
         inside = intra_node_group(route) if len(route.nodes.members[0]) > 1 else None
-        cut = _cut(fused, inside.size if inside else 1, self._density)
-        rows = [self._take_row(shard, across.size, fused.buffer) for shard in cut]
+        buffer, kind = fused.buffer, fused.buffer.dtype
+        cut = sparse_shards(
+            buffer.numel(),
+            fused.flags.numel(),
+            inside.size if inside else 1,
+            self._density,
+            buffer.element_size(),
+        )
+        rows = [
+            self._scratch.take(across.size * shard.parcel_bytes, buffer, torch.uint8)
+            for shard in cut
+        ]
         place = inside.place if inside else 0
-        spans = [shard.span for shard in cut]
-        self._own_residual(fused, cut[place])
+        spans = [slice(shard.start, shard.stop) for shard in cut]
+        self._own_residual(fused, slice(cut[place].start, cut[place].middle))
         if inside:
-            yield from reduce_scatter(fused.buffer, spans, inside, tag, self._scratch)
-        kind = fused.buffer.dtype
+            yield from reduce_scatter(buffer, spans, inside, tag, self._scratch)
         parcels = _node_payloads(rows[place], cut[place], across.size, kind)
         self._pack(fused, cut[place], parcels[across.place])
-        yield from _gather_across_nodes(rows[place], across, tag)
-        if inside and _payloads_are_smaller(rows, fused.buffer):
-            yield from _gather_inside_node(rows, inside, tag)
+        parts = split_evenly(rows[place].numel(), across.size)
+        yield from all_gather(rows[place], parts, across, tag)
+        # Inside the node either parcels or what they add up to are gathered; the sums are the same.
+        if inside and sum(row.numel() for row in rows) < buffer.nbytes:
+            yield send_receive(
+                inside,
+                [(rows[other], other) for other in inside.others],
+                [(rows[place], other) for other in inside.others],
+                tag,
+            )
             inside = None
         for here, (shard, row) in enumerate(zip(cut, rows, strict=True)):
             if inside is None or here == place:
-                _unpack(fused.buffer, shard, _node_payloads(row, shard, across.size, kind))
+                _unpack(buffer, shard, _node_payloads(row, shard, across.size, kind))
         if inside:
-            yield from all_gather(fused.buffer, spans, inside, tag)
+            yield from all_gather(buffer, spans, inside, tag)
         self._scratch.give(*rows)
 
-    def _take_row(self, shard: _Shard, nodes: int, like: Tensor) -> Tensor:
-        return self._scratch.take(nodes * shard.parcel_bytes, like, torch.uint8)
-
-    def _pack(self, fused: FusedBuffer, shard: _Shard, parcel: _NodePayload) -> None:
+    def _pack(self, fused: FusedBuffer, shard: SparseShard, parcel: _NodePayload) -> None:
         """Move the largest elements of residual + shard into a parcel; keep the rest."""
         assert self._residual is not None
         residual = self._residual.values
         if shard.count:
-            chosen = self._select(residual, fused.buffer[shard.gradients], shard.count)
+            chosen = self._select(residual, fused.buffer[shard.start : shard.middle], shard.count)
             parcel.indices.copy_(chosen)
             sent = residual[chosen]
             parcel.values.copy_(sent)
             # Not always zero: the wire's type may be coarser than that of the residual.
             residual[chosen] = sent - parcel.values.to(sent.dtype)
-        parcel.flags.copy_(fused.buffer[shard.flags])
+        parcel.flags.copy_(fused.buffer[shard.middle : shard.stop])
 
     def _select(self, residual: Tensor, shard: Tensor, count: int) -> Tensor:
         """Add the shard to the residual and choose from it."""
@@ -126,11 +136,11 @@ class HierarchicalTopK(ExchangeMethod):
         draw = np.random.default_rng([count, *residual[:8].float().view(torch.uint8).tolist()])
         return ms_top_k(residual, count, draw).indices
 
-    def _own_residual(self, fused: FusedBuffer, shard: _Shard) -> None:
-        """Have the residual of exactly this shard."""
-        parts = tuple(_parts(fused.pieces, shard.gradients))
+    def _own_residual(self, fused: FusedBuffer, own: ElementSpan) -> None:
+        """Make `self._residual` that of exactly this shard."""
+        parts = tuple(_parts(fused.pieces, own))
         if self._residual is None or self._residual.parts != parts:
-            self._residual = self._add_strays(fused, shard.gradients)
+            self._residual = self._add_strays(fused, own)
 
     def _add_strays(self, fused: FusedBuffer, own: ElementSpan) -> _Residual:
         """Take over a state: what is one's own becomes the residual, the rest goes to its owner.
@@ -157,47 +167,6 @@ class HierarchicalTopK(ExchangeMethod):
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """One rank's part of a buffer.
-
-    Attributes:
-        flags: Its flags; most shards have none.
-        count: How many of the gradients are sent.
-    """
-
-    gradients: ElementSpan
-    flags: ElementSpan
-    count: int
-    element_bytes: int
-
-    @property
-    def span(self) -> ElementSpan:
-        return slice(self.gradients.start, self.flags.stop)
-
-    @property
-    def parcel_bytes(self) -> int:
-        """Values and flags, indices behind them; rounded up, as types need aligned addresses."""
-        return self.index_start + -(-self.count * INDEX_BYTES // 8) * 8
-
-    @property
-    def index_start(self) -> int:
-        return -(-(self.count + span_length(self.flags)) * self.element_bytes // 8) * 8
-
-
-def _cut(fused: FusedBuffer, places: int, density: float) -> tuple[_Shard, ...]:
-    """The shards of a buffer, flags included, so that they need no messages of their own."""
-    end = fused.gradients.numel()
-    found = []
-    for span in split_evenly(fused.buffer.numel(), places):
-        middle = min(max(end, span.start), span.stop)
-        gradients = slice(span.start, middle)
-        count = max(1, round(density * span_length(gradients))) if span_length(gradients) else 0
-        flags = slice(middle, span.stop)
-        found.append(_Shard(gradients, flags, count, fused.buffer.element_size()))
-    return tuple(found)
-
-
-@dataclass(frozen=True)
 class _NodePayload:
     """What one node sends of one shard: views of one piece of memory."""
 
@@ -207,10 +176,10 @@ class _NodePayload:
 
 
 def _node_payloads(
-    row: Tensor, shard: _Shard, nodes: int, dtype: torch.dtype
+    row: Tensor, shard: SparseShard, nodes: int, dtype: torch.dtype
 ) -> tuple[_NodePayload, ...]:
     """The parcels of all nodes in a row."""
-    numbers_end = (shard.count + span_length(shard.flags)) * shard.element_bytes
+    numbers_end = (shard.count + shard.stop - shard.middle) * shard.element_bytes
     found = []
     for content in row.view(nodes, shard.parcel_bytes):
         numbers = content[:numbers_end].view(dtype)
@@ -219,32 +188,10 @@ def _node_payloads(
     return tuple(found)
 
 
-def _gather_across_nodes(row: Tensor, circle: PeerGroup, tag: int) -> Iterator[PendingOperation]:
-    """Every node gets the parcels of all nodes."""
-    yield from all_gather(row, split_evenly(row.numel(), circle.size), circle, tag)
-
-
-def _gather_inside_node(
-    rows: Sequence[Tensor], circle: PeerGroup, tag: int
-) -> Iterator[PendingOperation]:
-    """Every rank of the node gets the rows of all shards."""
-    yield send_receive(
-        circle,
-        [(rows[place], place) for place in circle.others],
-        [(rows[circle.place], place) for place in circle.others],
-        tag,
-    )
-
-
-def _payloads_are_smaller(rows: Sequence[Tensor], flat: Tensor) -> bool:
-    """Whether to gather parcels or what they add up to inside a node; the sums are the same."""
-    return sum(row.numel() for row in rows) < flat.numel() * flat.element_size()
-
-
-def _unpack(flat: Tensor, shard: _Shard, parcels: Sequence[_NodePayload]) -> None:
+def _unpack(flat: Tensor, shard: SparseShard, parcels: Sequence[_NodePayload]) -> None:
     """Write the sum of all nodes' parcels, added in order of the nodes."""
-    total = flat[shard.gradients].zero_()
-    flags = flat[shard.flags].zero_()
+    total = flat[shard.start : shard.middle].zero_()
+    flags = flat[shard.middle : shard.stop].zero_()
     for parcel in parcels:
         total.index_add_(0, parcel.indices, parcel.values)
         flags.add_(parcel.flags)
