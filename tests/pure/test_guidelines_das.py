@@ -189,7 +189,6 @@ def played(stack, link, *, crossing, weights_first):
         loads=loads,
         home=tuple(range(len(home))),
         order=order,
-        credit=1,
         crossing=crossing,
         link=link,
         played=simulate_link(

@@ -58,6 +58,36 @@ class Nodes:
         return tuple(ranks[place] for ranks in self.members)
 
 
+def children(parents: Parents) -> list[list[int]]:
+    """Of each rank."""
+    found: list[list[int]] = [[] for _ in parents]
+    for rank, parent in enumerate(parents):
+        if parent is not None:
+            found[parent].append(rank)
+    return found
+
+
+def depths(parents: Parents) -> list[int]:
+    """Of each rank how far from the root it is.
+
+    Raises:
+        ValueError: Not a tree.
+    """
+    found = [-1] * len(parents)
+    roots = [rank for rank, parent in enumerate(parents) if parent is None]
+    if len(roots) != 1:
+        raise ValueError(f"the parents {parents} make no tree: {len(roots)} roots")
+    below = children(parents)
+    level, depth = roots, 0
+    while level:
+        for rank in level:
+            found[rank] = depth
+        level, depth = [child for rank in level for child in below[rank]], depth + 1
+    if -1 in found:
+        raise ValueError(f"the parents {parents} make no tree: rank {found.index(-1)} is not in it")
+    return found
+
+
 # Bytes from rank to rank: what programs and methods say that they send, and counters confirm.
 
 

@@ -16,9 +16,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from headway.collective.compression import UNCOMPRESSED, Compression
-from headway.collective.generators import direct, ring, servers
-from headway.collective.generators.recursive_halving import halving_doubling
-from headway.collective.generators.trees import trees
+from headway.collective.generators import direct, halving_doubling, ring, servers, trees
 from headway.collective.nodes import NOTHING, Traffic
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.documents import document
@@ -26,8 +24,7 @@ from headway.units import parse_bytes
 
 AllReduceKind = Literal["ring", "direct", "halving-doubling", "servers", "trees"]
 ALL_REDUCE_KINDS: tuple[AllReduceKind, ...] = get_args(AllReduceKind)
-"""Values of `Exchange.collective` that name a program (`headway.collective.all_reduce.algorithm`).
-"""
+"""Values of `Exchange.collective` that name a program."""
 ROOT = -1
 """The parent of a tree's root."""
 
@@ -46,12 +43,12 @@ class PlanTree:
 
     @classmethod
     def of(cls, parent: Iterable[int | None], weight: float) -> PlanTree:
-        """From what packings say: None is the parent of the root."""
+        """From the parents of a packing: None is the parent of the root."""
         return cls(parents=tuple(ROOT if p is None else p for p in parent), weight=weight)
 
     @property
     def parent(self) -> tuple[int | None, ...]:
-        """`parents` as packings say it."""
+        """`parents`, with None for the parent of the root."""
         return tuple(None if p == ROOT else p for p in self.parents)
 
 
@@ -86,11 +83,7 @@ class AllReduceOptions:
 
 
 def all_reduce_problems(kind: str, carrier: AllReduceOptions | None, ranks: int) -> Iterator[str]:
-    """Why a program cannot carry the sums, one line each.
-
-    Args:
-        kind: `Exchange.collective`.
-    """
+    """Why a program cannot perform the sums of the exchange, one line each."""
     if kind not in ALL_REDUCE_KINDS:
         if carrier is not None:
             yield f"exchange.carrier is for collective {', '.join(ALL_REDUCE_KINDS)}; it is {kind}"
@@ -125,7 +118,6 @@ def all_reduce_problems(kind: str, carrier: AllReduceOptions | None, ranks: int)
 
 
 def _are_rates(rates: tuple[tuple[float, ...], ...], ranks: int) -> bool:
-    """Whether they are of these ranks."""
     numbers = [rate for row in rates for rate in row]
     square = len(rates) == ranks and all(len(row) == ranks for row in rates)
     return square and all(0 <= rate < float("inf") for rate in numbers) and any(numbers)
@@ -161,10 +153,9 @@ _CACHED_PROGRAMS = 64
 def all_reduce_program(
     kind: str, carrier: AllReduceOptions | None, ranks: int, elements: int, element_bytes: int
 ) -> CollectiveProgram:
-    """The program of an all-reduce.
+    """The program of an all-reduce; `kind` is one of `ALL_REDUCE_KINDS`.
 
     Args:
-        kind: Of `ALL_REDUCE_KINDS`.
         carrier: Legal for `kind` and these ranks.
         element_bytes: Of an element, as it travels.
     """
@@ -196,13 +187,11 @@ def all_reduce_traffic(
     """What the exchange of one bucket sends, from the steps of its program.
 
     Args:
-        kind: Of `ALL_REDUCE_KINDS`.
         ranks: Global ranks that exchange, ascending.
         elements: Of the bucket, flags included.
-        compression: An elementwise one.
 
     Raises:
-        ValueError: A compressor that is more than one sum.
+        ValueError: A compressor that is not elementwise.
     """
     if not compression.elementwise:
         raise ValueError(f"a program carries sums, not what {compression.name} gathers")

@@ -24,14 +24,13 @@ from headway.collective.all_reduce.algorithm import (
 )
 from headway.collective.generators.trees import DEFAULT_CHUNKS
 from headway.collective.packing.pack import drifted_links, pack, repack_trees
-from headway.collective.packing.tree import Packing
-from headway.collective.packing.tree import WeightedTree as PackedTree
+from headway.collective.packing.tree import Packing, WeightedTree
 from headway.collective.program.program import Recv, Send
 from headway.collective.topology import LinkGraph
 from headway.units import format_bytes, format_rate, format_seconds
 
+# By so much another program must be faster; less would be lost in what is measured.
 REPACK_GAIN = 0.1
-"""By so much another program must be faster; less would be lost in what is measured."""
 MESSAGE_SECONDS = 30e-6
 """To begin a message in an interpreter in Python; assumed, by the planner, too."""
 TREES: AllReduceKind = "trees"
@@ -63,8 +62,6 @@ class PricedAllReduce:
     """A program as the plan says it, and its price.
 
     Attributes:
-        kind: `Exchange.collective`.
-        carrier: `Exchange.carrier`.
         seconds: Of one step's sums on the links as they are now, predicted.
     """
 
@@ -133,8 +130,9 @@ def find_drift(old: LinkGraph, measured: LinkGraph) -> tuple[tuple[LinkDrift, ..
 
 
 def reconcile_measurements(old: LinkGraph, first: LinkGraph, second: LinkGraph) -> LinkGraph:
-    """Of two measurements of each direction the one nearer to what is expected, which stands where
-    one is above and the other below it: other programs on the machines disturb one of them."""
+    """Of two measurements of each direction the one nearer to what is expected; the expected rate
+    itself where it lies between them."""
+    # Other programs on the machines disturb one measurement, hardly ever both.
     levels = _level(old, first), _level(old, second)
     rates = [[0.0] * old.ranks for _ in range(old.ranks)]
     for i, j in old.arcs:
@@ -160,12 +158,7 @@ def all_reduce_seconds(
     element_bytes: int = 4,
 ) -> float:
     """Seconds of sums: what the busiest link needs, and for trees to fill their pipe; or what the
-    messages of a rank need to begin. `simulator.collective` plays both, and latency.
-
-    Args:
-        kind: Of `ALL_REDUCE_KINDS`.
-        links: Bytes per second.
-    """
+    messages of a rank need to begin. `simulator.collective` simulates both, and latency."""
     elements = max(1, round(num_bytes / element_bytes))
     program = all_reduce_program(kind, carrier, links.ranks, elements, element_bytes)
     sent = program.traffic(element_bytes).sent
@@ -174,12 +167,9 @@ def all_reduce_seconds(
         for (i, j), size in sent.items()
     )
     begun = max(sum(isinstance(s, Recv | Send) for s in steps) for steps in program.steps)
-    fill = (
-        _pipeline_fill_factor(carrier or AllReduceOptions(), elements * element_bytes)
-        if kind == TREES
-        else 1.0
-    )
-    return max(busiest * fill, begun * MESSAGE_SECONDS)
+    if kind == TREES and carrier is not None:
+        busiest *= _pipeline_fill_factor(carrier, elements * element_bytes)
+    return max(busiest, begun * MESSAGE_SECONDS)
 
 
 def _pipeline_fill_factor(carrier: AllReduceOptions, num_bytes: int) -> float:
@@ -205,7 +195,6 @@ def find_repacking(
     bound (`repack_trees`); for any other program trees are packed.
 
     Args:
-        kind: `Exchange.collective`.
         old: The links as they were known.
         sizes: Bytes of the sums of a step, one by one.
 
@@ -215,38 +204,26 @@ def find_repacking(
     drifts, links = find_drift(old, measured)
     if not drifts:
         return None
-    packing = _repacked(kind, carrier, links)
+    if kind == TREES:
+        packing = repack_trees(Packing(links, "all_reduce", _packed(carrier), 0.0), links)
+    else:
+        packing = pack(links, "all_reduce", attempts=_ATTEMPTS)
+    largest = max(sizes)
     trees = AllReduceOptions(
-        chunk=format_bytes(_chunk(packing, max(sizes))),
+        chunk=format_bytes(_chunk(packing, largest)),
         trees=tuple(PlanTree.of(tree.parent, tree.weight) for tree in packing.trees),
         rates=links.rates,
     )
     before, after = (
         PricedAllReduce(
-            name, own, all_reduce_seconds_per_step(name, own, links, sizes, element_bytes)
+            name,
+            own,
+            all_reduce_seconds(name, own, links, largest, element_bytes) * sum(sizes) / largest,
         )
         for name, own in ((kind, replace(carrier, rates=links.rates)), (TREES, trees))
     )
     worth = after.seconds < (1 - REPACK_GAIN) * before.seconds
     return Repacking(drifts, links, before, after if worth else before)
-
-
-def all_reduce_seconds_per_step(
-    kind: AllReduceKind,
-    carrier: AllReduceOptions | None,
-    links: LinkGraph,
-    sizes: Sequence[int],
-    element_bytes: int = 4,
-) -> float:
-    """`all_reduce_seconds` of all sums of a step, after the largest one of them."""
-    largest = max(sizes)
-    return all_reduce_seconds(kind, carrier, links, largest, element_bytes) * sum(sizes) / largest
-
-
-def _repacked(kind: AllReduceKind, carrier: AllReduceOptions, links: LinkGraph) -> Packing:
-    if kind != TREES:
-        return pack(links, "all_reduce", attempts=_ATTEMPTS)
-    return repack_trees(Packing(links, "all_reduce", _packed(carrier), 0.0), links)
 
 
 def _chunk(packing: Packing, num_bytes: int) -> int:
@@ -265,8 +242,8 @@ def _chunk(packing: Packing, num_bytes: int) -> int:
     return max(_LEAST_CHUNK, math.ceil(num_bytes * packing.fractions[0] / chunks))
 
 
-def _packed(carrier: AllReduceOptions) -> tuple[PackedTree, ...]:
-    return tuple(PackedTree(tree.parent, tree.weight) for tree in carrier.trees)
+def _packed(carrier: AllReduceOptions) -> tuple[WeightedTree, ...]:
+    return tuple(WeightedTree(tree.parent, tree.weight) for tree in carrier.trees)
 
 
 # When and how links are measured while training: who sends to whom, how much, how often.
@@ -274,11 +251,11 @@ def _packed(carrier: AllReduceOptions) -> tuple[PackedTree, ...]:
 
 PROBE_TIME_SHARE = 0.005
 """Of the time that measuring may take."""
+# Of a message: what shaped links let pass at once, about 10 ms of their rate.
 PROBE_BURST_SHARE = 0.1
-"""Of a message: what shaped links let pass at once, about 10 ms of their rate."""
+# Of a message, at the known rate: many latencies long, and longer than a rank is kept waiting for
+# its processor.
 _SECONDS = 0.1
-"""Of a message, at the known rate: many latencies long, and longer than a rank is kept waiting for
-its processor."""
 _SMALLEST_PROBE, _LARGEST_PROBE = 64 * 1024, 16 * 2**20
 _USUAL = 1.5
 """Longer exchanges than this, times what is usual, count as lost time."""
@@ -323,7 +300,7 @@ def probe_seconds(links: LinkGraph) -> float:
 
 @dataclass(slots=True)
 class ProbePolicy:
-    """Decides at votes whether to measure; every rank has one, and all are alike.
+    """Decides at votes whether to measure, on every rank alike.
 
     Attributes:
         cost: Seconds of the last measurement; before the first one what is expected.
@@ -344,8 +321,8 @@ class ProbePolicy:
         """Whether to measure now.
 
         Args:
-            seconds: For which they took, on the slowest rank.
-            exposed: Of these the slowest rank stood still in the exchange.
+            seconds: That the steps took, on the slowest rank.
+            exposed: Seconds of these for which the slowest rank waited for the exchange.
         """
         level = exposed / steps
         if self.usual is None:
@@ -357,21 +334,12 @@ class ProbePolicy:
         return self.since * PROBE_TIME_SHARE >= price or self.lost >= price
 
     def measured(self, cost: float, *, changed: bool) -> None:
-        """A measurement has been made.
-
-        Args:
-            cost: Seconds, on the slowest rank.
-            changed: Another program has come of it.
-        """
+        """A measurement took `cost` seconds on the slowest rank; `changed`: the program is new."""
         self.patience = 1.0 if changed else min(_PATIENCE, 2 * self.patience)
         self.cost = cost
         self.usual, self.lost, self.since = None, 0.0, 0.0
 
 
 def steps_to_vote(seconds: float) -> int:
-    """Steps until ranks compare their clocks again: about half a second of them.
-
-    Args:
-        seconds: Of a step, on the slowest rank.
-    """
+    """Steps until ranks compare their clocks again, from the seconds of a step: half a second."""
     return max(1, min(_MOST_STEPS, round(_VOTE_SECONDS / seconds))) if seconds else _MOST_STEPS

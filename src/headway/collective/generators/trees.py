@@ -34,7 +34,7 @@ from headway.collective.generators.program_builder import (
     piece_count,
     split_evenly,
 )
-from headway.collective.nodes import Nodes, Parents
+from headway.collective.nodes import Nodes, Parents, children, depths
 from headway.collective.program.program import (
     BufferSpan,
     CollectiveProgram,
@@ -236,47 +236,6 @@ def two_level(nodes: Nodes, root: int) -> Parents:
             parents[rank] = root if rank == head else head
     parents[root] = None
     return tuple(parents)
-
-
-def children(parents: Parents) -> list[list[int]]:
-    """Of each rank."""
-    found: list[list[int]] = [[] for _ in parents]
-    for rank, parent in enumerate(parents):
-        if parent is not None:
-            found[parent].append(rank)
-    return found
-
-
-def depths(parents: Parents) -> list[int]:
-    """Of each rank how far from the root it is.
-
-    Raises:
-        ValueError: Not a tree.
-    """
-    found = [-1] * len(parents)
-    roots = [rank for rank, parent in enumerate(parents) if parent is None]
-    if len(roots) != 1:
-        raise ValueError(f"the parents {parents} make no tree: {len(roots)} roots")
-    below = children(parents)
-    level, depth = roots, 0
-    while level:
-        for rank in level:
-            found[rank] = depth
-        level, depth = [child for rank in level for child in below[rank]], depth + 1
-    if -1 in found:
-        raise ValueError(f"the parents {parents} make no tree: rank {found.index(-1)} is not in it")
-    return found
-
-
-def heights(parents: Parents) -> list[int]:
-    """Of each rank how far its furthest leaf is."""
-    deep = depths(parents)
-    found = [0] * len(parents)
-    for rank in sorted(range(len(parents)), key=lambda one: -deep[one]):
-        parent = parents[rank]
-        if parent is not None:
-            found[parent] = max(found[parent], found[rank] + 1)
-    return found
 
 
 # Programs of weighted trees: the buffer is cut by their weights, each part runs in chunks.

@@ -70,10 +70,7 @@ class ChunkTuner:
         return min(max(self.first, self.smallest), self.largest)
 
     def _multiplied(self) -> int | None:
-        """Twice the last chunk while that helps; from the first one on half of it; None: neither.
-
-        One probe that fails may be chance: two have to.
-        """
+        """Twice the last chunk while that helps, else half of the smallest; None: neither helps."""
         up = self._run(2, 1)
         if up is not None:
             return up
@@ -83,7 +80,7 @@ class ChunkTuner:
         """The next chunk of a geometric row from the first one; None: it has ended."""
         known = dict(self.measured)
         chunk, top, failed = self._start, known[self._start], 0
-        while failed < 2:
+        while failed < 2:  # one probe that fails may be chance
             chunk = chunk * times // part
             if not self.smallest <= chunk <= self.largest:
                 return None

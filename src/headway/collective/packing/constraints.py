@@ -27,19 +27,15 @@ from headway.collective.nodes import Parents, set_partitions
 from headway.collective.packing.tree import WeightedTree, root_tree
 from headway.collective.topology import LinkGraph
 
+# Of the largest capacity: less than this is no capacity.
 _CRUMB = 1e-12
-"""Of the largest capacity: less than this is no capacity."""
 
 
 def min_cut(capacity: Sequence[Sequence[float]], source: int, sink: int) -> tuple[float, set[int]]:
-    """The least capacity whose removal parts a sink from a source.
+    """The least capacity whose removal parts a sink from a source, and the source's smallest side.
 
     Args:
         capacity: Row i, column j: from i to j; 0: no arc.
-        source: On the side that is returned.
-
-    Returns:
-        The capacity of the cut, and the smallest such side.
     """
     n = len(capacity)
     rest = [list(row) for row in capacity]
@@ -111,11 +107,10 @@ Matrix = Sequence[Sequence[float]]
 
 
 def arborescence(length: Matrix, root: int) -> list[int]:
-    """The parent of each rank in the shortest tree away from a root.
+    """The parent of each rank in the shortest tree away from a root, which is its own parent.
 
     Args:
         length: Row i, column j: of the arc from i to j; infinite: there is none. Not negative.
-        root: Its own parent in the result.
 
     Raises:
         ValueError: No tree reaches all ranks.
@@ -207,11 +202,12 @@ def spanning_tree(length: Matrix) -> list[int]:
 
 Vector = npt.NDArray[np.float64]
 EdgeIndices = npt.NDArray[np.intp]
+"""Places of edges; also of each rank the number of its part, one row per constraint."""
 
 LISTED = 8
 """Up to so many ranks all constraints are listed: 127 cuts, 4139 partitions."""
+# Relative to the rate: a constraint missed by less is kept.
 _NEAR = 1e-9
-"""Relative to the rate: a constraint missed by less is kept."""
 _LONG = 1e30
 
 
@@ -245,14 +241,14 @@ class PackingProblem(ABC):
         """The tree of these edges, hung up."""
 
     @abstractmethod
-    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+    def violated(self, capacity: Vector, rate: float) -> Sequence[EdgeIndices]:
         """Constraints that capacities miss at a rate, as the part of each rank; empty: none."""
 
     @abstractmethod
-    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+    def _row(self, labels: EdgeIndices) -> Vector:
         """The edges that count for constraints, which are given as the part of each rank."""
 
-    def add(self, labels: npt.NDArray[np.intp]) -> None:
+    def add(self, labels: EdgeIndices) -> None:
         """Know more constraints: one row for each, the part of each rank, from 0 upwards."""
         self.rows = np.vstack([self.rows, self._row(labels)])
         self.demand = np.concatenate([self.demand, labels.max(axis=1).astype(np.float64)])
@@ -309,13 +305,13 @@ class Arborescences(PackingProblem):
         self.root = root
         self.add(_cut_labels(graph.ranks, root) if self.complete else self._first())
 
-    def _first(self) -> npt.NDArray[np.intp]:
+    def _first(self) -> EdgeIndices:
         """What enters each rank, and what leaves the root."""
         labels = np.eye(self.ranks, dtype=np.intp)
         labels[self.root] = 1 - labels[self.root]
         return labels
 
-    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+    def _row(self, labels: EdgeIndices) -> Vector:
         entered: Vector = (labels[:, self._ends[0]] < labels[:, self._ends[1]]).astype(np.float64)
         return entered
 
@@ -335,7 +331,7 @@ class Arborescences(PackingProblem):
             parent[rank] = up
         return tuple(parent)
 
-    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+    def violated(self, capacity: Vector, rate: float) -> Sequence[EdgeIndices]:
         arcs, found = self.matrix(np.maximum(capacity, 0.0), 0.0), []
         for sink in range(self.ranks):
             if sink != self.root:
@@ -353,12 +349,12 @@ class SpanningTrees(PackingProblem):
         super().__init__(graph.ranks, links, (graph.link_rate(i, j) for i, j in links))
         self.add(_partition_labels(graph.ranks) if self.complete else self._first())
 
-    def _first(self) -> npt.NDArray[np.intp]:
+    def _first(self) -> EdgeIndices:
         """Every rank for itself, and each against all others."""
         single = np.arange(self.ranks, dtype=np.intp)
         return np.vstack([single, np.eye(self.ranks, dtype=np.intp)])
 
-    def _row(self, labels: npt.NDArray[np.intp]) -> Vector:
+    def _row(self, labels: EdgeIndices) -> Vector:
         crossed: Vector = (labels[:, self._ends[0]] != labels[:, self._ends[1]]).astype(np.float64)
         return crossed
 
@@ -382,7 +378,7 @@ class SpanningTrees(PackingProblem):
     def parents(self, chosen: EdgeIndices) -> Parents:
         return root_tree([self.edges[place] for place in chosen], self.ranks)
 
-    def violated(self, capacity: Vector, rate: float) -> Sequence[npt.NDArray[np.intp]]:
+    def violated(self, capacity: Vector, rate: float) -> Sequence[EdgeIndices]:
         """The partition that misses most, if any does."""
         between = self.both(np.maximum(capacity, 0.0), 0.0)
         blocks = _least_parts(between, rate)
@@ -432,7 +428,7 @@ def _least_set(
 
 
 @lru_cache(maxsize=64)
-def _cut_labels(ranks: int, root: int) -> npt.NDArray[np.intp]:
+def _cut_labels(ranks: int, root: int) -> EdgeIndices:
     """All sets without the root: 1 for their ranks."""
     others = [rank for rank in range(ranks) if rank != root]
     labels = np.zeros((2 ** len(others) - 1, ranks), dtype=np.intp)
@@ -443,6 +439,6 @@ def _cut_labels(ranks: int, root: int) -> npt.NDArray[np.intp]:
 
 
 @lru_cache(maxsize=16)
-def _partition_labels(ranks: int) -> npt.NDArray[np.intp]:
+def _partition_labels(ranks: int) -> EdgeIndices:
     """All partitions into two or more parts."""
     return np.array([*set_partitions(ranks)][1:], dtype=np.intp).reshape(-1, ranks)

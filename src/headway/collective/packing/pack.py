@@ -23,9 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from headway.collective.packing.constraints import (
     LISTED,
@@ -47,16 +47,15 @@ _TIGHT = 1e6
 """Weight of a constraint without slack, against those with less than is aimed at."""
 _CANDIDATES, _TRIED, _ROUNDS = 12, 3, 8
 """Trees looked at for each one taken; of them proven; how often anew where none may be taken."""
+# Trees * edges * ranks after which no further attempt begins: this takes some seconds.
 _EFFORT = 200_000
-"""Trees * edges * ranks after which no further attempt begins: some seconds."""
+# How far a flatter tree is preferred to a heavier one, for each level.
 _FLAT = 0.05
-"""How far a flatter tree is preferred to a heavier one, for each level."""
 _SPREAD = 0.3
 """How far chance prefers a lighter tree, after the first attempt."""
 
 
-@dataclass(frozen=True)
-class TakenTree:
+class TakenTree(NamedTuple):
     """A tree, by the places of its edges, and its weight."""
 
     chosen: EdgeIndices
@@ -86,7 +85,6 @@ def few_trees(
     """Few trees whose weights add up to a rate that the problem allows.
 
     Args:
-        problem: The graph, and what limits trees on it.
         tolerance: Share of the rate that may be given up for fewer trees.
         attempts: Searches, every second one with the tolerance; of many ranks fewer.
     """
@@ -97,9 +95,8 @@ def few_trees(
         random = np.random.default_rng(attempt)
         aim = rate * (1 - tolerance) if attempt % 2 else rate
         most = len(best) if best else math.inf
-        found = _attempt(
-            problem, PackingState(problem.capacity, aim), random, _SPREAD * attempt, most
-        )
+        start = PackingState(problem.capacity, aim)
+        found = _attempt(problem, start, random, _SPREAD * attempt, most)
         best = min((found, best), key=lambda taken: _worth(problem, taken, rate, tolerance))
         effort += len(best) * len(problem.edges) * problem.ranks
         if effort > _EFFORT or (len(best) <= fewest and attempt >= attempts // 4):
@@ -227,16 +224,14 @@ def _widest(problem: PackingProblem) -> float:
 # The best weights of given trees: maximise sum w subject to A w <= c, w >= 0, with c >= 0.
 
 
-WeightVector = npt.NDArray[np.float64]
 _PIVOT_ROUNDING = 1e-11
 
 
-def best_weights(uses: WeightVector, capacity: WeightVector) -> WeightVector:
+def best_weights(uses: Vector, capacity: Vector) -> Vector:
     """Weights with the highest sum.
 
     Args:
         uses: Row: edge, column: tree; 1: the tree has the edge.
-        capacity: Of each edge, not negative.
     """
     edges, trees = uses.shape
     scale = float(capacity.max()) or 1.0
@@ -258,7 +253,7 @@ def best_weights(uses: WeightVector, capacity: WeightVector) -> WeightVector:
     return weights
 
 
-def _leaving(table: WeightVector, column: int, inside: list[int]) -> int:
+def _leaving(table: Vector, column: int, inside: list[int]) -> int:
     """The row that reaches its limit first; every tree has an edge, so that there is one."""
     rows = [r for r in range(len(inside)) if table[r, column] > _PIVOT_ROUNDING]
     least = min(table[r, -1] / table[r, column] for r in rows)
@@ -266,7 +261,7 @@ def _leaving(table: WeightVector, column: int, inside: list[int]) -> int:
     return min(ties, key=inside.__getitem__)
 
 
-def _pivot(table: WeightVector, row: int, column: int) -> None:
+def _pivot(table: Vector, row: int, column: int) -> None:
     pivot = table[row, column]
     across, down = table[row] / pivot, table[:, column].copy()
     table -= np.outer(down, across)
@@ -278,7 +273,7 @@ def _pivot(table: WeightVector, row: int, column: int) -> None:
 
 
 def mesh_rate(graph: LinkGraph) -> float | None:
-    """The rate of all links of a full mesh; None: it is not one, or they differ."""
+    """The rate of all links of a full mesh; None: it is not one, or the rates differ."""
     rates = {rate for i, row in enumerate(graph.rates) for j, rate in enumerate(row) if i != j}
     rate = next(iter(rates)) if len(rates) == 1 else 0.0
     return rate if rate > 0 else None
@@ -309,8 +304,8 @@ def mesh_packing(graph: LinkGraph, direction: Direction, root: int, rate: float)
 # From a link graph to a packing: the highest rate first, then few trees.
 
 
+# Searches for fewer trees: less than a second on eight ranks.
 PACK_ATTEMPTS = 16
-"""Searches for fewer trees: less than a second on eight ranks."""
 TOLERANCE = 0.01
 """Share of the bound given up for fewer trees."""
 
@@ -319,7 +314,6 @@ def highest_rate(graph: LinkGraph, direction: Direction, root: int = 0) -> float
     """What no packing exceeds, in the unit of the links' rates.
 
     Args:
-        direction: For an all-reduce the root does not matter.
         root: Of a broadcast or a reduction.
 
     Raises:
@@ -362,11 +356,7 @@ def pack(
 
 
 def packing_problem(graph: LinkGraph, direction: Direction, root: int) -> PackingProblem:
-    """What trees are to be packed, and what limits them.
-
-    Raises:
-        PlanError: The graph is not joined, or has one rank.
-    """
+    """What trees are to be packed, and what limits them; raises as `pack` does."""
     if graph.ranks < 2:
         raise PlanError(
             "no trees to pack",
@@ -393,11 +383,9 @@ def packing_problem(graph: LinkGraph, direction: Direction, root: int) -> Packin
 def with_best_weights(
     packing: Packing, problem: PackingProblem, trees: Sequence[EdgeIndices]
 ) -> Packing:
-    """A packing of some of these trees, with the weights of the highest rate.
+    """A packing of some of these trees, given by the places of their edges, of the highest rate.
 
-    Args:
-        packing: Its graph, direction and bound are kept.
-        trees: By the places of their edges.
+    The graph, direction and bound of `packing` are kept.
     """
     uses = np.zeros((len(problem.edges), len(trees)))
     for column, chosen in enumerate(trees):
@@ -406,7 +394,7 @@ def with_best_weights(
     loads = uses @ weights
     used = loads > 0
     over = float((loads[used] / problem.capacity[used]).max()) if used.any() else 1.0
-    weights /= max(1.0, over)  # rounding of the simplex
+    weights /= max(1.0, over)  # by rounding the simplex may load an edge a little too much
     found = [
         WeightedTree(problem.parents(chosen), float(weight))
         for chosen, weight in zip(trees, weights, strict=True)
@@ -430,9 +418,7 @@ def drifted_links(
 ) -> tuple[tuple[int, int], ...]:
     """The directions (i, j) whose rate differs by more than a share of the old one, ascending.
 
-    Args:
-        new: What is measured now, of the same ranks.
-        threshold: Share of the old rate. A link that appears or disappears counts always.
+    A link that appears or disappears always counts.
     """
     arcs = sorted({*old.arcs, *new.arcs})
     return tuple(
@@ -444,10 +430,6 @@ def drifted_links(
 
 def repack_trees(packing: Packing, graph: LinkGraph, tolerance: float = TOLERANCE) -> Packing:
     """The same ranks and direction on other links: old trees first, then as few new ones as do.
-
-    Args:
-        graph: The links as they are now.
-        tolerance: Share of the new bound that may be given up.
 
     Raises:
         PlanError: The links no longer join all ranks.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from headway.collective.nodes import Parents
+from headway.collective.nodes import Parents, children, depths
 from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
@@ -48,13 +48,7 @@ class WeightedTree:
     @cached_property
     def depth(self) -> int:
         """Links on the longest path from the root."""
-        return max(map(self._height, range(len(self.parent))))
-
-    def _height(self, rank: int) -> int:
-        up, count = self.parent[rank], 0
-        while up is not None:
-            up, count = self.parent[up], count + 1
-        return count
+        return max(depths(self.parent))
 
 
 @dataclass(frozen=True)
@@ -158,30 +152,25 @@ def spans(parent: Parents) -> bool:
 
 def top_down(parent: Parents) -> tuple[tuple[int, int], ...]:
     """(parent, child) of what can be reached from the root, level by level."""
-    level, found = [parent.index(None)], []
+    below, level, found = children(parent), [parent.index(None)], []
     while level:
-        edges = [(up, rank) for up in level for rank, p in enumerate(parent) if p == up]
+        edges = [(up, rank) for up in level for rank in below[up]]
         found += edges
         level = [rank for _, rank in edges]
     return tuple(found)
 
 
 def root_tree(links: Sequence[tuple[int, int]], ranks: int, root: int | None = None) -> Parents:
-    """The parents of a tree without directions.
+    """The parents of a tree that is given by its links.
 
     Args:
-        links: Its n - 1 links.
-        ranks: n.
         root: None: its centre, from which the farthest rank is nearest (the lower of two).
     """
     near: list[list[int]] = [[] for _ in range(ranks)]
     for i, j in links:
         near[i].append(j)
         near[j].append(i)
-    return _parents_from(near, _centre(near) if root is None else root)
-
-
-def _parents_from(near: Sequence[Sequence[int]], root: int) -> Parents:
+    root = _centre(near) if root is None else root
     parent: dict[int, int | None] = {root: None}
     for rank in (todo := [root]):
         for other in near[rank]:
