@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.planner.estimate.pricing import IntervalRows
-from headway.planner.search.candidate import FEW, sort_strategies
+from headway.planner.estimate.pricing import FEW, IntervalRows, sort_strategies
 
 
 @pytest.mark.parametrize("flights", [(1,), (3, 7), tuple(range(1, FEW + 5)), (1, *range(4, 30))])

@@ -14,7 +14,7 @@ from headway.planner.estimate.pipeline_time import (
     one_f_one_b_timetable,
     timetable_of,
 )
-from headway.planner.search.candidate import one_f_one_b_lower_bound, step_lower_bound
+from headway.planner.search.bounds import one_f_one_b_lower_bound, step_lower_bound
 from headway.schedule.generators.registry import (
     PLAIN,
     SCHEDULE_OPTIONS,

@@ -16,9 +16,8 @@ from headway.errors import NothingFits, PlanError
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.pricing import IntervalRows
-from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.branch_and_bound import PlanSearch, find_plans, microbatch_shares
 from headway.planner.search.device_layout import device_counts, device_layouts
-from headway.planner.search.layout_candidate import microbatch_shares
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares, to_plan
 from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
 from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling

@@ -52,7 +52,7 @@ def test_same_question_same_answer(work):
 
 
 def test_units_are_the_blocks(work):
-    row = make_units(work)
+    row = make_units(work.graph)
     kinds = [unit.kind for unit in row]
     assert kinds.count(kinds[-3]) == 3  # the first block makes the rotations, too
     assert all(one.exit == two.entry for one, two in pairwise(row))
@@ -175,7 +175,7 @@ def test_a_stage_is_named_after_what_was_folded_into_its_first_layer():
         graph = fuse_light_operators(
             capture(torch.nn.Sequential(*layers, torch.nn.Linear(8, 4)), meta(16, 8))
         )
-    row = make_units(PlanningWorkload(graph=graph, samples=16))
+    row = make_units(graph)
     assert [unit.module for unit in row] == ["0", "1", "3", "5"]
     assert unit_of_module("1", row) == unit_of_module("2", row) == 1
     assert unit_of_module("5", row) == unit_of_module("6", row) == 3
@@ -196,7 +196,7 @@ class Twice(torch.nn.Module):
 def test_a_stage_is_not_named_after_a_module_that_runs_elsewhere_too():
     with torch.device("meta"):
         graph = fuse_light_operators(capture(Twice(), meta(16, 8)))
-    row = make_units(PlanningWorkload(graph=graph, samples=16))
+    row = make_units(graph)
     assert [unit.module for unit in row] == ["one", "two", "three"]
 
 

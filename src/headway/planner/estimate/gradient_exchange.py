@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
-from headway.planner.estimate.operators import Floats, PlanningWorkload
+from headway.cost.device import Array
+from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.partition import IntervalClasses, LayerUnit, unnameable_units
 
-PriceOfBytes = Callable[[Floats], Floats]
+PriceOfBytes = Callable[[Array], Array]
 """Seconds of a collective by its bytes."""
 BUCKETS = tuple(2.0**n * 2**20 for n in (3, 5, 7, 9, 11))
 """Bytes of a bucket that are tried; the first one is the plan's default."""
@@ -46,7 +47,7 @@ class GradientArrivals(NamedTuple):
     sizes: tuple[int, ...]
     units: tuple[int, ...]
 
-    def messages(self, limit: float, shares: Floats) -> tuple[Floats, np.ndarray]:
+    def messages(self, limit: float, shares: Array) -> tuple[Array, np.ndarray]:
         """(bytes, unit) of the buckets of at most `limit` bytes.
 
         Args:
@@ -61,10 +62,10 @@ class GradientArrivals(NamedTuple):
 
 
 def serial_ends(
-    ready: Floats,
-    seconds: Floats,
+    ready: Array,
+    seconds: Array,
     sent: NDArray[np.bool_],
-) -> Floats:
+) -> Array:
     """When each message has been sent, on a link that carries one at a time, the last one first.
 
     end_k = max over j >= k of (ready_j + s_k + ... + s_j): the recurrence
@@ -81,8 +82,8 @@ def serial_ends(
 
 def bucket_exchange(
     gradients: GradientArrivals,
-    backward: Floats,
-    shares: Floats,
+    backward: Array,
+    shares: Array,
     price: PriceOfBytes,
     *,
     limits: Sequence[float] = BUCKETS,
@@ -117,7 +118,7 @@ def bucket_exchange(
     return best
 
 
-def most_hidden(message: Floats, compute: Floats, overlap: float) -> Floats:
+def most_hidden(message: Array, compute: Array, overlap: float) -> Array:
     """Seconds of messages that can be hidden behind so much computation."""
     return overlap * np.minimum(message, compute)
 
@@ -154,10 +155,10 @@ def _play_units(
 
 
 def sharded_exchange(
-    forward: Floats,
-    backward: Floats,
-    scatters: Floats,
-    gathers: Floats | None,
+    forward: Array,
+    backward: Array,
+    scatters: Array,
+    gathers: Array | None,
     microbatches: int,
     *,
     overlap: float = 1.0,
@@ -199,10 +200,10 @@ def sharded_exchange(
 
 
 def sharded_passes(
-    forward: Floats,
-    backward: Floats,
-    scatters: Floats,
-    gathers: Floats | None,
+    forward: Array,
+    backward: Array,
+    scatters: Array,
+    gathers: Array | None,
     *,
     overlap: float = 1.0,
 ) -> tuple[float, float, float]:
@@ -213,7 +214,7 @@ def sharded_passes(
     """
     own = np.zeros_like(forward) if gathers is None else gathers
 
-    def one(compute: Floats, sent: Floats) -> tuple[float, float]:
+    def one(compute: Array, sent: Array) -> tuple[float, float]:
         order = slice(None) if compute is forward else slice(None, None, -1)
         ahead = own[order].tolist()
         clock, lane, _ = _play_units(
@@ -292,12 +293,12 @@ class ModelParameters:
         )
 
     @cached_property
-    def doubles(self) -> Floats:
+    def doubles(self) -> Array:
         """`doubled` of every class of stretches."""
         return np.array([self.doubled(*example) for example in self.classes.examples])
 
     @cached_property
-    def whole(self) -> Floats:
+    def whole(self) -> Array:
         """(1,): `doubled` of the whole row."""
         return np.array([self.doubled(0, len(self.row))])
 
@@ -327,7 +328,7 @@ class ModelParameters:
         return GradientArrivals(tuple(size for size, _ in found), tuple(unit for _, unit in found))
 
     @cached_property
-    def held(self) -> Floats:
+    def held(self) -> Array:
         """Bytes of the parameters of each unit, as its operators count them."""
         tensors = self.work.graph.tensors
         found = np.zeros(len(self.row))
@@ -336,15 +337,15 @@ class ModelParameters:
                 found[unit] += tensors[name].bytes
         return found
 
-    def weight_shares(self, starts: np.ndarray, stops: np.ndarray) -> Floats:
+    def weight_shares(self, starts: np.ndarray, stops: np.ndarray) -> Array:
         """Which part of the backward of stretches makes gradients of weights, by its FLOPs."""
         inputs, weights = (sums[stops] - sums[starts] for sums in self._gradient_flops)
         both = inputs + weights
-        found: Floats = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
+        found: Array = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
         return found
 
     @cached_property
-    def _gradient_flops(self) -> tuple[Floats, Floats]:
+    def _gradient_flops(self) -> tuple[Array, Array]:
         """Running sums over the units."""
         operators = self.work.graph.operators
         each = np.array(

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.device import KernelPace
-from headway.cost.device import DeviceModel
+from headway.cost.device import Array, DeviceModel
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
 from headway.cost.network import HierarchicalNetwork
 from headway.cost.transformer import Machine
@@ -222,7 +222,6 @@ def pattern_matches(pattern: str, operator: Operator) -> bool:
 PARTS = ("forward", "backward", "step", "params", "saved")
 """Seconds of a micro-batch in both passes, seconds of a step on this axis (gradients of whole
 parameters), bytes of parameters and bytes kept for backward of a micro-batch, on one device."""
-Floats = NDArray[np.float64]
 
 _VIEW_KINDS = """
 _unsafe_view alias chunk detach expand flatten permute reshape select slice split split_with_sizes
@@ -452,7 +451,7 @@ def _obeys(operator: Operator, rule: Rule, how: str) -> bool:
 
 def operator_cost(
     setting: OperatorSetting, operator: Operator, rule: Rule, saves: tuple[str, ...]
-) -> Floats:
+) -> Array:
     """The vector (`PARTS`) of one choice.
 
     Args:

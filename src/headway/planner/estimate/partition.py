@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.cost.device import Array
 from headway.documents import nearest
 from headway.errors import PlanError
-from headway.graph.model_graph import Operator
+from headway.graph.model_graph import ModelGraph, Operator
 from headway.graph.repeated_blocks import StructureHashes, find_repeated_blocks
 from headway.graph.stage_boundaries import cut_points
-from headway.planner.estimate.operators import Floats, PlanningWorkload
 
 _ROUNDING = 1e-9
 """Share by which a sum of many numbers may be off."""
@@ -70,7 +70,7 @@ class IntervalsByLength(NamedTuple):
 
 def cut_stages(
     of: np.ndarray,
-    times: Floats,
+    times: Array,
     microbatches: int,
     floor: float | None = None,
     known: float = np.inf,
@@ -122,7 +122,7 @@ def cut_stages(
 
 
 def _best(
-    programme: _StageProgramme, bounds: Floats, microbatches: int, floor: float, best: StageCut
+    programme: _StageProgramme, bounds: Array, microbatches: int, floor: float, best: StageCut
 ) -> StageCut:
     """The best cut within any of these bounds; of equals, that within the least bound.
 
@@ -158,7 +158,7 @@ def _best(
     return best
 
 
-def _shortest(programme: _StageProgramme, bounds: Floats) -> StageCut | None:
+def _shortest(programme: _StageProgramme, bounds: Array) -> StageCut | None:
     """The cut within the least bound that has one: that of the least longest stage, sought within
     the lowest bound first, then within one 5 % higher, 10 %, 20 % and so on."""
     high, step, longest = 0, 1.05, np.inf
@@ -177,8 +177,8 @@ class _Band(NamedTuple):
     low: int
     shortest: int
     widest: int
-    times: Floats
-    padded: Floats
+    times: Array
+    padded: Array
     pad: int
 
     @property
@@ -186,7 +186,7 @@ class _Band(NamedTuple):
         """Of the first value."""
         return float(self.padded[self.pad])
 
-    def behind(self, first: int, last: int) -> Floats:
+    def behind(self, first: int, last: int) -> Array:
         """F where it begins with these units, both included; infinite where it cannot."""
         place = self.pad - self.low
         return self.padded[place + first : place + last + 1]
@@ -199,7 +199,7 @@ class _StageProgramme:
         least: The longest stage of any cut takes so long, or longer.
     """
 
-    def __init__(self, lines: IntervalsByLength, times: Floats) -> None:
+    def __init__(self, lines: IntervalsByLength, times: Array) -> None:
         self.width, self.length = lines.of.shape
         self.lines, self.times = lines, times
         self._number = np.arange(1.0, self.width + 1)
@@ -284,7 +284,7 @@ class _StageProgramme:
             found.append(before)
         return found
 
-    def _classes(self, bound: float, widest: int) -> Floats:
+    def _classes(self, bound: float, widest: int) -> Array:
         """(p, some classes + 1): times within the bound, of all that have at most so many units;
         infinite in the last column, for -1."""
         last = int(np.flatnonzero(self.lines.units <= widest)[-1]) + 1
@@ -307,7 +307,7 @@ class _StageProgramme:
         return StageCut(borders=tuple(borders), total=float(sum(each)), slowest=max(each))
 
 
-def _least_of_each(lines: IntervalsByLength, times: Floats) -> Floats:
+def _least_of_each(lines: IntervalsByLength, times: Array) -> Array:
     """(p, W): the least time of each stage with so many units; the first stage begins the row, the
     last one ends it, and each of those between has a unit, too."""
     width, length = lines.of.shape
@@ -325,9 +325,9 @@ def _least_of_each(lines: IntervalsByLength, times: Floats) -> Floats:
     return found
 
 
-def _times_of(times: Floats, classes: np.ndarray) -> Floats:
+def _times_of(times: Array, classes: np.ndarray) -> Array:
     """Infinite where there is no such stretch."""
-    found: Floats = np.where(classes < 0, np.inf, times[classes])
+    found: Array = np.where(classes < 0, np.inf, times[classes])
     return found
 
 
@@ -373,9 +373,8 @@ class LayerUnit:
     layer: str = ""
 
 
-def make_units(work: PlanningWorkload) -> tuple[LayerUnit, ...]:
+def make_units(graph: ModelGraph) -> tuple[LayerUnit, ...]:
     """The finest row of units: repeated blocks whole, what lies between them cut where possible."""
-    graph = work.graph
     structures = StructureHashes(graph)
     segments = find_repeated_blocks(graph, structures=structures).segments
     counts: dict[str, int] = {}

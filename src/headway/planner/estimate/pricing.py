@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from headway.cluster.device import HostOverhead
-from headway.cost.device import Number
+from headway.cost.device import Array, Number
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import FULL, Degrees, gradients_per_byte, state_of
 from headway.planner.estimate.gradient_exchange import (
@@ -34,7 +34,6 @@ from headway.planner.estimate.gradient_exchange import (
     sharded_exchange,
     sharded_passes,
 )
-from headway.planner.estimate.operators import Floats
 from headway.planner.estimate.pipeline_time import PeriodicTable
 from headway.planner.estimate.segments import IntervalStrategies, SegmentTables
 from headway.schedule.generators.registry import ScheduleOption, make_schedule
@@ -185,28 +184,28 @@ class DeviceMemory:
         return message * (1.0 + 1.0 / degrees.data) - (degrees.zero == 3)
 
     @cached_property
-    def waiting(self) -> Floats:
+    def waiting(self) -> Array:
         """(classes,) bytes above these while SYNC sums a stage's gradients: all samples of a step,
         which the stages of a rank share, and the gradient of what entered it, on its way."""
         if not self._summing:
             return np.zeros(len(self.tables.classes.examples))
-        entered: Floats = self.tables.transients.crossing(self.tables.setting)[0, 0]
+        entered: Array = self.tables.transients.crossing(self.tables.setting)[0, 0]
         return entered + self.samples / (self.degrees.virtual * self.degrees.pipes)
 
     # -- while micro-batches pass ------------------------------------------------------------------
 
-    def moment(self, cells: IntervalStrategies) -> Floats:
+    def moment(self, cells: IntervalStrategies) -> Array:
         """(2, classes, K) bytes for a moment, above state and kept ones."""
         more = cells.more + self.beside[:, None, None]
         if self.degrees.pipeline == 1:
             return more
         in_backward, leaving = self.messages[:, :, : more.shape[1]]
         least = np.maximum(leaving, in_backward + self.gathering * cells.params)
-        found: Floats = np.maximum(more + in_backward, least + self.samples)
+        found: Array = np.maximum(more + in_backward, least + self.samples)
         return found
 
     @cached_property
-    def first(self) -> Floats:
+    def first(self) -> Array:
         """(classes, 2) bytes above state and kept ones in the first backward of a step, where all
         gradients count as state: see `TransientMemory.first`."""
         several, setting = self.degrees.pipeline > 1, self.tables.setting
@@ -216,7 +215,7 @@ class DeviceMemory:
             return first
         in_backward, leaving = self.messages[..., 0].transpose(0, 2, 1)
         least = np.maximum(leaving, in_backward + self.gathering * made) + self.samples
-        found: Floats = np.maximum(first + in_backward, least - made)
+        found: Array = np.maximum(first + in_backward, least - made)
         return found
 
     @cached_property
@@ -228,7 +227,7 @@ class DeviceMemory:
         return number * sum(setting.bytes_of(name) for name in setting.work.graph.inputs)
 
     @cached_property
-    def messages(self) -> Floats:
+    def messages(self) -> Array:
         """(2, 2, classes, 1) bytes of messages of a stage of a pipeline, in backward and in forward
         passes, without and with recomputation; see `message_room`."""
         entry, out, left = self.tables.transients.crossing(self.tables.setting)
@@ -246,7 +245,7 @@ class DeviceMemory:
         return 1.0 + 1.0 / degrees.data if degrees.zero == 3 and degrees.pipeline > 1 else 0.0
 
     @cached_property
-    def beside(self) -> Floats:
+    def beside(self) -> Array:
         """(2,) bytes beside state and transients, whatever the stretch, without and with
         recomputation: samples, and without a pipeline what FSDP2 has."""
         if not self.degrees.zero or self.degrees.pipeline > 1:
@@ -254,7 +253,7 @@ class DeviceMemory:
         return self.samples + self._units
 
     @cached_property
-    def _units(self) -> Floats:
+    def _units(self) -> Array:
         """(2,) bytes for FSDP2's units, above what a step needs that has no units.
 
         While a unit's backward runs the message with the gradients of the unit behind it is there
@@ -292,10 +291,10 @@ class DeviceMemory:
             ended = ended + (2.0 * own + rest)[:, None]
             ended -= (degrees.microbatches == 2) * share * made  # the first one's are not there yet
             most = np.maximum(most, ended[alone].max(axis=0, initial=-np.inf))
-        found: Floats = np.maximum(most - base.max(axis=0), 0.0)
+        found: Array = np.maximum(most - base.max(axis=0), 0.0)
         return found
 
-    def own(self, held: Floats, start: int = 0) -> Floats:
+    def own(self, held: Array, start: int = 0) -> Array:
         """Bytes of parameters of each unit from `start` on; what is tied counts with its first
         use."""
         found = held.copy()
@@ -306,7 +305,7 @@ class DeviceMemory:
         return np.maximum(found, 0.0)
 
 
-def _nearest(own: Floats) -> Floats:
+def _nearest(own: Array) -> Array:
     """Of each unit the bytes of the nearest one in front of it that has some."""
     found, last = np.zeros_like(own), 0.0
     for number, size in enumerate(own.tolist()):
@@ -333,6 +332,116 @@ class IntervalRows:
     PARAMS: Final = 6
     AFTER: Final = 7
     MORE: Final = 8
+
+
+FEW = 8
+"""Numbers of micro-batches under way up to which each is looked up of its own."""
+
+
+class StrategiesByTime(NamedTuple):
+    """(classes, n) strategies, the fastest first, and (classes, n + 1): behind them one that takes
+    for ever.
+
+    Attributes:
+        seconds: Of a micro-batch, with the share in a step's end.
+        state: Bytes.
+        kept: Bytes of one micro-batch.
+        more: Bytes for a moment.
+        updated: Bytes while the update runs.
+        all: How many are all micro-batches of a step.
+        first: As `more`, with all of them under way; None: the same.
+    """
+
+    place: np.ndarray
+    seconds: Array
+    state: Array
+    kept: Array
+    more: Array
+    updated: Array
+    all: int
+    first: Array | None = None
+
+    def fitting(self, cap: float, most: int) -> np.ndarray:
+        """(classes, n): how many micro-batches under way fit into so many bytes, at most `most`."""
+
+        def fits(number: np.ndarray | int) -> np.ndarray:
+            return self.state + number * self.kept + self.more <= cap
+
+        room = cap - self.more - self.state
+        with np.errstate(divide="ignore", invalid="ignore"):
+            number = np.where(self.kept > 0, room / self.kept, most * fits(0))
+        found = np.clip(number, 0, most).astype(np.int64)
+        found += (found < most) & fits(found + 1)  # what rounding has taken
+        found -= (found > 0) & ~fits(found)
+        found[self.updated > cap] = 0
+        return found
+
+    def picked(self, cap: float, flights: np.ndarray) -> tuple[Array, np.ndarray]:
+        """(numbers, classes): the least seconds with so many micro-batches under way, infinite
+        where nothing fits, and the strategy.
+
+        Args:
+            cap: Bytes of a device.
+            flights: Numbers of micro-batches, ascending.
+        """
+        upto = np.maximum.accumulate(self.fitting(cap, int(flights[-1])), axis=1)
+        ways = _first_above(upto, flights)
+        if self.first is not None and flights[-1] == self.all:
+            held = self.state + self.all * self.kept + self.first
+            fits = (held <= cap) & (self.updated <= cap)
+            ways[:, -1] = np.where(fits.any(axis=1), fits.argmax(axis=1), fits.shape[1])
+        lines = np.arange(len(ways))[:, None]
+        return self.seconds[lines, ways].T, self.place[lines, ways].T
+
+
+def sort_strategies(
+    rows: Array,
+    microbatches: int,
+    passing: float,
+    first: Array | None = None,
+    waiting: Array | float = 0.0,
+) -> StrategiesByTime:
+    """From rows (classes, ways, K, columns) as `IntervalRows` says.
+
+    Args:
+        rows: Without recomputation, and with it where that may be.
+        microbatches: Over which a step's end is spread.
+        passing: Bytes that the update needs for a moment, per byte of state.
+        first: (classes, ways, K) bytes for a moment with all micro-batches under way.
+        waiting: (classes, 1) bytes above what the update needs, as `DeviceMemory.waiting`.
+    """
+    flat = (len(rows), -1)
+    value = (rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / microbatches).reshape(
+        flat
+    )
+    order = value.argsort(axis=1, kind="stable")
+    state, kept, more = (
+        np.take_along_axis(rows[..., column].reshape(flat), order, 1)
+        for column in (IntervalRows.STATE, IntervalRows.KEPT, IntervalRows.MORE)
+    )
+    none = ((0, 0), (0, 1))
+    seconds = np.take_along_axis(value, order, 1)
+    return StrategiesByTime(
+        np.pad(order, none),
+        np.pad(seconds, none, constant_values=np.inf),
+        state,
+        kept,
+        more,
+        state * (1.0 + passing) + waiting,
+        microbatches,
+        None if first is None else np.take_along_axis(first.reshape(flat), order, 1),
+    )
+
+
+def _first_above(upto: np.ndarray, flights: np.ndarray) -> np.ndarray:
+    """(classes, flights): the first place at which a rising row (classes, n) is as high."""
+    most = int(flights[-1])
+    if len(flights) <= FEW:
+        return np.stack([(upto < flight).sum(axis=1) for flight in flights], axis=1)
+    steps = np.diff(upto, axis=1, prepend=0, append=most)
+    places = np.tile(np.arange(steps.shape[1]), len(steps))
+    whole = np.repeat(places, steps.ravel()).reshape(len(upto), most)
+    return whole[:, flights - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,12 +484,12 @@ class Pricing:
         self.machine = tables.setting.machine
         self.overlap = self.machine.device.overlap
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
-        self._links: tuple[PeriodicTable, list[float], Floats] | None = None
+        self._links: tuple[PeriodicTable, list[float], Array] | None = None
         self._passes: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
 
     # -- stretches -------------------------------------------------------------------------------
 
-    def rows(self, cells: IntervalStrategies) -> Floats:
+    def rows(self, cells: IntervalStrategies) -> Array:
         """(classes, 2, K, 9) as `IntervalRows` says, column by column in memory."""
         forward, backward, params = cells.forward, cells.backward, cells.params
         ahead, back = forward, backward
@@ -397,23 +506,23 @@ class Pricing:
         return np.moveaxis(np.stack(own), (0, 1), (3, 1))
 
     @staticmethod
-    def backward(rows: Floats) -> Floats:
+    def backward(rows: Array) -> Array:
         """Seconds of the backward pass of a micro-batch."""
-        found: Floats = rows[..., IntervalRows.SECONDS] - rows[..., IntervalRows.FORWARD]
+        found: Array = rows[..., IntervalRows.SECONDS] - rows[..., IntervalRows.FORWARD]
         return found
 
-    def updated(self, rows: Floats) -> Floats:
+    def updated(self, rows: Array) -> Array:
         """Bytes while the update runs, when nothing is kept."""
-        found: Floats = rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing)
+        found: Array = rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing)
         return found
 
-    def _in_passes(self, params: Floats) -> tuple[Floats, Floats]:
+    def _in_passes(self, params: Array) -> tuple[Array, Array]:
         """(all-gather in each pass, reduce-scatter behind backward) of every micro-batch."""
         zero, nothing = self.degrees.zero, np.zeros_like(params)
         scatter = self._scattered(params) if zero >= 2 else nothing
         return (self._gathered(params) if zero == 3 else nothing), scatter
 
-    def _behind(self, params: Floats, backward: Floats) -> Floats:
+    def _behind(self, params: Array, backward: Array) -> Array:
         """The sum of a step's gradients, without what the last backward can hide at most."""
         if self.degrees.zero >= 2:
             return np.zeros_like(params)
@@ -422,7 +531,7 @@ class Pricing:
             return sent
         return sent - most_hidden(sent, backward, self.overlap)
 
-    def after(self, params: Floats) -> Number:
+    def after(self, params: Array) -> Number:
         """What follows when all gradients are there: the update, and ZeRO 1 and 2's new weights."""
         gathered = self._gathered(params) if self.degrees.zero in (1, 2) else 0.0
         return self._update(params) + gathered
@@ -467,19 +576,19 @@ class Pricing:
     def _stride(self) -> int:
         return self.degrees.stride("data")
 
-    def _gathered(self, size: Floats) -> Floats:
-        found: Floats = np.asarray(
+    def _gathered(self, size: Array) -> Array:
+        found: Array = np.asarray(
             self.machine.network.all_gather(size, self.degrees.data, self._stride)
         )
         return found
 
-    def _scattered(self, size: Floats) -> Floats:
-        found: Floats = np.asarray(
+    def _scattered(self, size: Array) -> Array:
+        found: Array = np.asarray(
             self.machine.network.reduce_scatter(size, self.degrees.data, self._stride)
         )
         return found
 
-    def summed(self, size: Floats) -> Floats:
+    def summed(self, size: Array) -> Array:
         """Gradients over all that hold them: the data axis, and the copies of a stage."""
         degrees, network, group = self.degrees, self.machine.network, self.degrees.data
         stride = self._stride
@@ -488,7 +597,7 @@ class Pricing:
             apart = degrees.stride("pipe") * max(1, degrees.pipeline // degrees.pipes)
             stride = apart if degrees.data == 1 else min(stride, apart)
         price = network.reduce_scatter if degrees.zero else network.all_reduce
-        found: Floats = np.asarray(price(size, group, stride))
+        found: Array = np.asarray(price(size, group, stride))
         return found
 
     # -- a whole step ----------------------------------------------------------------------------
@@ -549,7 +658,7 @@ class Pricing:
             reading=self.reading,
         )
 
-    def units(self, start: int, stop: int, again: int, price: int, border: str) -> Floats:
+    def units(self, start: int, stop: int, again: int, price: int, border: str) -> Array:
         """(units, 5): `operators.PARTS` of every unit of a stretch with this strategy."""
         row, tables = self.tables.row[start:stop], self.tables
         if self.degrees.tensor == 1:
@@ -670,7 +779,7 @@ class Pricing:
             self._messages[pair] = link.latency, max(1.0 / link.rate, shared)
         return self._messages[pair]
 
-    def sums(self, starts: Sequence[int], params: Floats) -> list[float]:
+    def sums(self, starts: Sequence[int], params: Array) -> list[float]:
         """Seconds of the sum of each stage's gradients; what several stages use is summed between
         them, too, with the first of them, whose gradients come last."""
         if self.degrees.zero >= 2:

@@ -27,18 +27,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.cost.device import Array
 from headway.graph.model_graph import Operator
 from headway.graph.sharding_rules import Rule
+from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import (
     PARTS,
-    Floats,
     OperatorSetting,
     gradient_placement,
     legal_rules,
     operator_cost,
 )
 from headway.planner.estimate.partition import IntervalClasses, LayerUnit
-from headway.planner.estimate.stage_capacity import ROUNDING, StageCapacity, stage_capacity
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.pareto.choice_graph import (
     BUDGET,
@@ -49,6 +49,7 @@ from headway.planner.pareto.choice_graph import (
     order_eliminations,
 )
 from headway.planner.pareto.elimination import find_weighted_bounds
+from headway.schedule.generators.registry import SCHEDULES
 
 _SAME = 1e-12
 """Share by which what a further unit adds may differ, as sums of floats do."""
@@ -63,7 +64,7 @@ class UnitRun:
         picks: (2, J, A, B): the placement in front of it.
     """
 
-    step: Floats
+    step: Array
     picks: np.ndarray
 
 
@@ -85,7 +86,7 @@ class UnitChain:
         behind: With one more unit, by its kind.
     """
 
-    rows: Floats
+    rows: Array
     last: int
     before: UnitChain | None = None
     picks: np.ndarray | None = None
@@ -101,11 +102,11 @@ class UnitChains:
         unit: Gives the rows of a kind of unit.
     """
 
-    def __init__(self, weights: Floats, unit: Callable[[int], Floats]) -> None:
+    def __init__(self, weights: Array, unit: Callable[[int], Array]) -> None:
         self.weights = weights
         self._unit = unit
         self._first: dict[int, UnitChain] = {}
-        self._priced: dict[int, Floats] = {}
+        self._priced: dict[int, Array] = {}
 
     def first(self, kind: int) -> UnitChain:
         """A unit alone."""
@@ -170,7 +171,7 @@ def _follow(chain: UnitChain, more: UnitChain) -> None:
     chain.behind[more.last] = more
 
 
-def rows_of(chain: UnitChain, runs: Longer) -> Floats:
+def rows_of(chain: UnitChain, runs: Longer) -> Array:
     """(2, J, A, B, len(PARTS)) of a chain with longer runs."""
     found = chain.rows
     for run, number in runs:
@@ -198,15 +199,15 @@ def path(
     return ((entry, exit_), *reversed(states))
 
 
-def _price(rows: Floats, weights: Floats) -> Floats:
+def _price(rows: Array, weights: Array) -> Array:
     """(..., 2, J, A, B): what strategies (..., 2, J, A, B, 5) cost."""
-    found: Floats = np.einsum("...rjabp,rjp->...rjab", rows, weights)
+    found: Array = np.einsum("...rjabp,rjp->...rjab", rows, weights)
     return found
 
 
 def min_plus_product(
-    left: Floats, right: Floats, weights: Floats, other: Floats | None = None
-) -> tuple[Floats, np.ndarray]:
+    left: Array, right: Array, weights: Array, other: Array | None = None
+) -> tuple[Array, np.ndarray]:
     """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
 
     There may be several in front, (..., 2, J, A, B, 5). `other` is `_price` of those behind.
@@ -236,7 +237,7 @@ def _lines(
     return one, two + np.arange(right[3])
 
 
-def _taken(table: Floats, lines: np.ndarray) -> Floats:
+def _taken(table: Array, lines: np.ndarray) -> Array:
     return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
 
 
@@ -257,13 +258,13 @@ class UnitStrategies:
         strategies: The choice of each operator, (A, B, 2 J).
     """
 
-    rows: Floats
+    rows: Array
     strategies: Mapping[str, np.ndarray]
     rules: Mapping[str, tuple[Rule, ...]]
     graph: ChoiceGraph
 
 
-def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Floats) -> UnitStrategies:
+def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Array) -> UnitStrategies:
     """All pairs of placements at the ends, all prices at once."""
     made = _Graph(setting, unit)
     graph = made.graph
@@ -290,7 +291,7 @@ def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Floats) -> Un
     return UnitStrategies(rows, strategies, made.rules, graph)
 
 
-def _choices(graph: ChoiceGraph, prices: Floats) -> dict[str, np.ndarray]:
+def _choices(graph: ChoiceGraph, prices: Array) -> dict[str, np.ndarray]:
     """Of every node for each pair of placements at the ends and each price."""
     network = make_cost_tables(graph, all_choices(graph))
     scopes = [tuple(name for name in scope if name not in ENDS) for scope in network.scopes]
@@ -307,9 +308,9 @@ def _order(
     return order_eliminations(scopes, dict(sizes), BUDGET)
 
 
-def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Floats:
+def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Array:
     """(..., d) of strategies."""
-    total: Floats = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
+    total: Array = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
     for (source, target), costs in graph.edges.items():
         total = total + costs[chosen[source], chosen[target]]
     return total
@@ -327,8 +328,8 @@ class _Graph:
         self.made = {tensor: o for o in self.operators for tensor in o.outputs}
         self.states: dict[str, tuple[tuple[str, str], ...]] = {}
         self.names: dict[str, str] = {}
-        self.nodes: dict[str, Floats] = {}
-        self.edges: dict[tuple[str, str], Floats] = {}
+        self.nodes: dict[str, Array] = {}
+        self.edges: dict[tuple[str, str], Array] = {}
         self._tensors()
         self._operators()
         self.graph = ChoiceGraph(PARTS, self.nodes, self.edges)
@@ -409,7 +410,122 @@ class _Graph:
         self.edges[source, target] = costs if before is None else before + costs
 
 
-# Level 2 of the search: what every stretch of a model costs, each distinct block solved once.
+ROUNDING = 1e-9
+"""Room is counted so much too large, which is more than sums of floats are off."""
+
+
+class StageCapacity(NamedTuple):
+    """The least of each kind of unit, (kinds, 1) or (2, kinds, 1): without and with recomputation.
+
+    Attributes:
+        params: Bytes of parameters of a device.
+        kept: Bytes that a micro-batch keeps, without what the unit before keeps, too.
+        peak: Bytes of one micro-batch at the fullest moment.
+        seconds: Of a micro-batch.
+        ahead: Share of the forward pass in the seconds of a stage, at most.
+    """
+
+    counts: np.ndarray
+    params: Array
+    kept: Array
+    peak: Array
+    seconds: Array
+    ahead: float
+    kinds: tuple[int, ...]
+
+    @property
+    def least(self) -> dict[int, float]:
+        """Seconds of a micro-batch by kind."""
+        return dict(zip(self.kinds, self.seconds.min(axis=0)[:, 0].tolist(), strict=True))
+
+    @property
+    def whole(self) -> Array:
+        """(kinds, 1): least seconds of all units of a kind together."""
+        found: Array = self.counts * self.seconds.min(axis=0)
+        return found
+
+    def places(
+        self,
+        degrees: Degrees,
+        under_way: Sequence[int],
+        passes: Sequence[int],
+        *,
+        state: float,
+        passing: float,
+        tied: float,
+        late: float,
+        cap: float,
+        known: float,
+        whole: float,
+    ) -> Array:
+        """(kinds, stages): how many units of a kind each stage has room for.
+
+        Args:
+            under_way: Micro-batches that each stage holds at most.
+            passes: 0: stages may keep everything; 1: they may recompute.
+            state: Bytes of state per byte of parameters.
+            passing: Bytes while the update runs, above the state and per byte of it.
+            tied: Bytes of state that units count more than once.
+            late: Of `state`, gradients that are not there yet in stages with all micro-batches
+                under way; 0: they are.
+            cap: Bytes of a device.
+            known: Seconds of a step that are too many.
+            whole: Seconds that all units take at least.
+        """
+        number = np.array(under_way, dtype=np.float64)
+        own, room = self.params * state, np.zeros((len(self.counts), len(number)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            longest = self._longest(degrees, number, known, whole)
+            updated = (cap + tied) / (own * (1.0 + passing))
+            for again in passes:
+                there = own - np.where(number == degrees.microbatches, self.params * late, 0.0)
+                left = cap + tied - self.peak[again] * (there == own)
+                held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * self.kept[again]))
+                whole = np.minimum(np.minimum(held, updated), longest / self.seconds[again])
+                room = np.maximum(room, np.nan_to_num(whole, nan=np.inf, posinf=np.inf))
+        found: Array = np.floor(room * (1.0 + ROUNDING))
+        return found
+
+    def _longest(self, degrees: Degrees, under_way: Array, known: float, whole: float) -> Array:
+        """Seconds of a micro-batch that each stage may take at most: its rank has all of them to
+        compute; with 1F1B one goes to the last rank and back before the others' backwards.
+        """
+        m = degrees.microbatches
+        longest = np.full(len(under_way), known / max(1, m // degrees.pipes))
+        if SCHEDULES[degrees.schedule].held == "depth" and m > 1:
+            times = (m - 1) - (under_way - 1.0) * self.ahead
+            longest = np.minimum(longest, max(known - whole, 0.0) / times)
+        return longest
+
+
+def stage_capacity(tables: SegmentTables) -> StageCapacity:
+    """Of a model with these tables."""
+    counts, _ = tables.kinds
+    kinds = list(dict.fromkeys(unit.kind for unit in tables.row))
+    moments, part = tables.transients.units(tables.setting), tables.setting.tensor
+    entries = {unit.kind: unit.entry for unit in tables.row}
+    lines = []
+    ahead = 0.0
+    for kind in kinds:
+        rows = tables.solved(kind).rows.reshape(2, -1, 5)
+        forward, backward = rows[..., 0], rows[..., 1] + np.arange(2.0)[:, None] * rows[..., 0]
+        kept, more, again, *_ = moments[kind]
+        entry = tables.setting.bytes_of(entries[kind])
+        twice = tables.transients.twice(kind, tables.setting)
+        least = rows[..., 4].min(axis=1)
+        seconds = (forward + backward).min(axis=1)
+        lines.append(
+            [
+                *(rows[..., 3].min(),) * 2,
+                *(max(least[0] - twice, 0.0), least[1]),
+                *((kept + more) / part, max(entry, again) / part),
+                *seconds,
+            ]
+        )
+        both = forward + backward
+        ahead = max(ahead, float(np.divide(forward, both, out=0 * both, where=both > 0).max()))
+    params, kept_, peak, seconds_ = np.array(lines).T.reshape(4, 2, len(kinds), 1)
+    return StageCapacity(counts[:, None], params[0], kept_, peak, seconds_, ahead, tuple(kinds))
 
 
 BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e7)
@@ -433,12 +549,12 @@ class IntervalStrategies(NamedTuple):
         prices: (K,) numbers of the prices, those that give strategies of their own.
     """
 
-    forward: Floats
-    backward: Floats
-    step: Floats
-    params: Floats
-    kept: Floats
-    more: Floats
+    forward: Array
+    backward: Array
+    step: Array
+    params: Array
+    kept: Array
+    more: Array
     prices: np.ndarray
 
     def first(self, classes: int) -> IntervalStrategies:
@@ -452,10 +568,10 @@ class _Group(NamedTuple):
     """Classes of stretches that are one chain: `rows` of it, (2, J, len(PARTS)) what a further
     unit of each of its runs adds, the classes, and (members, runs) how many units those have."""
 
-    rows: Floats
-    steps: list[Floats]
+    rows: Array
+    steps: list[Array]
     members: np.ndarray
-    counts: Floats
+    counts: Array
 
 
 @dataclass(frozen=True)
@@ -473,12 +589,12 @@ class SegmentTables:
     _cells: dict[str, IntervalStrategies] = field(default_factory=dict)
     _least: list[IntervalStrategies] = field(default_factory=list)
     _least_of: dict[int, float] = field(default_factory=dict)
-    _crossing: dict[str, Floats] = field(default_factory=dict)
+    _crossing: dict[str, Array] = field(default_factory=dict)
     _states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @cached_property
-    def weights(self) -> Floats:
+    def weights(self) -> Array:
         """(2, J, 5): prices of `PARTS`; with recomputation forward counts twice and what is kept
         inside of a unit not."""
         memory = self.setting.machine.device.memory
@@ -500,7 +616,7 @@ class SegmentTables:
         return self._solved[kind]
 
     @cached_property
-    def kinds(self) -> tuple[np.ndarray, Floats]:
+    def kinds(self) -> tuple[np.ndarray, Array]:
         """(kinds,): how many units there are of each, and its least seconds of a micro-batch."""
         counts = Counter(unit.kind for unit in self.row)
         least = [float(self.solved(k).rows[0, ..., :2].sum(axis=-1).min()) for k in counts]
@@ -522,7 +638,7 @@ class SegmentTables:
         """Of the units, at all prices."""
         return UnitChains(self.weights, lambda kind: self.solved(kind).rows)
 
-    def stretch(self, number: int) -> Floats:
+    def stretch(self, number: int) -> Array:
         """(2, J, A, B, len(PARTS)) of a class of stretches."""
         return rows_of(*self._place_of(number))
 
@@ -577,7 +693,7 @@ class SegmentTables:
         kinds = sorted({unit.kind for unit in self.row})
         return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
 
-    def cells(self, border: str, doubled: Floats) -> IntervalStrategies:
+    def cells(self, border: str, doubled: Array) -> IntervalStrategies:
         """Of the first classes of stretches, with one placement at both ends.
 
         Args:
@@ -591,7 +707,7 @@ class SegmentTables:
             known = self._cells[border] = self._cells_of(border, doubled)
         return known.first(len(doubled))
 
-    def _cells_of(self, border: str, doubled: Floats) -> IntervalStrategies:
+    def _cells_of(self, border: str, doubled: Array) -> IntervalStrategies:
         if not border:
             rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
             groups = [_Group(rows[:, :, None, None], [], np.zeros(1, dtype=int), np.zeros((1, 0)))]
@@ -614,7 +730,7 @@ class SegmentTables:
             parts[:, :, group.members] = own
         return self._laid_out(parts, doubled, prices)
 
-    def least(self, doubled: Floats) -> IntervalStrategies:
+    def least(self, doubled: Array) -> IntervalStrategies:
         """Of the whole row at all prices, with whole tensors at its ends; arguments as `cells`."""
         if not self._least:
             rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
@@ -622,7 +738,7 @@ class SegmentTables:
             self._least.append(self._laid_out(parts, doubled, np.arange(parts.shape[-1])))
         return self._least[0]
 
-    def _laid_out(self, parts: Floats, doubled: Floats, prices: np.ndarray) -> IntervalStrategies:
+    def _laid_out(self, parts: Array, doubled: Array, prices: np.ndarray) -> IntervalStrategies:
         """From (5, 2, classes, K)."""
         forward, backward, step, params, kept = parts
         backward = backward + np.arange(2.0)[:, None, None] * forward
@@ -652,7 +768,7 @@ class SegmentTables:
             self._least_of[units] = float((sums[units:] - sums[:-units]).min()) * (1.0 - ROUNDING)
         return self._least_of[units]
 
-    def crossing(self, border: str) -> Floats:
+    def crossing(self, border: str) -> Array:
         """(L,): bytes of a device of what enters each unit, where it has this placement."""
         if border not in self._crossing:
             tensors = [unit.entry for unit in self.row]

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.cost.device import Array
 from headway.graph.model_graph import Operator
-from headway.planner.estimate.operators import Floats, OperatorSetting, PlanningWorkload
+from headway.planner.estimate.operators import OperatorSetting, PlanningWorkload
 from headway.planner.estimate.partition import IntervalClasses, LayerUnit
 
 
@@ -54,8 +55,8 @@ class TransientMemory:
         self.work = work
         self.row = row
         self.classes = classes
-        self._known: dict[int, Floats] = {}
-        self._crossing: dict[int, Floats] = {}
+        self._known: dict[int, Array] = {}
+        self._crossing: dict[int, Array] = {}
 
     @cached_property
     def _facts(self) -> dict[int, dict[_Facts, None]]:
@@ -103,7 +104,7 @@ class TransientMemory:
         return {n for n in operator.inputs if n in graph.parameters and n not in graph.frozen}
 
     @cached_property
-    def _tied(self) -> Floats:
+    def _tied(self) -> Array:
         """(classes, 1): bytes of parameters that the last unit of a stretch uses, and one before
         it, too: their gradients are there when that is reached."""
         graph, users = self.work.graph, dict[str, set[int]]()
@@ -154,7 +155,7 @@ class TransientMemory:
         """Bytes that a unit of a kind keeps, and the unit before it, too."""
         return self._both.get(kind, 0) * setting.scale
 
-    def of(self, setting: OperatorSetting, several: bool) -> Floats:
+    def of(self, setting: OperatorSetting, several: bool) -> Array:
         """(classes, 2, 7): without and with recomputation (kept, more, kept by two units, first,
         gradients; more and first where a stage ends there) of a micro-batch, whole.
 
@@ -167,7 +168,7 @@ class TransientMemory:
         whole = self._known[setting.samples]
         return whole if several else whole[[int(self.classes.of[0, -1])]]
 
-    def _all(self, setting: OperatorSetting) -> Floats:
+    def _all(self, setting: OperatorSetting) -> Array:
         crossing = {u.kind: setting.bytes_of(u.entry) for u in self.row}
         ways = np.zeros((len(crossing), 2, 7))  # by kind, as `of` has them
         for ends, columns in ((False, (1, 3)), (True, (5, 6))):
@@ -179,7 +180,7 @@ class TransientMemory:
                 ways[kind, 1, columns] = max(again - entry, 0.0), first_again - entry
         last, before = ways[np.array(self.classes.last)], np.array(self.classes.before)
         leaves = self.crossing(setting)[1].T
-        found: Floats = last.copy()
+        found: Array = last.copy()
         for low, high in self.classes.lengths:
             if before[low] < 0:
                 most = found[low:high, :, [1, 5]]
@@ -199,7 +200,7 @@ class TransientMemory:
             found[low:high] = np.stack(columns_, axis=-1)
         return found
 
-    def along(self, setting: OperatorSetting, apart: float) -> tuple[Floats, float]:
+    def along(self, setting: OperatorSetting, apart: float) -> tuple[Array, float]:
         """Of the whole row, unit by unit, (4, units, 2): more, first, what is kept up to it, and
         what is there when all gradients of its weights have been made, but for these, each above
         all that is kept, without and with recomputation; and gradients in all.
@@ -238,7 +239,7 @@ class TransientMemory:
                 kept += scale * own
         return kept, 0.0
 
-    def crossing(self, setting: OperatorSetting) -> Floats:
+    def crossing(self, setting: OperatorSetting) -> Array:
         """(3, 2, classes): of one message, without and with recomputation, bytes of what enters a
         stretch, of what leaves it, and of that where the stretch does not keep it, too."""
         if setting.samples not in self._crossing:
@@ -259,7 +260,7 @@ class TransientMemory:
         both = zip(self.row, operators, strict=True)
         return np.array([unit.exit not in graph.saved_by(own) for unit, own in both])
 
-    def first(self, setting: OperatorSetting, *, several: bool) -> tuple[Floats, Floats]:
+    def first(self, setting: OperatorSetting, *, several: bool) -> tuple[Array, Array]:
         """(classes, 2): bytes above state and kept ones in the first backward of a step, whose
         gradients count as state (it may be below 0); and those gradients. Arguments as `beside`.
         """
@@ -267,8 +268,8 @@ class TransientMemory:
         return known[..., 6], known[..., 4]
 
     def beside(
-        self, setting: OperatorSetting, kept: Floats, *, several: bool
-    ) -> tuple[Floats, Floats]:
+        self, setting: OperatorSetting, kept: Array, *, several: bool
+    ) -> tuple[Array, Array]:
         """Of strategies, (2, classes, K): kept bytes, without what two units keep and both count,
         and bytes above state and kept ones.
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.device import Device
+from headway.cost.device import Array
 from headway.cost.machine_presets import device_of
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
@@ -31,13 +32,11 @@ from headway.planner.estimate.degrees import (
     least_state_per_byte,
     state_per_byte,
 )
-from headway.planner.estimate.operators import Floats
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.explain.step_parts import fullest_stage_memory
-from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.branch_and_bound import LayoutCandidate, PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination
-from headway.planner.search.layout_candidate import LayoutCandidate
 from headway.planner.search.plan_point import Point, PointStage, describe_point
 from headway.planner.search.request import PlanRequest
 from headway.schedule.generators.registry import PLAIN
@@ -138,7 +137,7 @@ def _second(candidate: PlanCandidate | LayoutCandidate) -> float:
     return max(float(_spread(rows, candidate.degrees).min()), candidate.bound()[1])
 
 
-def _spread(rows: Floats, degrees: Degrees) -> Floats:
+def _spread(rows: Array, degrees: Degrees) -> Array:
     """The fullest of p ranks with f_i micro-batches under way needs at least a weighted mean of
     what all need: with weights 1, and with one stage on each rank with weights 1 / f_i, too. `rows`
     end in (state, kept) of the model."""

@@ -22,14 +22,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headway.cost.device import Array
 from headway.errors import PlanError
-from headway.planner.pareto.front import Floats, Ints
+
+Ints: TypeAlias = NDArray[np.int64]
 
 BUDGET = 2_000_000
-"""Cells of the table that one elimination may make."""
+"""Cells of an elimination step above which choices of the most entangled node are tried instead."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class ChoiceGraph:
     """
 
     objectives: tuple[str, ...]
-    nodes: Mapping[str, Floats]
-    edges: Mapping[tuple[str, str], Floats] = field(default_factory=dict)
+    nodes: Mapping[str, Array]
+    edges: Mapping[tuple[str, str], Array] = field(default_factory=dict)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     forced: Mapping[str, int] = field(default_factory=dict)
 
@@ -66,7 +70,7 @@ class ChoiceGraph:
         """C_v."""
         return len(self.nodes[node])
 
-    def evaluate(self, choices: Mapping[str, int]) -> Floats:
+    def evaluate(self, choices: Mapping[str, int]) -> Array:
         """Cost (d,) of a strategy that names the choice of every node."""
         total = np.zeros(len(self.objectives))
         for name, costs in self.nodes.items():
@@ -101,7 +105,7 @@ def _problems(graph: ChoiceGraph) -> Iterator[str]:
     yield from _problems_of_choices(graph)
 
 
-def _problems_of_edge(graph: ChoiceGraph, source: str, target: str, costs: Floats) -> Iterator[str]:
+def _problems_of_edge(graph: ChoiceGraph, source: str, target: str, costs: Array) -> Iterator[str]:
     label = f"edge {source} -> {target}"
     unknown = [name for name in (source, target) if name not in graph.nodes]
     if unknown:
@@ -117,7 +121,7 @@ def _problems_of_edge(graph: ChoiceGraph, source: str, target: str, costs: Float
         yield from _values(label, costs)
 
 
-def _values(label: str, costs: Floats) -> Iterator[str]:
+def _values(label: str, costs: Array) -> Iterator[str]:
     if np.isnan(costs).any():
         yield f"{label}: a cost is not a number"
     elif (costs < 0).any():
@@ -151,7 +155,7 @@ class CostTables:
     kept: Mapping[str, Ints]
     sizes: Mapping[str, int]
     scopes: tuple[tuple[str, ...], ...]
-    tables: tuple[Floats, ...]
+    tables: tuple[Array, ...]
 
     def chosen(self, choices: Mapping[str, Ints], number: int) -> dict[str, Ints]:
         """Of this number of strategies the choices as the graph numbers them."""
@@ -163,7 +167,7 @@ def make_cost_tables(graph: ChoiceGraph, kept: Mapping[str, Ints]) -> CostTables
     """The tables of a graph in which only some choices of each node are considered."""
     sizes = {name: len(kept[name]) for name in graph.nodes if len(kept[name]) > 1}
     scopes: list[tuple[str, ...]] = []
-    tables: list[Floats] = []
+    tables: list[Array] = []
     for name, costs in graph.nodes.items():
         _add(scopes, tables, (name,), costs[kept[name]], sizes)
     for (source, target), costs in graph.edges.items():
@@ -182,9 +186,9 @@ def all_choices(graph: ChoiceGraph) -> dict[str, Ints]:
 
 def _add(
     scopes: list[tuple[str, ...]],
-    tables: list[Floats],
+    tables: list[Array],
     nodes: tuple[str, ...],
-    costs: Floats,
+    costs: Array,
     sizes: Mapping[str, int],
 ) -> None:
     scope = tuple(name for name in nodes if name in sizes)
@@ -195,7 +199,7 @@ def _add(
     tables.append(table.reshape(len(moved), *(sizes[name] for name in scope), 1))
 
 
-def align(table: Floats, scope: Sequence[str], axes: Sequence[str]) -> Floats:
+def align(table: Array, scope: Sequence[str], axes: Sequence[str]) -> Array:
     """A table with its axes in another order, and of length 1 where it lacks a node."""
     order, places = _aligned(tuple(scope), tuple(axes))
     shape = (*table.shape, 1)
@@ -217,8 +221,6 @@ def _aligned(
 # In which order the nodes of a graph are eliminated, and by which rule.
 
 
-BUDGET = 2_000_000
-"""Cells of an elimination step above which choices of the most entangled node are tried instead."""
 RULES = ("edge", "merge", "contract", "node", "triangle", "bucket", "last", "condition", "fix")
 
 

@@ -10,54 +10,32 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from headway.cost.device import Array
 from headway.cost.transformer import Machine
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
     Degrees,
     combinations,
-    least_state_per_byte,
-)
-from headway.planner.estimate.gradient_exchange import ModelParameters
-from headway.planner.estimate.operators import (
-    Floats,
-    OperatorSetting,
-    check_force,
-    kernel_count,
-    roofline_seconds,
 )
 from headway.planner.estimate.partition import (
-    IntervalClasses,
-    LayerUnit,
     forced_stage_starts,
-    interval_classes,
-    make_units,
 )
-from headway.planner.estimate.segments import SegmentTables, make_segment_tables
-from headway.planner.estimate.transient_memory import TransientMemory
+from headway.planner.estimate.segments import SegmentTables
 from headway.planner.pareto.front import reduce_front
-from headway.planner.search.candidate import (
-    FINER,
-    PlanCandidate,
-    lower_hull_bound,
-    step_lower_bound,
-)
+from headway.planner.search.bounds import LayoutBounds, SearchBounds
+from headway.planner.search.candidate import FINER, Picks, PlanCandidate, ShareCandidate
 from headway.planner.search.device_layout import Combination, device_counts, layout_combinations
-from headway.planner.search.layout_candidate import (
-    LayoutBounds,
-    LayoutCandidate,
-    Picks,
-    ShareCandidate,
-)
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
+from headway.planner.whale.load_balance import DeviceShare, algorithm_1
 from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
 
@@ -74,6 +52,14 @@ ALIKE = 1.001
 """Figures that are as near are equal: of such plans the one on fewest devices is of use."""
 KEPT = 24
 """Candidates on devices of one type that are kept for the next layout of several."""
+BAND = 0.5
+"""Plans are sought in bands of memory, each this share of the one before."""
+MISSES = 2
+"""Shares that do not fit, after which a combination is left, without `proof`."""
+TRIES = 6
+"""Shares of a batch that are priced for one combination, without `proof`."""
+WORTH = 0.99
+"""Other shares are priced where they are estimated to take at most so much of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +113,7 @@ def point_objectives(point: Point) -> tuple[float, ...]:
 
 def pareto_optimal(
     points: list[Point], of: Callable[[Point], tuple[float, ...]] = point_objectives
-) -> tuple[list[Point], Floats]:
+) -> tuple[list[Point], Array]:
     """Those that no other one beats; and (n, figures) of them, as `of` has them."""
     front = reduce_front(np.array([of(point) for point in points]))
     return [points[row] for row in front.origins[:, 0]], front.costs
@@ -146,121 +132,176 @@ def distinct_points(
     return tuple(kept)
 
 
-class SearchBounds:
-    """The tables of one question, and what bounds its combinations before any is opened."""
+def microbatch_shares(
+    bounds: LayoutBounds, combination: Combination, caps: Mapping[str, float]
+) -> np.ndarray:
+    """(n, classes): micro-batches of the classes that together have the batch, none larger
+    than it must be beside the others."""
+    need = -(-bounds.question.batch // combination.degrees.microbatches)
+    copies = [number for _, number in combination.classes]
+    if bounds.question.balance == "whale":
+        found = _by_algorithm_1(bounds, combination, caps, need)
+        return np.array([found]) if found else np.zeros((0, len(copies)), dtype=int)
+    front: list[tuple[int, ...]] = [()]
+    for number in copies[:-1]:
+        front = [
+            (*some, size)
+            for some in front
+            for size in range(1, max(1, _left(some, copies, need)) // number + 1)
+        ]
+    whole = [(*some, max(1, -(-_left(some, copies, need) // copies[-1]))) for some in front]
+    return np.array([some for some in whole if _left(some[:-1], copies, need) > 0])
 
-    def __init__(self, question: PlanRequest) -> None:
-        self.question = question
-        self.row: tuple[LayerUnit, ...] = make_units(question.work)
-        self.classes: IntervalClasses = interval_classes(self.row)
-        self.shared = ModelParameters(question.work, self.row, self.classes)
-        self.transients = TransientMemory(question.work, self.row, self.classes)
-        self._tables: dict[tuple[int, int], SegmentTables] = {}
-        self._least: dict[tuple[int, int], tuple[float, float]] = {}
-        self._sums: dict[tuple[int, int, int], float] = {}
 
-    def tables_of(self, tensor: int, samples: int) -> SegmentTables:
-        """Shared by all combinations with this tensor degree and micro-batch."""
-        key = (tensor, samples)
-        if key not in self._tables:
-            question = self.question
-            setting = OperatorSetting(
-                work=question.work,
-                machine=question.priced,
-                tensor=tensor,
-                samples=samples,
-                force=question.force,
-            )
-            if tensor > 1:
-                check_force(setting)
-            self._tables[key] = make_segment_tables(
-                setting, self.row, self.classes, self.transients
-            )
-        return self._tables[key]
+def _by_algorithm_1(
+    bounds: LayoutBounds, combination: Combination, caps: Mapping[str, float], need: int
+) -> tuple[int, ...] | None:
+    """Whale's shares: by the rates of the devices of a copy, within its memory."""
+    kept = bounds.first.kept * min(combination.degrees.microbatches, combination.degrees.pipeline)
+    shares = [
+        DeviceShare(
+            rate=sum(_flops(bounds.types[kind].question.machine) for kind in kinds),
+            memory=sum(caps[kind] for kind in kinds),
+            scaled=need * kept / combination.degrees.tensor,
+            fixed=bounds.state(combination),
+        )
+        for kinds in combination.copies
+    ]
+    try:
+        loads = dict(zip(combination.copies, algorithm_1(shares).loads, strict=True))
+    except PlanError:
+        return None
+    return tuple(
+        max(1, int(np.ceil(loads[kinds] * need - 1e-9))) for kinds, _ in combination.classes
+    )
 
-    def first(self, degrees: Degrees) -> tuple[float, float]:
-        """Work alone, evenly spread; state, and what is kept without or with recomputation."""
-        question = self.question
-        p, b = degrees.pipeline, degrees.microbatch
-        copies = question.work.optimiser.state
-        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
-        state = self.held * per_byte * degrees.pipes
-        forward, backward = self._least_seconds(degrees.tensor, b)
-        passes = np.array([backward, forward + backward])
-        seconds = step_lower_bound(degrees, np.full(2, forward), passes)
-        held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
-        return lower_hull_bound(seconds, held, question.cap)
 
-    def floor(self, degrees: Degrees) -> float:
-        """Seconds below which no plan of these degrees is, whatever its cut, its schedule, its
-        order of axes and its placements: work evenly spread without a bubble, and what of the
-        exchange is longer than all backward passes."""
-        forward, backward = self._least_seconds(degrees.tensor, degrees.microbatch)
-        m, p, d = degrees.microbatches, degrees.pipeline, degrees.data
-        compute = (forward + backward) * m / p
-        if d == 1:
-            return compute
-        sums = self._least_sums(degrees.tensor, p, d)
-        return compute + max(0.0, sums - backward * m / p)
+def _left(some: Sequence[int], copies: Sequence[int], need: int) -> int:
+    return need - sum(n * size for n, size in zip(copies, some, strict=False))
 
-    def _least_sums(self, tensor: int, pipeline: int, data: int) -> float:
-        """Seconds in which gradients are scattered, in the better order of the axes."""
-        key = (tensor, pipeline, data)
-        if key not in self._sums:
-            network, held = self.question.machine.network, self.held / tensor / pipeline
-            self._sums[key] = min(
-                float(network.reduce_scatter(held, data, tensor * inside))
-                for inside in (1, pipeline)
-            )
-        return self._sums[key]
 
-    def _least_seconds(self, tensor: int, samples: int) -> tuple[float, float]:
-        """Of a micro-batch in both passes: every operator's work evenly spread, or its launch."""
-        key = (tensor, samples)
-        if key not in self._least:
-            device = self.question.machine.device
-            passes, launches = self.work
-            spread = passes * samples / tensor + device.seconds_of_kernels(launches)
-            slower = np.where(passes > 0, np.maximum(spread, device.seconds_of_host(launches)), 0.0)
-            forward, backward = slower.sum(axis=0)
-            self._least[key] = float(forward), float(backward)
-        return self._least[key]
+def _flops(machine: Machine) -> float:
+    return machine.device.rate(machine.dtype)
 
-    @cached_property
-    def work(self) -> tuple[np.ndarray, np.ndarray]:
-        """(operators, 2): seconds of one sample on one device in both passes, and kernels."""
-        setting = self.tables_of(1, self.question.work.samples).setting
-        operators = self.question.work.graph.operators
-        batched = self.question.work.batch_loops
-        known: dict[int, list[tuple[float, float, int]]] = {}
-        for unit in self.row:
-            if unit.kind not in known:
-                known[unit.kind] = [
-                    (
-                        *(roofline_seconds(setting, o) if o.name in batched else (0.0, 0.0)),
-                        kernel_count(o),
-                    )
-                    for o in operators[unit.start : unit.stop]
-                ]
-        each = np.array([line for unit in self.row for line in known[unit.kind]])
-        return each[:, :2] / self.question.work.samples, each[:, 2:]
 
-    @cached_property
-    def held(self) -> int:
-        """Bytes of all parameters."""
-        return self.question.work.graph.parameter_bytes
+class LayoutCandidate:
+    """A combination on devices of several types, as `PlanCandidate` is one on devices of one type.
 
-    @cached_property
-    def kept(self) -> float:
-        """Bytes that a sample's forward keeps."""
-        return self.question.work.graph.saved_bytes / self.question.work.samples
+    Args:
+        sharing: The combination with sizes of micro-batches.
+        caps: Bytes of a device, by type.
+        known: Whether a known plan is as good as one with these seconds and bytes.
 
-    @cached_property
-    def crossing(self) -> float:
-        """Bytes of one sample that enter units."""
-        graph = self.question.work.graph
-        entered = sum(graph.tensors[unit.entry].bytes for unit in self.row if unit.entry)
-        return entered / self.question.work.samples
+    Attributes:
+        left_out: Seconds that the plans of all shares that were not priced take at least.
+        exhausted: Whether `fastest` has found that no plan fits.
+    """
+
+    band = BAND
+
+    def __init__(
+        self,
+        combination: Combination,
+        bounds: LayoutBounds,
+        sharing: Callable[[tuple[int, ...]], ShareCandidate],
+        caps: Mapping[str, float],
+        known: Callable[[float, float], bool],
+    ) -> None:
+        self.combination = combination
+        self.degrees = combination.degrees
+        self.bounds = bounds
+        self.sharing = sharing
+        self.caps = caps
+        self.known = known
+        self.left_out = np.inf
+        self.exhausted = False
+
+    def bound(self, cap: float = np.inf) -> tuple[float, float]:
+        """(seconds, bytes) that no plan of it is below; the same within any `cap`."""
+        return self.bounds.seconds(self.combination), self.bounds.held(self.combination)
+
+    def fastest(self, cap: float, limit: float = np.inf, *, parts: bool = True) -> Point | None:
+        """The fastest plan within the memory that is of use.
+
+        Sizes of micro-batches are tried in the order of what they are estimated to take: their
+        bound times what the last ones took above theirs.
+
+        Args:
+            cap: Bytes, of a device of any type.
+            limit: Seconds from which on no plan is of use.
+            parts: All are always there.
+        """
+        combination, bounds = self.combination, self.bounds
+        proof = bounds.question.proof
+        caps = {kind: min(cap, own) for kind, own in self.caps.items()}
+        tuples = microbatch_shares(bounds, combination, caps)
+        tuples = tuples[bounds.may_fit(combination, tuples, caps)]
+        if not len(tuples):
+            self.exhausted = True
+            return None
+        fits = False
+
+        def useful(seconds: float, held: float) -> bool:
+            nonlocal fits
+            fits = True
+            return proof or not self.known(seconds, held)
+
+        classes = combination.classes
+        costs = np.stack(
+            [
+                bounds.costs(kinds, combination)[tuples[:, c] - 1]
+                for c, (kinds, _) in enumerate(classes)
+            ]
+        )
+        factors, misses = np.ones(len(classes)), 0
+        least = costs.max(axis=0)
+        open_ = least < limit
+        skipped = ~open_
+        fits = bool(skipped.any())
+        best: Point | None = None
+        tries = 0
+        while open_.any():
+            if not proof and tries == TRIES:
+                break
+            estimates = np.where(open_, (costs * factors[:, None]).max(axis=0), np.inf)
+            place = int(estimates.argmin())
+            known = np.inf if best is None else best.seconds
+            if not proof and estimates[place] >= known * WORTH:
+                break
+            open_[place] = False
+            tries += 1
+            sharing = self.sharing(tuple(tuples[place].tolist()))
+            point, own = None, sharing.least(caps)
+            least[place] = max(least[place], own[0])
+            skipped[place] = least[place] >= limit
+            if skipped[place]:
+                fits = fits or bool(np.isfinite(own[0]))
+            elif useful(*own):
+                fits, most = False, min(known, limit)
+                point = sharing.fastest(caps, useful, most)
+                if point is None and not fits:  # there is none, or none as fast
+                    least[place], fits = max(least[place], most), most < np.inf
+                skipped[place] = point is None and fits
+            if point is None:
+                misses += 1
+                if misses == MISSES and best is None and not proof:
+                    break
+                continue
+            factors = _class_seconds(point) / costs[:, place]
+            if best is None or point.seconds < best.seconds:
+                best = point
+            open_ &= least < best.seconds
+        least = least[open_ | skipped]
+        self.left_out = min(self.left_out, float(least.min(initial=np.inf)))
+        self.exhausted = best is None and not fits
+        return best
+
+
+def _class_seconds(point: Point) -> Array:
+    """(classes,): seconds of a step of each class of copies alone."""
+    m = point.degrees.microbatches
+    each = [[stage.seconds for stage in one.stages] for one in point.classes]
+    return np.array([(m - 1) * max(own) + sum(own) for own in each])
 
 
 class PlanSearch:

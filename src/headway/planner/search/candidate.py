@@ -12,227 +12,44 @@ sweep.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from headway.cost.device import Number
+from headway.cost.device import Array, Number
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees, late_per_byte
 from headway.planner.estimate.gradient_exchange import BUCKETS, ModelParameters
-from headway.planner.estimate.operators import (
-    Floats,
-)
 from headway.planner.estimate.partition import (
     bar_intervals,
     cut_stages,
     forced_stage_starts,
+    unnameable_units,
 )
 from headway.planner.estimate.pipeline_time import PeriodicTable, make_periodic_table
-from headway.planner.estimate.pricing import IntervalRows, Pricing
+from headway.planner.estimate.pricing import (
+    IntervalRows,
+    Pricing,
+    StrategiesByTime,
+    sort_strategies,
+)
 from headway.planner.estimate.segments import SegmentTables
-from headway.planner.estimate.stage_capacity import ROUNDING
+from headway.planner.search.bounds import (
+    indivisible_units_bound,
+    lower_hull_bound,
+    one_f_one_b_lower_bound,
+    step_lower_bound,
+)
+from headway.planner.search.device_layout import Combination
 from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.planner.whale.load_balance import slowest_stage
 from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
-
-
-def lower_hull_bound(seconds: Floats, held: Floats, cap: float) -> tuple[float, float]:
-    """(least seconds within the cap, least bytes) of all mixtures of some strategies."""
-    fits = held <= cap
-    if not fits.any():
-        return np.inf, float(held.min())
-    own, other = seconds[fits], seconds[~fits][:, None]
-    share = (cap - held[fits]) / (held[~fits][:, None] - held[fits])
-    mixed = own + share * (other - own)
-    return min(float(own.min()), float(mixed.min(initial=np.inf))), float(held.min())
-
-
-def step_lower_bound(degrees: Degrees, forward: Floats, backward: Floats) -> Floats:
-    """Seconds that a table takes at least for a model whose passes take so long on one device.
-
-    Of any table: all ranks together compute m micro-batches, and no micro-batch passes faster than
-    its chain of forwards. GPipe, for ranks r and q: all stages once, m - 1 more forwards on r and
-    backwards on q; the mean over the ranks is (m + p - 1) / p. 1F1B with m > p has for every rank r
-    the path to the last rank and back, then r's row, then to the last rank and back again: stages
-    before r once, those behind it twice, r itself m - p + 1 + r times; weights
-    w(r+1) = w(r) (m - p - 1 + r) / (m - p + 1 + r) of these paths make every stage count
-    (m + p - 1) / p times. With fewer micro-batches, for every r: all stages once and m - 1 more
-    forwards, or backwards, on r.
-
-    Args:
-        forward: Of one micro-batch in all stages.
-    """
-    m, p = degrees.microbatches, degrees.pipeline
-    both = forward + backward
-    if p == 1:
-        return m * both
-    held = SCHEDULES[degrees.schedule].held
-    if held == "all" or (held == "depth" and m > p):
-        return both * (m + p - 1) / p
-    whole = both * m / p
-    if held == "depth":
-        return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
-    return np.maximum(whole, forward)
-
-
-def one_f_one_b_lower_bound(
-    microbatches: int,
-    under_way: Floats,
-    forward: Floats,
-    seconds: Floats,
-    wire: Floats,
-    sums: Floats,
-) -> float:
-    """Seconds that a table of 1F1B takes at least with these stages: for every rank the first
-    micro-batch's way to it, all that it computes, and the last one's way back, or its sum; and the
-    way to the last rank and back, the rest of a rank's row, and the way back.
-
-    Args:
-        microbatches: m.
-        under_way: Micro-batches that each rank holds at most.
-        forward: Seconds of each stage, of one micro-batch.
-        seconds: The same, of both passes.
-        wire: Seconds of a message at each border.
-        sums: Seconds of the sum of each stage's gradients.
-    """
-    backward = seconds - forward
-    before = np.concatenate([[0.0], np.cumsum(forward[:-1] + wire)])
-    behind = np.concatenate([[0.0], np.cumsum(backward[:-1] + wire)])
-    own = before + microbatches * seconds + np.maximum(behind, sums)
-    through = before[-1] + behind[-1] + seconds[-1]
-    rest = (microbatches - under_way) * forward + (microbatches - 1) * backward
-    return float(max(own.max(), through + rest.max()) * (1.0 - ROUNDING))
-
-
-def indivisible_units_bound(tables: SegmentTables, degrees: Degrees) -> float:
-    """Seconds below which no step is, because units are not divided: of n units of one kind some
-    rank has at least n / p, rounded up; with copies, some ranks that have the same stages together.
-    """
-    p, pipes = degrees.pipeline, degrees.pipes
-    counts, seconds = tables.kinds
-    most = (degrees.microbatches // pipes) * -(-counts * pipes // p)
-    return float((most * seconds).max())
-
-
-# The strategies of stretches in the order of their times, so that what fits is found in one
-# sweep.
-
-
-FEW = 8
-"""Numbers of micro-batches under way up to which each is looked up of its own."""
-
-
-class StrategiesByTime(NamedTuple):
-    """(classes, n) strategies, the fastest first, and (classes, n + 1): behind them one that takes
-    for ever.
-
-    Attributes:
-        seconds: Of a micro-batch, with the share in a step's end.
-        state: Bytes.
-        kept: Bytes of one micro-batch.
-        more: Bytes for a moment.
-        updated: Bytes while the update runs.
-        all: How many are all micro-batches of a step.
-        first: As `more`, with all of them under way; None: the same.
-    """
-
-    place: np.ndarray
-    seconds: Floats
-    state: Floats
-    kept: Floats
-    more: Floats
-    updated: Floats
-    all: int
-    first: Floats | None = None
-
-    def fitting(self, cap: float, most: int) -> np.ndarray:
-        """(classes, n): how many micro-batches under way fit into so many bytes, at most `most`."""
-
-        def fits(number: np.ndarray | int) -> np.ndarray:
-            return self.state + number * self.kept + self.more <= cap
-
-        room = cap - self.more - self.state
-        with np.errstate(divide="ignore", invalid="ignore"):
-            number = np.where(self.kept > 0, room / self.kept, most * fits(0))
-        found = np.clip(number, 0, most).astype(np.int64)
-        found += (found < most) & fits(found + 1)  # what rounding has taken
-        found -= (found > 0) & ~fits(found)
-        found[self.updated > cap] = 0
-        return found
-
-    def picked(self, cap: float, flights: np.ndarray) -> tuple[Floats, np.ndarray]:
-        """(numbers, classes): the least seconds with so many micro-batches under way, infinite
-        where nothing fits, and the strategy.
-
-        Args:
-            cap: Bytes of a device.
-            flights: Numbers of micro-batches, ascending.
-        """
-        upto = np.maximum.accumulate(self.fitting(cap, int(flights[-1])), axis=1)
-        ways = _first_above(upto, flights)
-        if self.first is not None and flights[-1] == self.all:
-            held = self.state + self.all * self.kept + self.first
-            fits = (held <= cap) & (self.updated <= cap)
-            ways[:, -1] = np.where(fits.any(axis=1), fits.argmax(axis=1), fits.shape[1])
-        lines = np.arange(len(ways))[:, None]
-        return self.seconds[lines, ways].T, self.place[lines, ways].T
-
-
-def sort_strategies(
-    rows: Floats,
-    microbatches: int,
-    passing: float,
-    first: Floats | None = None,
-    waiting: Floats | float = 0.0,
-) -> StrategiesByTime:
-    """From rows (classes, ways, K, columns) as `IntervalRows` says.
-
-    Args:
-        rows: Without recomputation, and with it where that may be.
-        microbatches: Over which a step's end is spread.
-        passing: Bytes that the update needs for a moment, per byte of state.
-        first: (classes, ways, K) bytes for a moment with all micro-batches under way.
-        waiting: (classes, 1) bytes above what the update needs, as `DeviceMemory.waiting`.
-    """
-    flat = (len(rows), -1)
-    value = (rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / microbatches).reshape(
-        flat
-    )
-    order = value.argsort(axis=1, kind="stable")
-    state, kept, more = (
-        np.take_along_axis(rows[..., column].reshape(flat), order, 1)
-        for column in (IntervalRows.STATE, IntervalRows.KEPT, IntervalRows.MORE)
-    )
-    none = ((0, 0), (0, 1))
-    seconds = np.take_along_axis(value, order, 1)
-    return StrategiesByTime(
-        np.pad(order, none),
-        np.pad(seconds, none, constant_values=np.inf),
-        state,
-        kept,
-        more,
-        state * (1.0 + passing) + waiting,
-        microbatches,
-        None if first is None else np.take_along_axis(first.reshape(flat), order, 1),
-    )
-
-
-def _first_above(upto: np.ndarray, flights: np.ndarray) -> np.ndarray:
-    """(classes, flights): the first place at which a rising row (classes, n) is as high."""
-    most = int(flights[-1])
-    if len(flights) <= FEW:
-        return np.stack([(upto < flight).sum(axis=1) for flight in flights], axis=1)
-    steps = np.diff(upto, axis=1, prepend=0, append=most)
-    places = np.tile(np.arange(steps.shape[1]), len(steps))
-    whole = np.repeat(places, steps.ravel()).reshape(len(upto), most)
-    return whole[:, flights - 1]
-
-
-# One combination of degrees: its strategies, what bounds its plans, and its best cuts.
-
 
 WIDTH = 4
 """Times the mean number of units of a stage: cuts with longer stages are sought later."""
@@ -282,7 +99,7 @@ class PlanCandidate:
         self.pricing = Pricing(tables, degrees, itemsize, self.shared)
         self.late = late_per_byte(itemsize, degrees)
         self._passes = (0, 1) if may_recompute else (0,)
-        self._known: dict[tuple[str, int], tuple[Floats, np.ndarray]] = {}
+        self._known: dict[tuple[str, int], tuple[Array, np.ndarray]] = {}
         self._orders: dict[tuple[str, int], StrategiesByTime] = {}
         self.least_rows = self.pricing.rows(tables.least(self.shared.whole))[0]
 
@@ -315,7 +132,7 @@ class PlanCandidate:
         return max(least, self._crowded), need
 
     @cached_property
-    def _spread(self) -> tuple[Floats, Floats]:
+    def _spread(self) -> tuple[Array, Array]:
         """(seconds, bytes) of the whole model's strategies, evenly spread over the ranks."""
         degrees, rows = self.degrees, self.least_rows[list(self._passes)]
         p, m = degrees.pipeline, degrees.microbatches
@@ -329,9 +146,9 @@ class PlanCandidate:
         held = (degrees.pipes * self.there(rows) + rows[..., IntervalRows.KEPT]) / p
         return seconds.ravel(), held.ravel()
 
-    def there(self, rows: Floats) -> Floats:
+    def there(self, rows: Array) -> Array:
         """Bytes of state at any moment of a step; rows (..., columns) as `IntervalRows` says."""
-        found: Floats = rows[..., IntervalRows.STATE] * (
+        found: Array = rows[..., IntervalRows.STATE] * (
             1.0 - self.late / self.pricing.memory.per_byte
         )
         return found
@@ -340,7 +157,7 @@ class PlanCandidate:
         """Whether a stage holds all its micro-batches before its gradients are made."""
         return self.late > 0 and self._in_flight[stage] == self.degrees.microbatches
 
-    def first(self, rows: Floats) -> Floats | None:
+    def first(self, rows: Array) -> Array | None:
         """(classes, 2, K) bytes for a moment above state and kept ones, of a late stage; None:
         none is late. In the second backward all gradients are there, and a micro-batch less.
 
@@ -375,7 +192,7 @@ class PlanCandidate:
         places = self.places(cap, known, float(room.whole.sum()))
         return bool((places.sum(axis=1) >= room.counts[:, 0]).all())
 
-    def places(self, cap: float, known: float, whole: float) -> Floats:
+    def places(self, cap: float, known: float, whole: float) -> Array:
         """(kinds, stages): `Room.places` of this combination; arguments as there."""
         per_byte = self.pricing.memory.per_byte
         return self.tables.room.places(
@@ -391,7 +208,7 @@ class PlanCandidate:
             whole=whole,
         )
 
-    def _prepared(self, border: str, width: int = 0) -> tuple[Floats, np.ndarray]:
+    def _prepared(self, border: str, width: int = 0) -> tuple[Array, np.ndarray]:
         """(classes, 2, K, 9) as `IntervalRows` says, and the prices; of stretches of at most
         `width` units,
         0: of all."""
@@ -435,7 +252,7 @@ class PlanCandidate:
         places = self.places(cap, np.inf, float(self.tables.room.whole.sum()))
         return int(np.minimum(places, counts).sum(axis=0).max())
 
-    def _picked(self, border: str, cap: float, width: int = 0) -> tuple[Floats, np.ndarray]:
+    def _picked(self, border: str, cap: float, width: int = 0) -> tuple[Array, np.ndarray]:
         """(stages, classes): the least time of a stage with so many behind it, and its strategy;
         `width` as in `_prepared`."""
         counts = np.array(self._in_flight[::-1])
@@ -756,3 +573,383 @@ class PlanCandidate:
             )
             for rank, hosted in enumerate(self.book.table.hosted)
         )
+
+
+Cell = tuple[int, str]
+"""Number of a class of copies, and a type of devices."""
+Picks = MutableMapping[PlanCandidate, dict[tuple[str, float], tuple[Array, np.ndarray]]]
+"""By border and bytes allowed: (stages, classes) times, and recomputation with strategy."""
+
+
+@dataclass(frozen=True)
+class ShareCandidate:
+    """A combination with the micro-batch of each class of copies, ready to be cut.
+
+    Attributes:
+        sizes: Samples of a micro-batch, class by class.
+        candidate: Gives the tables of a type with these degrees.
+        starts: First units that must begin a stage.
+        picks: What stages of one type have picked, also for other layouts.
+    """
+
+    combination: Combination
+    sizes: tuple[int, ...]
+    candidate: Callable[[str, Degrees], PlanCandidate]
+    starts: tuple[int, ...] = ()
+    picks: Picks = field(default_factory=WeakKeyDictionary)
+    _candidates: dict[Cell, PlanCandidate] = field(default_factory=dict)
+    _known_lines: dict[tuple[Cell, str, int], _CellIntervals] = field(default_factory=dict)
+    _mixed: dict[
+        tuple[tuple[Cell, ...], str, tuple[float, ...]], dict[int, tuple[Array, np.ndarray]]
+    ] = field(default_factory=dict)
+
+    def of(self, cell: Cell) -> PlanCandidate:
+        if cell not in self._candidates:
+            number, kind = cell
+            degrees = self.combination.sized(self.sizes[number])
+            self._candidates[cell] = self.candidate(kind, degrees)
+        return self._candidates[cell]
+
+    def least(self, caps: Mapping[str, float] | None = None) -> tuple[float, float]:
+        """(seconds, bytes) that no plan of it within `caps` is below: of copies on one type their
+        own bound, of those on several by their units."""
+        combination = self.combination
+        p, m = combination.degrees.pipeline, combination.degrees.microbatches
+        seconds, held = 0.0, np.inf
+        for number, (kinds, _) in enumerate(self.combination.classes):
+            stages = Counter(kinds)
+            own = [self.of((number, kind)) for kind in stages]
+            rows = [one.least_rows[list(one._passes)] for one in own]
+            held = min(
+                held,
+                *(
+                    float((one.there(r) + r[..., IntervalRows.KEPT]).min()) / p
+                    for one, r in zip(own, rows, strict=True)
+                ),
+            )
+            if len(stages) == 1:
+                cap = np.inf if caps is None else caps[kinds[0]]
+                seconds = max(seconds, self.of((number, kinds[0])).bound(cap)[0])
+            else:
+                units = [self.of((number, kind)).tables.kinds for kind in stages]
+                tails = [[[row[..., IntervalRows.TAIL].min() / m]] for row in rows]
+                counts, each = units[0][0], np.stack([one[:, None] for _, one in units])
+                on = np.array(list(stages.values()))
+                found = slowest_stage(each, counts, on)
+                alike, through = float(found[0][0]), float(found[1][0])
+                with_sums = np.concatenate([each, tails], axis=1)
+                busy = m * float(slowest_stage(with_sums, np.append(counts, 1), on)[0][0])
+                seconds = max(seconds, busy, (m - 1) * alike + through)
+        return seconds, held
+
+    def fastest(
+        self,
+        caps: Mapping[str, float],
+        useful: Callable[[float, float], bool] | None = None,
+        known: float = np.inf,
+    ) -> Point | None:
+        """The fastest plan of which no device needs more than its type's `caps`.
+
+        Args:
+            caps: Bytes, by type.
+            useful: Whether a plan may be of use that takes about so many seconds (Alpa's sum of its
+                stages) and so many bytes of a device; None: every one.
+            known: Seconds from which on no plan is of use.
+        """
+        several = self.combination.degrees.pipeline > 1
+        if several and not self._enough(caps, known):
+            return None
+        cells = sorted({cell for s in self._stages for cell in self.combination.types_of(s)})
+        borders = {b for cell in cells for b in self.of(cell).tables.borders} if several else {"R"}
+        best: Point | None = None
+        for border in sorted(borders):
+            point = self._within(border, caps, useful, known)
+            if point is not None and point.seconds < known:
+                best, known = point, point.seconds
+        return best
+
+    def planned(self, borders: Sequence[int], recompute: Collection[int] = ()) -> Point:
+        """The plan that is cut there, whether it fits or not; whole tensors cross its borders.
+
+        Args:
+            borders: The first unit of each stage, and the number of units.
+            recompute: Numbers of the stages whose units keep only what enters them.
+        """
+        tables = self.of(next(iter(self.combination.types_of(0)))).tables
+        chosen = []
+        for stage, (start, stop) in enumerate(pairwise(borders)):
+            number = int(tables.classes.of[start, stop]) if len(borders) > 2 else 0
+            again = int(stage in recompute)
+            cells = sorted(self.combination.types_of(stage))
+            lines = [self._lines(cell, "R", again) for cell in cells]
+            prices = [int(line.seconds[number].argmin()) for line in lines]
+            chosen.append((start, stop, number, [again, *prices]))
+        return self._point("R", chosen)
+
+    def _enough(self, caps: Mapping[str, float], known: float) -> bool:
+        """Whether the stages of every copy may have room for all units."""
+        for number, (kinds, _) in enumerate(self.combination.classes):
+            own = {kind: self.of((number, kind)) for kind in kinds}
+            rooms = [candidate.tables.room for candidate in own.values()]
+            whole = float(np.min([room.whole for room in rooms], axis=0).sum())
+            each = {kind: one.places(caps[kind], known, whole) for kind, one in own.items()}
+            places = sum(each[kind][:, stage] for stage, kind in enumerate(kinds))
+            if (places < rooms[0].counts[:, 0]).any():
+                return False
+        return True
+
+    @property
+    def _stages(self) -> range:
+        return range(self.combination.degrees.pipeline)
+
+    def _within(
+        self,
+        border: str,
+        caps: Mapping[str, float],
+        useful: Callable[[float, float], bool] | None,
+        known: float,
+    ) -> Point | None:
+        combination = self.combination
+        p, m = combination.degrees.pipeline, combination.degrees.microbatches
+        tables = self.of(next(iter(self.combination.types_of(0)))).tables
+        of = tables.classes.of
+        numbers = of if p > 1 else np.where(of == of[0, -1], 0, -1)
+        picked = [self._picked(stage, border, caps) for stage in reversed(self._stages)]
+        times = np.stack([best for best, _ in picked])
+        numbers = bar_intervals(numbers, self.starts)
+        times = np.where(times < known / m, times, np.inf)  # all ranks have m, and their sums
+        cuts = cut_stages(numbers, times, m)
+        barred = unnameable_units(tables.row)
+        if cuts is not None and not barred.isdisjoint(cuts.borders[1:-1]):
+            cuts = cut_stages(bar_intervals(numbers, (), barred), times, m)
+        if cuts is None:
+            return None
+        chosen = []
+        for stage, (start, stop) in enumerate(pairwise(cuts.borders)):
+            number = int(of[start, stop]) if p > 1 else 0
+            chosen.append((start, stop, number, picked[p - 1 - stage][1][number].tolist()))
+        if useful and not useful(cuts.seconds(m), self._fullest(border, chosen)):
+            return None
+        return self._point(border, chosen)
+
+    def _fullest(self, border: str, chosen: Sequence[tuple[int, int, int, list[int]]]) -> float:
+        """Bytes on the fullest device."""
+        most = 0.0
+        for stage, (_, _, number, (again, *prices)) in enumerate(chosen):
+            cells = sorted(self.combination.types_of(stage))
+            for cell, price in zip(cells, prices, strict=True):
+                line = self._lines(cell, border, again)
+                held = line.held(np.array([number]), self.of(cell)._in_flight[stage])
+                most = max(most, float(held[0, price]))
+        return most
+
+    def _picked(
+        self, stage: int, border: str, caps: Mapping[str, float]
+    ) -> tuple[Array, np.ndarray]:
+        """(classes of stretches,): the least time of a stage, infinite where it does not fit; and
+        (classes, 1 + cells): whether it recomputes, and the strategy in each cell."""
+        cells = tuple(sorted(self.combination.types_of(stage)))
+        if len(cells) == 1:
+            return self._alone(cells[0], stage, border, caps[cells[0][1]])
+        key = (cells, border, tuple(caps[kind] for _, kind in cells))
+        if key not in self._mixed:
+            self._mixed[key] = self._unlike(cells, border, caps)
+        return self._mixed[key][stage]
+
+    def _unlike(
+        self, cells: tuple[Cell, ...], border: str, caps: Mapping[str, float]
+    ) -> dict[int, tuple[Array, np.ndarray]]:
+        """`_picked` of all stages with these cells. What takes as long both with few and with many
+        micro-batches under way takes as long between them; but stages that hold all of them before
+        their gradients are made may have room where those with fewer have none, so these, which are
+        alike and come first, are looked at by themselves."""
+        stages = [s for s in self._stages if sorted(self.combination.types_of(s)) == [*cells]]
+        every = np.arange(len(self.of(cells[0])._prepared(border)[0]))
+        times = np.full((len(stages), len(every)), np.inf)
+        picks = np.zeros((*times.shape, 1 + len(cells)), dtype=np.int64)
+
+        passes = self.of(cells[0])._passes
+        lines = {again: [self._lines(c, border, again) for c in cells] for again in passes}
+        alike = {again: self._alike(own) for again, own in lines.items()}
+
+        def pick(place: int, some: np.ndarray) -> None:
+            for again, own in lines.items():
+                values = tuple(
+                    line.seconds_within(some, self.of(c)._in_flight[stages[place]], caps[c[1]])
+                    for c, line in zip(cells, own, strict=True)
+                )
+                best, ways = _together(values, tuple(same[some] for same in alike[again]))
+                better = best < times[place, some]
+                times[place, some[better]] = best[better]
+                picks[place, some[better], 0] = again
+                picks[place, some[better], 1:] = ways[better]
+
+        late = sum(self.of(cells[0]).is_late(stage) for stage in stages)
+        if late:
+            pick(0, every)
+            times[1:late], picks[1:late] = times[0], picks[0]
+        last = len(stages) - 1
+        waiting = [(late, last, every)] if late <= last else []
+        for place in {late, last} if waiting else ():
+            pick(place, every)
+        while waiting:
+            low, high, some = waiting.pop()
+            same = times[low, some] == times[high, some]
+            times[low:high, some[same]] = times[low, some[same]]
+            picks[low : high + 1, some[same]] = picks[low, some[same]]  # fits the fullest: fits all
+            some, middle = some[~same], (low + high) // 2
+            if len(some) and middle > low:
+                pick(middle, some)
+                waiting += [(low, middle, some), (middle, high, some)]
+        return {stage: (times[n], picks[n]) for n, stage in enumerate(stages)}
+
+    def _alone(self, cell: Cell, stage: int, border: str, cap: float) -> tuple[Array, np.ndarray]:
+        """As `_picked`, where all copies of a stage are alike."""
+        candidate = self.of(cell)
+        known, key = self.picks.setdefault(candidate, {}), (border, cap)
+        if key not in known:
+            rows, _ = candidate._prepared(border)
+            times, picks = candidate._picked(border, cap)
+            known[key] = times, np.stack(np.divmod(picks, rows.shape[2]), axis=-1)
+        times, picks = known[key]
+        behind = self.combination.degrees.pipeline - 1 - stage
+        return times[behind], picks[behind]
+
+    def _lines(self, cell: Cell, border: str, again: int) -> _CellIntervals:
+        """The strategies of all classes of stretches in a cell."""
+        key = (cell, border, again)
+        if key not in self._known_lines:
+            candidate = self.of(cell)
+            every = candidate._prepared(border)[0]
+            rows, first = every[:, again], candidate.first(every)
+            waiting = candidate.pricing.memory.waiting[: len(rows), None]
+            m = self.combination.degrees.microbatches
+            self._known_lines[key] = _CellIntervals(
+                seconds=rows[..., IntervalRows.SECONDS] + rows[..., IntervalRows.TAIL] / m,
+                state=rows[..., IntervalRows.STATE],
+                kept=rows[..., IntervalRows.KEPT],
+                more=rows[..., IntervalRows.MORE],
+                updated=candidate.pricing.updated(rows) + waiting,
+                all=m,
+                first=None if first is None else first[:, again],
+            )
+        return self._known_lines[key]
+
+    def _alike(self, lines: Sequence[_CellIntervals]) -> tuple[Array, ...]:
+        """Of each cell but the first, (classes, K, K): 0 where its strategy holds as many bytes as
+        one of the first, else infinite; nothing where any strategies go together."""
+        if self.combination.degrees.tensor == 1:
+            return ()
+        first = lines[0].state[:, :, None]
+        others = [line.state[:, None, :] for line in lines[1:]]
+        return tuple(np.where(np.abs(first - o) <= 1e-6 * o, 0.0, np.inf) for o in others)
+
+    def _point(self, border: str, chosen: Sequence[tuple[int, int, int, list[int]]]) -> Point:
+        """The price of stages: (start, stop, class, [recomputation, strategy of each cell])."""
+        layout = self.combination
+        parts: dict[Cell, tuple[PointStage, ...]] = {}
+        for cell in sorted({cell for s in self._stages for cell in layout.types_of(s)}):
+            own = []  # the strategy in this cell of every stage that has one
+            for s, (start, stop, number, (again, *prices)) in enumerate(chosen):
+                places = sorted(layout.types_of(s))
+                price = prices[places.index(cell)] if cell in places else 0
+                own.append((start, stop, number, again, price))
+            parts[cell] = self.of(cell)._stages(border, own)
+        members: dict[tuple[str, ...], list[int]] = {}
+        for copy, kinds in enumerate(layout.copies):
+            members.setdefault(kinds, []).append(copy)
+        classes = tuple(
+            CopyClass(
+                kinds=kinds,
+                copies=tuple(members[kinds]),
+                microbatch=self.sizes[number],
+                stages=tuple(parts[number, kind][s] for s, kind in enumerate(kinds)),
+            )
+            for number, (kinds, _) in enumerate(layout.classes)
+        )
+        slowest = (
+            self._slowest_alone(border, {cell: own[0] for cell, own in parts.items()})
+            if len(chosen) == 1
+            else self._slowest(border, classes)
+        )
+        degrees = self.combination.sized(max(self.sizes))
+        return replace(slowest, degrees=degrees, classes=classes, amounts=self.combination.amounts)
+
+    def _slowest_alone(self, border: str, steps: Mapping[Cell, PointStage]) -> Point:
+        """A step without a pipeline: the passes and sums of the slowest copy, behind which the
+        slowest update follows, which may be another copy's."""
+        after = max(stage.after for stage in steps.values())
+        points = [
+            self.of(cell)._point(
+                border, (replace(one, after=after, tail=one.tail + after - one.after),)
+            )
+            for cell, one in steps.items()
+        ]
+        held = max(stage.bytes for stage in steps.values())
+        return replace(max(points, key=lambda one: one.seconds), ranks=(held,))
+
+    def _slowest(self, border: str, classes: Sequence[CopyClass]) -> Point:
+        """A step of a pipeline as if every copy were as slow as the slowest, and as full as the
+        fullest."""
+        largest = max(range(len(self.sizes)), key=self.sizes.__getitem__)
+        candidate = self.of((largest, classes[largest].kinds[0]))
+        stages = zip(*(one.stages for one in classes), strict=True)
+        return candidate._point(border, tuple(map(_slowest, stages)))
+
+
+class _CellIntervals(NamedTuple):
+    """(classes, K) strategies in a cell, as `IntervalRows` and `StrategiesByTime` say."""
+
+    seconds: Array
+    state: Array
+    kept: Array
+    more: Array
+    updated: Array
+    all: int
+    first: Array | None
+
+    def held(self, some: np.ndarray, under_way: int) -> Array:
+        """Bytes of some classes."""
+        late = self.first is not None and under_way == self.all
+        more = self.first if self.first is not None and late else self.more
+        held = self.state[some] + under_way * self.kept[some] + more[some]
+        found: Array = np.maximum(held, self.updated[some])
+        return found
+
+    def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Array:
+        """Of some classes, infinite where they do not fit."""
+        fits = self.held(some, under_way) <= cap
+        found: Array = np.where(fits, self.seconds[some], np.inf)
+        return found
+
+
+def _together(values: tuple[Array, ...], alike: tuple[Array, ...]) -> tuple[Array, np.ndarray]:
+    """(classes,) the least longest time, and (classes, cells) the strategies."""
+    if not alike:
+        picks = np.stack([value.argmin(axis=1) for value in values], axis=1)
+        each = [np.take_along_axis(v, picks[:, n, None], 1)[:, 0] for n, v in enumerate(values)]
+        return reduce(np.maximum, each), picks
+    longest, chosen = values[0], []
+    for value, apart in zip(values[1:], alike, strict=True):
+        matched = value[:, None, :] + apart
+        best = matched.argmin(axis=2)
+        chosen.append(best)
+        longest = np.maximum(longest, np.take_along_axis(matched, best[..., None], 2)[..., 0])
+    first = longest.argmin(axis=1)[:, None]
+    ways = [first, *(np.take_along_axis(pick, first, 1) for pick in chosen)]
+    return np.take_along_axis(longest, first, 1)[:, 0], np.concatenate(ways, axis=1)
+
+
+def _slowest(some: Sequence[PointStage]) -> PointStage:
+    """One copy of a stage that is as slow as the slowest in everything, and as full as the
+    fullest."""
+    forward = max(one.forward for one in some)
+    return replace(
+        max(some, key=lambda one: one.bytes),
+        forward=forward,
+        seconds=forward + max(one.seconds - one.forward for one in some),
+        tail=max(one.tail for one in some),
+        after=max(one.after for one in some),
+        weight=min(one.weight for one in some),
+        params=max(one.params for one in some),
+    )

@@ -38,10 +38,6 @@ class DeviceLayout:
         """Distinct copies, and how many there are of each; in order."""
         return tuple(Counter(self.copies).items())
 
-    def types_of(self, stage: int) -> frozenset[tuple[int, str]]:
-        """(number of the class, type) of all cells of a stage."""
-        return frozenset((c, kinds[stage]) for c, (kinds, _) in enumerate(self.classes))
-
 
 def device_layouts(
     amounts: Mapping[str, int], *, tensor: int, data: int, pipeline: int, every: bool = True
@@ -121,6 +117,22 @@ class Combination:
     def kind(self) -> str:
         """The type of the devices, where all are of one; "": the request has one."""
         return self.amounts[0][0] if self.amounts else ""
+
+    @property
+    def copies(self) -> tuple[tuple[str, ...], ...]:
+        """Of a layout: for each copy of the model the types of its stages."""
+        assert self.layout is not None
+        return self.layout.copies
+
+    @property
+    def classes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """Of a layout: its distinct copies, and how many there are of each."""
+        assert self.layout is not None
+        return self.layout.classes
+
+    def types_of(self, stage: int) -> frozenset[tuple[int, str]]:
+        """Of a layout: (number of the class, type) of all cells of a stage."""
+        return frozenset((c, kinds[stage]) for c, (kinds, _) in enumerate(self.classes))
 
     def sized(self, microbatch: int) -> Degrees:
         """The degrees as if all copies had micro-batches of this size."""

@@ -252,7 +252,7 @@ def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point
     amounts = tuple((kind, used[kind]) for kind in search.types if used[kind])
     combination = Combination(degrees=degrees, amounts=amounts, layout=layout)
     sharing = search.sharing(combination, tuple(largest[own] for own, _ in layout.classes))
-    some = sharing.of(next(iter(layout.types_of(0))))
+    some = sharing.of(next(iter(combination.types_of(0))))
     borders = borders_of(plan, search.row, some)
     return sharing.planned(borders, recomputed_of(plan, len(borders) - 1))
 

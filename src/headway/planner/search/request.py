@@ -246,7 +246,7 @@ def resolve_force(work: PlanningWorkload, force: ForcedModules) -> tuple[ForcedM
                 f"--force {pattern}={how}: no module with parameters has this name{hint}"
             )
     try:
-        forced_stage_starts(found, make_units(work))
+        forced_stage_starts(found, make_units(work.graph))
     except PlanError as error:
         problems += [f"--force {problem}" for problem in error.problems]
     return tuple(found), problems
