@@ -69,7 +69,8 @@ def test_pure_test_files_import_with_torch_blocked():
     """While they run, conftest.py blocks it."""
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, str(TESTS / "pure")],
-        env=os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""},
+        # This tree's headway, also where another one is installed.
+        env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}", "PYTEST_ADDOPTS": ""},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
