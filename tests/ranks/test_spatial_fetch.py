@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from headway.graph.ranges import balanced_ranges
-from headway.parallel.spatial import SpatialAxis, SpatialContext, SpatialTensor, fetch_range, gather
+from headway.parallel.spatial import SpatialAxis, SpatialContext, SplitTensor, fetch_range, gather
 from support.ranks import ranks
 from support.spatial import Sent, context
 
@@ -46,7 +46,7 @@ def test_a_halo_is_half_a_kernel_of_slabs_on_each_cut_side(world):
             conv = nn.Conv3d(3, 2, kernel, padding=half)
             for mesh, here in meshes.items():
                 x = here.split(torch.randn(2, 3, 16, 12, 10))
-                x.local = x.local.clone().requires_grad_()
+                x = x.like(x.local.clone().requires_grad_())
                 y = conv(x)
                 if mesh == (4, 1, 1):
                     sides = 1 if world.rank in (0, 3) else 2
@@ -68,15 +68,15 @@ def test_a_split_ends_at_its_least_width(world):
         here = context((1, 4, 1), min_width=least)
         x = torch.randn(1, 2, 16, 16, 16, dtype=torch.float64)
         split, serial = here.split(x), x.clone().requires_grad_()
-        split.local = split.local.clone().requires_grad_()
+        split = split.like(split.local.clone().requires_grad_())
         y, z, width = split, serial, 16
-        while isinstance(y, SpatialTensor):
+        while isinstance(y, SplitTensor):
             y, z, width = F.avg_pool3d(y, 3, 2, 1), F.avg_pool3d(z, 3, 2, 1), width // 2
         assert width == whole_at
         assert torch.allclose(y, z, rtol=0, atol=1e-14)
         ((y**2).sum() / here.copies).backward()
         (z**2).sum().backward()
-        grad = gather(SpatialTensor(split.local.grad, split.splits, here))
+        grad = gather(split.like(split.local.grad))
         assert torch.allclose(grad, serial.grad, rtol=0, atol=1e-14)
 
 
@@ -111,11 +111,11 @@ def test_losses_of_voxels(world):
         expected.backward()
         for target in (here.split(labels), labels):
             part = here.split(scores)
-            part.local = part.local.clone().requires_grad_()
+            part = part.like(part.local.clone().requires_grad_())
             found = loss(part, target, weights)
             assert abs((found - expected).item()) < 1e-12, name
             (found / here.copies).backward()
-            grad = gather(SpatialTensor(part.local.grad, part.splits, here))
+            grad = gather(part.like(part.local.grad))
             assert torch.allclose(grad, serial.grad, rtol=0, atol=1e-12), name
             if name == "dice":
                 break

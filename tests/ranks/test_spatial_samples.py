@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.graph.ranges import balanced_ranges
-from headway.parallel.spatial import SpatialTensor, gather
-from headway.parallel.spatial.spatial_tensor import leave_spatial_split
+from headway.parallel.spatial import SplitTensor, gather
+from headway.parallel.spatial.spatial_context import by_samples, leave_spatial_split
 from support.ranks import ranks
 from support.spatial import Sent, context, largest_difference
 from support.spatial_cases import CASES, Apply, compare_all, nothing_differs
@@ -28,9 +28,9 @@ class Behind(nn.Module):
         self.module = module
 
     def forward(self, x):
-        if isinstance(x, SpatialTensor):
+        if isinstance(x, SplitTensor):
             x = leave_spatial_split(x)
-            assert x.by_samples
+            assert by_samples(x)
         return self.module(x)
 
 
@@ -219,13 +219,13 @@ def serial(model, loss_of, x):
 
 
 def split(model, loss_of, x, group):
-    x.local = x.local.clone().requires_grad_()
+    x = x.like(x.local.clone().requires_grad_())
     torch.manual_seed(4)
     loss = loss_of(model(x), x)
     (loss / x.context.copies).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
-    return outcome(model, loss, gather(SpatialTensor(x.local.grad, x.splits, x.context)))
+    return outcome(model, loss, gather(x.like(x.local.grad)))
 
 
 MESHES = [
@@ -258,7 +258,7 @@ def test_what_the_switches_send(world):
         for mesh, number in product([(4, 1, 1), (2, 2, 1)], [2, 4, 7]):
             here = context(mesh)
             x = here.split(torch.randn(number, features, *extents))
-            x.local = x.local.clone().requires_grad_()
+            x = x.like(x.local.clone().requires_grad_())
             line = features * prod(extents)
             owned = [stop - start for start, stop in balanced_ranges(number, 4)]
             mine = owned[world.rank]
@@ -285,11 +285,12 @@ def test_samples_meet_what_several_ranks_hold(world):
     here = context((2, 2))
     torch.manual_seed(1)
     line, whole = torch.randn(6, dtype=torch.float64), torch.randn(5, 4, 6, dtype=torch.float64)
-    x, rows = here.split(line), here.split(whole)
-    for part in (x, rows):
-        part.local = part.local.clone().requires_grad_()
+    x, rows = (
+        part.like(part.local.clone().requires_grad_())
+        for part in (here.split(line), here.split(whole))
+    )
     y = leave_spatial_split(rows)
-    assert y.by_samples
+    assert by_samples(y)
     assert torch.equal(gather(y), whole)
     z = (y + whole) * x
     assert z.splits.keys() == {2}
@@ -298,5 +299,5 @@ def test_samples_meet_what_several_ranks_hold(world):
     found[slice(*x.splits[0].own)] = x.local.grad
     dist.all_reduce(found, group=world.group)
     assert torch.allclose(found, 2 * whole.sum((0, 1)), rtol=0, atol=1e-12)
-    grad = gather(SpatialTensor(rows.local.grad, rows.splits, here))
+    grad = gather(rows.like(rows.local.grad))
     assert torch.allclose(grad, line.expand(5, 4, 6), rtol=0, atol=1e-12)

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import PlanError, RunError
-from headway.parallel.spatial import SpatialAxis, SpatialContext, SpatialTensor
+from headway.parallel.spatial import SpatialAxis, SpatialContext, SplitTensor
 from headway.parallel.spatial.halo_exchange import (
     SINGLE_RANK_AXIS,
     RangeExchange,
     fetch_for_operator,
 )
-from headway.parallel.spatial.spatial_tensor import SpatialSplit
+from headway.parallel.spatial.spatial_context import by_samples
+from headway.parallel.split_tensor import WHOLE_DIMENSION, RangeCut
 
 HALF = SpatialContext(axes={-3: SpatialAxis(None, 2, 1)})
 """Rank 1 of 2 along the depth; nothing here exchanges messages."""
@@ -35,8 +36,8 @@ REFUSED = {
     "std": lambda x: x.std(),
     "topk": lambda x: x.topk(2, dim=2),
     "rand_like": lambda x: torch.rand_like(x),
-    "indexing a split dimension": lambda x: x[:, :, 1:],
-    "indexing with tensors": lambda x: x[x > 0],
+    "takes a piece of a cut dimension": lambda x: x[:, :, 1:],
+    "picks by a tensor": lambda x: x[x > 0],
     "bicubic": lambda x: F.interpolate(x[:, :, :, 0].unsqueeze(-1)[..., 0], (4, 4), mode="bicubic"),
     "area": lambda x: F.interpolate(x, (4, 4, 4), mode="area"),
     "reflect": lambda x: F.pad(x, (1,) * 6, mode="reflect"),
@@ -119,7 +120,7 @@ def test_shapes_that_do_not_match_are_named():
         half(2, 3, 8, 4, 4) + torch.zeros(4, 4, 4)
     with pytest.raises(PlanError, match="ranges"):
         HALF.adopt(torch.zeros(2, 3, 8, 4, 4), (2, 3, 8, 4, 4))
-    assert isinstance(HALF.adopt(torch.zeros(1, 4, 4, 4), (1, 8, 4, 4)), SpatialTensor)
+    assert isinstance(HALF.adopt(torch.zeros(1, 4, 4, 4), (1, 8, 4, 4)), SplitTensor)
     with pytest.raises(PlanError, match="counted from the end"):
         SpatialContext(axes={2: SpatialAxis(None, 2, 0)})
 
@@ -139,16 +140,15 @@ def test_a_mesh_that_cannot_share_out_samples_is_refused():
 def samples(*shape):
     """Of two samples, the second one."""
     everyone = HALF.everyone
-    return SpatialTensor(
-        torch.randn(1, *shape), {0: SpatialSplit(everyone, ((0, 1), (1, 2)))}, HALF
-    )
+    cuts = [RangeCut(everyone, ((0, 1), (1, 2))), *[WHOLE_DIMENSION] * len(shape)]
+    return HALF.wrap(torch.randn(1, *shape), cuts)
 
 
 def test_whole_samples_are_not_changed_by_what_has_no_rule():
     x = samples(3)
-    assert x.by_samples
-    assert (x + 1).by_samples
-    assert not half(2, 3, 8, 4, 4).by_samples
+    assert by_samples(x)
+    assert by_samples(x + 1)
+    assert not by_samples(half(2, 3, 8, 4, 4))
     for name, change in (
         ("cumsum_", lambda: x.cumsum_(0)),
         ("sort", lambda: torch.sort(x, 0, out=(torch.empty(2, 3), torch.empty(2, 3)))),
@@ -211,5 +211,5 @@ def test_modules_of_torch_find_their_rules():
         nn.Conv3d(4, 2, 1), nn.AvgPool3d((1, 2, 2)),
     ):  # fmt: skip
         y, whole = module(x), module(torch.zeros(2, 4, 8, 4, 4))
-        assert isinstance(y, SpatialTensor), module
+        assert isinstance(y, SplitTensor), module
         assert y.shape == whole.shape, module

@@ -11,16 +11,10 @@ import torch
 from torch.nn import functional
 
 from headway.errors import PlanError
+from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, SplitTensor
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
+from headway.parallel.tensor.layer_context import SplitSettings, cuts_of
 from headway.parallel.tensor.model.split_model import ExecutionContext
-from headway.parallel.tensor.rules.operator_table import LAYER_RULES
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    SplitSettings,
-    SplitTensor,
-    cuts_of,
-)
 from headway.plans.tensor_layout import TensorGrid
 
 PLAN = TensorGrid.cuboid(2, 3, 1)
@@ -33,7 +27,7 @@ def contexts():
     for i in range(2):
         for j in range(3):
             grid = ProcessGrid(plan=PLAN, mesh=None, place={"j": j, "l": 0, "i": i})
-            yield ExecutionContext(grid, SplitSettings(), LAYER_RULES)
+            yield ExecutionContext(grid, SplitSettings())
 
 
 def cut_up(context, x, cuts):
@@ -119,7 +113,7 @@ REFUSED = {
     "joined": (lambda x: torch.cat((x, x), -1), ROWS, "along a cut dimension"),
     "flat": (lambda x: x.flatten(), ROWS, "joins two cut dimensions"),
     "blocks and none": (lambda x: x[..., :36] + x[..., :18].repeat_interleave(2, -1), FUSED, "cut"),
-    "largest": (lambda x: x.max(-1), ROWS, "compares along a cut dimension"),
+    "largest": (lambda x: x.max(-1), ROWS, "works along a cut dimension"),
     "positions": (
         lambda x: functional.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3),
         HEADS,

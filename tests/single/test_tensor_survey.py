@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from headway.errors import PlanError
+from headway.parallel.split_tensor import WHOLE_DIMENSION
 from headway.parallel.tensor import DimensionCut, infer_split
-from headway.parallel.tensor.split_tensor import WHOLE_DIMENSION
 from headway.plans.tensor_layout import TensorGrid
 from support import split_models as models
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from headway.parallel.spatial import SpatialContext, SpatialTensor, gather, halo_exchange
+from headway.parallel.spatial import SpatialContext, gather, halo_exchange
 
 
 def context(shape, ranks=None, **options):
@@ -63,13 +63,13 @@ def split_run(module, inputs, context, group=None):
         part = context.split(x)
         leaf = part.local.clone().requires_grad_(x.is_floating_point())
         leaves.append(leaf)
-        split.append(SpatialTensor(leaf, part.splits, context))
+        split.append(part.like(leaf))
     y = module(*split)
     ((y * weights_for(y)).sum() / context.copies).backward()
     for parameter in module.parameters():
         dist.all_reduce(parameter.grad, group=group)
     grads = [
-        None if leaf.grad is None else gather(SpatialTensor(leaf.grad, s.splits, context))
+        None if leaf.grad is None else gather(s.like(leaf.grad))
         for leaf, s in zip(leaves, split, strict=True)
     ]
     return _found(module, gather(y), grads)

@@ -62,8 +62,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("feature_dropout native_dropout", "pointwise", "", ""),
     # tensors that are made
     ("empty_like full_like ones_like zeros_like", "created", "elementwise", "unary"),
-    ("new_empty new_full new_ones new_zeros", "created", "of_both", "of_both"),
-    ("is_complex is_floating_point new_tensor", "", "of_both", "of_both"),
+    ("new_empty new_full new_ones new_zeros", "created", "local_result", "local_result"),
+    ("is_complex is_floating_point new_tensor", "", "local_result", "local_result"),
     # random numbers are drawn for the part: other ones than of the whole
     ("rand_like randn_like", "created", "", ""),
     ("empty full ones rand randn scalar_tensor zeros", "created", "", ""),
@@ -80,7 +80,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("einsum", "einsum", "einsum", ""),
     ("outer", "outer", "", ""),
     ("scaled_dot_product_attention", "attention", "attention", ""),
-    ("multi_head_attention_forward", "", "heads", ""),
+    ("multi_head_attention_forward", "", "multi_head_attention", ""),
     # other shapes
     ("view reshape", "reshape", "reshape", "view"),
     ("view_as", "reshape", "reshape_as", ""),
@@ -94,7 +94,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("transpose swapaxes swapdims", "permute", "transpose", "transpose"),
     ("movedim", "permute", "movedim", "movedim"),
     ("moveaxis", "", "movedim", "movedim"),
-    ("t", "permute", "turned", ""),
+    ("t", "permute", "t", ""),
     ("numpy_T", "permute", "", ""),
     ("expand broadcast_to", "expand", "expand", "expand"),
     ("expand_as", "expand", "", ""),
@@ -107,7 +107,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("select", "cut", "select", "select"),
     ("unbind", "cut", "unbind", ""),
     ("slice split_with_sizes", "cut", "", ""),
-    ("getitem", "", "getitem", "index"),
+    ("getitem", "", "getitem", "getitem"),
     ("cat concat", "join", "cat", "cat"),
     ("concatenate", "", "cat", "cat"),
     ("stack", "join", "stack", "stack"),
@@ -134,11 +134,12 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     # reductions and norms
     ("sum", "reduction", "total", "total"),
     ("mean", "reduction", "mean", "mean"),
-    ("amax amin any all argmax argmin logsumexp", "reduction", "extreme", "along_whole_dims"),
+    ("amax amin any all argmax argmin logsumexp",
+     "reduction", "along_whole_dims", "along_whole_dims"),
     ("var", "reduction", "var", "along_whole_dims"),
     ("std norm", "reduction", "", "along_whole_dims"),
     ("prod", "", "", "along_whole_dims"),
-    ("max min", "", "extreme", ""),
+    ("max min", "", "along_whole_dims", ""),
     ("softmax", "softmax", "softmax", "along_whole_dims"),
     ("log_softmax", "softmax", "log_softmax", "along_whole_dims"),
     ("_softmax _log_softmax", "softmax", "", ""),
@@ -157,9 +158,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("cross_entropy cross_entropy_loss", "class_loss", "cross_entropy", "class_loss"),
     ("nll_loss", "class_loss", "", "class_loss"),
     ("nll_loss_nd", "class_loss", "", ""),
-    ("mse_loss", "element_loss", "mse_loss", "entrywise_loss"),
+    ("mse_loss", "element_loss", "mse_loss", "elementwise_loss"),
     ("l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
-     "element_loss", "", "entrywise_loss"),
+     "element_loss", "", "elementwise_loss"),
 )
 # fmt: on
 

@@ -1,10 +1,11 @@
 """Spatial parallelism: each rank holds a part of every sample; the model is the user's own.
 
-Begin with `spatial_tensor`. `halo_exchange` moves boxes between ranks; the other files are the
-rules for functions of torch, listed in `operator_table`.
+Begin with `spatial_context`. `halo_exchange` moves boxes between ranks; `windows` and `rules` say
+what functions of torch do.
 """
 
-from headway.parallel.spatial.halo_exchange import SpatialAxis, fetch_range
-from headway.parallel.spatial.spatial_tensor import SpatialContext, SpatialTensor, gather
+from headway.parallel.spatial.halo_exchange import fetch_range
+from headway.parallel.spatial.spatial_context import SpatialContext, gather
+from headway.parallel.split_tensor import SpatialAxis, SplitTensor
 
-__all__ = ["SpatialAxis", "SpatialContext", "SpatialTensor", "fetch_range", "gather"]
+__all__ = ["SpatialAxis", "SpatialContext", "SplitTensor", "fetch_range", "gather"]

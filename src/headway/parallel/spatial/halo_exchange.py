@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from headway.capture.fake_tensors import is_fake
-from headway.collective.collective_calls import CallListener, ignore_call
 from headway.errors import RunError
 from headway.graph.ranges import (
     Box,
@@ -38,27 +37,7 @@ from headway.graph.ranges import (
     range_intersection,
     range_length,
 )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SpatialAxis:
-    """Ranks among which one dimension is split.
-
-    Attributes:
-        group: Their process group; None: this rank alone, or nothing is moved.
-        tell: Told what would be started where nothing is moved.
-    """
-
-    group: dist.ProcessGroup | None = None
-    size: int = 1
-    rank: int = 0
-    tell: CallListener = ignore_call
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> SpatialAxis:
-        """The axis of a process group to which this process belongs."""
-        return cls(group, dist.get_world_size(group), dist.get_rank(group))
-
+from headway.parallel.split_tensor import SpatialAxis
 
 SINGLE_RANK_AXIS = SpatialAxis()
 

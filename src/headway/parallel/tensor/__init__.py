@@ -5,6 +5,7 @@ layers; `rules` say what each function of torch does with split tensors; `model`
 model can be split, and splits it. Imports go from `model` to `rules` to this folder only.
 """
 
+from headway.parallel.split_tensor import DimensionCut, SplitTensor
 from headway.parallel.tensor.functional import (
     CuboidAxes,
     column_parallel_linear,
@@ -15,10 +16,10 @@ from headway.parallel.tensor.functional import (
     summa_linear,
 )
 from headway.parallel.tensor.grid import ProcessGrid
+from headway.parallel.tensor.layer_context import SplitSettings
 from headway.parallel.tensor.model.parameters import ParameterPlacement
 from headway.parallel.tensor.model.split_inference import SplitDecisions, infer_split
 from headway.parallel.tensor.model.split_model import SplitModel, apply_split_decisions, split_model
-from headway.parallel.tensor.split_tensor import DimensionCut, SplitSettings, SplitTensor
 
 __all__ = [
     "CuboidAxes",

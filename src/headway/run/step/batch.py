@@ -33,7 +33,7 @@ from headway.data import (
 )
 from headway.errors import DataError
 from headway.parallel.spatial import SpatialContext
-from headway.parallel.spatial.halo_exchange import SpatialAxis
+from headway.parallel.split_tensor import SpatialAxis
 from headway.plans import BatchSplit, Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.plan import SHARD_AXIS

@@ -23,18 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headway.parallel.fsdp import full_tensor_of
+from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, SplitTensor
 from headway.parallel.tensor.grid import (
     ProcessGrid,
     gather_from_ranks,
     local_slice,
     scatter_to_ranks,
 )
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    SplitContext,
-    SplitTensor,
-)
+from headway.parallel.tensor.layer_context import LayerContext
 from headway.plans.tensor_layout import AxisDivisor, check_divisibility
 
 DimensionCuts = tuple[DimensionCut, ...]
@@ -145,7 +141,7 @@ class SplitInputModule(SplitParameterModule):
     """The model itself: its inputs are cut by samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context: SplitContext = self.__dict__["_headway_split"][1]
+        context: LayerContext = self.__dict__["_headway_split"][1]
         args, kwargs = cut_inputs_by_samples(context, args, kwargs)
         if context.ahead is not None:
             context.ahead.begin()
@@ -188,7 +184,7 @@ def install_parameter_access(
 
 
 def cut_inputs_by_samples(
-    context: SplitContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the model with every tensor cut by samples, along dimension 0.
 

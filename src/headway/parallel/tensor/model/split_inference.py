@@ -27,29 +27,28 @@ from torch import Tensor, nn
 from headway.capture.fake_tensors import FakeContext
 from headway.errors import PlanError
 from headway.parallel.pipeline.stages import user_line
-from headway.parallel.split_dispatch import map_nested, torch_function_name
+from headway.parallel.split_tensor import (
+    WHOLE_DIMENSION,
+    DimensionCut,
+    RuleRefused,
+    SplitTensor,
+    map_nested,
+    split_tensors_in,
+    torch_function_name,
+)
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
+from headway.parallel.tensor.layer_context import (
+    LayerContext,
+    SplitSettings,
+    UndecidedParameter,
+    cuts_of,
+)
 from headway.parallel.tensor.model.parameters import (
     DimensionCuts,
     SplitInputModule,
     install_parameter_access,
 )
-from headway.parallel.tensor.rules.operator_table import LAYER_RULES
 from headway.parallel.tensor.rules.products import cuboid_axes_for
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    OperatorRule,
-    RuleRefused,
-    SplitContext,
-    SplitSettings,
-    SplitTensor,
-    UndecidedParameter,
-    cuts_of,
-    split_tensors_in,
-    with_origins,
-    without_unit_axes,
-)
 from headway.plans.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
 
 
@@ -57,7 +56,7 @@ class SubmoduleOnOwnGrid(SplitInputModule):
     """The module itself: plain whole tensors enter and leave."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context: SplitContext = self.__dict__["_headway_split"][1]
+        context: LayerContext = self.__dict__["_headway_split"][1]
         result = super().__call__(
             *map_nested(args, gather_input), **map_nested(kwargs, gather_input)
         )
@@ -69,7 +68,7 @@ def gather_input(x: Any) -> Any:
     return x.context.leave(x) if isinstance(x, SplitTensor | UndecidedParameter) else x
 
 
-def _is_of(x: Any, context: SplitContext) -> bool:
+def _is_of(x: Any, context: LayerContext) -> bool:
     return isinstance(x, SplitTensor) and x.context is context
 
 
@@ -181,13 +180,12 @@ DECIDING_FUNCTIONS = frozenset({
 """Functions whose rules decide how a parameter is cut; all others take it whole."""
 
 
-class InferenceContext(SplitContext):
+class InferenceContext(LayerContext):
     """One run of the model.
 
     Args:
         names: id of a stand-in parameter -> its name.
         blames: What the runs before have found out.
-        rules: Function's name -> rule.
         whole: Patterns of names that the user wants whole.
         only: Patterns of names that may be split; none: all.
     """
@@ -199,11 +197,10 @@ class InferenceContext(SplitContext):
         plan: TensorGrid,
         names: Mapping[int, str],
         blames: Mapping[str, FailedSplit],
-        rules: Mapping[str, OperatorRule],
         whole: Sequence[str] = (),
         only: Sequence[str] = (),
     ) -> None:
-        super().__init__(ProcessGrid.dry(plan), SplitSettings(), rules)
+        super().__init__(ProcessGrid.dry(plan), SplitSettings())
         self.names, self.blames, self.patterns = names, blames, whole
         self.only = only
         self.cuts: dict[str, DimensionCuts] = {}
@@ -217,16 +214,18 @@ class InferenceContext(SplitContext):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = torch_function_name(func)
-        rule = self.rules.get(name)
         if name not in DECIDING_FUNCTIONS:
             args, kwargs = self._resolved(args), self._resolved(kwargs)
             if not split_tensors_in(args, kwargs):
                 return func(*args, **kwargs)
         origins = frozenset().union(*(x.origins for x in split_tensors_in(args, kwargs)))
+
+        def with_origins(x: Any) -> Any:
+            known = not isinstance(x, SplitTensor) or x.origins or not origins
+            return x if known else replace(x, origins=origins)
+
         try:
-            if rule is None:
-                raise RuleRefused("there is no rule for it")
-            return with_origins(rule(self, func, *args, **kwargs), origins)
+            return map_nested(self.run_rule(func, args, kwargs), with_origins)
         except RuleRefused as refusal:
             if split_tensors_in(args, kwargs):
                 self._blame(getattr(refusal.of, "origins", origins), refusal, name)
@@ -277,7 +276,7 @@ class InferenceContext(SplitContext):
         for dim, cut in enumerate(cuts):
             if cut.axes and x.shape[dim] % self.grid.size(cut.axes) == 0:
                 x = local_slice(x, self.grid, cut.axes, dim, cut.blocks)
-        real = tuple(without_unit_axes(cut, self) for cut in cuts)
+        real = tuple(self.without_unit_axes(cut) for cut in cuts)
         if all(cut is WHOLE_DIMENSION for cut in real):
             return x
         shape = parameter.tensor.shape
@@ -506,7 +505,7 @@ def _run(
         part = copy.get_submodule(name)
         own = {id(p): rest.pop(id(p)) for p in part.parameters() if id(p) in rest}
         patterns = ((), ()) if name else (whole, only)
-        runs.append(InferenceContext(plan, own, blames, LAYER_RULES, *patterns))
+        runs.append(InferenceContext(plan, own, blames, *patterns))
         install_parameter_access(
             part, runs[-1], root=SubmoduleOnOwnGrid if name else SplitInputModule
         )

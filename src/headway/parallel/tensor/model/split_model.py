@@ -20,10 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headway.errors import PlanError, UsageError
-from headway.parallel.pipeline.stages import user_line
-from headway.parallel.split_dispatch import torch_function_name
+from headway.errors import UsageError
+from headway.parallel.split_tensor import (
+    RuleRefused,
+    SplitTensor,
+    qualified_torch_name,
+    split_tensors_in,
+    unsupported_operator,
+)
 from headway.parallel.tensor.grid import ProcessGrid, WeightPrefetch
+from headway.parallel.tensor.layer_context import LayerContext, SplitSettings
 from headway.parallel.tensor.model.parameters import (
     DimensionCuts,
     ParameterPlacement,
@@ -35,14 +41,6 @@ from headway.parallel.tensor.model.split_inference import (
     SplitDecisions,
     SubmoduleOnOwnGrid,
     infer_split,
-)
-from headway.parallel.tensor.rules.operator_table import LAYER_RULES
-from headway.parallel.tensor.split_tensor import (
-    RuleRefused,
-    SplitContext,
-    SplitSettings,
-    SplitTensor,
-    without_unit_axes,
 )
 from headway.plans.tensor_layout import TensorGrid
 
@@ -63,7 +61,7 @@ class ParameterSplit:
     grid: ProcessGrid
 
 
-class ExecutionContext(SplitContext):
+class ExecutionContext(LayerContext):
     """Hands out the parts of parameters.
 
     Attributes:
@@ -78,20 +76,11 @@ class ExecutionContext(SplitContext):
         Raises:
             PlanError: It has no rule, or none for tensors that are cut so.
         """
-        name = torch_function_name(func)
-        rule = self.rules.get(name)
         try:
-            if rule is None:
-                raise RuleRefused("there is no rule for it")
-            return rule(self, func, *args, **kwargs)
+            return self.run_rule(func, args, kwargs)
         except RuleRefused as refusal:
-            raise PlanError(
-                f"{name} cannot be carried out on a split tensor",
-                problems=[refusal.why],
-                where=user_line(),
-                fix="Call .full_tensor() on it before, or name this part of the model in "
-                "whole=[...].",
-            ) from None
+            x = split_tensors_in(args, kwargs)[0]
+            raise unsupported_operator(qualified_torch_name(func), x, refusal.why) from None
 
     def leave(self, x: Any) -> Any:
         return x.full_tensor()
@@ -260,7 +249,7 @@ def apply_split_decisions(
 def _context(
     grid: ProcessGrid, settings: SplitSettings | None, decisions: SplitDecisions, *, plain: bool
 ) -> ExecutionContext:
-    context = ExecutionContext(grid, settings or SplitSettings(), LAYER_RULES, decisions.companions)
+    context = ExecutionContext(grid, settings or SplitSettings(), decisions.companions)
     context.plain = plain
     return context
 
@@ -280,7 +269,7 @@ def _keys(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         logical = first[id(parameter)]
         context = next(c for n, c in contexts.items() if not n or name.startswith(f"{n}."))
-        cuts = tuple(without_unit_axes(cut, context) for cut in decisions.cuts[logical])
+        cuts = tuple(context.without_unit_axes(cut) for cut in decisions.cuts[logical])
         real = cuts if any(cut.axes for cut in cuts) else ()
         keys[name] = ParameterSplit(
             logical, parameter.shape, real, frozenset({logical}), context.grid

@@ -1,4 +1,7 @@
-"""Rules for embedding, norms and cross-entropy."""
+"""Rules for embedding, sums and softmax, norms and losses.
+
+Over a cut dimension the parts are reduced over the ranks that cut it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.parallel.layout_rules import reduced_dims, total
+from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, RuleRefused, SplitTensor
 from headway.parallel.tensor.functional import (
     NormOptions,
     SplitClasses,
@@ -21,49 +26,44 @@ from headway.parallel.tensor.grid import (
     gather_for_partial_use,
     gather_from_ranks,
     local_slice,
+    maximum_over_ranks,
     reduce_from_ranks,
     reduce_scatter_to_ranks,
     scatter_to_ranks,
 )
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    RuleRefused,
-    SplitContext,
-    SplitTensor,
+from headway.parallel.tensor.layer_context import (
+    LayerContext,
     UndecidedParameter,
     cuts_of,
     describe_cuts,
-    elementwise,
     local_of,
-    wrap_local_part,
 )
+from headway.parallel.tensor.rules.alignment import elementwise
 
 
 def embedding(
-    context: SplitContext, func: Any, input: Any, weight: Any, padding_idx: int | None = None,  # noqa: A002
+    context: LayerContext, func: Any, input: Any, weight: Any, padding_idx: int | None = None,  # noqa: A002
     max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise RuleRefused("max_norm, scale_grad_by_freq and sparse gradients are not supported")
     if isinstance(weight, UndecidedParameter):
-        weight = context.decide_table(input, weight)
+        weight = weight.context.decide_table(input, weight)
     index, cuts = local_of(input), cuts_of(input)
     if not isinstance(weight, SplitTensor):
         axes = "".join(cut.axes for cut in cuts)
         table = copy_to_ranks(weight, context.grid, axes) if weight.requires_grad else weight
         found = torch.nn.functional.embedding(index, table, padding_idx)
-        return wrap_local_part(found, [*cuts, WHOLE_DIMENSION], context)
+        return context.wrap(found, [*cuts, WHOLE_DIMENSION])
     match context.grid.plan.form:
         case "classic":
             local = vocabulary_parallel_embedding(
                 index, weight.local, context.grid, weight.cuts[0].axes, padding_idx
             )
-            return wrap_local_part(
+            return context.wrap(
                 reduce_from_ranks(local, context.grid, weight.cuts[0].axes),
                 [*cuts, WHOLE_DIMENSION],
-                context,
             )
         case "cuboid":
             return _on_cuboid(context, index, cuts, weight, padding_idx)
@@ -72,7 +72,7 @@ def embedding(
 
 
 def _on_cuboid(
-    context: SplitContext,
+    context: LayerContext,
     index: Tensor,
     cuts: Sequence[DimensionCut],
     weight: SplitTensor,
@@ -89,7 +89,7 @@ def _on_cuboid(
         found = reduce_from_ranks(
             vocabulary_parallel_embedding(index, table, grid, "j", padding), grid, "j"
         )
-        return wrap_local_part(found, [*cuts, width], context)
+        return context.wrap(found, [*cuts, width])
     rows = "".join(axis for axis in "ij" if grid.size(axis) > 1)
     if cuts[0] != DimensionCut(rows) or any(cut.axes for cut in cuts[1:]):
         raise RuleRefused(
@@ -100,11 +100,11 @@ def _on_cuboid(
     found = reduce_scatter_to_ranks(
         vocabulary_parallel_embedding(whole, table, grid, "j", padding), grid, "j"
     )
-    return wrap_local_part(found, [*cuts, width], context)
+    return context.wrap(found, [*cuts, width])
 
 
 def _on_square(
-    context: SplitContext,
+    context: LayerContext,
     index: Tensor,
     cuts: Sequence[DimensionCut],
     weight: SplitTensor,
@@ -123,21 +123,89 @@ def _on_square(
             gather_from_ranks(gather_from_ranks(table, grid, "j", 0), grid, "i", 1), grid, "j", 1
         )
     found = torch.nn.functional.embedding(index, table, padding)
-    return wrap_local_part(found, [*cuts, DimensionCut("j")], context)
+    return context.wrap(found, [*cuts, DimensionCut("j")])
 
 
-# -- norms ------------------------------------------------------------------------------------
+# Means, variances and softmax.
+
+
+def mean(
+    context: LayerContext, func: Any, x: SplitTensor, dim: Any = None, keepdim: bool = False,
+    *, dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    dims = reduced_dims(x, dim)
+    return total(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+
+
+def var(
+    context: LayerContext, func: Any, x: SplitTensor, dim: Any = None, unbiased: bool | None = None,
+    keepdim: bool = False, *, correction: int = 1,
+) -> Any:  # fmt: skip
+    dims = reduced_dims(x, dim)
+    if unbiased is not None:
+        correction = int(unbiased)
+    count = math.prod(x.shape[d] for d in dims)
+    apart = x - total(x, dims, True) / count
+    return apart.square().sum(dims, keepdim) / max(0, count - correction)
+
+
+def softmax(
+    context: LayerContext,
+    func: Any,
+    x: SplitTensor,
+    dim: int | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    return _softmax(context, x, dim, kwargs.get("dtype"), logarithm=False)
+
+
+def log_softmax(
+    context: LayerContext,
+    func: Any,
+    x: SplitTensor,
+    dim: int | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    return _softmax(context, x, dim, kwargs.get("dtype"), logarithm=True)
+
+
+def _softmax(
+    context: LayerContext,
+    x: SplitTensor,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    *,
+    logarithm: bool,
+) -> Any:
+    if dim is None:
+        raise RuleRefused("it names no dimension")
+    axes, grid = x.cuts[dim % x.ndim].axes, context.grid
+    if not axes:
+        own = torch.log_softmax if logarithm else torch.softmax
+        return context.wrap(own(x.local, dim, dtype=dtype), x.cuts)
+    local = x.local if dtype is None else x.local.to(dtype)
+    shifted = local - maximum_over_ranks(local.amax(dim, keepdim=True), grid, axes)
+    exponentials = shifted.exp()
+    whole = copy_to_ranks(
+        reduce_from_ranks(exponentials.sum(dim, keepdim=True), grid, axes), grid, axes
+    )
+    return context.wrap(shifted - whole.log() if logarithm else exponentials / whole, x.cuts)
+
+
+# Norms.
 
 
 def layer_norm(
-    context: SplitContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
+    context: LayerContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
     weight: Any = None, bias: Any = None, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     return _norm(context, input, normalized_shape, weight, bias, eps, centred=True)
 
 
 def rms_norm(
-    context: SplitContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
+    context: LayerContext, func: Any, input: Any, normalized_shape: Sequence[int],  # noqa: A002
     weight: Any = None, eps: float | None = None,
 ) -> Any:  # fmt: skip
     eps = torch.finfo(input.dtype).eps if eps is None else eps
@@ -145,13 +213,13 @@ def rms_norm(
 
 
 def _norm(
-    context: SplitContext, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float,
+    context: LayerContext, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float,
     *, centred: bool,
 ) -> Any:  # fmt: skip
     cuts = cuts_of(x)
     column = cuts[-1]
     vectors = [
-        context.decide_vector(v, column) if isinstance(v, UndecidedParameter) else v
+        v.context.decide_vector(v, column) if isinstance(v, UndecidedParameter) else v
         for v in (weight, bias)
     ]
     rows = "".join(cut.axes for cut in cuts[: x.ndim - len(shape)])
@@ -168,13 +236,13 @@ def _norm(
             y = torch.nn.functional.layer_norm(local, list(shape), parts[0], parts[1], eps)
         else:
             y = torch.nn.functional.rms_norm(local, list(shape), parts[0], eps)
-        return wrap_local_part(y, cuts, context)
+        return context.wrap(y, cuts)
     parts = [_piece(context, v, column) for v in vectors]
     rule = NormOptions(context.grid, rows, column.axes, eps, centred)
-    return wrap_local_part(split_norm(local, parts[0], parts[1], rule), cuts, context)
+    return context.wrap(split_norm(local, parts[0], parts[1], rule), cuts)
 
 
-def _piece(context: SplitContext, vector: Any, column: DimensionCut) -> Tensor | None:
+def _piece(context: LayerContext, vector: Any, column: DimensionCut) -> Tensor | None:
     """A vector's part; of a whole one, too."""
     if vector is None or isinstance(vector, SplitTensor):
         if vector is not None and vector.cuts[0] != column:
@@ -183,11 +251,11 @@ def _piece(context: SplitContext, vector: Any, column: DimensionCut) -> Tensor |
     return scatter_to_ranks(vector, context.grid, column.axes, 0, column.blocks)
 
 
-# -- the loss ---------------------------------------------------------------------------------
+# The loss.
 
 
 def cross_entropy(
-    context: SplitContext, func: Any, input: Any, target: Any, weight: Any = None,  # noqa: A002
+    context: LayerContext, func: Any, input: Any, target: Any, weight: Any = None,  # noqa: A002
     size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
@@ -205,17 +273,17 @@ def cross_entropy(
     how = SplitClasses(context.grid, classes.axes, label_smoothing, ignore_index)
     local = local_of(logits)
     losses = split_cross_entropy(local.flatten(0, -2), local_target.flatten(), how)
-    rows = wrap_local_part(losses.view(local_target.shape), own, context)
+    rows = context.wrap(losses.view(local_target.shape), own)
     if reduction == "none":
         return rows
     total = rows.sum()
     if reduction == "sum":
         return total
-    counted = wrap_local_part(local_target != ignore_index, own, context).sum()
+    counted = context.wrap(local_target != ignore_index, own).sum()
     return total / counted
 
 
-def _target(context: SplitContext, target: Any, rows: Sequence[DimensionCut]) -> Tensor:
+def _target(context: LayerContext, target: Any, rows: Sequence[DimensionCut]) -> Tensor:
     if isinstance(target, SplitTensor):
         if target.cuts != tuple(rows):
             raise RuleRefused(f"its targets are cut as {target.cuts}, its logits as {tuple(rows)}")
@@ -228,7 +296,7 @@ def _target(context: SplitContext, target: Any, rows: Sequence[DimensionCut]) ->
 
 
 def mse_loss(
-    context: SplitContext, func: Any, input: Any, target: Any, size_average: Any = None,  # noqa: A002
+    context: LayerContext, func: Any, input: Any, target: Any, size_average: Any = None,  # noqa: A002
     reduce: Any = None, reduction: str = "mean", weight: Any = None,
 ) -> Any:  # fmt: skip
     if weight is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, RuleRefused, SplitTensor
 from headway.parallel.tensor.functional import (
     CuboidAxes,
     column_parallel_linear,
@@ -16,51 +17,50 @@ from headway.parallel.tensor.functional import (
     summa_linear,
 )
 from headway.parallel.tensor.grid import copy_to_ranks, gather_for_partial_use, scatter_to_ranks
-from headway.parallel.tensor.rules.dropout import dropout_of_part
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    DimensionLabels,
-    RuleRefused,
-    SplitContext,
-    SplitTensor,
+from headway.parallel.tensor.layer_context import (
+    LayerContext,
     UndecidedParameter,
-    align_operands,
-    broadcast_labels,
     cuts_of,
     describe_cuts,
-    elementwise,
     local_of,
-    wrap_local_part,
+    resolve,
+)
+from headway.parallel.tensor.rules.alignment import (
+    DimensionLabels,
+    align_operands,
+    broadcast_labels,
+    elementwise,
 )
 
 
-def linear(context: SplitContext, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+def linear(context: LayerContext, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
     if isinstance(weight, UndecidedParameter):
-        weight, bias = context.decide_linear(input, weight, bias)
+        weight, bias = weight.context.decide_linear(input, weight, bias)
     elif (
         context.classic and isinstance(weight, SplitTensor) and isinstance(bias, UndecidedParameter)
     ):
-        bias = context.decide_vector(bias, weight.cuts[0])  # the weight is another layer's, too
-    bias = context.resolve(bias) if isinstance(bias, UndecidedParameter) else bias
+        bias = bias.context.decide_vector(
+            bias, weight.cuts[0]
+        )  # the weight is another layer's, too
+    bias = resolve(bias)
     return _linear(context, input, weight, bias)
 
 
-def addmm(context: SplitContext, func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
+def addmm(context: LayerContext, func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
     if kwargs:
         raise RuleRefused("it scales a sum")
     return _times(context, mat1, mat2, input)
 
 
-def _times(context: SplitContext, x: Any, weight: Any, bias: Any) -> Any:
+def _times(context: LayerContext, x: Any, weight: Any, bias: Any) -> Any:
     """x [..., K] times a weight [K, N]."""
     if isinstance(weight, UndecidedParameter):
-        weight, bias = context.decide_linear(x, weight, bias, flipped=True)
-    bias = context.resolve(bias) if isinstance(bias, UndecidedParameter) else bias
+        weight, bias = weight.context.decide_linear(x, weight, bias, flipped=True)
+    bias = resolve(bias)
     return _linear(context, x, weight.transpose(0, 1), bias)
 
 
-def _linear(context: SplitContext, x: Any, weight: Any, bias: Any) -> Any:
+def _linear(context: LayerContext, x: Any, weight: Any, bias: Any) -> Any:
     if not (isinstance(weight, SplitTensor) and weight.parameter):
         y = _contracted(context, x, weight)
         return y if bias is None else elementwise(context, torch.add, y, bias)
@@ -73,7 +73,7 @@ def _linear(context: SplitContext, x: Any, weight: Any, bias: Any) -> Any:
             return _summa(context, x, weight, bias)
 
 
-def _contracted(context: SplitContext, x: Any, weight: Any) -> Any:
+def _contracted(context: LayerContext, x: Any, weight: Any) -> Any:
     """By a whole weight, or by what is no weight, whatever cuts x."""
     if not isinstance(x, SplitTensor) and not isinstance(weight, SplitTensor):
         return torch.nn.functional.linear(x, weight)
@@ -82,7 +82,7 @@ def _contracted(context: SplitContext, x: Any, weight: Any) -> Any:
     return aligned.result(torch.nn.functional.linear(*aligned.locals), [*rows, "n"])
 
 
-def _classic(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _classic(context: LayerContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid = context.grid
     outputs, inputs = weight.cuts
     cuts = cuts_of(x)
@@ -95,7 +95,7 @@ def _classic(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> A
         if cuts[-1] != inputs:
             raise RuleRefused(f"its input is cut as {cuts[-1]}, its weight as {inputs}")
         y = row_parallel_linear(_cast(local), w, b, grid, inputs.axes)
-        return wrap_local_part(y, [*cuts[:-1], WHOLE_DIMENSION], context, weight.origins)
+        return context.wrap(y, [*cuts[:-1], WHOLE_DIMENSION], weight.origins)
     if cuts[-1].axes:
         raise RuleRefused("its input is cut along what it sums over, its weight is not")
     if weight.origins & context.companions:
@@ -103,10 +103,10 @@ def _classic(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> A
         y = torch.nn.functional.linear(local, w, b)
     else:
         y = column_parallel_linear(_cast(local), w, b, grid, outputs.axes)
-    return wrap_local_part(y, [*cuts[:-1], outputs], context, weight.origins)
+    return context.wrap(y, [*cuts[:-1], outputs], weight.origins)
 
 
-def _cuboid(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _cuboid(context: LayerContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid, settings = context.grid, context.settings
     rows, sums = cuboid_axes_for(context, x)
     _check_turned(context, weight, rows + "i", sums)
@@ -131,16 +131,14 @@ def _cuboid(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> An
     )
     y = cuboid_linear(_cast(local), w, b, turn)
     outputs = DimensionCut(rows, weight.cuts[0].blocks)
-    return wrap_local_part(
-        y, [DimensionCut("i" + sums), *cuts[1:-1], outputs], context, weight.origins
-    )
+    return context.wrap(y, [DimensionCut("i" + sums), *cuts[1:-1], outputs], weight.origins)
 
 
-def cuboid_axes_for(context: SplitContext, x: Any) -> tuple[str, str]:
+def cuboid_axes_for(context: LayerContext, x: Any) -> tuple[str, str]:
     """The axes a and c of a cuboid's layer: x's rows are cut over (i, a), its columns over c.
 
     Raises:
-        Refused: x is cut otherwise.
+        RuleRefused: x is cut otherwise.
     """
     size = context.grid.size
     cuts = cuts_of(x)
@@ -156,11 +154,11 @@ def cuboid_axes_for(context: SplitContext, x: Any) -> tuple[str, str]:
     )
 
 
-def _check_turned(context: SplitContext, weight: SplitTensor, *wanted: str) -> None:
+def _check_turned(context: LayerContext, weight: SplitTensor, *wanted: str) -> None:
     """A weight that has two uses is cut as the first one wanted it.
 
     Raises:
-        Refused: This input wants it cut otherwise.
+        RuleRefused: This input wants it cut otherwise.
     """
     cuts = [
         DimensionCut("".join(axis for axis in axes if context.grid.size(axis) > 1))
@@ -173,7 +171,7 @@ def _check_turned(context: SplitContext, weight: SplitTensor, *wanted: str) -> N
         )
 
 
-def _summa(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
+def _summa(context: LayerContext, x: Any, weight: SplitTensor, bias: Any) -> Any:
     grid = context.grid
     local, cuts = local_of(x), cuts_of(x)
     rows = "".join(axis for axis in "di" if grid.size(axis) > 1)
@@ -188,7 +186,7 @@ def _summa(context: SplitContext, x: Any, weight: SplitTensor, bias: Any) -> Any
     w, b = _weights(weight, bias)
     y = summa_linear(_cast(local), w, b, grid)
     outputs = DimensionCut("j", weight.cuts[0].blocks)
-    return wrap_local_part(y, [*cuts[:-1], outputs], context, weight.origins)
+    return context.wrap(y, [*cuts[:-1], outputs], weight.origins)
 
 
 def _once(x: Tensor, function: Any) -> Tensor:
@@ -220,15 +218,15 @@ def _weights(weight: SplitTensor, bias: Any) -> tuple[Tensor, Tensor | None]:
 # -- products of activations ------------------------------------------------------------------
 
 
-def matmul(context: SplitContext, func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-    a, b = a, kwargs.get("other", b)
+def matmul(context: LayerContext, func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+    b = kwargs.get("other", b)
     if func.__name__ == "__rmatmul__":
         a, b = b, a
     if b.ndim == 2 and a.ndim >= 2 and isinstance(b, SplitTensor | UndecidedParameter):
         return _times(context, a, b, None)
     if isinstance(a, UndecidedParameter) or a.ndim < 2 or b.ndim < 2:
         raise RuleRefused("it multiplies by a vector, or from the left by a parameter")
-    b = context.resolve(b) if isinstance(b, UndecidedParameter) else b
+    b = resolve(b)
     batch_a, batch_b = (_Front(x) for x in (a, b))
     (labels_a, labels_b), batch = broadcast_labels([batch_a, batch_b])
     aligned = align_operands(context, [(a, [*labels_a, "m", "k"]), (b, [*labels_b, "k", "n"])])
@@ -243,7 +241,7 @@ class _Front:
         self.ndim = len(self.shape)
 
 
-def einsum(context: SplitContext, func: Any, equation: str, *operands: Any) -> Any:
+def einsum(context: LayerContext, func: Any, equation: str, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = tuple(operands[0])
     words = equation.replace(" ", "")
@@ -251,17 +249,14 @@ def einsum(context: SplitContext, func: Any, equation: str, *operands: Any) -> A
         raise RuleRefused(f"{equation!r} names no result, or has an ellipsis")
     inputs, result = words.split("->")
     labels = inputs.split(",")
-    operands = tuple(
-        context.resolve(x) if isinstance(x, UndecidedParameter) else x for x in operands
-    )
     aligned = align_operands(
-        context, list(zip(operands, [list(word) for word in labels], strict=True))
+        context, list(zip(map(resolve, operands), map(list, labels), strict=True))
     )
     return aligned.result(torch.einsum(words, *aligned.locals), list(result))
 
 
 def attention(
-    context: SplitContext, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None,
+    context: LayerContext, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
@@ -304,7 +299,7 @@ def attention(
     return aligned.result(local, [*batch, "h", "t", "e"])
 
 
-def _check_groups(context: SplitContext, query: Any, key: Any) -> None:
+def _check_groups(context: LayerContext, query: Any, key: Any) -> None:
     """Queries share their group's keys: both are cut by heads, or there is one head of keys."""
     cut = cuts_of(query)[-3].axes, cuts_of(key)[-3].axes
     if cut[0] != cut[1] and key.shape[-3] != 1:
@@ -312,7 +307,7 @@ def _check_groups(context: SplitContext, query: Any, key: Any) -> None:
 
 
 def _with_dropout(
-    context: SplitContext, operands: tuple[Tensor, ...], mask: Tensor | None, p: float,
+    context: LayerContext, operands: tuple[Tensor, ...], mask: Tensor | None, p: float,
     is_causal: bool, scale: float | None, cuts: list[DimensionCut],
 ) -> Tensor:  # fmt: skip
     """The weights in full: a kernel's own mask would not be drawn per element of the whole."""
@@ -327,11 +322,12 @@ def _with_dropout(
     if mask is not None:
         hidden = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if hidden else scores + mask
-    return dropout_of_part(context, scores.softmax(-1), cuts, p) @ value
+    weights = torch.nn.functional.dropout(context.wrap(scores.softmax(-1), cuts), p)
+    return local_of(weights) @ value
 
 
-def heads(
-    context: SplitContext, func: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int,
+def multi_head_attention(
+    context: LayerContext, func: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int,
     num_heads: int, in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any,
     add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
     training: bool = True, key_padding_mask: Any = None, need_weights: bool = True,
@@ -347,7 +343,7 @@ def heads(
     together = query is key and key is value
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     if isinstance(in_proj_weight, UndecidedParameter):
-        in_proj_weight, in_proj_bias = context.decide_linear(
+        in_proj_weight, in_proj_bias = in_proj_weight.context.decide_linear(
             query, in_proj_weight, in_proj_bias, blocks=3
         )
     if together:
@@ -366,7 +362,9 @@ def heads(
     )
     y = y.transpose(1, 2).flatten(2)
     if isinstance(out_proj_weight, UndecidedParameter):
-        out_proj_weight, out_proj_bias = context.decide_linear(y, out_proj_weight, out_proj_bias)
+        out_proj_weight, out_proj_bias = out_proj_weight.context.decide_linear(
+            y, out_proj_weight, out_proj_bias
+        )
     return _linear(context, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
 
 

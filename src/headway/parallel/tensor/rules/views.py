@@ -1,4 +1,4 @@
-"""Rules for reshape, permute, indexing and joining of split tensors.
+"""Rules for reshape, cat and what repeats or masks entries of split layers' tensors.
 
 A cut dimension is a run of `outer x parts x inner` elements; a reshape keeps it cut where the
 new dimensions have a border in front of the parts. What would need elements of other ranks is
@@ -8,76 +8,26 @@ refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headway.parallel.tensor.split_tensor import (
-    WHOLE_DIMENSION,
-    DimensionCut,
-    RuleRefused,
-    SplitContext,
-    SplitTensor,
-    cuts_of,
-    local_of,
-    wrap_local_part,
-)
+from headway.parallel.layout_rules import size_list
+from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, RuleRefused, SplitTensor
+from headway.parallel.tensor.layer_context import LayerContext, cuts_of, local_of
 from headway.plans.tensor_layout import AxisDivisor
 
 
-def _sizes(args: tuple[Any, ...]) -> list[int]:
-    return list(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else list(args)
-
-
-def reshape(context: SplitContext, func: Any, x: SplitTensor, *shape: Any, **kwargs: Any) -> Any:
-    if not shape:
-        shape = tuple(kwargs.values())
-    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-        raise RuleRefused("it looks at the bits as another type")
-    return reshaped(context, x, _sizes(shape))
-
-
-def reshape_as(context: SplitContext, func: Any, x: SplitTensor, other: Any) -> Any:
-    return reshaped(context, x, list(other.shape))
-
-
-def flatten(context: SplitContext, func: Any, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    first, last = start_dim % x.ndim, end_dim % x.ndim
-    shape = list(x.shape)
-    return reshaped(
-        context, x, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
-    )
-
-
-def unflatten(context: SplitContext, func: Any, x: Any, dim: int, sizes: Sequence[int]) -> Any:
-    dim %= x.ndim
-    inner = list(sizes)
-    if -1 in inner:
-        inner[inner.index(-1)] = x.shape[dim] // -math.prod(inner)
-    return reshaped(context, x, [*x.shape[:dim], *inner, *x.shape[dim + 1 :]])
-
-
-def squeeze(context: SplitContext, func: Any, x: Any, dim: int) -> Any:
-    dim %= x.ndim
-    if x.shape[dim] != 1:
-        return x
-    return reshaped(context, x, [*x.shape[:dim], *x.shape[dim + 1 :]])
-
-
-def unsqueeze(context: SplitContext, func: Any, x: Any, dim: int) -> Any:
-    dim %= x.ndim + 1
-    return reshaped(context, x, [*x.shape[:dim], 1, *x.shape[dim:]])
-
-
-def reshaped(context: SplitContext, x: Any, shape: list[int]) -> Any:
+def reshape(context: LayerContext, func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
     """Another shape for the same elements.
 
     Raises:
-        Refused: A cut dimension is joined or taken apart so that parts are no longer runs.
+        RuleRefused: A cut dimension is joined or taken apart so that parts are no longer runs.
     """
+    given = args or tuple(kwargs.values())
+    if len(given) == 1 and isinstance(given[0], torch.dtype):
+        raise RuleRefused("it looks at the bits as another type")
+    shape = size_list(given)
     if -1 in shape:
         rest = -math.prod(shape)
         shape[shape.index(-1)] = x.numel() // rest if rest else 0
@@ -93,7 +43,7 @@ def reshaped(context: SplitContext, x: Any, shape: list[int]) -> Any:
             )
             cuts[new[place]] = cut
     local = [n // context.grid.size(cut.axes) for n, cut in zip(shape, cuts, strict=True)]
-    return wrap_local_part(x.local.reshape(local), cuts, context)
+    return context.wrap(x.local.reshape(local), cuts)
 
 
 def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -125,7 +75,7 @@ def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]
 
 
 def _placed(
-    context: SplitContext, cut: DimensionCut, before: int, sizes: list[int], x: SplitTensor
+    context: LayerContext, cut: DimensionCut, before: int, sizes: list[int], x: SplitTensor
 ) -> tuple[int, DimensionCut]:
     """The new dimension that is cut, and how; `before` counts the runs in front of the old one."""
     parts, outer = context.grid.size(cut.axes), before * cut.blocks
@@ -148,177 +98,18 @@ def _placed(
     )
 
 
-# -- order of dimensions ----------------------------------------------------------------------
-
-
-def transpose(context: SplitContext, func: Any, x: Any, *dims: int, **kwargs: int) -> Any:
-    first, second = (d % x.ndim for d in dims or kwargs.values())
-    order = list(range(x.ndim))
-    order[first], order[second] = second, first
-    return permuted(context, x, order)
-
-
-def turned(context: SplitContext, func: Any, x: Any) -> Any:
-    return permuted(context, x, list(range(x.ndim))[::-1])
-
-
-def permute(context: SplitContext, func: Any, x: Any, *dims: Any) -> Any:
-    return permuted(context, x, [d % x.ndim for d in _sizes(dims)])
-
-
-def movedim(context: SplitContext, func: Any, x: Any, source: Any, destination: Any) -> Any:
-    probe = torch.empty([*range(2, 2 + x.ndim)], device="meta").movedim(source, destination)
-    return permuted(context, x, [n - 2 for n in probe.shape])
-
-
-def permuted(context: SplitContext, x: SplitTensor, order: list[int]) -> Any:
-    local, cuts = x.local.permute(order), [x.cuts[dim] for dim in order]
-    return _same_kind(wrap_local_part(local, cuts, context), x)
-
-
-def _same_kind(found: Any, x: SplitTensor) -> Any:
-    """A view of a weight is a weight."""
-    if x.parameter and isinstance(found, SplitTensor):
-        return replace(found, origins=x.origins, parameter=True)
-    return found
-
-
-def expand(context: SplitContext, func: Any, x: SplitTensor, *shape: Any) -> Any:
-    sizes = _sizes(shape)
-    cuts = [WHOLE_DIMENSION] * (len(sizes) - x.ndim) + list(x.cuts)
-    local = [-1 if cut.axes else size for size, cut in zip(sizes, cuts, strict=True)]
-    return wrap_local_part(x.local.expand(local), cuts, context)
-
-
-# -- parts and joints -------------------------------------------------------------------------
-
-
-def chunk(context: SplitContext, func: Any, x: SplitTensor, chunks: int, dim: int = 0) -> Any:
-    dim %= x.ndim
-    length = -(-x.shape[dim] // chunks)
-    return split(context, func, x, length, dim)
-
-
-def split(
-    context: SplitContext, func: Any, x: SplitTensor, split_size_or_sections: Any, dim: int = 0,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    dim %= x.ndim
-    sections = kwargs.get("split_size", split_size_or_sections)
-    total = x.shape[dim]
-    if isinstance(sections, int):
-        sections = [min(sections, total - at) for at in range(0, total, sections)]
-    starts = [sum(sections[:number]) for number in range(len(sections))]
-    return tuple(
-        narrowed(context, x, dim, start, size) for start, size in zip(starts, sections, strict=True)
-    )
-
-
-def unbind(context: SplitContext, func: Any, x: SplitTensor, dim: int = 0) -> Any:
-    dim %= x.ndim
-    return tuple(select(context, func, x, dim, number) for number in range(x.shape[dim]))
-
-
-def select(context: SplitContext, func: Any, x: SplitTensor, dim: int, index: int) -> Any:
-    dim %= x.ndim
-    if x.cuts[dim].axes:
-        raise RuleRefused("it takes one entry of a cut dimension", blocks=x.shape[dim])
-    cuts = [cut for d, cut in enumerate(x.cuts) if d != dim]
-    return wrap_local_part(x.local.select(dim, index), cuts, context)
-
-
-def narrow(context: SplitContext, func: Any, x: Any, dim: int, start: int, length: int) -> Any:
-    return narrowed(context, x, dim % x.ndim, start, length)
-
-
-def narrowed(context: SplitContext, x: SplitTensor, dim: int, start: int, length: int) -> Any:
-    """Entries [start, start + length) of a dimension; of a cut one only whole blocks."""
-    cut = x.cuts[dim]
-    if not cut.axes:
-        return wrap_local_part(x.local.narrow(dim, start, length), x.cuts, context)
-    size = x.shape[dim]
-    if length == size:
-        return x
-    block = size // cut.blocks
-    if start % block or length % block:
-        common = math.gcd(start, length, size)
-        fits = size // common if common and common % context.grid.size(cut.axes) == 0 else 0
-        raise RuleRefused("it takes a piece of a cut dimension", blocks=fits)
-    parts = context.grid.size(cut.axes)
-    if len(cut.axes) > 1:
-        raise RuleRefused("it takes blocks of a dimension that is cut over two axes")
-    cuts = [*x.cuts]
-    cuts[dim] = DimensionCut(cut.axes, length // block)
-    local = x.local.narrow(dim, start // parts, length // parts)
-    return _same_kind(wrap_local_part(local, cuts, context), x)
-
-
-def getitem(context: SplitContext, func: Any, x: SplitTensor, index: Any) -> Any:
-    """Numbers, slices, None and `...`; of cut dimensions whole blocks."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(entry, Tensor | SplitTensor | list) for entry in entries):
-        raise RuleRefused("it picks by a tensor")
-    rest = x.ndim - sum(entry is not None and entry is not Ellipsis for entry in entries)
-    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
-    entries[at : at + 1] = [slice(None)] * rest
-    found: Any = x
-    dim = 0
-    for entry in entries:
-        if entry is None:
-            found = unsqueeze(context, func, found, dim) if _split(found) else found.unsqueeze(dim)
-            dim += 1
-        elif isinstance(entry, slice):
-            found = _sliced(context, found, dim, entry)
-            dim += 1
-        else:
-            found = (
-                select(context, func, found, dim, int(entry))
-                if _split(found)
-                else local_of(found).select(dim, int(entry))
-            )
-    return found
-
-
-def _split(x: Any) -> bool:
-    return isinstance(x, SplitTensor)
-
-
-def _sliced(context: SplitContext, x: Any, dim: int, entry: slice) -> Any:
-    start, stop, step = entry.indices(x.shape[dim])
-    if (start, stop, step) == (0, x.shape[dim], 1):
-        return x
-    if cuts_of(x)[dim].axes and step != 1:
-        raise RuleRefused("it takes every so many entries of a cut dimension")
-    if step == 1 and _split(x):
-        return narrowed(context, x, dim, start, max(0, stop - start))
-    where = (slice(None),) * dim + (entry,)
-    return wrap_local_part(local_of(x)[where], cuts_of(x), context)
-
-
-def cat(context: SplitContext, func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+def cat(context: LayerContext, func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     dim %= tensors[0].ndim
-    cuts = _alike(context, tensors)
-    if cuts[dim].axes:
-        raise RuleRefused("it joins tensors along a cut dimension")
-    return wrap_local_part(torch.cat([local_of(x) for x in tensors], dim), cuts, context)
-
-
-def stack(context: SplitContext, func: Any, tensors: Any, dim: int = 0) -> Any:
-    dim %= tensors[0].ndim + 1
-    cuts = [*_alike(context, tensors)]
-    cuts.insert(dim, WHOLE_DIMENSION)
-    return wrap_local_part(torch.stack([local_of(x) for x in tensors], dim), cuts, context)
-
-
-def _alike(context: SplitContext, tensors: Sequence[Any]) -> tuple[DimensionCut, ...]:
     cuts = cuts_of(tensors[0])
     if any(cuts_of(x) != cuts for x in tensors):
         raise RuleRefused("it joins tensors that are cut differently")
-    return cuts
+    if cuts[dim].axes:
+        raise RuleRefused("it joins tensors along a cut dimension")
+    return context.wrap(torch.cat([local_of(x) for x in tensors], dim), cuts)
 
 
 def repeat_interleave(
-    context: SplitContext,
+    context: LayerContext,
     func: Any,
     x: SplitTensor,
     repeats: int,
@@ -327,4 +118,10 @@ def repeat_interleave(
 ) -> Any:
     if dim is None or not isinstance(repeats, int):
         raise RuleRefused("it repeats by a tensor, or without a dimension")
-    return wrap_local_part(x.local.repeat_interleave(repeats, dim), x.cuts, context)
+    return context.wrap(x.local.repeat_interleave(repeats, dim), x.cuts)
+
+
+def triangle(context: LayerContext, func: Any, x: SplitTensor, diagonal: int = 0) -> Any:
+    if any(cut.axes for cut in x.cuts[-2:]):
+        raise RuleRefused("it takes a triangle of a cut dimension")
+    return context.wrap(func(x.local, diagonal), x.cuts)

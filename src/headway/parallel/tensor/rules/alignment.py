@@ -1,0 +1,149 @@
+"""The one law for elementwise functions, products and sums: equal labels are cut alike.
+
+Every operand has a label per dimension, and dimensions with the same label are cut alike: operands
+that are whole along a label that another one cuts take their part, those without the label are
+used differently by the ranks, so that their gradients are summed. A label that the result lacks is
+summed over the ranks that cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.parallel.split_tensor import (
+    WHOLE_DIMENSION,
+    DimensionCut,
+    RuleRefused,
+    SplitTensor,
+    modifies_in_place,
+)
+from headway.parallel.tensor.grid import copy_to_ranks, reduce_from_ranks, scatter_to_ranks
+from headway.parallel.tensor.layer_context import LayerContext, cuts_of, local_of
+
+DimensionLabels = Sequence[Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedOperands:
+    """Operands that fit each other.
+
+    Attributes:
+        cuts: Label -> how it is cut.
+    """
+
+    locals: list[Tensor]
+    cuts: dict[Hashable, DimensionCut]
+    context: LayerContext
+
+    def result(self, local: Tensor, labels: DimensionLabels) -> Any:
+        """The result: sums over labels that it does not have are still to be taken."""
+        pending = "".join(cut.axes for label, cut in self.cuts.items() if label not in labels)
+        local = reduce_from_ranks(local, self.context.grid, pending)
+        return self.context.wrap(local, [self.cuts.get(label, WHOLE_DIMENSION) for label in labels])
+
+
+def align_operands(
+    context: LayerContext, given: Sequence[tuple[Any, DimensionLabels]]
+) -> AlignedOperands:
+    """Cut all operands alike.
+
+    Args:
+        given: Operands with a label for each dimension; None for one of size 1 that is stretched.
+
+    Raises:
+        RuleRefused: Operands are cut differently along a label, or two labels by the same axis.
+    """
+    cuts: dict[Hashable, DimensionCut] = {}
+    operands = sorted(enumerate(given), key=lambda entry: not entry[1][0].requires_grad)
+    fitting = {}
+    for number, (operand, labels) in operands:
+        fitting[number] = _agreed(operand, labels, cuts), labels
+    locals_ = [_fitted(context, *fitting[number], cuts) for number in range(len(operands))]
+    return AlignedOperands(locals_, cuts, context)
+
+
+def _agreed(operand: Any, labels: DimensionLabels, cuts: dict[Hashable, DimensionCut]) -> Any:
+    """An operand that fits the cuts, to which it adds its own; a mask that does not comes whole."""
+    own = {label: cut for label, cut in zip(labels, cuts_of(operand), strict=True) if cut.axes}
+    for label, cut in own.items():
+        elsewhere = "".join(other.axes for name, other in cuts.items() if name != label)
+        if cuts.get(label, cut) != cut or set(elsewhere) & set(cut.axes):
+            if operand.requires_grad:
+                raise RuleRefused(
+                    f"its operands are cut differently: {cut} and "
+                    f"{cuts.get(label, WHOLE_DIMENSION)}"
+                )
+            return operand.full_tensor()
+    cuts |= own
+    return operand
+
+
+def _fitted(
+    context: LayerContext, x: Any, labels: DimensionLabels, cuts: dict[Hashable, DimensionCut]
+) -> Tensor:
+    own, local, lacking = cuts_of(x), local_of(x), ""
+    for label, cut in cuts.items():
+        if label not in labels:
+            lacking += cut.axes
+            continue
+        dim = labels.index(label)
+        if own[dim] != cut:
+            _check_activation(context, x)
+            local = scatter_to_ranks(local, context.grid, cut.axes, dim, cut.blocks)
+    if lacking and local.requires_grad:
+        local = copy_to_ranks(local, context.grid, lacking)
+    return local
+
+
+def _check_activation(context: LayerContext, x: Any) -> None:
+    """In the classic form an activation is whole or stays cut from one layer to the next.
+
+    A sum of both, as behind a projection into the residual stream, means that the layer is none
+    of a pair; it is left whole.
+    """
+    if (
+        context.surveys
+        and context.classic
+        and isinstance(x, Tensor)
+        and x.requires_grad
+        and not x.is_leaf
+    ):
+        raise RuleRefused("it meets a whole activation")
+
+
+def broadcast_labels(operands: Sequence[Any]) -> tuple[list[DimensionLabels], DimensionLabels]:
+    """Labels of operands that are broadcast, and of the result: dimensions counted from the end."""
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    found: list[DimensionLabels] = []
+    for x in operands:
+        first = len(shape) - x.ndim
+        found.append(
+            [None if n == 1 and shape[first + d] != 1 else first + d for d, n in enumerate(x.shape)]
+        )
+    return found, list(range(len(shape)))
+
+
+def elementwise(context: LayerContext, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that computes each element of its result of one element of each operand."""
+    operands = [x for x in (*args, *kwargs.values()) if is_tensor(x)]
+    labels, out = broadcast_labels(operands)
+    aligned = align_operands(context, list(zip(operands, labels, strict=True)))
+    if modifies_in_place(func, kwargs) and aligned.locals[0] is not local_of(operands[0]):
+        raise RuleRefused("in place, its result has to be cut as its first operand is")
+    parts = iter(aligned.locals)
+    local = func(
+        *(next(parts) if is_tensor(x) else x for x in args),
+        **{key: next(parts) if is_tensor(x) else x for key, x in kwargs.items()},
+    )
+    if isinstance(args[0], SplitTensor) and local is args[0].local:
+        return args[0]
+    return aligned.result(local, out)
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor | SplitTensor)
