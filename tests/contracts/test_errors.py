@@ -6,6 +6,7 @@ import ast
 import inspect
 import pickle
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def example(kind):
     return kind("the sum is wrong", **facts)
 
 
+@cache
 def raised_in_tests():
     """Names of classes that stand in a `pytest.raises(...)` of any other test file."""
     found = set()
@@ -41,6 +43,7 @@ def raised_in_tests():
     return found
 
 
+@cache
 def codes_in_tests():
     """Error codes that stand in a text of any other test file (errors of another process)."""
     texts = [p.read_text() for p in TESTS.rglob("test_*.py") if p != Path(__file__)]
