@@ -26,6 +26,11 @@ def of(folder: Path):
     return {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))}
 
 
+def devices(point):
+    """Their number; on a cluster of several types the number of each."""
+    return point.get("types") or point["devices"]
+
+
 def search(case):
     said = case["answer"]
     if "json" not in said:
@@ -39,9 +44,9 @@ def search(case):
         "degrees": chosen.get("degrees") or chosen["combination"],
         "seconds": chosen["seconds"],
         "bytes": chosen["bytes"],
-        "devices": chosen["devices"],
+        "devices": devices(chosen),
         **({"shares": chosen["shares"]} if "shares" in chosen else {}),
-        "frontier": [[p["devices"], p["seconds"], p["bytes"]] for p in tree["points"]],
+        "frontier": [[devices(p), p["seconds"], p["bytes"]] for p in tree["points"]],
     }
 
 

@@ -57,7 +57,7 @@ TEXTS = (
     (r"exchange re-arranged after step.*", "exchange re-arranged <FROM MEASURED TIMES>"),
     (r"captured in .*", "captured in <T>"),
     (r"searched in .*", "searched in <T>"),
-    (r"this process took at most .*", "<MEMORY>"),
+    (r"peak memory of this process .*", "<MEMORY>"),
     (rf"after {DURATION}", "after <T>"),
     (rf"in {DURATION}", "in <T>"),
     (r"\bpid [0-9]+", "pid <PID>"),

@@ -136,7 +136,7 @@ def test_the_command_plans_mixed_devices_and_its_plan_is_the_serial_run(tmp_path
     )
     assert done.code == 0, done.err
     point = json.loads(done.out)["points"][0]
-    assert point["devices"] == {"v100": 1, "p100": 2}
+    assert point["types"] == {"v100": 1, "p100": 2}
     assert sum(point["shares"]) == 12
     assert "ranks stand on 1 v100, 2 p100" in done.err
     proved = headway_here("verify", "support.recipes:mlp", "--plan", "plan.json", cwd=tmp_path)

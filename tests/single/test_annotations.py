@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import headway
-from headway.api.plan_request import TrainingLength
 from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
-from headway.cli.plan.output import PlanSearchReport, report_data
+from headway.cli.plan.output import report_data
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError
@@ -25,6 +24,7 @@ from headway.planner.search.branch_and_bound import find_plans
 from headway.planner.search.plan_conversion import to_plan
 from headway.planner.search.request import PlanRequest, resolve_force
 from headway.planner.traffic.estimate import collectives_of
+from support.planning import planning_result
 
 WIDTH, CLASSES = 64, 4096
 
@@ -83,10 +83,7 @@ def planned(build, choices=None, **changed):
         objective="fastest",
     )
     outcome = find_plans(replace(question, **changed))
-    answer = PlanSearchReport(
-        outcome=outcome, recipe="r", cluster="c", currency="", amounts=TrainingLength()
-    )
-    return json.dumps(report_data(answer), sort_keys=True), outcome
+    return json.dumps(report_data(planning_result(outcome)), sort_keys=True), outcome
 
 
 def by_hand(*force, tensor=None):

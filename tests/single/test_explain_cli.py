@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.cli.explain import explain_plan, explanation_lines, stage_boundaries
+from headway.api.explanation import explain_plan, stage_boundaries
+from headway.cli.explain import explanation_lines, part_line
 from headway.cli.main import main
-from headway.cli.plan.mixed_devices import part_line
 from headway.cluster import to_toml
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
@@ -298,7 +298,7 @@ def test_a_choice_changes_only_to_what_is_faster_than_the_plan(question):
     ):
         one = replace(other, own=share * other.best.seconds)
         assert one.better == (share > 1)
-        said = "\n".join(explanation_lines(question, replace(found, changes=(one,))))
+        said = "\n".join(explanation_lines(engine(question), replace(found, changes=(one,))))
         assert more in next(line for line in said.splitlines() if f"with {TWICE}" in line)
         assert f"memory {bound}" in said
 
@@ -316,7 +316,7 @@ def test_one_stage_is_one_stage(question):
         staged(recompute="blocks", recompute_stages=(1,)), engine(question, 4), most=16
     )
     faster = replace(found.point, seconds=found.point.seconds / 2)
-    said = "\n".join(explanation_lines(question, replace(found, today=faster)))
+    said = "\n".join(explanation_lines(engine(question), replace(found, today=faster)))
     assert re.search(r"the search would take .*, recompute in 1 stage$", said, re.MULTILINE)
 
 
@@ -414,7 +414,7 @@ def test_sentences_and_json_of_the_same_plan(run, question):
     assert "what binds: the launches of kernels, not the products (compute, " in out
     assert "memory: stage 1 is the fullest" in out
     assert "data 2 -> 4: " in out
-    assert "of the plans that run today the search would take" in out
+    assert "among the executable plans the search would take" in out
     code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER, "--json")
     data = json.loads(out)
     assert data["point"]["seconds"] == point.seconds
@@ -589,5 +589,5 @@ def test_launches_bind_where_the_host_is_as_slow_as_the_compute(question):
     assert found.parts[0].name == "compute"
     for issuing, said in ((found.issuing, "the launches of kernels"), (0.0, "compute (")):
         assert f"what binds: {said}" in "\n".join(
-            explanation_lines(question, replace(found, issuing=issuing))
+            explanation_lines(engine(question), replace(found, issuing=issuing))
         )

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.api.plan_request import TrainingLength
-from headway.cli.plan.output import PlanSearchReport, report_lines
+from headway.cli.plan.output import report_lines
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.planner.estimate.degrees import Degrees, describe_degrees
@@ -21,6 +20,7 @@ from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.request import PlanRequest
 from headway.report.pictures.pareto_frontier import frontier_plot
 from headway.run.measure.recipe_model import recipe_graph
+from support.planning import planning_result
 
 MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
 
@@ -93,9 +93,7 @@ def test_what_the_tensor_axis_splits_tells_apart():
 
 def test_rows_and_pictures_do_not_read_alike(engine, alike):
     outcome = replace(find_plans(engine.question), points=tuple(alike), chosen=0)
-    answer = PlanSearchReport(
-        outcome=outcome, recipe="r", cluster="c", currency="", amounts=TrainingLength()
-    )
+    answer = planning_result(outcome)
     said = label_points(outcome.search, alike)
     rows = [row for row in report_lines(answer) if describe_degrees(alike[0].degrees) in row]
     for words in said:

@@ -72,7 +72,7 @@ def test_the_answer_in_words(run, tmp_path):
     assert "nearest alternatives, against the chosen plan:" in shown
     assert "whose price is not known" in shown
     assert '--price "2.5 USD/h"' in shown
-    assert "this process took at most" in err
+    assert "peak memory of this process" in err
     assert Plan.load(out).ranks in (1, 2, 4)
 
 
@@ -280,7 +280,7 @@ def test_nothing_fits(run):
     assert code == 2
     assert not shown
     assert err.startswith("HW-2002 no plan fits")
-    assert "Each of these would do" in err
+    assert "Each of these would help" in err
     least = re.search(r'--memory "(\d+) B"', err)
     code, _, err = run("--devices", "1", "--memory", f"{least.group(1)} B")
     assert code == 0, err

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from headway.cli.explain import explain_plan, explanation_lines
+from headway.api.explanation import explain_plan
+from headway.cli.explain import explanation_lines
 from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.planner.estimate.operators import PlanningWorkload
@@ -84,10 +85,11 @@ def test_one_kind_of_thing_changes(question):
 def test_explain_says_so(question):
     engine, point = tight(question, PLAN, 0.8)
     found = explain_plan(PLAN, engine, most=16)
-    words = "\n".join(explanation_lines(engine.question, found))
+    words = "\n".join(explanation_lines(engine, found))
     assert "this does not fit" in words
     assert "more per device; or, the fastest first:" in words
     assert found.over == excess_bytes(engine, point)
-    whole = explain_plan(PLAN, PlanSearch(question), most=16)
+    free = PlanSearch(question)
+    whole = explain_plan(PLAN, free, most=16)
     assert (whole.over, whole.mends) == (0, ())
-    assert "more per device; or" not in "\n".join(explanation_lines(question, whole))
+    assert "more per device; or" not in "\n".join(explanation_lines(free, whole))

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import headway
-from headway.cluster import of_preset
+from headway.cluster import of_preset, read_cluster
+from support.mixed import devices
 
 FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 20, 8
 
@@ -87,6 +88,24 @@ def test_a_plan_has_a_frontier_and_a_prediction(found, cluster):
     assert found.prediction.seconds == found.chosen.seconds > 0
     others = headway.plan(RECIPE, cluster)
     assert all(others.plan_of(point).ranks == point.devices for point in others.frontier)
+
+
+def test_devices_of_several_types_are_planned_and_simulated_like_those_of_one(folder):
+    (folder / "mixed.toml").write_text(devices())
+    mixed = read_cluster(folder / "mixed.toml")
+    found = headway.plan(RECIPE, "mixed.toml", devices=4, runnable=True)
+    assert found.chosen.amounts == (("fast", 2), ("slow", 2))
+    assert found.prediction.device == "2 fast, 2 slow"
+    assert 0 < found.outcome.floor <= found.outcome.bound * (1 + 1e-9)
+    assert (found.missing, found.currency, found.length.stop) == ("", "EUR", 5)
+    played = headway.simulate(found.save("plan.json"), recipe=RECIPE, cluster=mixed)
+    assert played.seconds == pytest.approx(found.prediction.seconds, rel=0.2)
+    assert set(played.scenarios[0].groups) == {"fast", "slow"}
+    with pytest.raises(headway.NothingFits, match="every plan needs") as refused:
+        headway.plan(RECIPE, mixed, memory=200)
+    assert "more per device" in refused.value.fix
+    with pytest.raises(headway.PlanError, match="the cluster has 4"):
+        headway.plan(RECIPE, mixed, devices=5)
 
 
 def test_a_found_plan_trains_as_one_process_does(found, folder, capfd):

@@ -8,26 +8,31 @@ they are called.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.cluster import Cluster
 from headway.cost.machine_presets import machine_of
+from headway.cost.network import network_of
+from headway.cost.transformer import Machine
 from headway.documents import nearest
 from headway.errors import HeadwayError, PlanError, UsageError
 from headway.planner.estimate.degrees import divisors
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.request import (
+    DeviceGroup,
     ForcedModules,
     Objective,
     PlanRequest,
     parse_force,
     resolve_force,
+    restrict_to_executor,
     restrict_to_force,
 )
-from headway.planner.search.request import restrict_to_executor as narrowed
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
 
 _LOG = logging.getLogger("headway")
+ValueT = TypeVar("ValueT")
 
 DeviceCounts = str | int | Sequence[int]
 """8, (6, 12), "8", "6,12" or "1..64"."""
@@ -51,10 +57,9 @@ class PlanSearchOptions:
         memory: Bytes of a device; None: all of it.
         price: Of a device and hour; None: the cluster file's, if any.
         force: (pattern, what).
-        objective: As in `PlanRequest`.
-        runnable: Only what today's executor can run.
+        runnable: Only plans that the executor can run.
         tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
-        seconds: Of searching; None: as long as it takes.
+        seconds: Time limit of the search.
     """
 
     counts: tuple[int, ...] | None
@@ -94,13 +99,8 @@ def parse_search_options(
 ) -> PlanSearchOptions:
     """The options as values.
 
-    Args:
-        memory: Bytes of a device that may be used, or as in "80 GiB".
-        schedules: None: 1f1b; of the fastest plan that can run, all that the executor runs.
-        time_limit: Seconds, or as in "10 s".
-
     Raises:
-        UsageError: With every problem of all of them.
+        UsageError: With the problems of all options.
     """
     forced, problems = parse_force(tuple(force))
     if schedules is None:
@@ -113,44 +113,31 @@ def parse_search_options(
         for word in named
         if word not in (*RUNNABLE_SCHEDULES, "all")
     ]
-    counts, limit, money = None, None, None
-    if devices is not None:
+
+    def read(name: str, parse: Callable[[Any], ValueT], said: object) -> ValueT | None:
         try:
-            counts = parse_device_counts(devices)
+            return None if said is None else parse(said)
         except ValueError as error:
-            problems.append(f"--devices {devices}: {error}")
-    if memory is not None:
-        try:
-            limit = parse_memory(memory)
-        except ValueError as error:
-            problems.append(f"--memory {error}")
-    if price is not None:
-        try:
-            money = price if isinstance(price, Price) else Price.parse(price)
-        except ValueError as error:
-            problems.append(f"--price {error}")
-    seconds = None
-    if time_limit is not None:
-        try:
-            seconds = parse_duration(time_limit)
-        except ValueError as error:
-            problems.append(f"--time-limit {error}")
+            problems.append(f"--{name} {error}")
+            return None
+
+    options = PlanSearchOptions(
+        counts=read("devices", parse_device_counts, devices),
+        memory=read("memory", parse_memory, memory),
+        price=price if isinstance(price, Price) else read("price", Price.parse, price),
+        force=forced,
+        objective=objective,
+        runnable=runnable,
+        schedules=named,
+        seconds=read("time-limit", parse_duration, time_limit),
+    )
     if problems:
         raise UsageError(
             "these options cannot be read",
             why="\n  ".join(problems),
             fix="See headway plan search --help.",
         )
-    return PlanSearchOptions(
-        counts=counts,
-        memory=limit,
-        price=money,
-        force=forced,
-        objective=objective,
-        runnable=runnable,
-        schedules=named,
-        seconds=seconds,
-    )
+    return options
 
 
 def parse_duration(said: str | float) -> float:
@@ -163,10 +150,10 @@ def parse_duration(said: str | float) -> float:
 
 
 def parse_memory_limit(said: str | int | None) -> int | None:
-    """Bytes of what `--memory` says; None: all of a device's.
+    """As `parse_memory`; None: all of a device's.
 
     Raises:
-        UsageError: It is no size, or has no unit.
+        UsageError: Not a size, or without a unit.
     """
     try:
         return None if said is None else parse_memory(said)
@@ -195,56 +182,73 @@ def parse_device_counts(said: DeviceCounts) -> tuple[int, ...]:
     Raises:
         ValueError: No such numbers.
     """
-    text = said if isinstance(said, str) else ",".join(map(str, _listed(said)))
+    numbers = (said,) if isinstance(said, int) else said
+    text = numbers if isinstance(numbers, str) else ",".join(map(str, numbers))
     low, dots, high = text.partition("..")
     try:
         ends = (int(low), int(high)) if dots else (1, 1)
         found = {int(word) for word in text.split(",")} if not dots else {*ends}
     except ValueError:
-        raise ValueError("it is no number of devices; write 8, 6,12 or 1..64") from None
+        raise ValueError(f"{text}: not a number of devices; write 8, 6,12 or 1..64") from None
     if min(found) < 1:
-        raise ValueError("at least 1 device is needed")
+        raise ValueError(f"{text}: at least 1 device is needed")
     if ends[0] > ends[1]:
-        raise ValueError(f"{ends[0]} is more than {ends[1]}; write the smaller one first")
+        raise ValueError(f"{text}: {ends[0]} is more than {ends[1]}; write the smaller one first")
     if dots:
         found |= {2**n for n in range(ends[1].bit_length()) if ends[0] <= 2**n <= ends[1]}
     return tuple(sorted(found))
 
 
-def _listed(said: int | Sequence[int]) -> Sequence[int]:
-    return (said,) if isinstance(said, int) else said
+def device_type_counts(cluster: Cluster) -> dict[str, int]:
+    """Devices of each type, in the order of the cluster."""
+    return dict(Counter(name for name in cluster.devices_of_ranks if name is not None))
 
 
 def pricing_request(
     captured: RecipeWorkload,
     cluster: Cluster,
     *,
-    devices: tuple[int, ...],
+    devices: tuple[int, ...] | None,
     memory: int | None = None,
     precision: str | None = None,
 ) -> PlanRequest:
     """A recipe on a cluster, with the update of its optimizer as measured there.
 
     Args:
+        devices: None: all devices of one type; of several types each whole or not at all.
         memory: Bytes of a device that may be used; None: all of it.
         precision: Of a plan that is to be priced; None: the recipe's.
 
     Raises:
-        PlanError: The cluster has devices of several types, or says nothing of them.
+        PlanError: The cluster does not say which devices it has.
     """
     from headway.api.recipe_workload import with_measured_optimizer  # imports torch
 
-    kinds = sorted({name for name in cluster.devices_of_ranks if name is not None})
-    if len(kinds) > 1:
+    counts = device_type_counts(cluster)
+    if len(counts) > 1 and sum(counts.values()) < cluster.ranks:
         raise PlanError(
-            "the cluster has devices of several types",
-            problems=[f"devices: {', '.join(kinds)}"],
-            fix="Describe one type; on the command line plan, explain and simulate take several.",
+            "this request cannot be planned",
+            problems=["some nodes do not say which device they have"],
+            fix="Describe the devices of all nodes in the cluster file.",
+        )
+
+    def machine(kind: str | None) -> Machine:
+        found = machine_of(cluster, device=kind)
+        return with_measured_optimizer(found, cluster, captured.recipe)
+
+    groups: tuple[DeviceGroup, ...] = ()
+    if len(counts) > 1:
+        # A fitted preset brings links of its own; a request has one network that joins all groups.
+        network = network_of(cluster)
+        groups = tuple(
+            DeviceGroup(kind=kind, machine=replace(machine(kind), network=network), count=number)
+            for kind, number in counts.items()
         )
     return PlanRequest(
         work=captured.work,
-        machine=with_measured_optimizer(machine_of(cluster), cluster, captured.recipe),
-        devices=devices,
+        machine=groups[0].machine if groups else machine(None),
+        groups=groups,
+        devices=devices if devices is not None else () if groups else (cluster.ranks,),
         batch=captured.batch,
         memory=memory,
         precision=captured.precision if precision is None else search_precision(precision),
@@ -252,54 +256,79 @@ def pricing_request(
 
 
 def build_question(
-    wanted: PlanSearchOptions, captured: RecipeWorkload, cluster: Cluster
+    options: PlanSearchOptions, captured: RecipeWorkload, cluster: Cluster
 ) -> PlanRequest:
     """The request to the search.
 
     Raises:
         PlanError: With everything that cannot be on this cluster with this model.
     """
-    counts = wanted.counts or (cluster.ranks,)
-    problems = []
-    if counts[-1] > cluster.ranks:
-        problems.append(f"--devices: {counts[-1]}, and the cluster has {cluster.ranks}")
-    force, unknown = resolve_force(captured.work, wanted.force)
-    problems += unknown
-    request = pricing_request(captured, cluster, devices=counts, memory=wanted.memory)
-    money = device_price(wanted, cluster)
+    force, unknown = resolve_force(captured.work, options.force)
+    problems = list(unknown)
+    if options.counts and options.counts[-1] > cluster.ranks:
+        problems.insert(0, f"--devices: {options.counts[-1]}, and the cluster has {cluster.ranks}")
+    request = pricing_request(captured, cluster, devices=options.counts, memory=options.memory)
+    prices = {kind: price.per_hour for kind, price in device_prices(options, cluster).items()}
     request = replace(
         request,
-        objective=wanted.objective,
-        schedules=wanted.schedules,
+        objective=options.objective,
+        schedules=options.schedules,
         force=force,
-        seconds=wanted.seconds,
-        price=None if money is None else money.per_hour,
+        seconds=options.seconds,
+        price=None if request.groups else next(iter(prices.values()), None),
+        groups=tuple(replace(group, price=prices.get(group.kind)) for group in request.groups),
     )
-    if wanted.runnable:
-        request = narrowed(request, zero=request.zero)
-    machine = request.machine
+    if options.runnable:
+        request = restrict_to_executor(request, zero=request.zero)
     if not problems:
-        inner = machine.network.levels[0].width
-        degrees = {t for n in counts for t in divisors(n) if t <= inner}
-        request, problems = restrict_to_force(
-            request, request.tensor or wanted.tensor or sorted(degrees)
-        )
+        inner = request.machine.network.levels[0].width
+        numbers = request.devices or tuple(group.count for group in request.groups)
+        degrees = {t for n in numbers for t in divisors(n) if t <= inner}
+        allowed = request.tensor or options.tensor or sorted(degrees)
+        request, problems = restrict_to_force(request, allowed)
     if problems:
         raise PlanError(
-            "there can be no such plan",
+            "this request cannot be planned",
             problems=problems,
             fix=(
                 "Ask for fewer devices or describe a larger cluster (--nodes with a preset); force "
                 "only what the model has."
             ),
         )
-    if wanted.memory is not None and wanted.memory > machine.device.memory:
+    largest = max((one.device for one in request.machines.values()), key=lambda one: one.memory)
+    if options.memory is not None and options.memory > largest.memory:
         warnings.warn(
-            f"--memory {format_bytes(wanted.memory)} is more than the "
-            f"{format_bytes(machine.device.memory)} of {machine.device.name}",
+            f"--memory {format_bytes(options.memory)} is more than the "
+            f"{format_bytes(largest.memory)} of {largest.name}",
             stacklevel=2,
         )
     return request
+
+
+def device_types_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """The type of each rank's device: as the search has written it into the plan's prediction, else
+    in the order of the cluster's file. Empty where all devices are of one type.
+
+    Raises:
+        PlanError: The cluster has fewer devices of a type, or does not say what it has.
+    """
+    if len(device_type_counts(cluster)) < 2:
+        return ()
+    there = [kind for kind in cluster.devices_of_ranks if kind is not None]
+    said = plan.prediction.device if plan.prediction else ""
+    kinds = there[: plan.ranks]
+    if re.fullmatch(r"\d+ [^ ,]+(, \d+ [^ ,]+)*", said):
+        runs = (run.split(" ") for run in said.split(", "))
+        kinds = [kind for number, kind in runs for _ in range(int(number))]
+    lacking = Counter(kinds) - Counter(there)
+    if len(kinds) != plan.ranks or lacking:
+        raise PlanError(
+            "the plan is for other devices than the cluster's",
+            problems=[f"{n} x {kind} too few" for kind, n in lacking.items()]
+            or [f"{plan.ranks} ranks, and {len(kinds)} of them have a known device"],
+            fix="Name the cluster that it was made for, or make a plan for this one.",
+        )
+    return tuple(kinds)
 
 
 def check_ranks(ranks: int, cluster: Cluster) -> None:
@@ -316,14 +345,14 @@ def check_ranks(ranks: int, cluster: Cluster) -> None:
         )
 
 
-def device_price(wanted: PlanSearchOptions, cluster: Cluster) -> Price | None:
-    """Of a device and hour; None: nobody said."""
-    if wanted.price is not None:
-        return wanted.price
-    try:
-        return cluster.price_of([0])
-    except PlanError:
-        return None
+def device_prices(options: PlanSearchOptions, cluster: Cluster) -> Mapping[str, Price]:
+    """Of a device and hour, by type; empty unless all are known."""
+    counts = device_type_counts(cluster)
+    if options.price is not None:
+        return dict.fromkeys(counts, options.price)
+    prices = {kind: cluster.devices[kind].price for kind in counts}
+    known = {kind: price for kind, price in prices.items() if price is not None}
+    return known if len(known) == len(counts) else {}
 
 
 def recipe_workload(recipe: str | Recipe, plan: Plan | None) -> RecipeWorkload:

@@ -252,11 +252,18 @@ class _SearchInputs:
 
 def _fastest_executable(asked: _SearchInputs, cluster: Cluster, ranks: int) -> AutoPlan:
     """The fastest plan; without a pipeline where the executor cannot cut the model so."""
-    from headway.api.plan_request import pricing_request
+    from headway.api.plan_request import device_type_counts, pricing_request
     from headway.api.planning import search_cuttable
     from headway.planner.export.auto import find_auto_plan
 
-    captured = asked.captured
+    captured, kinds = asked.captured, device_type_counts(cluster)
+    if len(kinds) > 1:
+        raise PlanError(
+            "--plan auto does not place ranks on devices of several types",
+            problems=[f"devices: {', '.join(kinds)}"],
+            fix="Search with `headway plan --out plan.json`, and start the ranks on the devices "
+            "that it names.",
+        )
     question = pricing_request(captured, cluster, devices=(ranks,))
     question = replace(question, force=captured.annotations.force)
     return search_cuttable(

@@ -26,7 +26,7 @@ from headway.api.plan_request import (
     DeviceCounts,
     TrainingLength,
     build_question,
-    device_price,
+    device_prices,
     note_unknown_operators,
     parse_search_options,
     training_length,
@@ -62,9 +62,8 @@ class PlanningResult:
         recipe: As it was given; so are `cluster_input` and `nodes`.
         cluster: That the plans are for.
         outcome: The search's own answer: bound, gap, and the tables behind each point.
-        currency: Of prices; "" where none is known.
-        length: How long the recipe trains, where a price is known.
-        capture_seconds: What capturing the model took; the rest is `search_seconds`.
+        currency: Of prices; "" where one is not known.
+        length: How long the recipe trains, where prices are known.
     """
 
     recipe: RecipeInput
@@ -105,7 +104,7 @@ class PlanningResult:
 
     @property
     def missing(self) -> str:
-        """What today's executor lacks for the chosen plan; "" where it can run it."""
+        """What the executor lacks for the chosen plan; "" where it can run it."""
         return missing_in_executor(self.chosen)
 
     def plan_of(self, point: Point) -> Plan:
@@ -148,19 +147,20 @@ def plan(
     Args:
         recipe: A `Recipe`, "module:function", the path of a recipe.toml, or a bundled workload's
             name; its model is captured, not built in memory.
-        cluster: A `Cluster`, the path of a cluster.toml, or a preset such as "dgx-a100".
+        cluster: A `Cluster`, the path of a cluster.toml, or a preset such as "dgx-a100"; its
+            devices may be of several types.
         nodes: Of a preset; by default 1.
         objective: What the chosen plan is best in: "fastest" (also of "frontier"),
             "fewest-devices" or "cheapest"; where no price is known, device-hours.
         memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
         devices: 8, (6, 12), "8", "6,12" or "1..64" (powers of two, and both ends); by default the
-            cluster's.
+            cluster's, of several types each whole or not at all.
         price: Of a device, as in "2.5 USD/h"; by default the cluster's.
         force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis of
             the operator), "blocks.8=stage" (a stage begins there).
         schedules: Of pipelines, as in "1f1b,gpipe,zb-h1"; "all" takes longer. By default 1f1b; with
             `runnable` and the objective "fastest" all that the executor runs.
-        runnable: Look only for plans that today's executor can run, without a tensor axis.
+        runnable: Look only for plans that the executor can run, without a tensor axis.
         time_limit: Of the search in seconds, or as in "10 s"; then the best so far is the answer.
 
     Returns:
@@ -170,8 +170,8 @@ def plan(
         UsageError: Options that cannot be read, or no such preset.
         RecipeError: The recipe cannot be used.
         DocumentError: A file has problems; all are listed.
-        PlanError: The model cannot be captured, or there can be no such plan.
-        NothingFits: No plan is within the memory; the error names the changes that would do.
+        PlanError: The model cannot be captured, or the request cannot be planned.
+        NothingFits: No plan is within the memory; the error names the changes that would help.
     """
     options = parse_search_options(
         devices=devices,
@@ -207,15 +207,15 @@ def plan(
         outcome = search_cuttable(search, lambda one: one, RecipeLimits(), captured.recipe)
     else:
         outcome = search(RecipeLimits())  # no limits: an ordinary search
-    money = device_price(options, found)
+    prices = device_prices(options, found)
     return PlanningResult(
         recipe=recipe,
         cluster=found,
         cluster_input=cluster,
         nodes=nodes,
         outcome=outcome,
-        currency="" if money is None else money.currency,
-        length=TrainingLength() if money is None else training_length(captured.recipe),
+        currency=next((price.currency for price in prices.values()), ""),
+        length=training_length(captured.recipe) if prices else TrainingLength(),
         capture_seconds=captured_at - begin,
         search_seconds=perf_counter() - captured_at,
     )
@@ -253,7 +253,7 @@ def search_cuttable(
         return search(replace(limits, pipeline=False))
     except NothingFits:
         raise PlanError(
-            "no plan that today's executor can run fits",
+            "no plan that the executor can run fits",
             problems=[why, "without a pipeline nothing fits"],
             fix="Change the model so that its forward can be followed, or allow more memory.",
         ) from None

@@ -1,7 +1,7 @@
 """`headway.simulate`: one step of a plan, event by event, on any hardware, with faults.
 
 A `SimulationJob` is a plan, given or found by the search; a `SimulationScenario` is its step on
-some hardware, as planned or changed.
+some hardware, as planned or changed. Devices may be of several types.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from headway.api.inputs import (
     ClusterInput,
@@ -23,6 +22,7 @@ from headway.api.inputs import (
 )
 from headway.api.plan_request import (
     check_ranks,
+    device_types_of_ranks,
     parse_memory_limit,
     pricing_request,
     recipe_workload,
@@ -30,11 +30,10 @@ from headway.api.plan_request import (
 from headway.cluster import Cluster
 from headway.cost.transformer import Machine
 from headway.errors import UsageError
-from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
-from headway.planner.search.plan_conversion import unpriced_parts
-from headway.planner.search.plan_point import Point
+from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
+from headway.planner.search.plan_point import describe_point, format_device_runs
 from headway.planner.search.request import PlanRequest
 from headway.plans import Plan
 from headway.plans import explain as in_words
@@ -70,7 +69,7 @@ class SimulationScenario:
 
     @property
     def groups(self) -> dict[str, list[RankBreakdown]]:
-        """The ranks that were played, by type of device; under "" where there is one."""
+        """The simulated ranks, by type of device; under "" where there is one."""
         found: dict[str, list[RankBreakdown]] = {}
         for account in self.step.accounts:
             found.setdefault(self.kinds[account.rank] if self.kinds else "", []).append(account)
@@ -79,32 +78,6 @@ class SimulationScenario:
 
 Machines = Mapping[str, Machine]
 """By type of device."""
-
-
-class SimulationJob(Protocol):
-    """A plan, read or found.
-
-    Attributes:
-        name: Its hash, or its degrees.
-        kinds: As in `SimulationScenario`.
-    """
-
-    name: str
-    words: str
-    kinds: tuple[str, ...]
-
-    @property
-    def machines(self) -> Mapping[str, Machine]:
-        """As they are, by type of device."""
-        ...
-
-    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float | None]:
-        """On some machines, and its price there."""
-        ...
-
-    def caps(self, machines: Mapping[str, Machine]) -> Mapping[str, float]:
-        """As in `SimulationScenario`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,22 +162,9 @@ def simulate(
         memory=parse_memory_limit(memory),
         precision=None if loaded is None else loaded.memory.precision,
     )
-    job = UniformSimulationJob(loaded, replace(question, objective="fastest"))
-    return simulate_job(job, subject.cluster, ranks, change, fault, share_links=share_links)
-
-
-def simulate_job(
-    job: SimulationJob,
-    cluster: Cluster,
-    ranks: int,
-    change: Sequence[str],
-    fault: Sequence[str],
-    *,
-    share_links: bool,
-) -> SimulationResult:
-    """The step of a job on a cluster, and on the changed one; arguments as of `simulate`."""
-    places = device_numbers_of_ranks(job.kinds, cluster)
-    other, faults = _scenario(job.machines, cluster, change, fault, ranks, places)
+    job = SimulationJob(loaded, replace(question, objective="fastest"), subject.cluster)
+    places = device_numbers_of_ranks(job.kinds, subject.cluster)
+    other, faults = _scenario(job.machines, subject.cluster, change, fault, ranks, places)
     work, price = job.step(job.machines)
     work = replace(work, shared=share_links)
 
@@ -215,7 +175,7 @@ def simulate_job(
             name=name,
             step=simulate_training_step(work),
             price=price,
-            caps=job.caps(on),
+            caps=job.question.with_machines(on).caps,
             kinds=job.kinds,
         )
 
@@ -284,41 +244,42 @@ def count_simulated_ranks(plan: Plan | None, devices: int | None, cluster: Clust
     return ranks
 
 
-class UniformSimulationJob:
-    """A plan, read or found, on whatever hardware."""
+class SimulationJob:
+    """A plan, read or found by the search, on whatever hardware.
 
-    kinds: tuple[str, ...] = ()
+    Attributes:
+        name: The plan's hash, or the point in words.
+        kinds: As in `SimulationScenario`.
+        machines: As the cluster has them.
+    """
 
-    def __init__(self, plan: Plan | None, question: PlanRequest) -> None:
+    def __init__(self, plan: Plan | None, question: PlanRequest, cluster: Cluster) -> None:
         self.plan = plan
         self.question = question
-        self.machines: Machines = {question.machine.device.name: question.machine}
+        self.machines: Machines = question.machines
         if plan is not None:
+            self.kinds = device_types_of_ranks(plan, cluster)
             self.name, self.words = plan.hash, in_words(plan)
-            for sentence in unpriced_parts(plan):
+            for sentence in unpriced_parts(plan, unlike=bool(self.kinds)):
                 _LOG.info("note: %s", sentence)
-            return
-        outcome = find_plans(question)
-        self.point: Point = outcome.best
-        self.engine = outcome.search
-        self.name = describe_degrees(self.point.degrees)
-        self.words = f"the fastest plan that the search finds: {self.name}"
+        else:
+            outcome = find_plans(question)
+            self.point, self.search = outcome.best, outcome.search
+            self.kinds, self.name = self.point.rank_kinds, describe_point(self.point)
+            self.words = f"the fastest plan that the search finds: {self.name}"
+        if self.kinds:
+            self.words += f"\nranks in the order of the mesh: {format_device_runs(self.kinds)}"
 
     def step(self, machines: Machines) -> tuple[StepWork, float | None]:
-        """On a machine, and its price there. Of a plan that was found the degrees stay."""
-        question = self._on(machines)
+        """On some machines, and its price there. A plan that was found keeps its degrees, layout
+        and sizes of micro-batches."""
         if self.plan is not None:
-            work, point = step_of_plan(self.plan, PlanSearch(question))
+            search = PlanSearch(self.question.with_machines(machines))
+            work, point = step_of_plan(self.plan, search, self.kinds)
             return work, None if point is None else point.seconds
         if machines is self.machines:
-            return step_of_point(self.point, self.engine), self.point.seconds
-        engine = PlanSearch(question)
-        again = engine.candidate(self.point.degrees).fastest(float("inf"))
+            return step_of_point(self.point, self.search), self.point.seconds
+        search = PlanSearch(self.question.with_machines(machines))
+        again = fastest_alike(self.point, search)
         assert again is not None  # it had a plan before, and memory is no limit here
-        return step_of_point(again, engine), again.seconds
-
-    def caps(self, machines: Machines) -> dict[str, float]:
-        return {name: self._on(machines).cap for name in machines}
-
-    def _on(self, machines: Machines) -> PlanRequest:
-        return replace(self.question, machine=next(iter(machines.values())))
+        return step_of_point(again, search), again.seconds

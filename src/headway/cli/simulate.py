@@ -5,35 +5,20 @@ Prints the scenarios of `headway.simulate` side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.api.inputs import missing_option_error, pricing_target
-from headway.api.simulation import SimulationScenario, count_simulated_ranks, simulate_job
+from headway.api.simulation import SimulationScenario
 from headway.api.simulation import simulate as simulate_plan
-from headway.cli.plan.mixed_devices import (
-    device_type_counts,
-    device_types_of_ranks,
-    mixed_plan_question,
-)
-from headway.cli.terminal.console import note, say, say_json, write_file
-from headway.cluster import Cluster
-from headway.cost.transformer import Machine
-from headway.planner.export.to_simulation import step_of_plan, step_of_point
-from headway.planner.search.branch_and_bound import PlanSearch, find_plans
-from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
-from headway.planner.search.plan_point import describe_point, format_device_runs
-from headway.plans import Plan
-from headway.plans import explain as in_words
+from headway.cli.terminal.console import say, say_json, write_file
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep
 from headway.simulator.task_graph import HOST
-from headway.simulator.work import StepWork
 from headway.units import format_bytes, format_seconds
 
 WORDS = {
@@ -181,62 +166,6 @@ def scenario_data(scenarios: Sequence[SimulationScenario]) -> dict[str, object]:
     }
 
 
-# `headway simulate` where the cluster has devices of several types.
-
-
-class MixedSimulationJob:
-    """A plan, read or found, on devices of several types.
-
-    Args:
-        plan: None: the fastest plan that the search finds.
-        recipe: As for `headway train`.
-        memory: Of a device that may be used.
-        ranks: Devices, without a plan.
-    """
-
-    def __init__(
-        self, plan: Plan | None, recipe: str, cluster: Cluster, memory: str | None, ranks: int
-    ) -> None:
-        self.plan = plan
-        self.question = mixed_plan_question(plan, recipe, cluster, memory, ranks)
-        if plan is not None:
-            self.kinds = device_types_of_ranks(plan, cluster)
-            self.name, words = plan.hash, in_words(plan)
-            for sentence in unpriced_parts(plan, unlike=True):
-                note(f"note: {sentence}")
-        else:
-            outcome = find_plans(self.question)
-            self.point, self.engine = outcome.best, outcome.search
-            self.kinds, self.name = self.point.rank_kinds, describe_point(self.point)
-            words = f"the fastest plan that the search finds: {self.name}"
-        self.words = f"{words}\nranks in the order of the mesh: {format_device_runs(self.kinds)}"
-
-    @property
-    def machines(self) -> Mapping[str, Machine]:
-        return self.question.machines
-
-    def step(self, machines: Mapping[str, Machine]) -> tuple[StepWork, float | None]:
-        """On machines, and its price there. Of a plan that was found degrees, cells and sizes of
-        micro-batches stay."""
-        question = self.question.with_machines(machines)
-        if self.plan is not None:
-            work, point = step_of_plan(self.plan, PlanSearch(question), self.kinds)
-            return work, None if point is None else point.seconds
-        if machines is self.machines:
-            return step_of_point(self.point, self.engine), self.point.seconds
-        engine = PlanSearch(question)
-        again = fastest_alike(self.point, engine)
-        assert again is not None  # it had a plan before, and memory is no limit here
-        return step_of_point(again, engine), again.seconds
-
-    def caps(self, machines: Mapping[str, Machine]) -> Mapping[str, float]:
-        """Bytes of a device that may be used, by type."""
-        return self.question.with_machines(machines).caps
-
-
-# `headway simulate`: a step of a plan, played event by event, on any hardware, with faults.
-
-
 def simulate(
     plan: Path | None = None,
     /,
@@ -272,26 +201,17 @@ def simulate(
         svg: Write the timelines and the memory to this file.
         timeline: Write a Chrome trace (Perfetto opens it) of the last step to this file.
     """
-    loaded = None if plan is None else Plan.load(plan)
-    subject = pricing_target(plan, loaded, recipe, cluster, nodes)
-    if subject is None:
-        raise missing_option_error("--recipe and --cluster")
-    found = subject.cluster
-    if len(device_type_counts(found)) > 1:
-        ranks = count_simulated_ranks(loaded, devices, found)
-        job = MixedSimulationJob(loaded, str(subject.recipe), found, memory, ranks)
-        result = simulate_job(job, found, ranks, change, fault, share_links=share_links)
-    else:
-        result = simulate_plan(
-            loaded,
-            recipe=subject.recipe,
-            cluster=found,
-            devices=devices,
-            memory=memory,
-            change=change,
-            fault=fault,
-            share_links=share_links,
-        )
+    result = simulate_plan(
+        plan,
+        recipe=recipe,
+        cluster=cluster,
+        nodes=nodes,
+        devices=devices,
+        memory=memory,
+        change=change,
+        fault=fault,
+        share_links=share_links,
+    )
     scenarios = result.scenarios
     if svg is not None:
         from headway.report.pictures.simulated_steps import simulated_steps_svg

@@ -1,19 +1,21 @@
 """Output of `headway plan` as text and JSON.
 
 The frontier, the chosen plan with its cost, the nearest alternatives, the collectives of a step,
-and where the numbers come from. `VERSION` of the JSON increases when a key changes its meaning or
-is removed.
+and where the numbers come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 
+from headway.api.inputs import recipe_name
 from headway.api.plan_request import TrainingLength
-from headway.collective.collective_calls import call_table_lines
-from headway.planner.estimate.degrees import describe_degrees
+from headway.api.planning import PlanningResult
+from headway.cluster import Cluster
+from headway.collective.collective_calls import CollectiveCalls, call_table_lines
 from headway.planner.explain.alternatives import (
     AlternativePlan,
     label_points,
@@ -25,37 +27,28 @@ from headway.planner.explain.alternatives import (
 from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, kinds, machine_numbers
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
-from headway.planner.search.branch_and_bound import SearchResult
-from headway.planner.search.plan_conversion import missing_in_executor
-from headway.planner.search.plan_point import Point, describe_recomputation
-from headway.planner.traffic.estimate import collectives_of
+from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.plan_conversion import missing_in_executor, sample_shares
+from headway.planner.search.plan_point import (
+    Point,
+    describe_devices,
+    describe_point,
+    format_device_runs,
+)
+from headway.planner.search.request import PlanRequest
+from headway.planner.traffic.estimate import collectives_of, collectives_of_ranks
 from headway.units import format_bytes, format_number, format_seconds
 
 FORMAT = "headway plan search"
 VERSION = 1
-"""Of the JSON: higher when a key changes its meaning or goes."""
+"""Of the JSON: increases when a key changes its meaning or is removed."""
 THOUSAND = 1000
-COLLECTIVES_HEADING = "collectives of a step as the search prices them, of one rank"
-"""A plan's own buckets, as the executor fills them, are in `headway explain`."""
 MAX_COLLECTIVE_ROWS = 12
 """Of collectives that are shown."""
 MIN_MEMORY_SAVING = 0.01
 """Of the memory: a plan that is slower and saves less has no row; --json has all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSearchReport:
-    """What was found, and what it was asked for.
-
-    Attributes:
-        currency: Of the price; "" where none is known.
-    """
-
-    outcome: SearchResult
-    recipe: str
-    cluster: str
-    currency: str
-    amounts: TrainingLength
+OPTIMAL = 5e-4
+"""A gap that prints as 0.0%."""
 
 
 def format_money(value: float, currency: str) -> str:
@@ -65,44 +58,50 @@ def format_money(value: float, currency: str) -> str:
     return f"{value:.2f} {currency}" if abs(value) >= 1 else f"{value:.3g} {currency}"
 
 
-# -- words ----------------------------------------------------------------------------------------
-
-
-def report_lines(answer: PlanSearchReport) -> Iterator[str]:
+def report_lines(result: PlanningResult) -> Iterator[str]:
     """All for people; the chosen plan is marked."""
-    outcome = answer.outcome
+    outcome = result.outcome
     question = outcome.question
-    yield from _table(answer)
+    yield from _table(result)
     if question.objective != "frontier":
-        words = "plans that were met while looking for the best one"
-        yield f"({words}; --objective frontier looks for all that nothing beats)"
+        words = "other plans found during the search"
+        yield f"({words}; --objective frontier looks for all Pareto-optimal plans)"
     yield ""
-    yield from _chosen(answer)
+    yield from _chosen(result)
     yield ""
-    yield from _alternatives(answer)
+    yield from _alternatives(outcome)
     yield ""
-    yield from _collectives(outcome)
+    rows = list(collective_lines(outcome.search, outcome.best))
+    yield from islice(rows, MAX_COLLECTIVE_ROWS + 1)
+    if len(rows) > MAX_COLLECTIVE_ROWS + 1:
+        yield f"  and {len(rows) - MAX_COLLECTIVE_ROWS - 1} more lines (--json)"
+    if rows:
+        yield ""
+    optimal = "Optimal within this search"
+    if outcome.gap >= OPTIMAL:
+        optimal = f"Within {outcome.gap:.1%} of the best of this search"
     bound = ""
-    if outcome.unexplored < 1.0:
-        bound = f", its time within {outcome.unexplored:.1%} of what nothing can beat"
+    if outcome.floor > 0 and outcome.unexplored < 1.0:
+        bound = f"; {1 + outcome.unexplored:.2f}x the theoretical lower bound of the step time"
     yield (
-        f"{outcome.considered} combinations of degrees, {outcome.opened} solved; "
-        f"for {question.objective} the chosen plan is within {outcome.gap:.1%} of the best{bound}"
+        f"Searched {outcome.considered:,} configurations ({outcome.opened:,} in full) for "
+        f"{question.objective}. {optimal}{bound}."
     )
-    own = tuple(machine_numbers(question))
-    device = kinds([one for one in own if one.name.startswith("device.")])
-    links = kinds([one for one in own if one.name.startswith("links.")])
-    yield f"numbers of {question.machine.device.name}: {device}; of the links: {links}"
+    for kind in outcome.search.types:
+        own = tuple(machine_numbers(question.of(kind)))
+        device = kinds([one for one in own if one.name.startswith("device.")])
+        links = kinds([one for one in own if one.name.startswith("links.")])
+        name = kind or question.machine.device.name
+        yield f"sources: {name}: {device}; links: {links}"
     yield "(--json lists each number with its source, and each figure with its formula)"
 
 
-def _table(answer: PlanSearchReport) -> Iterator[str]:
-    outcome = answer.outcome
-    priced = outcome.question.price is not None
-    money_heads = cost_headings(answer.amounts) if priced else []
-    head = [" ", "step", "memory", "devices", *money_heads, "plan", "runs today; else lacks"]
-    rows = [head]
-    places = sorted(_worth_showing(outcome.points) | {outcome.chosen})
+def _table(result: PlanningResult) -> Iterator[str]:
+    outcome = result.outcome
+    question = outcome.question
+    cost_heads = cost_headings(result.length) if question.priced_devices else []
+    rows = [[" ", "step", "memory", "devices", *cost_heads, "plan", "runs; else lacks"]]
+    places = sorted(_worth_showing(outcome) | {outcome.chosen})
     points = [outcome.points[number] for number in places]
     notes = label_points(outcome.search, points)
     for number, point, said in zip(places, points, notes, strict=True):
@@ -111,32 +110,36 @@ def _table(answer: PlanSearchReport) -> Iterator[str]:
                 "*" if number == outcome.chosen else " ",
                 format_seconds(point.seconds),
                 format_bytes(point.bytes),
-                str(point.devices),
-                *cost_columns(step_price(outcome.question, point), answer.currency, answer.amounts),
-                f"{describe_degrees(point.degrees)}{describe_recomputation(point)}"
-                f"{said and f' ({said})'}",
+                describe_devices(point),
+                *cost_columns(step_price(question, point), result.currency, result.length),
+                f"{describe_point(point)}{said and f' ({said})'}",
                 missing_in_executor(point) or "yes",
             ]
         )
-    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _worth_showing(points: Sequence[Point]) -> set[int]:
-    """Numbers of those, fastest first, that save `MIN_MEMORY_SAVING` of the memory of each shown
-    before.
+def _worth_showing(outcome: SearchResult) -> set[int]:
+    """Numbers of those, fastest first, that save `MIN_MEMORY_SAVING` of the memory, or money, of
+    each shown before.
     """
+    points = outcome.points
+    costs = [outcome.question.cost(one.devices, one.seconds, one.amounts) for one in points]
     shown: list[int] = []
     for number, point in enumerate(points):
-        others = [points[n] for n in shown if points[n].devices <= point.devices]
-        if all(point.bytes < other.bytes * (1 - MIN_MEMORY_SAVING) for other in others):
+        if all(
+            point.bytes < points[n].bytes * (1 - MIN_MEMORY_SAVING)
+            for n in shown
+            if points[n].devices <= point.devices and costs[n] <= costs[number]
+        ):
             shown.append(number)
     return set(shown)
 
 
 def cost_headings(amounts: TrainingLength) -> list[str]:
-    """Heads of the columns."""
+    """Of the table's columns."""
     return ["a step", "1,000 steps", *(["whole run"] if amounts.stop else [])]
 
 
@@ -160,50 +163,82 @@ def cost_data(each: float | None, amounts: TrainingLength) -> dict[str, float | 
     }
 
 
-def _chosen(answer: PlanSearchReport) -> Iterator[str]:
+def _chosen(result: PlanningResult) -> Iterator[str]:
     """The chosen plan: its figures, its stages, and what its operators do."""
-    outcome = answer.outcome
-    point = outcome.best
+    outcome = result.outcome
+    question, point = outcome.question, outcome.best
     known = plan_figures(outcome.search, point)
     yield (
-        f"chosen for {outcome.question.objective}: {describe_degrees(point.degrees)}"
-        f"{describe_recomputation(point)}; "
+        f"chosen for {question.objective}: {describe_point(point)}; "
         f"the products reach {known.reached:.1%} of the peak (MFU), R_O {known.overhead:.3g}"
     )
-    yield _cost_line(answer, known.money)
+    if known.money is not None:
+        yield cost_sentence(known.money, result.currency, result.length)
+    else:
+        amounts = point.amounts or ((question.machine.device.name, point.devices),)
+        yield device_hours_sentence({kind: n * point.seconds for kind, n in amounts})
+    yield from stage_lines(outcome.search, point)
+    if len(point.amounts) > 1:
+        yield from _layout_lines(question, point)
+    elif point.degrees.tensor > 1:
+        yield from _split_lines(outcome.search, point)
+
+
+def stage_lines(search: PlanSearch, point: Point) -> Iterator[str]:
+    """What each stage computes, takes and holds; on devices of several types on each of them."""
     for number, stage in enumerate(point.stages):
-        first, last = stage_end_modules(outcome.search, stage)
-        again = f", computed again {format_bytes(stage.transient)}" if stage.recompute else ""
-        yield (
-            f"stage {number}: {first} to {last}, {format_seconds(stage.seconds)} per micro-batch; "
-            f"state {format_bytes(stage.state)}, activations {format_bytes(stage.kept)}{again}"
-        )
-    if point.degrees.tensor > 1:
-        ways: dict[str, list[str]] = {}
-        for choice in operator_choices(outcome.search, point):
-            if choice.parameters:
-                ways.setdefault(choice.how, []).append(choice.module or "(model)")
-        if not any(how.startswith("split") for how in ways):
+        first, last = stage_end_modules(search, stage)
+        if len(point.amounts) < 2:
+            again = f", recomputed {format_bytes(stage.transient)}" if stage.recompute else ""
             yield (
-                f"the tensor axis splits no parameters: each group of {point.degrees.tensor} "
-                "devices does little more than one would; ask for fewer with --devices"
+                f"stage {number}: {first} to {last}, {format_seconds(stage.seconds)} per "
+                f"micro-batch; state {format_bytes(stage.state)}, activations "
+                f"{format_bytes(stage.kept)}{again}"
             )
-        for how, modules in ways.items():
-            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
-            yield f"{how}: {', '.join(modules[:3])}{more}"
+            continue
+        yield f"stage {number}: {first} to {last}" + (", recomputed" if stage.recompute else "")
+        for one in point.classes:
+            own = one.stages[number]
+            yield (
+                f"  {len(one.copies)} x {one.kinds[number]}: {format_seconds(own.seconds)} per "
+                f"micro-batch of {one.microbatch}, {format_bytes(own.bytes)}"
+            )
 
 
-def _cost_line(answer: PlanSearchReport, each: float | None) -> str:
-    point = answer.outcome.best
-    if each is not None:
-        return cost_sentence(each, answer.currency, answer.amounts)
-    hours = {answer.outcome.question.machine.device.name: point.devices * point.seconds}
-    return device_hours_sentence(hours)
+def _layout_lines(question: PlanRequest, point: Point) -> Iterator[str]:
+    """What devices of several types do: samples, ranks, idle time."""
+    if point.degrees.data > 1:
+        copies = {copy: one.kinds for one in point.classes for copy in one.copies}
+        own = enumerate(sample_shares(question.batch, point))
+        shares = Counter((copies[copy], share) for copy, share in own)
+        said = [
+            f"{n} of {share} ({format_device_runs(types)})" for (types, share), n in shares.items()
+        ]
+        yield f"shares of {question.batch} samples: {', '.join(said)}"
+    yield f"ranks in the order of the mesh: {format_device_runs(point.rank_kinds)}"
+    for kind, _ in point.amounts:
+        yield f"{kind} idle for {point.idle(kind):.1%} of the step, communication included"
+
+
+def _split_lines(search: PlanSearch, point: Point) -> Iterator[str]:
+    """Which modules the tensor axis splits, and how."""
+    ways: dict[str, list[str]] = {}
+    for choice in operator_choices(search, point):
+        if choice.parameters:
+            ways.setdefault(choice.how, []).append(choice.module or "(model)")
+    if not any(how.startswith("split") for how in ways):
+        yield (
+            f"the tensor axis splits no parameters: each group of {point.degrees.tensor} "
+            "devices does little more than one would; ask for fewer with --devices"
+        )
+    for how, modules in ways.items():
+        more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+        yield f"{how}: {', '.join(modules[:3])}{more}"
 
 
 def cost_sentence(each: float, currency: str, amounts: TrainingLength) -> str:
     """What a plan costs of which a step costs so much."""
-    text = f"money: 1,000 steps cost {format_money(THOUSAND * each, currency)}"
+    text = f"cost: 1,000 steps cost {format_money(THOUSAND * each, currency)}"
     if amounts.epoch:
         cost = format_money(amounts.epoch * each, currency)
         text += f", an epoch of {amounts.epoch:,} steps {cost}"
@@ -227,13 +262,13 @@ def device_hours_sentence(seconds: Mapping[str, float]) -> str:
     )
     where = " and ".join(f"[devices.{kind}]" for kind in hours)
     return (
-        f"money: 1,000 steps take {said}, whose price is not known: give it "
+        f"cost: 1,000 steps take {said}, whose price is not known: give it "
         f'with --price "2.5 USD/h", or as price below {where} of a cluster.toml'
     )
 
 
-def _alternatives(answer: PlanSearchReport) -> Iterator[str]:
-    found, outcome = nearest_plans(answer.outcome), answer.outcome
+def _alternatives(outcome: SearchResult) -> Iterator[str]:
+    found = nearest_plans(outcome)
     if not found:
         yield "no alternatives: no other plan is on the frontier or one step away"
         return
@@ -245,52 +280,58 @@ def _alternatives(answer: PlanSearchReport) -> Iterator[str]:
 
 def _alternative_line(one: AlternativePlan, said: str) -> str:
     devices = f"{one.devices:+d} devices" if one.devices else "as many devices"
+    on = f" on {describe_devices(one.point)}" if one.point.amounts else ""
     lacks = missing_in_executor(one.point)
     step = f"{one.step}: " if one.step else ""
     return (
-        f"time {one.seconds:+.1%}, memory {one.bytes:+.1%}, {devices}, money {one.money:+.1%}: "
-        f"{step}{describe_degrees(one.point.degrees)}{describe_recomputation(one.point)}"
-        f"{said and f' ({said})'}"
-        + (f"; to run it lacks {lacks}" if lacks else "")
-        + ("; without what is forced" if one.free else "")
+        f"time {one.seconds:+.1%}, memory {one.bytes:+.1%}, {devices}, cost {one.money:+.1%}: "
+        f"{step}{describe_point(one.point)}{on}{said and f' ({said})'}"
+        + (f"; the executor lacks {lacks}" if lacks else "")
+        + ("; without --force" if one.free else "")
     )
 
 
-def _collectives(outcome: SearchResult) -> Iterator[str]:
-    rows = list(call_table_lines(collectives_of(outcome.search, outcome.best)))
-    if not rows:
+def collective_lines(search: PlanSearch, point: Point) -> Iterator[str]:
+    """The collectives that the search prices, by stage; ranks that do the same share them."""
+    heading = "collectives of a step as the search prices them, of one rank"
+    if len(point.amounts) < 2:
+        calls = collectives_of(search, point)
+        if any(calls):
+            yield f"{heading}; `headway explain PLAN` has the executor's:"
+            yield from call_table_lines(calls)
         return
-    yield f"{COLLECTIVES_HEADING}; `headway explain PLAN` has the executor's:"
-    yield from islice(rows, MAX_COLLECTIVE_ROWS)
-    if len(rows) > MAX_COLLECTIVE_ROWS:
-        yield f"  and {len(rows) - MAX_COLLECTIVE_ROWS} more lines (--json)"
-    yield ""
+    names: dict[CollectiveCalls, list[str]] = {}
+    for one in collectives_of_ranks(search, point):
+        names.setdefault(one.calls, []).append(f"stage {one.stage} on {one.kind}")
+    yield f"{heading}:"
+    for calls_of_rank, ranks in names.items():
+        yield f"{', '.join(dict.fromkeys(ranks))}:"
+        yield from call_table_lines([calls_of_rank])
 
 
-# -- data -----------------------------------------------------------------------------------------
-
-
-def report_data(answer: PlanSearchReport) -> dict[str, object]:
+def report_data(result: PlanningResult) -> dict[str, object]:
     """All as plain data; the same question gives the same bytes."""
-    outcome = answer.outcome
-    question = outcome.question
+    outcome = result.outcome
+    question, best = outcome.question, outcome.best
+    collectives = collectives_of_ranks(outcome.search, best)
+    several = len(best.amounts) > 1
     return {
         "format": FORMAT,
         "version": VERSION,
         "question": {
-            "recipe": answer.recipe,
-            "cluster": answer.cluster,
+            "recipe": recipe_name(result.recipe),
+            "cluster": cluster_name(result),
             "batch": question.batch,
             "devices": list(question.devices),
             "memory": question.cap,
             "objective": question.objective,
-            "price": question.price,
-            "currency": answer.currency,
+            "price": {one.kind: one.price for one in question.groups} or question.price,
+            "currency": result.currency,
             "tensor": question.tensor,
             "zero": list(question.zero),
             "schedules": list(question.schedules),
             "force": [list(pair) for pair in question.force],
-            "steps": asdict(answer.amounts),
+            "steps": asdict(result.length),
         },
         "chosen": outcome.chosen,
         "bound": outcome.bound,
@@ -299,31 +340,56 @@ def report_data(answer: PlanSearchReport) -> dict[str, object]:
         "unexplored": outcome.unexplored,
         "considered": outcome.considered,
         "opened": outcome.opened,
-        "points": [_point(answer, point) for point in outcome.points],
-        "choices": [asdict(choice) for choice in operator_choices(outcome.search, outcome.best)],
-        "collectives": [
-            [asdict(call) for call in calls]
-            for calls in collectives_of(outcome.search, outcome.best)
+        "points": [_point(result, point) for point in outcome.points],
+        "choices": []
+        if several
+        else [asdict(choice) for choice in operator_choices(outcome.search, best)],
+        "collectives": [[asdict(call) for call in one.calls] for one in collectives],
+        "collective_ranks": [
+            {"stage": one.stage, "type": one.kind, "copies": one.copies} for one in collectives
         ],
         "alternatives": [asdict(one) for one in nearest_plans(outcome)],
-        "sources": in_data(question),
+        "sources": sources_data(question),
     }
 
 
-def _point(answer: PlanSearchReport, point: Point) -> dict[str, object]:
-    outcome = answer.outcome
+def cluster_name(result: PlanningResult) -> str:
+    """For people: "2 x dgx-a100"."""
+    if isinstance(result.cluster_input, Cluster):
+        return f"a cluster of {result.cluster.ranks} devices"
+    return f"{result.nodes} x " * (result.nodes is not None) + str(result.cluster_input)
+
+
+def sources_data(question: PlanRequest) -> dict[str, object]:
+    """Numbers and formulas; where there are several types of devices, of each."""
+    if not question.groups:
+        return in_data(question)
+    return {one.kind: in_data(question.of(one.kind)) for one in question.groups}
+
+
+def _point(result: PlanningResult, point: Point) -> dict[str, object]:
+    outcome = result.outcome
+    question = outcome.question
     known = plan_figures(outcome.search, point)
-    return {
+    found: dict[str, object] = {
         "seconds": point.seconds,
         "bytes": point.bytes,
         "devices": point.devices,
         "mfu": known.reached,
         "overhead": known.overhead,
-        "money": cost_data(known.money, answer.amounts),
+        "money": cost_data(known.money, result.length),
         "border": point.border,
         "lacks": missing_in_executor(point),
         "degrees": asdict(point.degrees),
-        "parts": [asdict(part) for part in step_parts(outcome.question, point)],
-        "holding": asdict(fullest_stage_memory(outcome.question, point)),
+        "parts": [asdict(part) for part in step_parts(question, point)],
+        "holding": asdict(fullest_stage_memory(question, point)),
         "stages": [asdict(stage) for stage in point.stages],
     }
+    if question.groups:
+        found |= {
+            "types": dict(point.amounts),
+            "classes": [asdict(one) for one in point.classes],
+            "shares": sample_shares(question.batch, point),
+            "ranks": point.rank_kinds,
+        }
+    return found

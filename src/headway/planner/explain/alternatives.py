@@ -338,6 +338,8 @@ def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[Nei
     """
     if len(point.amounts) > 1:
         return ()
+    counts = {one.kind: one.count for one in engine.question.groups}
+    most = counts.get(point.kind, most)  # a step takes further devices of the same type
     return tuple(
         _neighbour(engine, point, name, factor, most)
         for name in ("tensor", "data", "pipeline", "microbatch")
@@ -357,7 +359,8 @@ def _neighbour(
     degrees, why = _moved(engine, point.degrees, name, int(new), most)
     if degrees is None:
         return NeighbourPlan(step=step, why=why)
-    candidate, cap = engine.candidate(degrees, point.kind), engine.question.cap
+    candidate = engine.candidate(degrees, point.kind)
+    cap = engine.question.caps.get(point.kind, engine.question.cap)
     found = candidate.fastest(cap)
     if found is not None:
         return NeighbourPlan(step=step, degrees=degrees, point=found)

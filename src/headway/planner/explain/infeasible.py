@@ -218,7 +218,8 @@ def find_relaxations(
         wider: The links of as many such nodes as are wanted, of a preset.
     """
     question = engine.question
-    need = least_memory(engine)
+    # The request's limit bounds the candidates of each group of devices; what a device has remains.
+    need = least_memory(engine.related(replace(question, memory=np.inf)))
     if need is None:
         return InfeasibilityReport(question=question, need=None, changes=())
     free = engine.related(replace(question, memory=np.inf, objective="fastest"))
@@ -234,7 +235,7 @@ def find_relaxations(
 def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Relaxation]:
     question = engine.question
     more = need.bytes - question.cap
-    own = need.bytes <= (question.cap if question.groups else question.machine.device.memory)
+    own = need.bytes <= max(one.device.memory for one in question.machines.values())
     how = f', --memory "{need.bytes} B"' if own else ""
     words = f"{format_bytes(more)} more per device ({format_bytes(need.bytes)}{how})"
     yield from _relaxed(
@@ -449,10 +450,10 @@ def infeasible_error(
     problems = list(_missing(engine, verdict))
     lines = [f"  {describe_relaxation(one)}" for one in verdict.changes]
     head = (
-        "Each of these would do (time of a sample against the fastest plan that memory does not "
+        "Each of these would help (time per sample against the fastest plan without a memory "
         "limit):"
     )
-    fix = "\n  ".join([head, *lines]) if lines else "No single change of the question would do."
+    fix = "\n  ".join([head, *lines]) if lines else "No single change of the request would help."
     return NothingFits("no plan fits", problems=problems, fix=fix)
 
 
@@ -471,7 +472,8 @@ def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
     numbers = question.devices or (question.most,)
     devices = f"{_or(numbers)} device{'s' if numbers != (1,) else ''}"
     if need is None:
-        yield f"the model cannot be split over {devices} with a batch of {question.batch}"
+        within = " within their memory" if question.groups else ""
+        yield f"the model cannot be split over {devices}{within} with a batch of {question.batch}"
         return
     point = need.point
     less = "" if need.proven else "about "
@@ -494,7 +496,7 @@ def describe_fullest_stage(engine: PlanSearch, point: Point) -> str:
         "weights": held.weights,
         "gradients and optimiser": held.training,
         "activations": held.activations,
-        "what a micro-batch needs for a moment": held.again,
+        "transient memory of a micro-batch": held.again,
         "temporaries of the update": held.update,
     }
     filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in what.items() if size)

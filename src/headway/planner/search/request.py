@@ -110,6 +110,9 @@ class PlanRequest:
 
     def with_machines(self, machines: Mapping[str, Machine]) -> PlanRequest:
         """The same question on other machines, by type."""
+        if not self.groups:
+            (machine,) = machines.values()
+            return replace(self, machine=machine)
         groups = tuple(replace(one, machine=machines[one.kind]) for one in self.groups)
         return replace(self, machine=groups[0].machine, groups=groups)
 
@@ -134,7 +137,9 @@ class PlanRequest:
 
     @property
     def machines(self) -> dict[str, Machine]:
-        """By type, where there are groups."""
+        """By type of device."""
+        if not self.groups:
+            return {self.machine.device.name: self.machine}
         return {one.kind: one.machine for one in self.groups}
 
     @property
@@ -146,7 +151,9 @@ class PlanRequest:
 
     @property
     def caps(self) -> dict[str, float]:
-        """By type, where there are groups: a small device has no more than it has."""
+        """Bytes of a device that a plan may use, by type: of groups no more than the device has."""
+        if not self.groups:
+            return {self.machine.device.name: self.cap}
         limit = np.inf if self.memory is None else self.memory
         return {one.kind: min(limit, one.machine.device.memory) for one in self.groups}
 
