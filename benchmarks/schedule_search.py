@@ -20,9 +20,9 @@ from headway.planner.schedule_search.tables import (
     ScheduleSearchResult,
     search_schedule,
 )
+from headway.schedule.check import check_schedule
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.pipeline_schedule import PipelineSchedule
-from headway.schedule.rules.check import check_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import ScheduleStats, measure_schedule
 

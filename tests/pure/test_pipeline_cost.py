@@ -26,7 +26,7 @@ from headway.cost.pipeline_model import (
     unoverlapped_all_reduce,
 )
 from headway.errors import HeadwayError, PlanError
-from headway.schedule.drawing import schedule_timeline
+from headway.schedule.drawing import timing_timeline
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
@@ -327,18 +327,22 @@ def test_names_without_a_formula_have_none():
 
 def test_a_timeline_has_every_action_with_its_lane_and_time():
     schedule, costs = zbv(2, 4), StageCosts.of(4, ranks=2)
-    timing, timeline = time_schedule(schedule, costs), schedule_timeline(schedule, costs)
+    timing = time_schedule(schedule, costs)
+    timeline = timing_timeline(timing)
     assert len(timeline.spans) == sum(map(len, schedule.order))
     assert {span.lane for span in timeline.spans} == {"compute"}
-    for rank, action in schedule.actions():
+    starts, ends = itertools.chain(*timing.starts), itertools.chain(*timing.ends)
+    for (rank, action), start, end in zip(schedule.actions(), starts, ends, strict=True):
         span = next(s for s in timeline.spans if (s.rank, s.label) == (rank, str(action)))
-        assert (span.start, span.end) == (timing.start[rank, action], timing.end[rank, action])
+        assert (span.start, span.end) == (start, end)
         assert span.kind == ("forward" if action.kind == "F" else "backward")
 
 
 def test_a_lowered_timeline_shows_waits_and_all_reduces():
     costs = StageCosts.of(4, sync=3, latency=0.5)
-    timeline = schedule_timeline(lower(chimera(4, 4), sync="eager", costs=costs), costs)
+    timeline = timing_timeline(
+        time_schedule(lower(chimera(4, 4), sync="eager", costs=costs), costs)
+    )
     syncs = [s for s in timeline.spans if s.lane == "exchange" and s.rank == 0]
     assert [(s.label, s.seconds) for s in syncs] == [("u0.s3.SYNC", 3), ("d0.s0.SYNC", 3)]
     for rank in range(4):
@@ -353,7 +357,7 @@ def test_a_lowered_timeline_shows_waits_and_all_reduces():
 
 def test_overhead_of_messages_and_steps_is_seen():
     costs = StageCosts.of(2, overhead=0.25)
-    timeline = schedule_timeline(lower(one_f_one_b(2, 1), sync="post"), costs)
+    timeline = timing_timeline(time_schedule(lower(one_f_one_b(2, 1), sync="post"), costs))
     assert timeline.seconds(rank=0, kind="update") == 0.25
     labels = [s.label for s in timeline.spans if s.rank == 0 and s.kind == "exchange"]
     assert labels == ["d0.s0.POST.0<1", "d0.s0.SEND.0>1", "d0.s0.SYNC"]

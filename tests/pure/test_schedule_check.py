@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError
+from headway.schedule.check import SCHEDULE_RULES, check_schedule, schedule_violations
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
-from headway.schedule.rules.check import SCHEDULE_RULES, check_schedule, schedule_violations
 from support.random_tables import random_schedule
 from support.symbolic import Wrong, execute
 

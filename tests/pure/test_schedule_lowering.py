@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import HeadwayError, PlanError
+from headway.schedule.check import schedule_violations
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b, pipedream
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
@@ -20,7 +21,6 @@ from headway.schedule.pipeline_schedule import (
     ActionKind,
     SchedulePipe,
 )
-from headway.schedule.rules.check import schedule_violations
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import count_messages
 from headway.schedule.timing import time_schedule

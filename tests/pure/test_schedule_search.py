@@ -24,11 +24,11 @@ from headway.planner.schedule_search.tables import (
     lower_bound,
     search_schedule,
 )
+from headway.schedule.check import schedule_violations
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind
-from headway.schedule.rules.check import schedule_violations
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import measure_schedule, peak_activations
 from headway.schedule.timing import ScheduleTimer, time_schedule

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import DocumentError, PlanError
+from headway.schedule.check import schedule_violations
 from headway.schedule.csv_format import (
     difference,
     from_csv,
@@ -20,7 +21,6 @@ from headway.schedule.drawing import draw_aligned, draw_timed, legend
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, PipelineSchedule, SchedulePipe
-from headway.schedule.rules.check import schedule_violations
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 from support.random_tables import random_schedule

@@ -119,7 +119,7 @@ def two_ranks(*, first="F.0 F.1 B.0 B.1", second="F.0 B.0 F.1 B.1"):
 
 
 def start_of(timing, rank, text):
-    return next(t for (r, action), t in timing.start.items() if (r, str(action)) == (rank, text))
+    return timing.starts[rank][[str(action) for action in timing.order[rank]].index(text)]
 
 
 def test_a_message_takes_its_latency_and_its_time_on_the_wire():

@@ -13,8 +13,8 @@ from headway.cost.pipeline_model import ChimeraSetting, EqualLayers
 from headway.cost.pipeline_model import rank_chimera_candidates as candidates
 from headway.plans import PipelinePlan, pipelined
 from headway.run.measure.recipe_model import measure_model_costs
+from headway.schedule.check import schedule_violations
 from headway.schedule.csv_format import read_table
-from headway.schedule.rules.check import schedule_violations
 from support import schedule_command
 from support.golden import check_golden
 

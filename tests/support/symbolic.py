@@ -1,6 +1,6 @@
 """A second opinion about schedules: carry a table out with sets of names in place of numbers.
 
-Shares nothing with `headway.schedule.rules.check`. Every rank follows its row; what it computes are
+Shares nothing with `headway.schedule.check`. Every rank follows its row; what it computes are
 names of results; at the end every gradient must have been made, summed and applied exactly once,
 and nothing may be left over.
 """

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.errors import PlanError
+from headway.schedule.check import Violation, schedule_violations
 from headway.schedule.csv_format import read_table, to_csv
-from headway.schedule.rules.check import Violation, schedule_violations
 
 
 def recipe_overrides(file: Path) -> tuple[str, ...]:
@@ -37,5 +37,5 @@ def invalid_table_error(file: Path, wrong: Sequence[Violation]) -> PlanError:
         f"the table cannot be carried out: {count}",
         where=str(file),
         problems=[f"{violation.rule}: {violation.text}" for violation in wrong],
-        fix="Mend the named cells (ranks and cells count from 0).",
+        fix="Fix the named cells (ranks and cells count from 0).",
     )

@@ -14,11 +14,10 @@ from pydantic import AfterValidator
 
 from headway.documents import document, nearest
 from headway.errors import DocumentError, PlanError
+from headway.schedule.check import check_schedule
 from headway.schedule.csv_format import from_csv
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
-from headway.schedule.pipeline_schedule import PipelineSchedule
-from headway.schedule.rules.check import check_schedule
-from headway.schedule.update_groups import common_update_groups
+from headway.schedule.pipeline_schedule import PipelineSchedule, common_update_groups
 
 PIPE_AXIS = "pipe"
 

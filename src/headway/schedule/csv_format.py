@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from headway.documents import nearest
 from headway.errors import DocumentError, PlanError
-from headway.schedule.drawing import draw_aligned, draw_timed, legend
 from headway.schedule.pipeline_schedule import (
     COMPUTE_KINDS,
     NO_NUMBER,
@@ -76,16 +75,15 @@ class CsvSheet(NamedTuple):
 
 
 class CsvProblem(NamedTuple):
-    """What is wrong in a place of the file."""
-
     line: int
     column: int
     text: str
 
 
 def parse_sheet(text: str) -> CsvSheet:
-    """Part a file into entries and rows."""
+    """Split a file into header entries and rows."""
     sheet = CsvSheet([], [])
+    # Spreadsheets write a byte-order mark.
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         entry = _ENTRY.match(line.lstrip())
         if entry:
@@ -110,11 +108,7 @@ def _cells(line: str, number: int) -> list[CsvCell]:
 
 
 def raise_problems(problems: Sequence[CsvProblem], where: str) -> None:
-    """Say what is wrong with a file, the first places of many.
-
-    Raises:
-        DocumentError: There is a problem.
-    """
+    """Raise a DocumentError with the first problems of a file, if it has any."""
     if problems:
         ordered = sorted(problems, key=lambda problem: problem[:2])
         lines = [f"{where}:{line}:{column}  {text}" for line, column, text in ordered[:_SHOWN]]
@@ -122,9 +116,6 @@ def raise_problems(problems: Sequence[CsvProblem], where: str) -> None:
             lines.append(f"... and {len(ordered) - _SHOWN} more")
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise DocumentError(f"{count}:", where=where, problems=lines)
-
-
-# The header of headway's schedule tables: everything that the cells do not say.
 
 
 _PIPE = re.compile(r"ranks\s+(?P<ranks>[^,]*?)\s*,\s*microbatches\s+(?P<microbatches>[^,]*?)")
@@ -319,6 +310,7 @@ def to_torch_csv(schedule: PipelineSchedule) -> str:
             problems=problems,
             fix="Write headway's own table instead.",
         )
+    # torch knows no pipes: stages are numbered through all of them, micro-batches within each.
     first = {pipe.name: number * schedule.stages for number, pipe in enumerate(schedule.pipes)}
     place = {
         (pipe.name, microbatch): number
@@ -374,7 +366,6 @@ def from_torch_csv(
     A RECV is put before the action that uses its message, a WAIT for each REDUCE_GRAD at the end.
 
     Args:
-        text: Of the file; empty cells are idle.
         where: Name of the file, for messages.
         pipes: How many there are, half of them up where there are more than one.
 
@@ -473,28 +464,13 @@ def _torch_actions(
     yield from waits
 
 
-# Schedules as CSV files that people write and read: headway's own dialect; what differs.
-
-
-__all__ = [
-    "difference",
-    "draw_aligned",
-    "draw_timed",
-    "from_csv",
-    "from_torch_csv",
-    "legend",
-    "read_table",
-    "to_csv",
-    "to_torch_csv",
-]
-
 _IDLE = (".", "-")
 Cells = Sequence[Sequence[tuple[Action, CsvCell, int]]]
 """For each rank its actions, where they stand, and the number of their column."""
 
 
 def to_csv(schedule: PipelineSchedule) -> str:
-    """Write a schedule; `from_csv` reads it back."""
+    """Write a schedule in headway's dialect; `from_csv` reads it back."""
     slotted = _fits_slots(schedule)
     lines = header_lines(schedule, slots=slotted)
     slots = schedule.slots if slotted else None
@@ -503,7 +479,7 @@ def to_csv(schedule: PipelineSchedule) -> str:
 
 
 def _fits_slots(schedule: PipelineSchedule) -> bool:
-    """Whether every action has a slot, in the order of its row."""
+    """Whether every action has a slot, in the order of its row; lowering adds ones without."""
     slots = schedule.slots
     if slots is None:
         return False
@@ -530,7 +506,7 @@ def read_table(path: Path, *, pipes: int = 1) -> PipelineSchedule:
     """Read a schedule from a file, in headway's dialect or in torch's.
 
     Args:
-        path: Of the file; its name is the schedule's, unless it says another.
+        path: Its name is the schedule's, unless the header says another.
         pipes: Of a table of torch: how many there are.
 
     Raises:
@@ -630,14 +606,12 @@ def _inferred(cells: Cells, problems: list[CsvProblem]) -> tuple[SchedulePipe, .
                 entering[action.microbatch] = None
             elif action.microbatch >= 0:
                 others.add(action.microbatch)
+    # Stages are numbered without gaps; one that no cell names was mistyped or forgotten.
     missing = [str(stage) for stage in range(max(place, default=0) + 1) if stage not in place]
     if missing:
         problems.append(CsvProblem(1, 1, f"no rank does anything for stage {', '.join(missing)}"))
     microbatches = (*entering, *sorted(others - entering.keys()))
     return (SchedulePipe(name, tuple(place[stage] for stage in sorted(place)), microbatches),)
-
-
-# ---- what differs ------------------------------------------------------------------------------
 
 
 def difference(a: PipelineSchedule, b: PipelineSchedule) -> list[str]:

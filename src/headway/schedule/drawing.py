@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
-from headway.schedule.stage_costs import StageCosts
-from headway.schedule.timing import ScheduleTiming, time_schedule
+from headway.schedule.timing import ScheduleTiming
 from headway.timeline import Span, Timeline
 
 _IDLE = "."
@@ -29,9 +28,6 @@ def draw_aligned(schedule: PipelineSchedule) -> str:
 
     Args:
         schedule: With `slots`; actions without a slot (messages) are not drawn.
-
-    Returns:
-        A line per rank: "P0 0.12c3da.b".
 
     Raises:
         ValueError: The schedule has no slots; draw it by time.
@@ -56,7 +52,6 @@ def draw_timed(
     """The table by time.
 
     Args:
-        timing: When its actions start and end.
         unit: Time of one column; the shortest action's time if not given. Actions that are shorter
             may hide each other.
 
@@ -64,6 +59,7 @@ def draw_timed(
         A line per rank; an action that lasts several columns fills all of them.
     """
     write = _writer(schedule)
+    # Cells of one column are then the shortest ones, and none is left out.
     column = unit or _shortest(timing)
     rows: list[dict[int, str]] = []
     for actions, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True):
@@ -99,7 +95,6 @@ def legend(schedule: PipelineSchedule) -> str:
 
 
 def _shortest(timing: ScheduleTiming) -> float:
-    """Of all actions that take time; 1 if none does."""
     times = [
         end - start
         for row, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True)
@@ -126,7 +121,6 @@ def _has_several_stages(schedule: PipelineSchedule) -> bool:
 
 
 def _writer(schedule: PipelineSchedule) -> Callable[[Action], str]:
-    """The text of an action."""
     if _is_small(schedule):
         return _glyph
     if _has_several_stages(schedule):
@@ -156,9 +150,6 @@ def _lines(rows: Sequence[Mapping[int, str]]) -> str:
     return "\n".join(lines)
 
 
-# A pipeline schedule, played: the timeline of a step that was never run.
-
-
 TIMELINE_KINDS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -174,23 +165,12 @@ TIMELINE_KINDS: Mapping[ActionKind, str] = {
 """What a timeline calls each action; all of them occupy the compute lane."""
 
 
-def schedule_timeline(schedule: PipelineSchedule, costs: StageCosts) -> Timeline:
-    """The timeline of one step; labels are the texts of the actions.
+def timing_timeline(timing: ScheduleTiming) -> Timeline:
+    """The timeline of a timed step; labels are the texts of the actions.
 
     All-reduces are on the lane "exchange", everything else on "compute". What takes no time (SEND
     without overhead, STEP) has no span.
-
-    Args:
-        costs: Of one micro-batch of the table; seconds.
-
-    Raises:
-        PlanError: The table cannot be carried out; names where each rank stands.
     """
-    return timing_timeline(time_schedule(schedule, costs))
-
-
-def timing_timeline(timing: ScheduleTiming) -> Timeline:
-    """The timeline of a timed table."""
     spans = [span for rank in range(len(timing.order)) for span in _compute(timing, rank)]
     spans += [
         Span(
@@ -208,16 +188,18 @@ def timing_timeline(timing: ScheduleTiming) -> Timeline:
 
 
 def _compute(timing: ScheduleTiming, rank: int) -> Iterator[Span]:
-    """One rank's compute lane."""
     before = 0.0
     rows = zip(timing.order[rank], timing.starts[rank], timing.ends[rank], strict=True)
     for action, start, end in rows:
+        # A rank has waited since its last action ended, not only since the wait was reached.
         begin = before if TIMELINE_KINDS[action.kind] == "wait" else start
         if end > begin:
-            yield _span(action, rank, begin, end)
+            yield Span(
+                rank=rank,
+                lane="compute",
+                kind=TIMELINE_KINDS[action.kind],
+                label=str(action),
+                start=begin,
+                end=end,
+            )
         before = end
-
-
-def _span(action: Action, rank: int, start: float, end: float) -> Span:
-    kind = TIMELINE_KINDS[action.kind]
-    return Span(rank=rank, lane="compute", kind=kind, label=str(action), start=start, end=end)

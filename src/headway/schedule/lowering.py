@@ -18,12 +18,15 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal, get_args
 
 from headway.schedule.pipeline_schedule import (
+    BACKWARD_KINDS,
     COMPUTE_KINDS,
     MESSAGE_KINDS,
     STAGE_KINDS,
+    WEIGHT_GRADIENT_KINDS,
     Action,
     ActionKind,
     PipelineSchedule,
@@ -69,34 +72,24 @@ class Message:
 def messages(schedule: PipelineSchedule) -> Iterator[Message]:
     """All messages of a table: every edge, both directions, between different ranks alone."""
     forward, gradient = _places(schedule)
-    for earlier, later in schedule.edges:
-        for pipe in schedule.pipes:
-            if pipe.placement[earlier] == pipe.placement[later]:
-                continue
-            for number in pipe.microbatches:
-                for source, target, places in (
-                    (earlier, later, forward),
-                    (later, earlier, gradient),
-                ):
-                    giver = places.get((pipe.name, source, number))
-                    taker = places.get((pipe.name, target, number))
-                    if giver is not None and taker is not None:
-                        yield Message(pipe.name, source, target, number, giver, taker)
+    for pipe, source, target, number in schedule.transfers():
+        places = forward if source < target else gradient
+        giver = places.get((pipe, source, number))
+        taker = places.get((pipe, target, number))
+        if giver is not None and taker is not None:
+            yield Message(pipe, source, target, number, giver, taker)
 
 
 def _places(schedule: PipelineSchedule) -> tuple[dict[Key, Where], dict[Key, Where]]:
     """Where each forward stands, and where each gradient of a stage's input is made."""
     forward: dict[Key, Where] = {}
     gradient: dict[Key, Where] = {}
-    of_kind = {
-        ActionKind.FORWARD: forward,
-        ActionKind.BACKWARD: gradient,
-        ActionKind.INPUT_GRAD: gradient,
-    }
     for rank, actions in enumerate(schedule.order):
         for position, a in enumerate(actions):
-            if a.kind in of_kind:
-                of_kind[a.kind][a.pipe, a.stage, a.microbatch] = (rank, position)
+            if a.kind == ActionKind.FORWARD:
+                forward[a.pipe, a.stage, a.microbatch] = (rank, position)
+            elif a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+                gradient[a.pipe, a.stage, a.microbatch] = (rank, position)
     return forward, gradient
 
 
@@ -117,64 +110,47 @@ def add_messages(
 
     Args:
         lookahead: Most computes between a POST and its consumer.
-        tags: The transport tells messages of one pair apart.
     """
+    # The nearest stage needs its message first; of equal distance the order is that of the edges.
     found = sorted(messages(schedule), key=_distance)
     posts = _posts(schedule, found, lookahead)
     if tags:
-        sends, arrivals = found, sorted(found, key=_taker)
+        sends, arrivals = found, sorted(found, key=attrgetter("taker"))
     else:
         sends = arrivals = sorted(found, key=_moments(schedule, found).__getitem__)
         posts = _in_common_order(sends, posts)
-    gaps = _Gaps(schedule)
+    # Three lists, because before one position stand all SENDs, then all POSTs, then all RECVs.
+    sent: dict[Where, list[Action]] = {}
+    posted: dict[Where, list[Action]] = {}
+    received: dict[Where, list[Action]] = {}
     for message in sends:
         rank, position = message.giver
-        gaps.sends[rank][position + 1].append(message.send)
+        sent.setdefault((rank, position + 1), []).append(message.send)
     for message in arrivals:
-        rank, position = message.taker
-        gaps.posts[rank][posts[message]].append(message.post)
-        gaps.receives[rank][position].append(message.receive)
-    return replace(schedule, order=tuple(map(gaps.row, range(schedule.ranks))))
-
-
-def _distance(message: Message) -> int:
-    """The nearest stage needs its message first."""
-    return abs(message.target - message.source)
-
-
-def _taker(message: Message) -> Where:
-    return message.taker
-
-
-class _Gaps:
-    """What is inserted before each position of each row: SENDs, then POSTs, then RECVs."""
-
-    def __init__(self, schedule: PipelineSchedule) -> None:
-        self.order = schedule.order
-        self.sends = self._empty()
-        self.posts = self._empty()
-        self.receives = self._empty()
-
-    def _empty(self) -> list[list[list[Action]]]:
-        return [[[] for _ in range(len(actions) + 1)] for actions in self.order]
-
-    def row(self, rank: int) -> tuple[Action, ...]:
+        posted.setdefault((message.taker[0], posts[message]), []).append(message.post)
+        received.setdefault(message.taker, []).append(message.receive)
+    rows = []
+    for rank, actions in enumerate(schedule.order):
         row: list[Action] = []
-        for position in range(len(self.order[rank]) + 1):
-            row += self.sends[rank][position]
-            row += self.posts[rank][position]
-            row += self.receives[rank][position]
-            row += self.order[rank][position : position + 1]
-        return tuple(row)
+        for position in range(len(actions) + 1):
+            for inserted in (sent, posted, received):
+                row += inserted.get((rank, position), ())
+            row += actions[position : position + 1]
+        rows.append(tuple(row))
+    return replace(schedule, order=tuple(rows))
+
+
+def _distance(message: Message) -> tuple[int, int]:
+    return abs(message.target - message.source), min(message.source, message.target)
 
 
 def _posts(
     schedule: PipelineSchedule, found: Sequence[Message], lookahead: int
 ) -> dict[Message, int]:
-    """Where each message is posted: before which position of its taker's row."""
+    """Before which position of its taker's row each message is posted."""
     room = _Room(schedule)
     posts = {}
-    for message in sorted(found, key=_taker):
+    for message in sorted(found, key=attrgetter("taker")):
         rank, position = message.taker
         first = room.earliest(rank, position, lookahead)
         if message.target > message.source:
@@ -202,7 +178,7 @@ class _Room:
         for action in actions:
             now += self.unit * (action.kind == ActionKind.FORWARD)
             held.append(now)
-            now -= self.unit * (action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD))
+            now -= self.unit * (action.kind in WEIGHT_GRADIENT_KINDS)
         return held
 
     def earliest(self, rank: int, position: int, lookahead: int) -> int:
@@ -228,6 +204,7 @@ def _moments(
     for message in found:
         rank, position = message.giver
         end = timing.ends[rank][position]
+        # Behind the end, the parity rule: of two ranks exactly one may be the first to leave.
         moments[message] = (end, rank % 2, rank, position, message.target)
     return moments
 
@@ -254,6 +231,8 @@ def _order_side(
     moved: dict[Message, int],
 ) -> None:
     """One rank's POSTs: behind the SENDs before them, before the SENDs and POSTs after them."""
+    # Forwards the earliest place behind all SENDs that come first, then backwards the latest place
+    # in front of everything that comes after.
     after, wished = 0, {}
     for message in shared:
         if message.giver[0] == rank:
@@ -268,12 +247,8 @@ def _order_side(
             before = moved[message] = int(min(before, wished[message]))
 
 
-# From a table of compute to one that a runtime obeys: messages, and all-reduces of gradients.
-
-
 SyncPlacement = Literal["none", "post", "eager", "eager-opt"]
 """Where the all-reduce of a stage's gradients starts."""
-_GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
 _IDLE = 1e-9
 """Idle time below this share of the makespan is rounding."""
 
@@ -325,6 +300,7 @@ def _with_syncs(
     schedule: PipelineSchedule, sync: SyncPlacement, costs: StageCosts | None
 ) -> PipelineSchedule:
     if not schedule.flush:
+        # Every STEP uses its own group of gradients, so each has an all-reduce of its own.
         bare = _without(schedule, frozenset({ActionKind.SYNC, ActionKind.WAIT}))
         return replace(schedule, order=tuple(map(_before_steps, bare.order)))
     bare = _without(schedule, STAGE_KINDS)
@@ -356,7 +332,6 @@ def _hosted(schedule: PipelineSchedule, rank: int) -> dict[int, str]:
 def _around(
     actions: tuple[Action, ...], hosted: dict[int, str], eager: frozenset[int]
 ) -> tuple[Action, ...]:
-    """A rank's row with the all-reduces of its stages."""
     last = _last_gradients(actions)
     row: list[Action] = []
     for position, action in enumerate(actions):
@@ -372,8 +347,8 @@ def _around(
 
 
 def _last_gradients(actions: tuple[Action, ...]) -> dict[int, int]:
-    """Where in its row the gradients of each stage are complete."""
-    return {a.stage: i for i, a in enumerate(actions) if a.kind in _GRADIENTS}
+    """Position in its row at which the gradients of each stage are complete."""
+    return {a.stage: i for i, a in enumerate(actions) if a.kind in BACKWARD_KINDS}
 
 
 def eager_stages(
@@ -403,9 +378,6 @@ def idle_after_gradients(timing: ScheduleTiming, rank: int, stage: int) -> float
     """Idle time of a rank between a stage's gradients being complete and its last compute's end.
 
     The all-reduce of the stage can hide in it (Chimera, SC'21, figure 4: free regions).
-
-    Args:
-        rank: Which has a backward of the stage.
     """
     ends = timing.ends[rank]
     after = _last_gradients(timing.order[rank])[stage]
@@ -415,12 +387,6 @@ def idle_after_gradients(timing: ScheduleTiming, rank: int, stage: int) -> float
             idle += timing.starts[rank][position] - before
             before = ends[position]
     return idle if idle > _IDLE * timing.makespan else 0.0
-
-
-# When a message that was sent is known to have arrived, so that its memory can be let go.
-
-
-Place = dict[Action, int]
 
 
 def completed_sends(schedule: PipelineSchedule, rank: int) -> dict[int, list[int]]:
@@ -437,7 +403,8 @@ def completed_sends(schedule: PipelineSchedule, rank: int) -> dict[int, list[int
         if taken is None:
             continue
         sent, received = answers[peer]
-        # The first thing received here of all that the other one sends after it.
+        # Whatever the peer sent after it had received this message proves that it arrived; the
+        # earliest of those that this rank receives later is the first moment to know it.
         later = received[bisect_right(sent, taken) :]
         proof = min((p for p in later if p > position), default=None)
         if proof is not None:
@@ -446,7 +413,7 @@ def completed_sends(schedule: PipelineSchedule, rank: int) -> dict[int, list[int
 
 
 def _answers(
-    schedule: PipelineSchedule, rank: int, peer: int, places: list[Place]
+    schedule: PipelineSchedule, rank: int, peer: int, places: list[dict[Action, int]]
 ) -> tuple[list[int], list[int]]:
     """Positions of a peer's SENDs to a rank, and of the RECVs there."""
     pairs = [

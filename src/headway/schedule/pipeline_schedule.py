@@ -36,7 +36,10 @@ COMPUTE_KINDS = frozenset(
 )
 MESSAGE_KINDS = frozenset({ActionKind.SEND, ActionKind.POST, ActionKind.RECV})
 STAGE_KINDS = frozenset({ActionKind.SYNC, ActionKind.WAIT, ActionKind.STEP})
-NO_NUMBER = -1
+BACKWARD_KINDS = COMPUTE_KINDS - {ActionKind.FORWARD}
+WEIGHT_GRADIENT_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
+"""Behind them the gradients of a stage's weights are complete and its activations are free."""
+NO_NUMBER = -1  # and not None: actions are sorted, and hashed in the innermost loops
 _KINDS = "|".join(sorted(ActionKind, key=len, reverse=True))
 _TEXT = re.compile(
     rf"(?P<pipe>[A-Za-z]\w*)\.s(?P<stage>\d+)\.(?P<kind>{_KINDS})"
@@ -110,9 +113,6 @@ class Action:
         return earlier if self.kind == ActionKind.SEND else not earlier
 
 
-# A pipeline schedule: which rank does what in which order, as one immutable table.
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulePipe:
     """A chain of stages.
@@ -170,7 +170,6 @@ class PipelineSchedule:
 
     @property
     def every_stage(self) -> tuple[int, ...]:
-        """Their numbers."""
         return tuple(range(self.stages))
 
     @property
@@ -179,7 +178,6 @@ class PipelineSchedule:
 
     @cached_property
     def pipe_of(self) -> Mapping[str, SchedulePipe]:
-        """By name."""
         return {pipe.name: pipe for pipe in self.pipes}
 
     def rank_of(self, action: Action) -> int:
@@ -202,6 +200,15 @@ class PipelineSchedule:
         """All (earlier, later) pairs of stages between which something is passed."""
         chain = [(stage, stage + 1) for stage in range(self.stages - 1)]
         return tuple(sorted({*chain, *self.skips}))
+
+    def transfers(self) -> Iterator[tuple[str, int, int, int]]:
+        """Every result that goes to another rank: (pipe, from stage, to stage, micro-batch)."""
+        for pipe in self.pipes:
+            for earlier, later in self.edges:
+                if pipe.placement[earlier] != pipe.placement[later]:
+                    for microbatch in pipe.microbatches:
+                        yield pipe.name, earlier, later, microbatch
+                        yield pipe.name, later, earlier, microbatch
 
     def hosted(self, rank: int) -> tuple[tuple[str, int], ...]:
         """(pipe, stage) of every stage on a rank."""
@@ -227,5 +234,38 @@ class PipelineSchedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether messages and what concerns whole stages are in the table."""
-        return any(action.kind not in COMPUTE_KINDS | STAGE_KINDS for _, action in self.actions())
+        """Whether messages are in the table."""
+        return any(action.kind in MESSAGE_KINDS for _, action in self.actions())
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""For each STEP the micro-batches behind it, in the order of their gradients."""
+
+
+def update_groups(schedule: PipelineSchedule, stage: int) -> Groups:
+    """Which micro-batches each weight update of a stage is made of, in a table without a flush.
+
+    The STEPs of a stage cut its gradients into groups. Copies of a stage make their steps together,
+    so the k-th group is that of all of them.
+    """
+    found: list[list[int]] = []
+    for rank in schedule.holders(stage):
+        number = 0
+        waiting: list[int] = []
+        for action in schedule.order[rank]:
+            if action.stage == stage and action.kind in WEIGHT_GRADIENT_KINDS:
+                waiting.append(action.microbatch)
+            elif action.stage == stage and action.kind == ActionKind.STEP:
+                if number == len(found):
+                    found.append([])
+                found[number] += waiting
+                waiting, number = [], number + 1
+    return tuple(map(tuple, found))
+
+
+def common_update_groups(schedule: PipelineSchedule) -> Groups | None:
+    """Those of all stages; None where two stages put different micro-batches together."""
+    groups = [update_groups(schedule, stage) for stage in range(schedule.stages)]
+    # As sets: two stages may come to the micro-batches of one group in different orders.
+    sets = [list(map(frozenset, of_stage)) for of_stage in groups]
+    return groups[0] if all(one == sets[0] for one in sets) else None

@@ -71,11 +71,9 @@ class StageCosts:
 
         Args:
             ranks: As many as stages if not given.
-            forward: For each stage, or for all.
             backward: Input and weight gradient together, halved between them; twice the forward
                 if not given.
             input_grad: In place of `backward`, with `weight_grad`.
-            weight_grad: In place of `backward`, with `input_grad`.
             message: Not divided: the size of an activation does not depend on the cut.
             kept: As above; not divided: what enters a stage does not depend on the cut.
         """
@@ -90,6 +88,7 @@ class StageCosts:
 
         ahead = spread(forward)
         if input_grad is None or weight_grad is None:
+            # Each of a layer's two gradients is a product of the size of its forward.
             half = [b / 2 for b in spread(backward)] if backward is not None else ahead
             inputs, weights = tuple(half), tuple(half)
         else:

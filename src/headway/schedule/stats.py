@@ -15,19 +15,24 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from headway.schedule.pipeline_schedule import NO_NUMBER, Action, ActionKind, PipelineSchedule
+from headway.schedule.pipeline_schedule import (
+    COMPUTE_KINDS,
+    NO_NUMBER,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+)
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import ScheduleTimer, StageAllReduce, TimerRun, Wiring
 
 _SAME_MOMENT = 1e-9
+_DECIMALS = 9
+"""Of sums of activations: shares such as 1/3 are added and taken away again."""
 
 
 @dataclass(slots=True)
 class _LongestPaths:
-    """For each event: the most messages on a longest path to it, and the event before it.
-
-    A message that queued for its link was held up by the message before it on that link.
-    """
+    """For each event: the most messages on a longest path to it, and the event before it."""
 
     wiring: Wiring
     run: TimerRun
@@ -35,10 +40,6 @@ class _LongestPaths:
     last_of_rank: dict[int, int] = field(default_factory=dict)
     last_of_link: dict[int, int] = field(default_factory=dict)
     last_of_lane: dict[int, int] = field(default_factory=dict)
-    syncs: dict[int, StageAllReduce] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.syncs = {sync.event: sync for sync in self.wiring.syncs}
 
     def add_cell(self, cell: int) -> None:
         start, rank = self.run.starts[cell], self.wiring.ranks[cell]
@@ -51,13 +52,14 @@ class _LongestPaths:
             left = self.run.at[message.event] - message.latency
             messages, origin = self.best[cell][0], cell
             queued = self.last_of_link.get(message.link)
+            # It left later than its cell ended: the message before it on the link held it up.
             if queued is not None and left - message.wire > self._late(self.run.at[cell]):
                 messages, origin = self.best[queued][0], queued
             self.best[message.event] = (messages, origin)
             self.last_of_link[message.link] = message.event
 
-    def add_sync(self, event: int) -> None:
-        sync = self.syncs[event]
+    def add_sync(self, sync: StageAllReduce) -> None:
+        event = sync.event
         lanes = [self.last_of_lane[rank] for rank in sync.ranks if rank in self.last_of_lane]
         start = self.run.sync_starts[event]
         self.best[event] = self._best_of([*sync.cells, *lanes], start, -1)
@@ -82,21 +84,19 @@ class _LongestPaths:
 
 
 def critical_path(timer: ScheduleTimer, run: TimerRun) -> tuple[tuple[int, Action], ...]:
-    """The actions, with their ranks, that decide the makespan, from first to last.
-
-    Args:
-        run: One of its runs, which was not stuck.
-    """
+    """(rank, action) of all that decide the makespan of a run that was not stuck, first to last."""
     chains = _LongestPaths(timer.wiring, run)
     cells = len(timer.wiring.actions)
+    syncs = {sync.event: sync for sync in timer.wiring.syncs}
     for event in run.done:
         if event < cells:
             chains.add_cell(event)
         else:
-            chains.add_sync(event)
+            chains.add_sync(syncs[event])
     if not chains.best:
         return ()
     end = max(run.at)
+    # Of the paths that end last the one with most messages: they decide once messages take time.
     last = [
         (*chains.best[event], event) for event in run.done if chains._late(run.at[event]) >= end
     ]
@@ -108,25 +108,16 @@ def critical_path(timer: ScheduleTimer, run: TimerRun) -> tuple[tuple[int, Actio
     return tuple(reversed(path))
 
 
-# What a table costs: time, idle time, memory, messages, critical path.
-
-
-_HOLDS = {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}
-_ROUNDING = 9
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStats:
     """Tuples have one entry per rank.
 
     Attributes:
-        makespan: Time of the step, in the unit of the costs.
         bubble: 1 - (time of all F, B, I, W) / (ranks * makespan).
         peak_activations: Most that is held at a time, in the unit of `costs.activation`.
         weights: Weights of all hosted stages with their versions, in the unit of `costs.weight`.
         versions: Most versions of one stage's weights that are held at a time.
         messages: Results that go from one rank to another in the step.
-        critical_path: (rank, action) from the start to the end of the step.
     """
 
     makespan: float
@@ -150,7 +141,6 @@ class ScheduleStats:
 
     @property
     def critical_weight_grads(self) -> int:
-        """Split weight gradients on the critical path."""
         return self._critical(ActionKind.WEIGHT_GRAD)
 
     def _critical(self, kind: ActionKind) -> int:
@@ -163,7 +153,6 @@ def measure_schedule(
     """Time a table and count what it holds.
 
     Args:
-        costs: Of one micro-batch of the table.
         freed_by_input_grad: Share of a micro-batch's activations that its input gradient (I) frees
             already; the rest is held until its weight gradient (W). 0 is the cautious convention,
             1 that of papers that count until I.
@@ -199,7 +188,7 @@ def peak_activations(
 ) -> tuple[float, ...]:
     """Most activations that each rank holds at a time; arguments as in `measure_schedule`."""
     return tuple(
-        round(_peak(actions, costs, _kept(schedule, costs), freed_by_input_grad), _ROUNDING)
+        round(_peak(actions, costs, _kept(schedule, costs), freed_by_input_grad), _DECIMALS)
         for actions in schedule.order
     )
 
@@ -246,7 +235,7 @@ def _versions(actions: tuple[Action, ...]) -> dict[int, int]:
     """
     uses: dict[int, Counter[int]] = {}
     for action in actions:
-        if action.kind in _HOLDS and action.version != NO_NUMBER:
+        if action.kind in COMPUTE_KINDS and action.version != NO_NUMBER:
             uses.setdefault(action.stage, Counter())[action.version] += 1
     newest = dict.fromkeys(uses, 0)
     most = dict.fromkeys(uses, 1)
@@ -258,16 +247,11 @@ def _versions(actions: tuple[Action, ...]) -> dict[int, int]:
             newest[stage] += 1
         older = sum(version < newest[stage] for version in +uses[stage])
         most[stage] = max(most[stage], 1 + older)
-        if action.kind in _HOLDS and action.version != NO_NUMBER:
+        if action.kind in COMPUTE_KINDS and action.version != NO_NUMBER:
             uses[stage][action.version] -= 1
     return most
 
 
 def count_messages(schedule: PipelineSchedule) -> int:
     """Results that go from one rank to another: activations and gradients of every edge."""
-    return sum(
-        2 * len(pipe.microbatches)
-        for pipe in schedule.pipes
-        for a, b in schedule.edges
-        if pipe.placement[a] != pipe.placement[b]
-    )
+    return sum(1 for _ in schedule.transfers())

@@ -24,7 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.errors import PlanError
-from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
+from headway.schedule.pipeline_schedule import (
+    COMPUTE_KINDS,
+    MESSAGE_KINDS,
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+)
 from headway.schedule.stage_costs import StageCosts
 
 Key = tuple[str, int, int]
@@ -76,7 +83,6 @@ class Wiring:
     names: dict[int, str] = field(default_factory=dict)
 
     def name(self, event: int) -> str:
-        """Of what happens, for people."""
         if event < len(self.actions):
             return f"{self.actions[event]} of rank {self.ranks[event]}"
         return self.names[event]
@@ -87,11 +93,7 @@ class Wiring:
 
 
 def make_wiring(schedule: PipelineSchedule, costs: StageCosts, *, shared_links: bool) -> Wiring:
-    """The wiring of a table.
-
-    Args:
-        costs: One entry per stage of a pipe.
-        shared_links: Messages of one ordered pair of ranks follow each other on one link.
+    """The wiring of a table; `shared_links` as in `time_schedule`.
 
     Raises:
         ValueError: Costs of another number of stages.
@@ -102,8 +104,6 @@ def make_wiring(schedule: PipelineSchedule, costs: StageCosts, *, shared_links: 
 
 
 class _WiringBuilder:
-    """Fills a `Wiring`."""
-
     def __init__(self, schedule: PipelineSchedule, costs: StageCosts, shared_links: bool) -> None:
         self.schedule = schedule
         self.costs = costs
@@ -111,7 +111,7 @@ class _WiringBuilder:
         self.made = Wiring()
         self.cells: dict[ActionKind, dict[Key, int]] = {kind: {} for kind in COMPUTE_KINDS}
         self.messages: dict[ActionKind, dict[tuple[str, int, int, int], int]] = {
-            kind: {} for kind in (ActionKind.SEND, ActionKind.POST, ActionKind.RECV)
+            kind: {} for kind in MESSAGE_KINDS
         }
         self.stage_syncs: dict[int, dict[int, list[int]]] = {}
         self.waits: list[tuple[int, int, int]] = []
@@ -140,10 +140,8 @@ class _WiringBuilder:
         return made
 
     def _number(self, rank: int, action: Action) -> int:
-        """Note a cell; returns its number."""
         made, cell = self.made, len(self.made.actions)
         kind, stage = action.kind, action.stage
-        seconds = 0.0
         if kind in self.cells:
             self.cells[kind][action.pipe, stage, action.microbatch] = cell
             again = stage in self.schedule.recompute
@@ -156,6 +154,7 @@ class _WiringBuilder:
             elif kind == ActionKind.SYNC:
                 self.stage_syncs.setdefault(stage, {}).setdefault(rank, []).append(cell)
             elif kind == ActionKind.WAIT:
+                # It waits for the last SYNC of its stage that stands before it on its rank.
                 before = self.stage_syncs.get(stage, {}).get(rank, [])
                 self.waits.append((cell, stage, max(len(before) - 1, 0)))
         made.actions.append(action)
@@ -165,10 +164,7 @@ class _WiringBuilder:
 
     def _wire_compute(self) -> None:
         forward, backward = self.cells[ActionKind.FORWARD], self.cells[ActionKind.BACKWARD]
-        input_grad, weight_grad = (
-            self.cells[ActionKind.INPUT_GRAD],
-            self.cells[ActionKind.WEIGHT_GRAD],
-        )
+        input_grad = self.cells[ActionKind.INPUT_GRAD]
         gradient = backward | input_grad
         for key, cell in forward.items():
             for stage in self.earlier.get(key[1], ()):
@@ -177,7 +173,7 @@ class _WiringBuilder:
             self._need(cell, forward, key, ActionKind.FORWARD)
             for stage in self.later.get(key[1], ()):
                 self._pass(gradient, key, stage, cell, self._message_time(key[1]))
-        for key, cell in weight_grad.items():
+        for key, cell in self.cells[ActionKind.WEIGHT_GRAD].items():
             self._need(cell, input_grad, key, ActionKind.INPUT_GRAD)
 
     def _message_time(self, stage: int) -> float:
@@ -185,11 +181,11 @@ class _WiringBuilder:
 
     def _need(self, cell: int, cells: dict[Key, int], key: Key, kind: ActionKind) -> None:
         found = cells.get(key)
-        self.needs[cell].append(self._never(_cell_text(key, kind)) if found is None else found)
+        self.needs[cell].append(self._never(Action(kind, *key)) if found is None else found)
 
-    def _never(self, text: str) -> int:
-        """An event that does not happen."""
-        return self._event(f"{text}, which is not in the table")
+    def _never(self, missing: Action) -> int:
+        """An event that does not happen: who needs it stands still, and the deadlock names it."""
+        return self._event(f"{missing}, which is not in the table")
 
     def _event(self, name: str) -> int:
         event = self.made.events
@@ -205,7 +201,7 @@ class _WiringBuilder:
         producer = cells.get((pipe, stage, microbatch))
         if producer is None:
             kind = ActionKind.FORWARD if stage < own else ActionKind.BACKWARD
-            self.needs[consumer].append(self._never(_cell_text((pipe, stage, microbatch), kind)))
+            self.needs[consumer].append(self._never(Action(kind, pipe, stage, microbatch)))
             return
         source, target = self.made.ranks[producer], self.made.ranks[consumer]
         if source == target:
@@ -223,7 +219,7 @@ class _WiringBuilder:
             kind = ActionKind.SEND if send is None else ActionKind.RECV
             ends = (stage, own) if send is None else (own, stage)
             missing = Action(kind, pipe, ends[0], microbatch, ends[1])
-            self.needs[consumer if receive is None else receive].append(self._never(str(missing)))
+            self.needs[consumer if receive is None else receive].append(self._never(missing))
             return
         giver = producer if send is None else send
         taker = consumer if receive is None else receive
@@ -237,6 +233,7 @@ class _WiringBuilder:
         """
         if not self.costs.latency and not any(self.costs.message):
             return giver
+        # No two ranks are called (-1, n): a message that shares no link gets one to itself.
         pair = ends if self.shared_links else (-1, self.made.events)
         link = self.link_of.setdefault(pair, len(self.link_of))
         self.made.links = len(self.link_of)
@@ -263,20 +260,10 @@ class _WiringBuilder:
                 ended[stage, k] = event
         for cell, stage, k in self.waits:
             pipe, after = made.actions[cell].pipe, ended.get((stage, k))
-            self.needs[cell].append(
-                self._never(f"{pipe}.s{stage}.SYNC") if after is None else after
-            )
+            missing = Action(ActionKind.SYNC, pipe, stage)
+            self.needs[cell].append(self._never(missing) if after is None else after)
 
 
-def _cell_text(key: Key, kind: ActionKind) -> str:
-    return str(Action(kind, *key))
-
-
-# When every action of a table starts and ends: list execution of each rank's fixed order.
-
-
-Place = tuple[int, Action]
-"""(rank, action)"""
 Order = Sequence[Sequence[int]]
 """For each rank its cell numbers."""
 _NOT_YET = -1.0
@@ -310,23 +297,6 @@ class ScheduleTiming:
     sync_spans: tuple[AllReduceSpan, ...]
     makespan: float
 
-    @cached_property
-    def start(self) -> Mapping[Place, float]:
-        """By (rank, action); of an action that occurs more than once (STEP), the last."""
-        return self._by_place(self.starts)
-
-    @cached_property
-    def end(self) -> Mapping[Place, float]:
-        """By (rank, action), as `start`."""
-        return self._by_place(self.ends)
-
-    def _by_place(self, times: tuple[tuple[float, ...], ...]) -> dict[Place, float]:
-        return {
-            (rank, action): time
-            for rank, actions in enumerate(self.order)
-            for action, time in zip(actions, times[rank], strict=True)
-        }
-
     def compute_end(self, rank: int) -> float:
         """End of the last F, B, I or W of a rank; 0 if it has none."""
         pairs = zip(self.order[rank], self.ends[rank], strict=True)
@@ -349,7 +319,6 @@ def time_schedule(
     delays a message (the transport is taken to buffer what nobody asked for yet).
 
     Args:
-        schedule: Any table, valid or not.
         costs: Of one micro-batch of the table: of half a micro-batch where `schedule.halves`.
         shared_links: Messages of one ordered pair of ranks follow each other, in the order in which
             the sender sends them, each occupying the link for its `costs.message`. If not, every
@@ -392,7 +361,7 @@ class ScheduleTimer:
     ) -> None:
         self.schedule = schedule
         self.costs = costs
-        self.wiring: Wiring = make_wiring(schedule, costs, shared_links=shared_links)
+        self.wiring = make_wiring(schedule, costs, shared_links=shared_links)
 
     def makespan(self, order: Order | None = None) -> float:
         """Of the given order (default: the table's own); infinite if it cannot go on."""
@@ -402,11 +371,7 @@ class ScheduleTimer:
         return max(run.at, default=0.0)
 
     def timing(self) -> ScheduleTiming:
-        """Of the table's own order.
-
-        Raises:
-            PlanError: As `time_schedule`.
-        """
+        """Of the table's own order; raises as `time_schedule`."""
         run = self.run()
         if run.stuck:
             raise _deadlock(self.schedule.name, self.wiring, run)
@@ -475,7 +440,7 @@ class _Execution:
         for position in range(self.position[rank], len(cells)):
             cell = cells[position]
             for event in needs[cell]:
-                there = at[event]
+                there = at[event]  # negative: it has not happened
                 if there > time:
                     time = there
                 elif there < 0:
@@ -513,11 +478,9 @@ class _Execution:
             heappush(self.ready_syncs, (ready, sync.stage, number))
 
     def _sync(self) -> None:
-        """Carry out the all-reduce that was ready first.
-
-        Called when no rank can go on: whatever becomes ready later is ready after the end of one
-        of those that wait here, so the first of them is the first of all.
-        """
+        """Carry out the all-reduce that was ready first."""
+        # Called when no rank can go on: whatever becomes ready later is ready after the end of one
+        # of those that wait here, so the first of them is the first of all.
         ready, _, number = heappop(self.ready_syncs)
         sync = self.wiring.syncs[number]
         start, end = self.lanes.reduce(ready, sync.ranks, sync.seconds)
@@ -630,7 +593,8 @@ class FixedOrder:
         Raises:
             PlanError: The table cannot be carried out.
         """
-        # any message that takes time is wired as one: a border that costs nothing adds nothing
+        # Costs above zero, or messages would not be wired (a border that costs nothing adds
+        # nothing when it is played).
         timer = ScheduleTimer(schedule, StageCosts.of(schedule.stages, message=1.0))
         run, wiring = timer.run(), timer.wiring
         if run.stuck:
@@ -652,16 +616,12 @@ class FixedOrder:
             place[cell] = len(cells)
             cells.append((ends[rank], source, seconds, link, border))
             ends[rank] = place[cell]
-            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
+            if action.kind in WEIGHT_GRADIENT_KINDS:
                 last[stage, rank] = place[cell]
         return FixedOrder(cells, ends, last, wiring.links)
 
     def play(self, work: StagePasses, wire: StageMessages | None = None) -> OrderEnds:
-        """When ranks and gradients are done.
-
-        Args:
-            wire: Of the borders; None: messages take no time.
-        """
+        """When ranks and gradients are done; without a `wire` messages take no time."""
         split = [b - w for b, w in zip(work.backward, work.weight, strict=True)]
         seconds = [*work.forward, *work.backward, *split, *work.weight]
         nothing = [0.0] * len(work.forward)
@@ -705,12 +665,10 @@ class OneFOneBOrder:
         self.ranks, self.microbatches = ranks, microbatches
 
     def play(self, work: StagePasses, wire: StageMessages | None = None) -> OrderEnds:
-        """As `FixedOrder.play`."""
         return self.fixed.play(work, wire) if self.ranks < WIDE else self.sweep(work, wire)
 
     @cached_property
     def fixed(self) -> FixedOrder:
-        """Cell by cell."""
         p = self.ranks
         cells: list[OrderedCell] = []
         last, come, back_ = [-1] * p, [-1] * (p + 1), [-1] * (p + 1)
@@ -729,7 +687,7 @@ class OneFOneBOrder:
 
     @cached_property
     def _sweeps(self) -> list[tuple[int, slice]]:
-        """One after the other: whether ranks have a backward, and which."""
+        """One after the other: whether the cells are backwards, and of which ranks."""
         both = ((back, ranks) for cells in self._seconds() for back, ranks in enumerate(cells))
         return [(back, ranks) for back, ranks in both if ranks.stop > (ranks.start or 0)]
 

@@ -19,7 +19,8 @@ from headway.schedule.stats import peak_activations
 from headway.schedule.timing import Order, ScheduleTimer
 
 _FITS = (1.0, 0.5, 1e-6)
-"""Shares of a W that must fit into an idle time before W may start there; the best one is kept."""
+"""Shares of a W that must fit into an idle time before W may start there. None is best for all
+tables: a W that overruns its gap delays an I, one that waits leaves the gap. The best is kept."""
 _ROUNDING = 1e-9
 _NOT_YET = -1.0
 
@@ -34,7 +35,6 @@ def fill_with_weight_gradients(
 
     Args:
         schedule: With a flush, before `lower`. Weight gradients that it has are placed anew.
-        costs: Of one micro-batch of the table.
         most_activations: That a rank may hold, in the unit of `costs.activation`; None: the most
             that any rank holds in the given table.
 
@@ -50,6 +50,7 @@ def fill_with_weight_gradients(
     given = max(peak_activations(schedule, costs))
     most = given if most_activations is None else most_activations
     tight = replace(schedule, order=tuple(tuple(_split(row)) for row in schedule.order), slots=None)
+    # All fillings are orders of the same cells, which are wired once.
     timer = ScheduleTimer(tight, costs)
     orders: list[Order] = [timer.wiring.order]
     orders += [order for fit in _FITS if (order := _BubbleFilling(timer, most, fit).order())]
@@ -63,9 +64,9 @@ def fill_with_weight_gradients(
 
 
 def declare_activations(schedule: PipelineSchedule) -> PipelineSchedule:
-    """The table with `most_activations` as what it holds if all its stages are alike."""
-    alike = StageCosts.of(schedule.stages, ranks=schedule.ranks)
-    return replace(schedule, most_activations=max(peak_activations(schedule, alike)))
+    """The table with `most_activations` as what it holds if all its stages are equal."""
+    equal = StageCosts.of(schedule.stages, ranks=schedule.ranks)
+    return replace(schedule, most_activations=max(peak_activations(schedule, equal)))
 
 
 def _check(schedule: PipelineSchedule, costs: StageCosts, most: float | None) -> None:
@@ -87,7 +88,7 @@ def _check(schedule: PipelineSchedule, costs: StageCosts, most: float | None) ->
 
 
 def _split(row: Iterable[Action]) -> Iterable[Action]:
-    """Every backward as I with W right behind it."""
+    """Every backward as I with W right behind it: the tight table, which holds least."""
     for action in row:
         if action.kind == ActionKind.FORWARD:
             yield action
@@ -131,17 +132,15 @@ class _BubbleFilling:
         return [[*row, *late] for row, late in zip(self.rows, self.waiting, strict=True)]
 
     def _place(self, rank: int, cell: int) -> bool:
-        """Place F or I when the end of all that it needs is known, behind W that come first.
-
-        With no W left waiting a rank holds what the tight table holds there, which is within the
-        bound: F always fits in the end.
-        """
+        """Place F or I when the end of all that it needs is known, behind W that come first."""
         ready = max((self.at[event] for event in self.wiring.needs[cell]), default=0.0)
         if any(self.at[event] < 0 for event in self.wiring.needs[cell]):
             return False
         action = self.wiring.actions[cell]
         needed = self.activation[action.stage] if action.kind == ActionKind.FORWARD else 0.0
         late = self.waiting[rank]
+        # With no W left waiting a rank holds what the tight table holds there, which is within the
+        # bound: F always fits in the end.
         while late:
             idle = ready - self.clock[rank]
             full = needed > 0 and self.held[rank] + needed > self.most + _ROUNDING

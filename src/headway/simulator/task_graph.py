@@ -14,16 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
+from headway.schedule.pipeline_schedule import (
+    BACKWARD_KINDS,
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+)
 from headway.schedule.stats import measure_schedule
 from headway.schedule.timing import StageAllReduce, Wiring, make_wiring
 from headway.simulator.engine import TaskProgram
 from headway.simulator.ranks import Edge, EquivalentRanks, RepresentativeRanks, SimulatedRanks
 from headway.simulator.work import StageSegment, StageWork, StepWork
-
-BACKWARD_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
-WEIGHT_GRADIENT_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
-"""Cells that end with gradients of weights."""
 
 
 class CellChunk(NamedTuple):

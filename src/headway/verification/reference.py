@@ -39,8 +39,7 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.run.strategy.training_state import TrainingState
-from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
-from headway.schedule.update_groups import update_groups
+from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 
 

@@ -25,12 +25,12 @@ from headway.cli.schedule.figures import (
 from headway.cli.terminal.console import say, say_json, write_file
 from headway.errors import PlanError, UsageError
 from headway.report.trace_export import chrome_trace_json
+from headway.schedule.check import schedule_violations
 from headway.schedule.csv_format import read_table, to_csv
 from headway.schedule.csv_format import to_torch_csv as torch_text
 from headway.schedule.drawing import draw_aligned, draw_timed, legend, timing_timeline
 from headway.schedule.generators.registry import SCHEDULES, NamedSchedule, make_schedule
 from headway.schedule.pipeline_schedule import PipelineSchedule
-from headway.schedule.rules.check import schedule_violations
 
 _UNIT = ScheduleCosts()
 

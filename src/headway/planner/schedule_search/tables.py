@@ -30,9 +30,9 @@ from headway.planner.schedule_search.heuristics import (
     random_urgency,
 )
 from headway.planner.schedule_search.placements import PipePlacement, make_placement
+from headway.schedule.check import check_schedule
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
-from headway.schedule.rules.check import check_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import peak_activations
 from headway.schedule.timing import ScheduleTimer

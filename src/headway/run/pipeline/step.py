@@ -48,8 +48,13 @@ from headway.run.step.forward_pass import ForwardPass
 from headway.run.step.randomness import StageRandomness
 from headway.run.step.record import PipelineTrace, StageGradientSum, StepRecord
 from headway.schedule.lowering import lower
-from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
-from headway.schedule.update_groups import Groups, common_update_groups
+from headway.schedule.pipeline_schedule import (
+    Action,
+    ActionKind,
+    Groups,
+    PipelineSchedule,
+    common_update_groups,
+)
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World

@@ -72,6 +72,7 @@ def chimera(
     chains = _pipes(ranks, units)
     slots = _without_collisions(_slots(ranks, chains, units), chains)
     used = tuple(pipe for pipe in chains.values() if pipe.microbatches)
+    # A double unit has a pair of micro-batches in every forward slot: twice the activations.
     in_use = max(unit.pair for unit in units) * ranks
     return PipelineSchedule(
         name=_NAMES[mode],
@@ -87,7 +88,6 @@ def chimera(
 def _rows(
     ranks: int, slots: dict[Action, int], chains: dict[str, SchedulePipe]
 ) -> tuple[tuple[Action, ...], ...]:
-    """For each rank its actions, which come sorted by slot."""
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     for action in slots:
         rows[chains[action.pipe].placement[action.stage]].append(action)
@@ -131,12 +131,11 @@ def _units(ranks: int, microbatches: int, pipes: int, mode: str) -> Iterator[_Un
 
 
 def _spread(number: int, parts: int) -> tuple[int, ...]:
-    """As evenly as possible; the first parts get the extra ones."""
     return tuple(number // parts + (part < number % parts) for part in range(parts))
 
 
 def _pipes(ranks: int, units: Sequence[_Unit]) -> dict[str, SchedulePipe]:
-    """Down pipes, then up pipes, by name; their micro-batches are numbered through."""
+    """Down pipes, then up pipes, by name; their micro-batches are numbered consecutively."""
     pipes = len(units[0].forwards)
     f = pipes // 2
     chains, first = dict[str, SchedulePipe](), 0
@@ -154,7 +153,6 @@ def _pipes(ranks: int, units: Sequence[_Unit]) -> dict[str, SchedulePipe]:
 def _slots(
     ranks: int, chains: dict[str, SchedulePipe], units: Sequence[_Unit]
 ) -> dict[Action, int]:
-    """The slot of every action by the formulas."""
     slots = {}
     for index, pipe in enumerate(chains.values()):
         done = 0
@@ -173,11 +171,9 @@ def _slots(
 def _without_collisions(
     wanted: dict[Action, int], chains: dict[str, SchedulePipe]
 ) -> dict[Action, int]:
-    """In the order of the slots; what would meet something else waits, and so does what needs it.
-
-    Only double units of more than two pipes have collisions. The formulas put every action behind
-    what it needs, so their order stays possible whoever waits.
-    """
+    """By slots; what would meet something else waits, and so does what needs it."""
+    # Only double units of more than two pipes have collisions. The formulas put every action behind
+    # what it needs, so their order stays possible whoever waits.
     slots = dict[Action, int]()
     newest = dict[int, Action]()  # of each rank
     for action in sorted(wanted, key=lambda a: (wanted[a], a.microbatch)):
@@ -208,19 +204,11 @@ def _inputs(action: Action) -> tuple[Action, ...]:
     return later, Action(ActionKind.FORWARD, pipe, stage, microbatch)
 
 
-# Chimera with its bubbles filled by its own weight gradients.
-
-
 def chimera_split(ranks: int, microbatches: int, *, pipes: int = 2) -> PipelineSchedule:
     """Chimera (direct) with split backwards; filled for equal stages with F = I = W.
 
     With two pipes and N a multiple of D the bubble is (D-2)/(6N+D-2), in D activations. For
     other costs fill a `chimera` with `fill_with_weight_gradients`.
-
-    Args:
-        ranks: D, even.
-        microbatches: N of a step, at least 1.
-        pipes: 2f, where f divides D/2.
 
     Raises:
         PlanError: As `chimera`.

@@ -20,7 +20,6 @@ def dualpipe(ranks: int, microbatches: int) -> PipelineSchedule:
     time is shorter: (D/2-1)F where F = I = W.
 
     Args:
-        ranks: D, even.
         microbatches: N, even, at least 2D; half of them for each direction.
 
     Raises:
@@ -54,10 +53,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> PipelineSchedule:
     """One copy, placed as a V: half of DualPipe's weights, D + 1/2 activations.
 
     With F = I = W the bubble is (D-1)/(6N+D-1), that of `zbv`.
-
-    Args:
-        ranks: D, two stages each.
-        microbatches: N, at least 2D.
 
     Raises:
         PlanError: N < 2D.

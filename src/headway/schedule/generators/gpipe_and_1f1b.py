@@ -20,34 +20,19 @@ from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSched
 
 
 def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
-    """All forwards, then all backwards: bubble (D-1)/(N+D-1), N activations.
-
-    Args:
-        ranks: D, one stage each.
-        microbatches: N, any.
-
-    Raises:
-        PlanError: No rank or no micro-batch.
-    """
+    """All forwards, then all backwards: bubble (D-1)/(N+D-1), N activations."""
     check_sizes("gpipe", ranks, microbatches)
     return PipelineSchedule(
         name="gpipe",
         pipes=(SchedulePipe("d0", tuple(range(ranks)), tuple(range(microbatches))),),
+        # All forwards ahead: then the other phase has backwards alone.
         order=tuple(_alternating(s, microbatches, microbatches) for s in range(ranks)),
         most_activations=microbatches,
     )
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> PipelineSchedule:
-    """As early a backward as possible (DAPPLE): bubble (D-1)/(N+D-1), D - s activations at stage s.
-
-    Args:
-        ranks: D, one stage each.
-        microbatches: N, any.
-
-    Raises:
-        PlanError: No rank or no micro-batch.
-    """
+    """Early backwards (DAPPLE): bubble (D-1)/(N+D-1), D - s activations on stage s."""
     check_sizes("1f1b", ranks, microbatches)
     return PipelineSchedule(
         name="1f1b",
@@ -58,7 +43,6 @@ def one_f_one_b(ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 def _alternating(stage: int, microbatches: int, ahead: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then one forward and one backward in turn."""
     forwards = visits(ActionKind.FORWARD, stage, range(microbatches))
     return alternate(forwards, visits(ActionKind.BACKWARD, stage, range(microbatches)), ahead)
 
@@ -71,7 +55,6 @@ def gems(ranks: int, microbatches: int) -> PipelineSchedule:
     (D-1)/(D+1/2).
 
     Args:
-        ranks: D, even.
         microbatches: N, any; the down copy takes the odd one, and a single one leaves out the up
             copy.
 
@@ -110,13 +93,6 @@ def pipedream(ranks: int, microbatches: int) -> PipelineSchedule:
 
     Micro-batch m is computed at stage s with version max(0, m - (D-1-s)): the gradient is D-1-s
     steps old when it is applied.
-
-    Args:
-        ranks: D, one stage each.
-        microbatches: N, any.
-
-    Raises:
-        PlanError: No rank or no micro-batch.
     """
     check_sizes("pipedream", ranks, microbatches)
 
@@ -133,8 +109,6 @@ def pipedream_2bw(ranks: int, microbatches: int, *, group: int | None = None) ->
     W(k+1) = W(k) - step(gradient at W(k-1)). A last group that is not full makes a step too.
 
     Args:
-        ranks: D, one stage each.
-        microbatches: N, any.
         group: m, D if not given; at least D-1 (the paper asks for D).
 
     Raises:
@@ -166,6 +140,7 @@ def _without_flush(
         for action in actions:
             stage, done = action.stage, action.microbatch + 1
             yield replace(action, version=version(stage, action.microbatch))
+            # The last group may not be full; its gradients would be lost without a STEP.
             ends = done % group == 0 or done == microbatches
             if action.kind == ActionKind.BACKWARD and ends:
                 yield Action(ActionKind.STEP, action.pipe, stage, version=-(-done // group))

@@ -23,11 +23,6 @@ def interleaved(ranks: int, microbatches: int, *, virtual: int = 2) -> PipelineS
     max(1, N // D) groups as evenly as possible, the larger ones first: no rank then waits for a
     group to come round, and the bubble is that of the formula for every N >= D.
 
-    Args:
-        ranks: D.
-        microbatches: N, any.
-        virtual: v, at least 2.
-
     Raises:
         PlanError: v < 2.
     """
@@ -48,11 +43,6 @@ def breadth_first(ranks: int, microbatches: int, *, virtual: int = 2) -> Pipelin
     The bubble is that of `interleaved`; with data parallelism the gradients of most stages are
     ready, and can travel, long before the step ends.
 
-    Args:
-        ranks: D.
-        microbatches: N, any.
-        virtual: v, at least 2.
-
     Raises:
         PlanError: v < 2.
     """
@@ -70,10 +60,6 @@ def interleaved_order(
     """The order of a rank, with whole backwards.
 
     Args:
-        rank: r.
-        ranks: D.
-        microbatches: N.
-        virtual: v.
         hop: How many more forwards a rank runs ahead than the next rank.
     """
     groups = microbatch_groups(ranks, microbatches)
@@ -111,8 +97,6 @@ def looped_chain(
     """The schedule of orders over stages that lie on the ranks in a loop.
 
     Args:
-        ranks: D.
-        microbatches: N.
         most: Bound on live activations, in units of a whole rank's share; N bounds it too.
     """
     stages = 1 + max(action.stage for order in orders for action in order)

@@ -19,7 +19,6 @@ from headway.schedule.pipeline_schedule import Action, ActionKind, SchedulePipe
 def visits(
     kind: ActionKind, stage: int, microbatches: Iterable[int], *, pipe: str = "d0"
 ) -> list[Action]:
-    """One stage does the same thing with several micro-batches."""
     return [Action(kind, pipe, stage, microbatch) for microbatch in microbatches]
 
 
@@ -64,11 +63,9 @@ class RankProgram:
         self._waiting: deque[Action] = deque()
 
     def forward(self, chunk: int) -> None:
-        """Of the next micro-batch of a chunk."""
         self.actions += self._next(ActionKind.FORWARD, chunk)
 
     def backward(self, chunk: int) -> None:
-        """Of the next micro-batch of a chunk, whole."""
         self.actions += self._next(ActionKind.BACKWARD, chunk)
 
     def input_grad(self, chunk: int) -> None:
@@ -83,7 +80,6 @@ class RankProgram:
             self.actions.append(self._waiting.popleft())
 
     def weight_grads(self) -> None:
-        """All weight gradients that wait."""
         self.actions += self._waiting
         self._waiting.clear()
 
@@ -94,16 +90,12 @@ class RankProgram:
         return visits(kind, stage, pipe.microbatches[number : number + 1], pipe=pipe.name)
 
 
-# The sizes that a generator accepts: it refuses the others with all reasons at once.
-
-
 def check_sizes(
     name: str, ranks: int, microbatches: int, *rules: tuple[bool, str], fix: str = ""
 ) -> None:
     """Refuse a size unless there is a rank, a micro-batch, and every rule holds.
 
     Args:
-        name: Of the schedule, for the message.
         rules: Whether a rule holds, and what to say when it does not.
         fix: What the user can do about the rules, with the legal numbers.
 

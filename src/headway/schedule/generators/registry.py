@@ -173,7 +173,6 @@ class ScheduleOption(NamedTuple):
     """A schedule with its options, as the search's degrees have it.
 
     Attributes:
-        name: A key of `SCHEDULES`.
         virtual: Stages of one pipe on a rank.
     """
 
@@ -203,7 +202,6 @@ def schedule_option(name: str, virtual: int, pipes: int) -> ScheduleOption:
     """A schedule of which the search has a price.
 
     Args:
-        name: One of `RUNNABLE_SCHEDULES`.
         virtual: Stages of a rank, where the schedule leaves that open.
     """
     kind = SCHEDULES[name]
@@ -242,11 +240,8 @@ def make_schedule(
     """The schedule of a name.
 
     Args:
-        name: A key of `SCHEDULES`.
         stages: D, the ranks of the pipeline (a looped or folded one holds several stages on each).
-        microbatches: N, of one step.
         pipes: Of Chimera: how many at once, half of them in each direction.
-        virtual: Of looped schedules: stages per rank.
         mode: Of Chimera: how it goes beyond N = D: "direct", "doubling" or "halving".
 
     Options that the schedule does not take (`NamedSchedule.options`) have no effect.

@@ -26,13 +26,6 @@ def zb_h1(ranks: int, microbatches: int) -> PipelineSchedule:
 
     On rank r, W runs r backwards behind I: a later rank spends on it the memory that 1F1B leaves
     free there. With F = I = W and N >= D the bubble is (D-1)/(3N+D-1).
-
-    Args:
-        ranks: D, one stage each.
-        microbatches: N, any.
-
-    Raises:
-        PlanError: No rank or no micro-batch.
     """
     check_sizes("zb-h1", ranks, microbatches)
     whole = one_f_one_b(ranks, microbatches)
@@ -46,9 +39,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, *, virtual: int = 2) 
     With F = I = W and N >= D the bubble is (D-1)/(3vN+D-1), in D activations if D divides N.
 
     Args:
-        ranks: D.
         microbatches: N, any; groups as in `interleaved`.
-        virtual: v, at least 2.
 
     Raises:
         PlanError: v < 2.
@@ -71,16 +62,10 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     ranks begin and end one after another, which makes the bubble (D-1)/(6N+D-1). At most D
     activations on every rank. The program needs 2D-1 micro-batches; for fewer, the cells of those
     that do not exist are left out.
-
-    Args:
-        ranks: D.
-        microbatches: N, any.
-
-    Raises:
-        PlanError: No rank or no micro-batch.
     """
     check_sizes("zbv", ranks, microbatches)
     pipe = v_pipe(ranks, microbatches)
+    # The phases need 2D-1 micro-batches; `RankProgram` leaves out the cells of those beyond N.
     planned = max(microbatches, 2 * ranks - 1)
     return PipelineSchedule(
         name="zbv",
@@ -124,6 +109,6 @@ def _zbv_order(rank: int, ranks: int, pipe: SchedulePipe, planned: int) -> tuple
 
 
 def _both_grads(program: RankProgram, chunk: int) -> None:
-    """A backward in two actions, so that the stage before can go on after the first one."""
+    # Two actions, so that the stage before can go on after the first one.
     program.input_grad(chunk)
     program.weight_grad()
