@@ -260,8 +260,8 @@ class _WiringBuilder:
                 ended[stage, k] = event
         for cell, stage, k in self.waits:
             pipe, after = made.actions[cell].pipe, ended.get((stage, k))
-            missing = Action(ActionKind.SYNC, pipe, stage)
-            self.needs[cell].append(self._never(missing) if after is None else after)
+            sync = Action(ActionKind.SYNC, pipe, stage)
+            self.needs[cell].append(self._never(sync) if after is None else after)
 
 
 Order = Sequence[Sequence[int]]
