@@ -26,7 +26,7 @@ from headway.data import (
     slabs_in,
 )
 from headway.data.slabs import slab_source as readers_module
-from headway.data.slabs.ownership import SlabOwnership, consumer_rank
+from headway.data.slabs.ownership import SlabOwnership
 from headway.errors import DataError, MissingExtra
 from headway.parallel.spatial import SpatialAxis, SpatialContext
 from headway.plans import BatchSplit
@@ -404,7 +404,8 @@ def test_readers_that_do_not_belong_together(tmp_path):
 
 def test_the_consumer_is_the_rule_of_the_paper():
     """Rank ((i mod mb) mod partitions) k + offset, here of 3 partitions of 4 ranks, mb = 5."""
-    found = [consumer_rank(i % 5, 3, parts=4, offset=2) for i in range(10)]
+    owners = SlabOwnership([9] * 3, "first")
+    found = [4 * m.consumer + 2 for _ in range(2) for m in owners.plan(range(5))]
     assert found == [2, 6, 10, 2, 6, 2, 6, 10, 2, 6]
 
 

@@ -28,8 +28,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headway.data.order import Cursor, Indices, SampleOrder, sample_seeds, take
-from headway.data.source import SeededSource, Source
+from headway.data.order import (
+    Cursor,
+    GlobalBatch,
+    Indices,
+    SampleOrder,
+    global_batches,
+    sample_seeds,
+    take,
+)
+from headway.data.source import SeededSource, Source, unreadable_samples
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
 
@@ -83,14 +91,11 @@ class MicroBatchReader(Dataset[Any]):
         except HeadwayError:
             raise
         except Exception as error:
-            raise DataError(
-                f"{len(indices)} samples from number {indices[0]} on cannot be read",
-                where=type(self._source).__name__,
-                why=f"{type(error).__name__}: {error}",
-            ) from error
+            raise unreadable_samples(self._source, indices, error) from error
 
     def __getitem__(self, request: FetchRequest) -> Any:
-        """As `read`, in a worker: torch would turn an exception into one with its text alone."""
+        """As `read`, in a worker; an error comes back as a value."""
+        # torch would turn an exception of a worker into one with its text alone.
         try:
             return self.read(request)
         except HeadwayError as error:
@@ -118,16 +123,11 @@ class InProcessFetcher:
         return next(self._items)
 
     def close(self) -> None:
-        """End."""
         self._items = None
 
 
 class WorkerFetcher:
-    """Reads micro-batches ahead in processes of its own.
-
-    Args:
-        requests: Taken as far ahead as two micro-batches per worker.
-    """
+    """Reads micro-batches ahead in processes of its own."""
 
     def __init__(
         self, reader: MicroBatchReader, requests: Iterable[FetchRequest], workers: int
@@ -141,7 +141,8 @@ class WorkerFetcher:
             num_workers=workers,
             collate_fn=_as_it_is,
             worker_init_fn=functools.partial(_enter_worker, self._listen, self._tell),
-            # Without a generator of its own it would take a number from the global one.
+            # Without a generator of its own it would take a number from the global one: training
+            # with workers would then draw other random numbers than without.
             generator=torch.Generator(),
         )
         before = set(multiprocessing.active_children())
@@ -203,7 +204,7 @@ class _WorkerTrace(Exception):
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the workers, with the signals for the rank held back until they are deaf to them."""
+    """Start the workers, with the signals for the rank blocked until they ignore them."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
     try:
         with warnings.catch_warnings():
@@ -223,8 +224,8 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _enter_worker(listen: Connection, tell: Connection, _: int) -> None:
-    """Make a worker deaf to signals meant for its rank, and leave with it."""
-    tell.close()
+    """Make a worker ignore signals meant for its rank, and end with it."""
+    tell.close()  # the inherited end: while it is open, a dead rank would not be an end of file
     for number in _FOR_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
@@ -236,9 +237,6 @@ def _leave(listen: int) -> None:
     if os.read(listen, 1):
         time.sleep(_GRACE)
     os._exit(0)
-
-
-# Global batches, of which each rank reads its share.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,24 +271,12 @@ class RankBatch:
     passes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A `RankBatch` before its data are read."""
-
-    parts: tuple[range, ...]
-    samples: int
-    start: Cursor
-    after: Cursor
-    passes: int
-
-
 class Loader:
     """An iterable of `RankBatch`, endless unless `epochs` is given.
 
     Every iteration begins at `cursor`. One goes on at a time: a new one ends the one before.
 
     Args:
-        source: The samples.
         split: The global batch and its micro-batches.
         shuffle: Visit the samples of an epoch in an order that depends on (seed, epoch) alone;
             otherwise as they lie.
@@ -318,7 +304,7 @@ class Loader:
         limit: int | None = None,
     ) -> None:
         self._length = checked_length(source, split.samples, limit)
-        take(cursor, self._length, split.samples, drop_last)
+        take(cursor, self._length, split.samples, drop_last)  # raises for a cursor of other data
         self._split, self._rank, self._ranks = split, rank, ranks
         self._cursor, self._drop_last, self._epochs = cursor, drop_last, epochs
         self._workers = workers
@@ -331,15 +317,16 @@ class Loader:
         self.close()
         fetched = self._current = self._fetched()
         try:
-            for step in self._steps():
+            for batch in self._batches():
                 yield RankBatch(
                     micros=tuple(
-                        MicroBatch(data=next(fetched), positions=part) for part in step.parts
+                        MicroBatch(data=next(fetched), positions=part)
+                        for part in self._parts(batch)
                     ),
-                    samples=step.samples,
-                    start=step.start,
-                    after=step.after,
-                    passes=step.passes,
+                    samples=batch.count,
+                    start=batch.start,
+                    after=batch.after,
+                    passes=self._split.passes(self._ranks, batch.count),
                 )
         finally:
             fetched.close()
@@ -357,28 +344,30 @@ class Loader:
         self.close()
 
     def _fetched(self) -> InProcessFetcher | WorkerFetcher:
+        # A second walk over the same batches: the workers run ahead of `__iter__`.
         requests = (
-            FetchRequest(step.start.epoch, part) for step in self._steps() for part in step.parts
+            FetchRequest(batch.start.epoch, part)
+            for batch in self._batches()
+            for part in self._parts(batch)
         )
         if self._workers:
             return WorkerFetcher(self._reader, requests, self._workers)
         return InProcessFetcher(self._reader, requests)
 
-    def _steps(self) -> Iterator[_Step]:
-        """This rank's part of every global batch from the cursor on."""
-        cursor = self._cursor
-        while self._epochs is None or cursor.epoch < self._epochs:
-            count, after = take(cursor, self._length, self._split.samples, self._drop_last)
-            if count:
-                share = self._split.share(self._rank, self._ranks, count)
-                first = cursor.position
-                parts = tuple(
-                    range(first + part.start, first + part.stop)
-                    for part in self._split.microbatches(share)
-                )
-                passes = self._split.passes(self._ranks, count)
-                yield _Step(parts=parts, samples=count, start=cursor, after=after, passes=passes)
-            cursor = after
+    def _batches(self) -> Iterator[GlobalBatch]:
+        return global_batches(
+            self._cursor,
+            self._length,
+            self._split.samples,
+            drop_last=self._drop_last,
+            epochs=self._epochs,
+        )
+
+    def _parts(self, batch: GlobalBatch) -> tuple[range, ...]:
+        """The places in the epoch of this rank's micro-batches."""
+        share, first = self._split.share(self._rank, self._ranks, batch.count), batch.start.position
+        parts = self._split.microbatches(share)
+        return tuple(range(first + part.start, first + part.stop) for part in parts)
 
 
 def checked_length(source: Source, batch: int, limit: int | None = None) -> int:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,6 @@ class SampleOrder:
 
     Attributes:
         length: Samples of an epoch, at least 1.
-        seed: The run's seed.
         shuffle: False visits the samples as they lie.
     """
 
@@ -64,8 +63,7 @@ class SampleOrder:
 def sample_seeds(seed: int, epoch: int, start: int, stop: int) -> list[int]:
     """64-bit seeds for the random draws inside the samples at the places start..stop-1.
 
-    They depend on (seed, epoch, place) alone, so that random augmentation is the same whatever the
-    number of ranks and workers.
+    They depend on (seed, epoch, place) alone: augmentation is the same for any ranks and workers.
     """
     first, second = _keys("sample", seed, epoch, 2)
     places = np.arange(start, stop, dtype=np.uint64)
@@ -74,13 +72,11 @@ def sample_seeds(seed: int, epoch: int, start: int, stop: int) -> list[int]:
 
 
 class _Grid:
-    """A permutation of 0..length-1 within a grid of rows x columns places, rows an even number.
-
-    With an even number of rows both even and odd permutations are reached. The grid has fewer than
-    3 * sqrt(length) + 4 places too many, so few places walk more than once.
-    """
+    """A permutation of 0..length-1 within a grid of rows x columns places, rows an even number."""
 
     def __init__(self, length: int, keys: Words) -> None:
+        # With an even number of rows both even and odd permutations are reached. The grid has fewer
+        # than 3 * sqrt(length) + 4 places too many, so few places walk more than once.
         rows = math.isqrt(length - 1) + 1
         rows += rows % 2
         self.length = np.uint64(length)
@@ -104,7 +100,7 @@ class _Grid:
 
 
 def _keys(purpose: str, seed: int, epoch: int, count: int) -> Words:
-    """Independent 64-bit keys; a hash, because numpy may change its generators' streams."""
+    # A hash, because numpy may change the streams of its generators.
     digest = hashlib.shake_128(f"{purpose} {seed} {epoch}".encode()).digest(8 * count)
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
@@ -117,15 +113,11 @@ def _mix(words: Words) -> Words:
     return mixed
 
 
-# Where a run stands in its data: independent of ranks, workers and micro-batches.
-
-
 @dataclass(frozen=True)
 class Cursor:
     """The place of the next sample that no optimiser step has used.
 
     Attributes:
-        seed: Decides the order of every epoch.
         epoch: Counted from 0.
         position: Samples of the epoch already used.
     """
@@ -135,7 +127,6 @@ class Cursor:
     position: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Plain data, for a checkpoint."""
         return asdict(self)
 
     @staticmethod
@@ -158,12 +149,29 @@ class Cursor:
         return Cursor(**{name: facts[name] for name in names})
 
 
+class GlobalBatch(NamedTuple):
+    """`count` places of an epoch from the cursor `start` on; the next one begins at `after`."""
+
+    count: int
+    start: Cursor
+    after: Cursor
+
+
+def global_batches(
+    cursor: Cursor, length: int, batch: int, *, drop_last: bool, epochs: int | None
+) -> Iterator[GlobalBatch]:
+    """The global batches from a cursor on, up to epoch `epochs`; arguments as of `take`."""
+    while epochs is None or cursor.epoch < epochs:
+        count, after = take(cursor, length, batch, drop_last)
+        if count:  # 0 for a rest that is left out, when a run resumes with a larger batch
+            yield GlobalBatch(count, cursor, after)
+        cursor = after
+
+
 def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tuple[int, Cursor]:
     """The batch that begins at a cursor.
 
     Args:
-        length: Samples of an epoch.
-        batch: Samples of a full global batch.
         drop_last: Whether the ragged last batch of an epoch is left out.
 
     Returns:

@@ -39,17 +39,13 @@ class GlobalGenerators:
         self._moved = True
 
     def used(self) -> bool:
-        """Whether any of the generators has moved."""
         self._moved = not _same(self._state, _now())
         return self._moved
 
     def seed(self, seed: int) -> None:
-        """Start the generators from 64 bits.
-
-        Not with `torch.manual_seed`: that also seeds every accelerator, or queues doing so, on each
-        call.
-        """
+        """Start the generators from 64 bits."""
         self._moved = True
+        # Not `torch.manual_seed`: that also seeds every accelerator, or queues it, on each call.
         torch.default_generator.manual_seed(seed)
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
         random.seed(seed)
@@ -71,7 +67,7 @@ def _now() -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of nested states; tuples compare whole, which is fast for Python's 625 words."""
+    # Tuples compare whole, which is fast for Python's 625 words.
     if isinstance(one, dict):
         return all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, torch.Tensor):
@@ -81,23 +77,17 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# Samples from torch data sets.
-
-
 Collate = Callable[[list[Any]], Any]
 
 
 class DatasetSource:
     """Any map-style torch data set.
 
-    Seeding around every sample would cost a quick data set more than its samples do, and a data
-    set's `__getitems__` reads a whole micro-batch at once. So a micro-batch is first read as torch
-    reads it, with `__getitems__` if there is one. If that used a random generator, the result is
-    thrown away and the samples are read one by one with `__getitem__`, each with its own seeds;
-    from then on this source does so at once.
+    A micro-batch is first read as torch reads it, with `__getitems__` if there is one. If that used
+    a random generator, the result is thrown away and the samples are read one by one with
+    `__getitem__`, each with its own seeds; from then on this source does so at once.
 
     Args:
-        dataset: Has `__len__` and `__getitem__`.
         collate: Makes one batch of a list of samples; torch's `default_collate` if not given. It
             must treat every sample alike: what it draws at random depends on the micro-batch.
     """
@@ -111,15 +101,11 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, indices: Sequence[int]) -> Any:
-        """The samples as one batch; what they draw comes from the global generators as they are.
-
-        Raises:
-            DataError: A sample cannot be read, or the samples do not fit into one batch.
-        """
+        """The samples as one batch; what they draw comes from the global generators as they are."""
         try:
             samples = self._fetch(indices)
         except Exception as error:
-            for index in indices:
+            for index in indices:  # one of them alone fails too: then the error names it
                 self._sample(index)
             raise self._failure(
                 f"samples {_format_indices(indices)} cannot be read", error
@@ -135,6 +121,7 @@ class DatasetSource:
         generators = GlobalGenerators()
         failure: Exception | None = None
         try:
+            # Seeding around every sample would cost a quick data set more than its samples do.
             if not self._draws:
                 try:
                     batch = self.collate(self._fetch(indices))
@@ -184,7 +171,6 @@ class DatasetSource:
             raise self._failure(what, error) from error
 
     def _failure(self, what: str, error: Exception) -> HeadwayError:
-        """The cause in the words of the data set; an error of headway's own passes as it is."""
         if isinstance(error, HeadwayError):
             return error
         kind = type(self.dataset).__name__
@@ -221,12 +207,8 @@ class TensorSource:
 
 
 def _format_indices(indices: Sequence[int]) -> str:
-    """At most five of them: "3, 1, 4, 1, 5, ... (32)"."""
     shown = ", ".join(str(index) for index in indices[:5])
     return shown if len(indices) <= 5 else f"{shown}, ... ({len(indices)})"
-
-
-# Samples from memory-mapped files: windows of a token file, rows of .npy files.
 
 
 Array = NDArray[Any]
@@ -266,11 +248,8 @@ class MemmapSource:
         return (self._tokens - 1) // self.window
 
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Input and target, each int64 [len(indices), window].
-
-        Raises:
-            DataError: The file has vanished or was cut short.
-        """
+        """Input and target, each int64 [len(indices), window]."""
+        # A file that shrank would kill the process with SIGBUS at the first touch.
         _size(self.path, self.offset + self._tokens * self.dtype.itemsize)
         rows = self._mapped()[np.asarray(indices, dtype=np.int64)]
         return (
@@ -279,7 +258,6 @@ class MemmapSource:
         )
 
     def _count(self) -> int:
-        """Tokens of the file."""
         held = max(_size(self.path) - self.offset, 0)
         tokens, rest = divmod(held, self.dtype.itemsize)
         if rest:
@@ -312,7 +290,7 @@ class MemmapSource:
         return self._windows
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the map: numpy would put the contents of the file into the pickle."""
+        # numpy would put the contents of the mapped file into the pickle.
         return self.__dict__ | {"_windows": None}
 
 
@@ -345,11 +323,7 @@ class ArraySource:
         return self._length
 
     def read(self, indices: Sequence[int]) -> Tensor | tuple[Tensor, ...]:
-        """One tensor [len(indices), ...] for each file.
-
-        Raises:
-            DataError: A file has vanished or was cut short.
-        """
+        """One tensor [len(indices), ...] for each file."""
         for path, size in zip(self.paths, self._sizes, strict=True):
             _size(path, size)
         if self._arrays is None:
@@ -359,7 +333,6 @@ class ArraySource:
         return tensors[0] if len(tensors) == 1 else tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps: numpy would put the contents of the files into the pickle."""
         return self.__dict__ | {"_arrays": None}
 
 
@@ -391,7 +364,7 @@ def open_npy(path: Path) -> Array:
 
 
 def native_byte_order(array: Array) -> Array:
-    """In the byte order of this machine: torch knows no other."""
+    # torch knows no other.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -421,20 +394,6 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-# Where samples come from.
-
-
-__all__ = [
-    "ArraySource",
-    "DatasetSource",
-    "MemmapSource",
-    "SeededSource",
-    "Source",
-    "TensorSource",
-    "as_source",
-]
-
-
 @runtime_checkable
 class Source(Protocol):
     """Random access to samples; knows nothing about ranks, order or batches."""
@@ -457,6 +416,15 @@ class SeededSource(Source, Protocol):
         """As `read`; all that is drawn for sample `indices[i]` follows from `seeds[i]` (64 bits),
         and the global generators of the process are left as they were."""
         ...
+
+
+def unreadable_samples(source: Source, indices: Sequence[int], error: Exception) -> DataError:
+    """The error of a source's `read` that raised something else than a HeadwayError."""
+    return DataError(
+        f"{len(indices)} samples from number {indices[0]} on cannot be read",
+        where=type(source).__name__,
+        why=f"{type(error).__name__}: {error}",
+    )
 
 
 def as_source(examples: Any) -> Source:

@@ -76,7 +76,6 @@ def file_lock(path: str, seconds: float) -> Iterator[bool]:
     """Holds a lock that excludes all processes and threads; False if it was not free in time.
 
     Args:
-        path: A file; made if it is missing.
         seconds: How long to try. Holders need milliseconds, unless they were stopped.
     """
     # A descriptor of its own for each use: those inherited by a fork would share the lock.
@@ -106,7 +105,6 @@ class BlobStore:
 
     Args:
         lock: Path of the lock for claiming room.
-        samples: Number of samples of the source.
         salt: Enters the checksums, so that a blob of another store is no blob of this one.
         verify: Compare checksums at every read; otherwise only the headers. For files.
         room: Bytes that may still be claimed; called with the lock held, with the bytes wanted.
@@ -133,14 +131,14 @@ class BlobStore:
         """What is stored of a sample; None if nothing is.
 
         Raises:
-            Damaged: Something is, but not what was stored; from now on nothing is.
+            DamagedBlob: Something is, but not what was stored; from now on nothing is.
         """
         record = self._record(sample)
         if record is None:
             return None
         blob = self._blob(sample, *record)
         if blob is None:
-            # Had somebody just changed the record?
+            # Another process may have dropped it and stored it again meanwhile.
             again = self._record(sample)
             blob = self._blob(sample, *again) if again not in (None, record) else None
         if blob is None:
@@ -171,9 +169,10 @@ class BlobStore:
             if size > self._room(size):
                 self._refused += 1
                 return False
-            os.ftruncate(self.data, begin + size)
+            os.ftruncate(self.data, begin + size)  # claims the room; written without the lock
         head = self._header(sample, encoded.buffers, encoded.size, cost)
         _write(self.data, (head, *encoded.buffers), size, begin)
+        # Last, and in one write: whoever reads the record finds the whole blob.
         os.pwrite(self.index, RECORD.pack(begin + 1, size), RECORD.size * sample)
         return True
 
@@ -263,18 +262,13 @@ def _read(file: int, into: memoryview, begin: int) -> bool:
     return True
 
 
-# What the levels of the data cache have in common, and the rule by which they keep samples.
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoreKey:
     """What the stored samples are; two stores of equal keys hold the same samples.
 
     Attributes:
-        name: Of the data, given by the user.
         digest: Hexadecimal, over everything that decides what a sample is.
         facts: The same, to be read by people.
-        samples: Number of samples of the source.
     """
 
     name: str
@@ -289,7 +283,6 @@ class StoreKey:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index file."""
         return RECORD.size * self.samples
 
 
@@ -298,11 +291,7 @@ class CacheLevelLost(Exception):
 
 
 def check_limit(limit: int, key: StoreKey, where: str) -> None:
-    """Raise unless a level of this size can hold any sample.
-
-    Raises:
-        DataError: It cannot.
-    """
+    """Raise a DataError unless a level of this size can hold any sample."""
     if limit <= key.index_bytes:
         raise DataError(
             "the data cache is too small for its index",
@@ -314,6 +303,5 @@ def check_limit(limit: int, key: StoreKey, where: str) -> None:
 
 
 def close_all(files: list[int]) -> None:
-    """Close descriptors."""
     for file in files:
         os.close(file)

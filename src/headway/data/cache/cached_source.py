@@ -29,10 +29,17 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from headway.data.cache.blob_store import CacheLevelLost, DamagedBlob, StoreKey
-from headway.data.cache.levels import DiskLevel, MemoryLevel
+from headway.data.cache.levels import CacheLevel, DiskLevel, MemoryLevel
 from headway.data.cache.serialization import Decoder, Encoded, encode
 from headway.data.cache.statistics import CacheCounters, CacheStatistics
-from headway.data.source import DatasetSource, GlobalGenerators, SeededSource, Source, as_source
+from headway.data.source import (
+    DatasetSource,
+    GlobalGenerators,
+    SeededSource,
+    Source,
+    as_source,
+    unreadable_samples,
+)
 from headway.errors import DataError, HeadwayError
 from headway.units import format_bytes, parse_bytes
 
@@ -40,30 +47,18 @@ Collate = Callable[[list[Any]], Any]
 
 
 class SampleAccess(Protocol):
-    """Reads single samples, and makes batches of them."""
+    """Reads single samples, and makes batches of them; raises a DataError where it cannot."""
 
     def check(self) -> None:
-        """Whether the source has single samples.
-
-        Raises:
-            DataError: It has not.
-        """
+        """Raise a DataError unless the source has single samples."""
         ...
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at `indices`.
-
-        Raises:
-            DataError: One cannot be read.
-        """
+        """The samples at `indices`."""
         ...
 
     def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
-        """A batch of them.
-
-        Raises:
-            DataError: They do not fit together.
-        """
+        """A batch of them."""
         ...
 
 
@@ -71,7 +66,6 @@ def sample_access_of(source: Source, *, collate: Collate | None, prepared: bool)
     """The samples of a source.
 
     Args:
-        source: Any that draws no random numbers.
         collate: Makes batches; None: as the source does, or as torch does if they are prepared.
         prepared: Whether the samples will be changed before they are joined.
 
@@ -93,7 +87,7 @@ class _Items:
     """The samples of a map-style data set."""
 
     def __init__(self, source: DatasetSource, collate: Collate) -> None:
-        self._single = DatasetSource(source.dataset, collate=_as_they_are)
+        self._single = DatasetSource(source.dataset, collate=list)
         self._collate = collate
 
     def check(self) -> None:
@@ -116,6 +110,7 @@ class _Rows:
 
     def check(self) -> None:
         """Read some samples together and alone, and compare them bit for bit."""
+        # A source that pads to the longest row of a batch has rows that depend on their neighbours.
         count = len(self._source)
         some = sorted({0, count // 2, count - 1}) if count else []
         if not some:
@@ -124,11 +119,11 @@ class _Rows:
         rows = _split(batch, len(some))
         for place in {0, len(some) // 2}:
             alone = self.read([some[place]])[0]
-            if encode(alone).to_bytes() != encode(rows[place]).to_bytes():
+            if not _same_bytes(alone, rows[place]):
                 raise self._refusal(
                     f"Sample {some[place]} read alone is not its row of a batch of {len(some)}."
                 )
-        if self._collate is None and not _alike(_stacked(rows), batch):
+        if self._collate is None and not _same_bytes(_stacked(rows), batch):
             raise self._refusal("Its batches have strides other than those of stacked rows.")
 
     def read(self, indices: Sequence[int]) -> list[Any]:
@@ -140,11 +135,7 @@ class _Rows:
         except HeadwayError:
             raise
         except Exception as error:
-            raise DataError(
-                f"{len(indices)} samples from number {indices[0]} on cannot be read",
-                where=type(self._source).__name__,
-                why=f"{type(error).__name__}: {error}",
-            ) from error
+            raise unreadable_samples(self._source, indices, error) from error
 
     def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
         return _joined(self._collate or _stacked, indices, samples)
@@ -155,10 +146,6 @@ class _Rows:
             why=why,
             fix="Cache a map-style data set, and give what makes batches of samples as `collate`.",
         )
-
-
-def _as_they_are(samples: list[Any]) -> Any:
-    return samples
 
 
 def _joined(collate: Collate, indices: Sequence[int], samples: list[Any]) -> Any:
@@ -208,12 +195,9 @@ def _stacked(rows: list[Any]) -> Any:
     return type(first)(_stacked(list(column)) for column in zip(*rows, strict=True))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Bits, types and layout of two batches are the same."""
+def _same_bytes(one: Any, other: Any) -> bool:
+    """Bits, types and layout of two samples or batches are the same."""
     return encode(one).to_bytes() == encode(other).to_bytes()
-
-
-# The data cache: a slow source, behind it a local disk and host memory that keep its samples.
 
 
 Change = Callable[[Any], Any]
@@ -270,14 +254,19 @@ class CachedSource:
         self._key = _key(source, name, version, prepare)
         self._counters = CacheCounters()
         self._decoder = Decoder()
-        self._levels: list[MemoryLevel | DiskLevel] = []
+        self._levels: list[CacheLevel] = []
         bytes_of_memory = _bytes(memory, "memory")
         if not bytes_of_memory and disk is None:
             raise DataError(
                 f"the data cache {name!r} has nowhere to keep samples",
                 fix='Give memory="2 GiB", disk="/local/directory", or both.',
             )
-        self._open_memory(bytes_of_memory)
+        # Memory first: a sample is looked for in the faster level.
+        if bytes_of_memory:
+            try:
+                self._levels.append(MemoryLevel(bytes_of_memory, self._key))
+            except CacheLevelLost as error:
+                self._warn(_LOST, "memory", f"no samples are kept in memory: {error}")
         if disk is not None:
             limit = None if disk_limit is None else _bytes(disk_limit, "disk_limit")
             self._levels.append(DiskLevel(Path(disk), limit, self._key))
@@ -299,11 +288,7 @@ class CachedSource:
         return self._items.join(indices, samples)
 
     def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
-        """As `read`, with one 64-bit seed per sample; the global generators stay as they were.
-
-        Raises:
-            DataError: As `read`.
-        """
+        """As `read`, with one 64-bit seed per sample; the global generators stay as they were."""
         if self._augment is None:
             return self.read(indices)
         samples = self.samples(indices)
@@ -322,16 +307,11 @@ class CachedSource:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples."""
         samples = self.samples(indices)
         return samples if self._augment is None else [self._augment(s) for s in samples]
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """The samples before `augment`, each in memory of its own or the source's.
-
-        Raises:
-            DataError: As `read`.
-        """
+        """The samples before `augment`, each in memory of its own or the source's."""
         found: dict[int, Any] = {}
         for level in list(self._levels):
             self._look(level, [i for i in indices if i not in found], found)
@@ -358,12 +338,8 @@ class CachedSource:
             level.close()
         self._levels = []
 
-    # -- the way of a sample -----------------------------------------------------------------
-
-    def _look(
-        self, level: MemoryLevel | DiskLevel, wanted: list[int], found: dict[int, Any]
-    ) -> None:
-        """Take from a level what it has; memory gets what was only on the disk."""
+    def _look(self, level: CacheLevel, wanted: list[int], found: dict[int, Any]) -> None:
+        """Take from a level what it has."""
         start, size, cost, hits = perf_counter_ns(), 0, 0, 0
         for index in wanted:
             try:
@@ -377,7 +353,7 @@ class CachedSource:
             if blob is None:
                 continue
             hits, size, cost = hits + 1, size + len(blob.payload), cost + blob.cost
-            above = self._levels[0]
+            above = self._levels[0]  # memory gets what was only on the disk
             if above is not level:
                 self._put(above, index, Encoded((blob.payload,), len(blob.payload)), blob.cost)
             found[index] = self._decoder.decode(blob.payload)
@@ -412,7 +388,7 @@ class CachedSource:
         if self._prepare is not None:
             samples = [self._prepared_one(*pair) for pair in zip(indices, samples, strict=True)]
         if generators.used():
-            generators.restore()
+            generators.restore()  # as if the sample had not been read
             raise DataError(
                 "samples that draw random numbers cannot be cached",
                 where=f"data cache {self._key.name!r}",
@@ -442,7 +418,7 @@ class CachedSource:
             error.where = f"sample {index}{error.where.removeprefix('sample')}"
             raise
 
-    def _put(self, level: MemoryLevel | DiskLevel, index: int, encoded: Encoded, cost: int) -> None:
+    def _put(self, level: CacheLevel, index: int, encoded: Encoded, cost: int) -> None:
         try:
             stored = level.put(index, encoded, cost)
         except CacheLevelLost as error:
@@ -452,15 +428,6 @@ class CachedSource:
             self._counters.add(**{f"{level.name}_stored": 1})
         elif stored is False:
             self._counters.add(not_stored=1)
-
-    # -- opening, and what goes wrong --------------------------------------------------------
-
-    def _open_memory(self, limit: int) -> None:
-        try:
-            if limit:
-                self._levels.append(MemoryLevel(limit, self._key))
-        except CacheLevelLost as error:
-            self._warn(_LOST, "memory", f"no samples are kept in memory: {error}")
 
     def _check_levels(self) -> None:
         """Compare one stored sample of each level with the source: has the data changed?"""
@@ -472,7 +439,7 @@ class CachedSource:
             except CacheLevelLost as error:
                 self._give_up(level, error)
 
-    def _check_level(self, level: MemoryLevel | DiskLevel) -> None:
+    def _check_level(self, level: CacheLevel) -> None:
         index = level.any_sample()
         blob = None if index is None else level.get(index)
         if index is None or blob is None:
@@ -486,7 +453,7 @@ class CachedSource:
                 "samples are thrown away. Change `version` when the data or `prepare` change",
             )
 
-    def _damaged(self, level: MemoryLevel | DiskLevel, error: DamagedBlob) -> None:
+    def _damaged(self, level: CacheLevel, error: DamagedBlob) -> None:
         self._counters.add(damaged=1)
         self._warn(
             _DAMAGED,
@@ -495,16 +462,17 @@ class CachedSource:
             "ones are only counted",
         )
 
-    def _lose(self, level: MemoryLevel | DiskLevel, error: CacheLevelLost) -> None:
+    def _lose(self, level: CacheLevel, error: CacheLevelLost) -> None:
         """Go on without storing into a level that fails; what it holds can still be read."""
         self._warn(_LOST, level.name, f"no more samples are stored in {level.name}: {error}")
         level.freeze()
 
-    def _give_up(self, level: MemoryLevel | DiskLevel, error: CacheLevelLost) -> None:
+    def _give_up(self, level: CacheLevel, error: CacheLevelLost) -> None:
         self._warn(_LOST, level.name, f"{level.name} is no longer used: {error}")
         self._levels.remove(level)
 
     def _warn(self, kind: int, level: str, text: str) -> None:
+        # One bit for each kind and level: warned of once, whichever process sees it first.
         if self._counters.first(2 * kind + (level == DiskLevel.name)):
             warnings.warn(f"data cache {self._key.name!r}: {text}", CacheWarning, stacklevel=2)
 
@@ -514,8 +482,6 @@ def cached(examples: Any, name: str, **options: Any) -> CachedSource:
 
     Args:
         examples: A `Source` or any map-style torch `Dataset`.
-        name: See `CachedSource`.
-        options: The keyword arguments of `CachedSource`.
 
     Raises:
         DataError: See `as_source` and `CachedSource`.

@@ -22,9 +22,11 @@ import re
 import shutil
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, final
 
 from headway.data.cache.blob_store import (
     LOCK_SECONDS,
@@ -46,7 +48,64 @@ _STORE = re.compile(r".+-[0-9a-f]{16}")
 _LOCK = ".lock"
 
 
-class DiskLevel:
+class CacheLevel(ABC):
+    """One level: a store of samples that all processes of a node share.
+
+    Attributes:
+        limit: Bytes.
+    """
+
+    name: str
+    limit: int
+    key: StoreKey
+    _store: BlobStore
+    _close: weakref.finalize[[list[int]], Any]
+
+    @abstractmethod
+    def get(self, sample: int) -> Blob | None:
+        """What is stored of a sample.
+
+        Raises:
+            DamagedBlob: It was damaged, and has been dropped.
+            CacheLevelLost: The level is gone and cannot be made again.
+        """
+
+    @abstractmethod
+    def put(self, sample: int, encoded: Encoded, cost: int) -> bool | None:
+        """See `BlobStore.put`.
+
+        Raises:
+            CacheLevelLost: Nothing more can be stored.
+        """
+
+    @abstractmethod
+    def any_sample(self) -> int | None:
+        """Some sample that is stored."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Throw away what is stored.
+
+        Raises:
+            CacheLevelLost: The system gives no new files.
+        """
+
+    def freeze(self) -> None:
+        """Store no more."""
+        self._store.freeze()
+
+    @property
+    def size(self) -> int:
+        """Bytes of this store."""
+        return self._store.size
+
+    def close(self) -> None:
+        """Close the files; again is harmless."""
+        self._close()
+
+
+@final
+class DiskLevel(CacheLevel):
     """A store in a directory of the node's own disk, shared by its processes and by later jobs.
 
     The directory may hold stores of other data; all of them together stay within the limit. It may
@@ -60,7 +119,6 @@ class DiskLevel:
     """
 
     name = "disk"
-    _close: weakref.finalize[[list[int]], DiskLevel]
 
     def __init__(self, directory: Path, limit: int | None, key: StoreKey) -> None:
         self.directory, self.key = directory.absolute(), key
@@ -68,7 +126,7 @@ class DiskLevel:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.limit = self._default_limit() if limit is None else limit
             check_limit(self.limit, key, f"disk cache {directory}")
-            self._shelf = self._open()
+            self._store = self._open()
         except OSError as error:
             raise DataError(
                 "the directory of the data cache cannot be used",
@@ -78,23 +136,12 @@ class DiskLevel:
             ) from error
 
     def get(self, sample: int) -> Blob | None:
-        """What is stored of a sample.
-
-        Raises:
-            Damaged: It was damaged, and has been dropped.
-            LevelLost: The directory was deleted and cannot be made again.
-        """
         try:
             return self._current().get(sample)
         except OSError as error:
             raise DamagedBlob(f"sample {sample}: {error.strerror}") from error
 
     def put(self, sample: int, encoded: Encoded, cost: int) -> bool | None:
-        """See `BlobStore.put`.
-
-        Raises:
-            LevelLost: The disk is full or the directory cannot be written.
-        """
         try:
             return self._current().put(sample, encoded, cost)
         except FileNotFoundError:
@@ -102,31 +149,17 @@ class DiskLevel:
         except OSError as error:
             raise CacheLevelLost(f"{self.directory}: {error.strerror or error}") from error
 
-    def freeze(self) -> None:
-        """Store no more."""
-        self._shelf.freeze()
-
     def any_sample(self) -> int | None:
-        """Some sample that is stored."""
         return self._current().any_sample()
 
     def renew(self) -> None:
-        """Throw away what is stored, for all processes that use it."""
+        # For all processes that use it: they find their files gone and begin afresh, too.
         with file_lock(str(self.directory / _LOCK), LOCK_SECONDS):
             shutil.rmtree(self._folder, ignore_errors=True)
         self._reopen()
 
-    @property
-    def size(self) -> int:
-        """Bytes of this store."""
-        return self._shelf.size
-
-    def close(self) -> None:
-        """Close the files; again is harmless."""
-        self._close()
-
     def __reduce__(self) -> tuple[object, ...]:
-        """A process that gets this by value opens the same store."""
+        # A process that gets this by value opens the same store.
         return DiskLevel, (self.directory, self.limit, self.key)
 
     @property
@@ -137,16 +170,16 @@ class DiskLevel:
         return (shutil.disk_usage(self.directory).free + _stored(str(self.directory))) // 2
 
     def _current(self) -> BlobStore:
-        if self._shelf.gone:
+        if self._store.gone:
             self._reopen()
-        return self._shelf
+        return self._store
 
     def _reopen(self) -> None:
         for last in (False, False, False, True):
             close = self._close
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._shelf = self._open()
+                self._store = self._open()
                 close()  # only now: numbers of closed files may become those of others
                 return
             except OSError as error:
@@ -181,7 +214,7 @@ class DiskLevel:
         )
 
     def _describe(self) -> None:
-        """Say in words what is stored; for people only, so a full disk does not matter here."""
+        # For people only, so a full disk does not matter here.
         path = self._folder / "store.json"
         text = json.dumps({"format": 1, **self.key.facts}, indent=2, ensure_ascii=False)
         with contextlib.suppress(OSError):
@@ -255,10 +288,8 @@ def _unused(folder: str) -> Iterator[bool]:
         os.close(users)
 
 
-# The level of the data cache in host memory.
-
-
-class MemoryLevel:
+@final
+class MemoryLevel(CacheLevel):
     """Samples in host memory, held once for all processes of a user on this machine.
 
     They lie in files without a name that only exist in memory, and vanish with the last process
@@ -270,11 +301,10 @@ class MemoryLevel:
 
     Raises:
         DataError: The limit is more than the machine has, or does not even hold the index.
-        LevelLost: This system has no such files.
+        CacheLevelLost: This system has no such files.
     """
 
     name = "memory"
-    _close: weakref.finalize[[list[int]], MemoryLevel]
 
     def __init__(self, limit: int, key: StoreKey) -> None:
         self.limit, self.key = limit, key
@@ -289,61 +319,33 @@ class MemoryLevel:
         if not memfd_available():
             raise CacheLevelLost("this system has no memfd_create")
         try:
-            self._shelf = self._open(fresh=False)
+            self._store = self._open(fresh=False)
         except OSError as error:
             raise CacheLevelLost(str(error)) from error
 
     def get(self, sample: int) -> Blob | None:
-        """What is stored of a sample.
-
-        Raises:
-            Damaged: It was damaged, and has been dropped.
-        """
-        return self._shelf.get(sample)
+        return self._store.get(sample)
 
     def put(self, sample: int, encoded: Encoded, cost: int) -> bool | None:
-        """See `BlobStore.put`.
-
-        Raises:
-            LevelLost: The system gives no more memory.
-        """
         try:
-            return self._shelf.put(sample, encoded, cost)
+            return self._store.put(sample, encoded, cost)
         except OSError as error:
             raise CacheLevelLost(error.strerror or str(error)) from error
 
-    def freeze(self) -> None:
-        """Store no more."""
-        self._shelf.freeze()
-
     def any_sample(self) -> int | None:
-        """Some sample that is stored."""
-        return self._shelf.any_sample()
+        return self._store.any_sample()
 
     def renew(self) -> None:
-        """Begin afresh; processes that use the old files keep them.
-
-        Raises:
-            LevelLost: The system gives no more files.
-        """
+        # Processes that use the old files keep them.
         close = self._close
         try:
-            self._shelf = self._open(fresh=True)
+            self._store = self._open(fresh=True)
         except OSError as error:
             raise CacheLevelLost(error.strerror or str(error)) from error
         close()  # only now: numbers of closed files may become those of others
 
-    @property
-    def size(self) -> int:
-        """Bytes of this store."""
-        return self._shelf.size
-
-    def close(self) -> None:
-        """Close the files; again is harmless."""
-        self._close()
-
     def __reduce__(self) -> tuple[object, ...]:
-        """A process that gets this by value uses the same files."""
+        # A process that gets this by value uses the same files.
         return _same_level, (self.limit, self.key, os.getpid(), self._token, self._files)
 
     def _open(self, fresh: bool) -> BlobStore:
@@ -353,9 +355,9 @@ class MemoryLevel:
             token, files = found or create_memfds(2)
             if mine and not found:
                 note.write_text(json.dumps({"pid": os.getpid(), "token": token, "fds": files}))
-        return self._shelf_of(token, files)
+        return self._store_of(token, files)
 
-    def _shelf_of(self, token: str, files: list[int]) -> BlobStore:
+    def _store_of(self, token: str, files: list[int]) -> BlobStore:
         self._token, self._files = token, files
         self._close = weakref.finalize(self, close_all, files)
         most = self.limit - self.key.index_bytes
@@ -379,7 +381,7 @@ def _same_level(
         return MemoryLevel(limit, key)
     level = MemoryLevel.__new__(MemoryLevel)
     level.limit, level.key = limit, key
-    level._shelf = level._shelf_of(token, files)
+    level._store = level._store_of(token, files)
     return level
 
 
@@ -387,6 +389,7 @@ def _notes() -> Path:
     """A directory of this user alone."""
     path = Path(tempfile.gettempdir()) / f"headway-cache-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
+    # In a directory that others can write, a note could lead to files of theirs.
     facts = path.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise PermissionError(0, f"{path} can be written by others")

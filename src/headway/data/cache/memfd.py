@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 
 def memfd_available() -> bool:
-    """Whether this system has such files (Linux)."""
     return hasattr(os, "memfd_create")
 
 

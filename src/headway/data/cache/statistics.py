@@ -25,14 +25,11 @@ class CacheStatistics:
     """Counts of one rank and its data-loading processes since the cache was opened.
 
     Attributes:
-        memory_samples: Samples found in memory.
-        memory_bytes: Their bytes.
         memory_seconds: Time that it took to get them.
         disk_samples, disk_bytes, disk_seconds: The same of the local disk.
         remote_samples, remote_bytes, remote_seconds: The same of the source, with `prepare`.
         memory_stored, disk_stored: Samples put into a level.
         not_stored: Samples for which some level had no room.
-        damaged: Stored samples that were not what had been stored; they were read again.
         saved_seconds: What the samples found took when they were stored, less what it took to get
             them. Of all processes together: with W of them reading at once, W times the wall clock.
     """
@@ -54,7 +51,6 @@ class CacheStatistics:
 
     @property
     def samples(self) -> int:
-        """All samples that were asked for."""
         return self.memory_samples + self.disk_samples + self.remote_samples
 
     @property
@@ -68,7 +64,6 @@ class CacheStatistics:
         return CacheStatistics(**{n: getattr(self, n) - getattr(earlier, n) for n in names})
 
     def to_dict(self) -> dict[str, int | float]:
-        """Plain numbers, for events."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def explain(self) -> str:

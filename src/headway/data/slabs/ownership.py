@@ -17,21 +17,6 @@ OwnerPolicy = Literal["recent", "first"]
 """What is kept where not all fits: what was used last (LRU), or what came first."""
 
 
-def consumer_rank(position: int, partitions: int, *, parts: int = 1, offset: int = 0) -> int:
-    """The rank that consumes a slab of the sample at a position of the mini-batch.
-
-    Args:
-        position: i mod mb, for place i of an epoch in mini-batches of mb samples.
-        partitions: Groups of ranks, of which each has one sample at a time.
-        parts: Slabs of a sample, which is the number of ranks of a partition, k.
-        offset: Of the slab: a slab never leaves the ranks of its offset.
-
-    Returns:
-        ((i mod mb) mod partitions) k + offset.
-    """
-    return position % partitions * parts + offset
-
-
 @dataclass(frozen=True, slots=True)
 class SlabTransfer:
     """How one slab comes to its consumer.
@@ -54,7 +39,6 @@ class SlabOwnership:
 
     Args:
         room: By partition, the most slabs that it may hold.
-        keep: What is kept where not all fits.
     """
 
     def __init__(self, room: Sequence[int], keep: OwnerPolicy) -> None:
@@ -67,9 +51,11 @@ class SlabOwnership:
 
         Slabs that are sent must be taken out before any is let go for those that are read.
         """
+        # Position i of a mini-batch goes to partition i mod partitions. With k slabs of a sample
+        # that is rank (i mod partitions) k + offset: a slab never leaves the ranks of its offset.
+        partitions = len(self._room)
         return [
-            self._move(sample, consumer_rank(position, len(self._room)))
-            for position, sample in enumerate(samples)
+            self._move(sample, position % partitions) for position, sample in enumerate(samples)
         ]
 
     def held(self, partition: int) -> list[int]:

@@ -87,12 +87,10 @@ class _SlabFiles(ABC):
 
     @property
     def shape(self) -> Shape:
-        """Of a whole sample."""
         return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its numbers, in the byte order of this machine."""
         native_order: np.dtype[Any] = self._dtype.newbyteorder("=")
         return native_order
 
@@ -159,7 +157,6 @@ class Hdf5Slabs(_SlabFiles):
     Args:
         paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
         dataset: Name of the data set in a file: "full".
-        shape: Of a sample, to be checked; None: that of the first file.
 
     Raises:
         MissingExtra: The h5py package is not installed.
@@ -184,7 +181,12 @@ class Hdf5Slabs(_SlabFiles):
             found = file.get(self.dataset)
             if not isinstance(found, h5py.Dataset) or found.ndim < 1:
                 names: list[str] = []
-                file.visititems(lambda name, what: _note(names, name, what, h5py))
+
+                def note(name: str, held: Any) -> None:
+                    if isinstance(held, h5py.Dataset):
+                        names.append(name)
+
+                file.visititems(note)
                 raise DataError(
                     f"no data set {self.dataset!r}" if found is None else "no array",
                     where=f"{path}{'' if found is None else self._in}",
@@ -200,7 +202,6 @@ class NpySlabs(_SlabFiles):
 
     Args:
         paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
-        shape: Of a sample, to be checked; None: that of the first file.
 
     Raises:
         DataError: The first file is missing or damaged, or has another shape.
@@ -224,7 +225,6 @@ class ZarrSlabs(_SlabFiles):
     Args:
         paths: One array whose dimension 0 counts the samples, or a list, one per sample.
         array: Name of the array where the paths are groups: "full".
-        shape: Of a sample, to be checked; None: that of the first one.
 
     Raises:
         MissingExtra: The zarr package is not installed.
@@ -311,13 +311,8 @@ def _open_h5(h5py: Any, path: Path) -> Any:
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=access))
 
 
-def _note(names: list[str], name: str, what: Any, h5py: Any) -> None:
-    if isinstance(what, h5py.Dataset):
-        names.append(name)
-
-
 def _stat(path: Path) -> None:
-    """Raise unless a file is there: HDF5's own text of that is three lines long."""
+    # Before the library opens it: HDF5's own text for a missing file is three lines long.
     try:
         os.stat(path)
     except OSError as error:
@@ -326,7 +321,7 @@ def _stat(path: Path) -> None:
 
 @contextmanager
 def _sound(path: Path, what: str) -> Iterator[None]:
-    """Name the file in what the library raises of damaged ones."""
+    """Name the file in the errors that the library raises for a damaged one."""
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError) as error:
@@ -336,9 +331,6 @@ def _sound(path: Path, what: str) -> Iterator[None]:
             why=str(error),
             fix=f"It was cut short or damaged, or is no {what}: restore it.",
         ) from error
-
-
-# Samples of which a rank reads one slab: a source beside all others, and bytes for the store.
 
 
 _ALIGNED = 16
@@ -384,7 +376,6 @@ class SlabCut:
 
     @property
     def parts(self) -> int:
-        """Slabs of a sample."""
         return prod(self.sizes)
 
     def ranges(self, shape: Sequence[int]) -> tuple[Range, ...]:
@@ -394,13 +385,12 @@ class SlabCut:
             return whole
         cut: list[Range] = []
         rest = self.offset
-        for size, extent in reversed(list(zip(self.sizes, self._last(shape), strict=True))):
+        # The last dimension's part counts fastest.
+        last = shape[len(shape) - len(self.sizes) :]
+        for size, extent in reversed(list(zip(self.sizes, last, strict=True))):
             rest, place = divmod(rest, size)
             cut.insert(0, balanced_ranges(extent, size)[place])
         return (*whole[: len(shape) - len(cut)], *cut)
-
-    def _last(self, shape: Sequence[int]) -> Sequence[int]:
-        return shape[len(shape) - len(self.sizes) :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +419,6 @@ class SlabSource:
             tensors, or one tensor, of the types in the files.
         memory: Most that a rank of a run keeps of its slabs ("40 GiB"); None: half of what is its
             share of the machine.
-        keep: What it keeps where not all fits, see `SlabStore`.
 
     Attributes:
         nbytes: Bytes of a packed slab.
@@ -503,19 +492,11 @@ class SlabSource:
         return tuple((samples, *reader.shape) for reader in self._readers)
 
     def read(self, indices: Sequence[int]) -> Any:
-        """This rank's slabs of the samples: tensors [len(indices), ...].
-
-        Raises:
-            DataError: A file is missing, damaged, or of another shape.
-        """
+        """This rank's slabs of the samples: tensors [len(indices), ...]."""
         return self.batch([self.load(index) for index in indices])
 
     def load(self, sample: int) -> Tensor:
-        """The packed slab of a sample, from its files; uint8 [nbytes].
-
-        Raises:
-            DataError: As `read`.
-        """
+        """The packed slab of a sample, from its files; uint8 [nbytes]."""
         slab = torch.empty(self.nbytes, dtype=torch.uint8)
         for reader, part in zip(self._readers, self._parts, strict=True):
             box = torch.from_numpy(reader.read(sample, part.ranges))
@@ -525,7 +506,7 @@ class SlabSource:
         return slab
 
     def batch(self, slabs: Sequence[Tensor]) -> Any:
-        """What packed slabs are as a batch."""
+        """The batch of packed slabs."""
         arrays = []
         for part in self._parts:
             array = torch.empty((len(slabs), *part.shape), dtype=part.dtype)
@@ -539,7 +520,7 @@ class SlabSource:
 
 
 def _packed(readers: Sequence[SlabReader], cut: SlabCut) -> tuple[tuple[_Part, ...], int]:
-    """The arrays of a sample one behind the other, and the bytes of all."""
+    """The arrays of a sample one behind the other, and the bytes of all together."""
     parts: list[_Part] = []
     end = 0
     for reader in readers:

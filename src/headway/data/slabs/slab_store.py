@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.data.loader import MicroBatch, RankBatch, checked_length
-from headway.data.order import Cursor, SampleOrder, take
+from headway.data.order import Cursor, GlobalBatch, SampleOrder, global_batches, take
 from headway.data.slabs.ownership import OwnerPolicy, SlabOwnership, SlabTransfer
 from headway.data.slabs.slab_source import SlabSource
 from headway.errors import DataError, HeadwayError, PeerLost, Stalled
@@ -37,17 +37,8 @@ _GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A global batch: `count` places of an epoch from `start` on."""
-
-    count: int
-    start: Cursor
-    after: Cursor
-
-
-@dataclass(frozen=True)
 class _Message:
-    """A slab under way; it must stay as it is until then."""
+    """A slab under way; the tensor must not change until its work is done."""
 
     work: dist.Work
     peer: int
@@ -62,7 +53,7 @@ class _Flight:
     `moves` are those to this rank, `slabs` what is there of them or will be; None: to be read.
     """
 
-    step: _Step
+    step: GlobalBatch
     moves: list[SlabTransfer]
     slabs: list[Tensor | None]
     messages: list[_Message]
@@ -77,13 +68,9 @@ class SlabStore:
     the next one that are under way.
 
     Args:
-        source: This rank's slabs.
         split: The global batch and its micro-batches, with even shares.
         group: The ranks that have this rank's slab of other samples: of equal offset, one for each
             partition of the data axis. Gloo, because slabs are in host memory.
-        shuffle: As of `Loader`.
-        drop_last: As of `Loader`.
-        epochs: As of `Loader`.
         memory: Most bytes kept by this rank, "2 GiB"; None: without a limit. What does not fit is
             read again, by its consumer.
         keep: What is kept then: "recent" (LRU), or "first", of which more is found again.
@@ -127,11 +114,17 @@ class SlabStore:
         self.close()
         if self._broken:
             raise DataError(
-                "the slab store has lost its way",
+                "the slab store cannot go on",
                 why="An iteration ended with messages under way that never came.",
                 fix="Make a new one; all ranks must leave an iteration at the same step.",
             )
-        steps = self._steps()
+        steps = global_batches(
+            self._cursor,
+            self._length,
+            self._split.samples,
+            drop_last=self._drop_last,
+            epochs=self._epochs,
+        )
         try:
             self._start(next(steps, None))
             while self._flight is not None:
@@ -158,6 +151,7 @@ class SlabStore:
         with suppress(PeerLost, Stalled):
             self._wait(flight, min(self._timeout, _GRACE))
             self._broken = False
+        # All ranks forget alike: a rank that kept its slabs would compute other transfers.
         self._held.clear()
         self._owners, self._confirmed = SlabOwnership(self._rooms, self._keep), False
 
@@ -168,7 +162,7 @@ class SlabStore:
         self.close()
 
     def _facts(self) -> dict[str, Any]:
-        """What all ranks of the group must have been given alike."""
+        """What must be equal on all ranks of the group."""
         return {
             "slab": self._source.cut,
             "bytes of a slab": self._source.nbytes,
@@ -181,18 +175,8 @@ class SlabStore:
             "keep": self._keep,
         }
 
-    def _steps(self) -> Iterator[_Step]:
-        cursor = self._cursor
-        while self._epochs is None or cursor.epoch < self._epochs:
-            count, after = take(cursor, self._length, self._split.samples, self._drop_last)
-            if count:
-                yield _Step(count, cursor, after)
-            cursor = after
-
-    # -- one step ----------------------------------------------------------------------------
-
-    def _start(self, step: _Step | None) -> None:
-        """Start the messages of a step; every slab that leaves is taken out before any is read."""
+    def _start(self, step: GlobalBatch | None) -> None:
+        """Start the messages of a step."""
         if step is None:
             return
         first = step.start.position
@@ -203,10 +187,12 @@ class SlabStore:
         mine = moves[self._rank :: self._ranks]
         slabs = [self._source_of(move) for move in mine]
         flight = self._flight = _Flight(step, mine, slabs, [])
+        # Until all messages are started: an error here would leave some without a partner.
         self._broken = True
         for move, slab in zip(mine, slabs, strict=True):
             if slab is not None and move.owner not in (None, self._rank):
                 flight.messages.append(self._message(move.sample, slab, move.owner, coming=True))
+        # Before any slab is read, because a slab that leaves may be let go for one that is read.
         for move in moves:
             if move.owner == self._rank != move.consumer:
                 slab = self._held[move.sample]
@@ -252,7 +238,7 @@ class SlabStore:
             with self._explained(f"the slab of sample {message.sample}", message.peer):
                 message.work.wait(timedelta(seconds=seconds))
 
-    def _batch(self, step: _Step, slabs: list[Tensor]) -> RankBatch:
+    def _batch(self, step: GlobalBatch, slabs: list[Tensor]) -> RankBatch:
         first = step.start.position
         places = range(first + self._rank, first + step.count, self._ranks)
         most = -(-step.count // self._ranks)
@@ -270,10 +256,8 @@ class SlabStore:
             passes=len(self._split.microbatches(range(most))),
         )
 
-    # -- agreement, and what goes wrong ------------------------------------------------------
-
     def _confirm(self) -> None:
-        """Once, after the first epoch: the owner maps of all ranks, against what was worked out."""
+        """Once, after the first epoch: compare the owner maps of all ranks with those computed."""
         if self._confirmed:
             return
         mine = torch.zeros(self._length, dtype=torch.uint8)
