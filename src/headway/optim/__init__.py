@@ -9,9 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.optim.lamb import LAMB
-    from headway.optim.lars import LARS
-    from headway.optim.layerwise import fit_exchange, parallel_norms
+    from headway.optim.layerwise import LAMB, LARS, fit_exchange, parallel_norms
     from headway.optim.lr_scaling import (
         Scaling,
         adasum_rate,
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "LAMB": "headway.optim.lamb",
-    "LARS": "headway.optim.lars",
+    "LAMB": "headway.optim.layerwise",
+    "LARS": "headway.optim.layerwise",
     "ParallelOperator": "headway.optim.parallel_operator",
     "Scaling": "headway.optim.lr_scaling",
     "WarmUp": "headway.optim.warmup",

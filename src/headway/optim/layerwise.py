@@ -1,4 +1,4 @@
-"""The layer-wise adaptive step of LARS and LAMB: its length is set per layer from two norms.
+"""LARS and LAMB: steps whose length is set layer by layer from two norms.
 
 A layer is one parameter tensor. A step is three things for every layer: a direction, the norms of
 weight and direction, and the update by rate x ratio x direction. They are done for a chunk of
@@ -15,6 +15,7 @@ a list over ranks gives the same bits.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from headway.errors import RecipeError
 from headway.optim.lr_scaling import check_scaling
@@ -106,7 +108,6 @@ def norms(xs: Tensors) -> Tensor:
 
 
 def _norm(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms of rows of `ROW` elements, and the norm of these in float64."""
     norm: Callable[..., Tensor] = torch.linalg.vector_norm
     flat = x.view(-1) if x.is_contiguous() else _flat(x)
     if flat.numel() < 4 * ROW:
@@ -119,11 +120,8 @@ def _norm(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements in the order of memory, so that no dense layout needs a copy."""
+    # In the order of memory no dense layout needs a copy.
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).reshape(-1)
-
-
-# What LARS and LAMB share: a step whose length is set layer by layer from two norms.
 
 
 CHUNK_ELEMENTS = 2**16
@@ -139,10 +137,6 @@ class LayerStep:
     """One parameter in one step; complex ones as pairs of real numbers.
 
     Attributes:
-        weight: The parameter's data.
-        gradient: Of the same shape.
-        state: The optimiser's state of the parameter.
-        group: The parameter's group, with its options.
         adapted: Whether the step's length is set by the norms.
         kind: Layers of one kind may be in one chunk; orders the chunks.
         index: Number among the adapted layers of this step.
@@ -158,7 +152,6 @@ class LayerStep:
     index: int = -1
 
     def states(self, key: str) -> Tensor:
-        """A tensor of the state in the form of `weight`."""
         return _real(self.state[key])
 
 
@@ -257,6 +250,7 @@ class Layerwise(Optimizer):
         for chunk, made in zip(chunks, directions, strict=True):
             rows[[place[index] for index in chunk.indices]] = _measure(chunk, made).to(device)
         table = self.shared_norms.gather(rows)
+        # `_direct` advances the state and must not be called twice for a layer.
         for chunk, made in zip(chunks, directions, strict=True):
             self._move(chunk, made, table)
         for chunk in _chunks(layer for layer in layers if layer.index not in own):
@@ -330,11 +324,7 @@ class Layerwise(Optimizer):
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise unless low <= value < high.
-
-    Raises:
-        ValueError: As torch's optimisers do.
-    """
+    """Raise a ValueError, as torch's optimisers do, unless low <= value < high."""
     if not low <= value < high:
         limit = "" if high == float("inf") else f" and below {high:g}"
         raise ValueError(f"{name} is {value}; it must be at least {low:g}{limit}")
@@ -365,6 +355,218 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+class LARS(Layerwise):
+    """Layer-wise adaptive rate scaling: SGD with momentum and a rate of its own for each layer.
+
+    You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1:
+        lambda = eta |w| / (|g| + beta |w|);  v = m v + gamma lambda (g + beta w);  w = w - v
+    with gamma the global rate, eta the trust, beta the weight decay.
+
+    The ratio is 1 where the formula has none: for a weight of norm 0 (it would never move), and
+    where |g| + beta |w| is 0 (the step is 0 anyway).
+
+    In the paper the velocity v absorbs the rate, so that after a change of gamma it still holds
+    steps of the old one. Goyal et al. 2017, section 3, equation 10, multiply m by gamma_new /
+    gamma_old then. `momentum_correction` does exactly that in every step, by storing u = v / gamma:
+    u = m u + lambda (g + beta w);  w = w - gamma u, which is also defined where gamma is 0.
+
+    Args:
+        params: Parameters or param groups; every option may differ from group to group.
+        lr: The global rate gamma.
+        momentum: m.
+        trust: eta; the relative change of a layer in one step is about gamma eta.
+        momentum_correction: See above; False: algorithm 1 as printed.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        adapt: bool = True,
+        exclude_1d: bool = True,
+        momentum_correction: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "adapt": adapt,
+            "exclude_1d": exclude_1d,
+            "momentum_correction": momentum_correction,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        check_range("lr", float(group["lr"]), 0)
+        check_range("momentum", group["momentum"], 0, 1)
+        check_range("weight_decay", group["weight_decay"], 0)
+        check_range("trust", group["trust"], 0)
+        super().add_param_group(param_group)
+
+    def _begin(self, state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
+        if group["momentum"]:
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
+
+    def _direct(self, chunk: LayerChunk) -> Sequence[Tensor]:
+        return chunk.gradients
+
+    def _ratios(self, chunk: LayerChunk, weights: Tensor, directions: Tensor) -> Tensor:
+        # The directions of LARS are gradients.
+        below = directions + chunk.decay * weights
+        defined = (weights > 0) & (below > 0)
+        trust = float(chunk.group["trust"])
+        return (trust * weights / below.where(defined, 1.0)).where(defined, 1.0)
+
+    def _update(
+        self, chunk: LayerChunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
+    ) -> None:
+        group = chunk.group
+        rate = float(group["lr"])
+        steps = _steps(chunk, directions, ratios)
+        if not group["momentum"]:
+            add_(chunk.weights, steps, -rate)
+            return
+        velocities = chunk.states("momentum_buffer")
+        scale_(velocities, float(group["momentum"]))
+        # With the correction the buffer holds v / gamma, so that a new rate acts on all of it.
+        inside, outside = (1.0, rate) if group["momentum_correction"] else (rate, 1.0)
+        add_(velocities, steps, inside)
+        add_(chunk.weights, velocities, -outside)
+
+
+def _steps(
+    chunk: LayerChunk, gradients: Sequence[Tensor], ratios: Sequence[Tensor] | None
+) -> Sequence[Tensor]:
+    """lambda (g + beta w)."""
+    # In as few passes over memory as possible.
+    if not chunk.decay:
+        return gradients if ratios is None else products(gradients, ratios)
+    steps = sum_of(gradients, chunk.weights, chunk.decay)
+    if ratios is not None:
+        scale_(steps, ratios)
+    return steps
+
+
+class LAMB(Layerwise):
+    """Layer-wise adaptive moments: Adam whose step has, layer by layer, the length of the weights.
+
+    You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+    algorithm 2:
+        m = b1 m + (1 - b1) g;      v = b2 v + (1 - b2) g^2
+        r = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        x = x - lr phi(|x|) / |r + lambda x| (r + lambda x)
+    Without clamp, every adapted layer moves by exactly lr |x|.
+
+    The ratio phi(|x|) / |r + lambda x| is 1 where it has no use: where phi(|x|) is 0 (the weight
+    would never move) and where |r + lambda x| is 0 (the step is 0 anyway).
+
+    Args:
+        params: Parameters or param groups; every option may differ from group to group.
+        betas: b1 and b2.
+        weight_decay: lambda, in the direction and so in its norm.
+        clamp: phi(z) = min(max(z, low), high) with these two numbers; None: phi(z) = z.
+        bias_correction: The divisions by 1 - b^t; False leaves them out.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.001,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        clamp: tuple[float, float] | None = None,
+        bias_correction: bool = True,
+        adapt: bool = True,
+        exclude_1d: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "clamp": clamp,
+            "bias_correction": bias_correction,
+            "adapt": adapt,
+            "exclude_1d": exclude_1d,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        check_range("lr", float(group["lr"]), 0)
+        check_range("eps", group["eps"], 0)
+        check_range("weight_decay", group["weight_decay"], 0)
+        for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
+            check_range(name, beta, 0, 1)
+        if group["clamp"] is not None:
+            low, high = group["clamp"]
+            check_range("clamp[0]", low, 0)
+            check_range("clamp[1]", high, low)
+        super().add_param_group(param_group)
+
+    def _begin(self, state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
+        state["step"] = 0
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def _direct(self, chunk: LayerChunk) -> Sequence[Tensor]:
+        """r + lambda x."""
+        group = chunk.group
+        first, second = group["betas"]
+        means, squares = chunk.states("exp_avg"), chunk.states("exp_avg_sq")
+        lerp_(means, chunk.gradients, 1 - first)
+        scale_(squares, float(second))
+        add_product_(squares, chunk.gradients, chunk.gradients, 1 - second)
+        # One root and one quotient per element: with s = sqrt(1 - b2^t) and c = s / (1 - b1^t),
+        # r = c m / (sqrt(v) + eps s).
+        corrections = [_advance(layer) for layer in chunk.layers]
+        below = square_roots(squares)
+        shift_(below, [group["eps"] * root for _, root in corrections])
+        directions = scaled(chunk.weights, chunk.decay)
+        factors = [root / bias for bias, root in corrections]
+        add_quotient_(directions, means, below, factors)
+        return directions
+
+    def _ratios(self, chunk: LayerChunk, weights: Tensor, directions: Tensor) -> Tensor:
+        if chunk.group["clamp"] is not None:
+            weights = weights.clamp(*chunk.group["clamp"])
+        defined = (weights > 0) & (directions > 0)
+        return (weights / directions.where(defined, 1.0)).where(defined, 1.0)
+
+    def _update(
+        self, chunk: LayerChunk, directions: Sequence[Tensor], ratios: Sequence[Tensor] | None
+    ) -> None:
+        if ratios is not None:
+            scale_(directions, ratios)
+        add_(chunk.weights, directions, -float(chunk.group["lr"]))
+
+
+def _advance(layer: LayerStep) -> tuple[float, float]:
+    """Count the step t of a layer; 1 - b1^t and sqrt(1 - b2^t), or 1 and 1 if not wanted."""
+    layer.state["step"] += 1
+    if not layer.group["bias_correction"]:
+        return 1.0, 1.0
+    first, second = layer.group["betas"]
+    step = layer.state["step"]
+    return 1 - first**step, math.sqrt(1 - second**step)
+
+
 def parallel_norms(
     optimizer: Optimizer,
     group: dist.ProcessGroup | None = None,
@@ -380,8 +582,6 @@ def parallel_norms(
     beside other exchanges is to be left alone.
 
     Args:
-        optimizer: Any optimiser; those without layer-wise norms stay as they are.
-        group: The ranks; None: all.
         always: Divide even where it does not pay, and without measuring.
 
     Returns:
@@ -391,9 +591,6 @@ def parallel_norms(
         return False
     optimizer.shared_norms = SharedNorms(ParallelOperator(group), always=always)
     return True
-
-
-# Makes an optimiser fit an exchange: refuses a rate that does not, divides norms where it may.
 
 
 def fit_exchange(
@@ -410,7 +607,6 @@ def fit_exchange(
 
     Args:
         ranks: That take part; 1: nothing is divided.
-        group: The ranks that may share the norms; None: all.
 
     Returns:
         Whether norms may be divided; in the first steps it is measured whether that pays.

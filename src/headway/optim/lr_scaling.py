@@ -27,13 +27,7 @@ NOTE = "scaling"
 
 
 def linear(lr: float, *, batch: float, reference: float) -> float:
-    """lr k, with k = batch / reference.
-
-    Args:
-        lr: A rate that is good for `reference`.
-        batch: The global batch, in any unit.
-        reference: A smaller batch, in the same unit.
-    """
+    """lr k, with k = batch / reference, both in one unit; `lr` is good for `reference`."""
     return lr * _growth(batch, reference)
 
 
@@ -63,12 +57,7 @@ def adasum_rate(lr: float, *, local_size: int = 1, factor: float = 1.0) -> float
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """A rule and the batch for which the stated rate is good; "linear from 256 samples".
-
-    Attributes:
-        rule: "linear" or "square_root".
-        reference: Samples or tokens.
-    """
+    """A rule and the batch for which the stated rate is good; "linear from 256 samples"."""
 
     rule: Rule
     reference: Amount
@@ -120,8 +109,6 @@ def scale_rates(
     """Scale the rate of every param group, before a scheduler is made; returns the factor.
 
     Args:
-        scaling: A `Scaling` or its text.
-        batch: Samples of the global batch.
         tokens_per_sample: Needed where the reference is in tokens.
 
     Raises:
@@ -140,6 +127,7 @@ def scale_rates(
                 else f"Its rate was scaled already: {group[NOTE]}.",
                 fix="Scale the rates once, before a scheduler is made.",
             )
+    # After all groups were checked: a refused optimiser stays as it was.
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
         group[NOTE] = f"{chosen} to {batch} samples: x{factor:g}"
@@ -148,10 +136,6 @@ def scale_rates(
 
 def check_scaling(optimizer: Optimizer, reduce: str) -> None:
     """Refuse a linearly scaled rate where gradients are combined by Adasum.
-
-    Args:
-        optimizer: Its groups say how they were scaled; see `scale_rates`.
-        reduce: `Exchange.reduce` of the plan.
 
     Raises:
         RecipeError: Adasum, and a group was scaled by the linear rule.

@@ -33,12 +33,8 @@ def divide(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     Graham 1969 (longest processing time first): the fullest rank has at most 4/3 - 1/(3 P) times
     what the best division would give it. Ties go to the lower item and the lower rank, so that all
     ranks find the same.
-
-    Args:
-        sizes: Work of each item, in any unit.
-        ranks: Number of ranks P.
     """
-    loads = [(0, rank) for rank in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: it begins sorted
     owners = [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         load, rank = loads[0]
@@ -52,7 +48,6 @@ class Division:
     """Who computes what.
 
     Attributes:
-        own: The items of this rank, ascending.
         most: The largest number of items that a rank has.
         places: Where each item's result stands after the all-gather of `most` rows per rank.
         heaviest: The fullest rank's part of all work; 1 / P at best.
@@ -121,8 +116,6 @@ class ParallelOperator:
 
         Args:
             function: Called for the items of this rank only.
-            items: On every rank, in the same order.
-            sizes: Work of each item, in any unit.
             like: A tensor with shape, type and device of one result, for ranks without items.
         """
         division = self.division(sizes)
@@ -142,15 +135,13 @@ class ParallelOperator:
         """
         if not division.places:
             return rows
+        # An all-gather needs equal sizes; ranks have shares of different length.
         padded = rows.new_zeros((division.most, *rows.shape[1:]))
         padded[: len(rows)] = rows
         everything = rows.new_empty((self.ranks, *padded.shape))
         dist.all_gather(list(everything.unbind()), padded, group=self.group)
         places = torch.tensor(division.places, device=rows.device)
         return everything.flatten(0, 1).index_select(0, places)
-
-
-# Whether and how the norms of an optimiser are divided over ranks.
 
 
 WARM_STEPS = 2
@@ -176,11 +167,7 @@ class NormSharingDecision:
 
 
 class SharedNorms:
-    """The division of one optimiser's norms.
-
-    Args:
-        operator: Of the ranks that share.
-    """
+    """The division of one optimiser's norms."""
 
     def __init__(self, operator: ParallelOperator, *, always: bool = False) -> None:
         self.operator = operator
@@ -221,14 +208,14 @@ class SharedNorms:
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:
-        _finish(device)
+        _finish(device)  # or what was queued before would be timed as well
         start = perf_counter()
         yield
         _finish(device)
         self._seconds[-1] += perf_counter() - start
 
     def _decide(self, device: torch.device) -> NormSharingDecision:
-        """Collective: measure the all-gather, and agree."""
+        """Measure the all-gather, and agree; collective."""
         rows = torch.zeros(len(self._division.own), 2, dtype=torch.float64, device=device)
         gathers = []
         for _ in range(WARM_STEPS + TIMED_STEPS):
@@ -236,6 +223,8 @@ class SharedNorms:
             self.gather(rows)
             _finish(device)
             gathers.append(perf_counter() - start)
+        # One all-reduce of maxima: the slowest all-gather counts, and of the norms (negated) the
+        # least time, so that all ranks decide equally and divide only where every rank gains.
         found = [statistics.median(gathers[WARM_STEPS:]), -statistics.median(self._seconds)]
         agreed = torch.tensor(found, dtype=torch.float64, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.operator.group)
@@ -250,6 +239,5 @@ class SharedNorms:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

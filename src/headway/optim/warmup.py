@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from headway.errors import RecipeError
-from headway.optim.lars import LARS
+from headway.optim.layerwise import LARS
 
 
 class WarmUp(LRScheduler):
@@ -93,6 +93,7 @@ class WarmUp(LRScheduler):
 
     def _uncover(self) -> None:
         """Give the groups the rates without the factor, which is what the inner scheduler knows."""
+        # A rate that is not what was set was changed by hand: it is kept, without the factor.
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             live = float(group["lr"])
             by_hand = live != rate * self._factor and self._factor > 0
@@ -104,7 +105,6 @@ class WarmUp(LRScheduler):
         return {**state, "then": None if self._then is None else self._then.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
         state = dict(state_dict)
         inner = state.pop("then")
         self.__dict__.update(state)
@@ -171,14 +171,11 @@ def _rates(optimizer: Optimizer) -> list[float]:
 
 
 def _set(group: dict[str, Any], rate: float) -> None:
-    """A tensor rate stays the same tensor, as torch's schedulers keep it."""
+    # A tensor rate stays the same tensor, as torch's schedulers keep it.
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
-
-
-# The learning rate of short runs: no step is lost to a rate that is too large or too small.
 
 
 def warmup_tenth_then_cosine(optimizer: Optimizer, *, steps: int) -> LRScheduler:
