@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +149,8 @@ class Cursor:
         return Cursor(**{name: facts[name] for name in names})
 
 
-class GlobalBatch(NamedTuple):
+@dataclass(frozen=True)
+class GlobalBatch:
     """`count` places of an epoch from the cursor `start` on; the next one begins at `after`."""
 
     count: int
