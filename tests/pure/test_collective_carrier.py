@@ -39,6 +39,7 @@ from headway.plans import ExchangePlan, Plan, data_parallel, explain, pipelined,
 from headway.plans.layer_split import LayerSplit
 from headway.run.training.run_directory import RunDirectory
 from headway.simulator.collective import FREE_HOST, simulate_collective
+from support.sampling import sampled
 
 MIB = 2**20
 MESH = Cluster.of(4, rate="100 Mbit/s", fabric="mesh")
@@ -61,7 +62,7 @@ CARRIERS: dict[str, AllReduceOptions | None] = {
 }
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("name", sampled([*CLUSTERS], 2))
 def test_auto_is_what_a_comparison_of_all_programs_names(name):
     wires = NetworkTopology.of_cluster(CLUSTERS[name])
     for size in (64 * 1024, 8 * MIB):

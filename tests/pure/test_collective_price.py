@@ -36,6 +36,7 @@ from headway.simulator.collective import FREE_HOST, HostCosts, simulate_collecti
 from headway.simulator.engine import MaxMinSharing, TaskProgram, run_tasks
 from support.golden import check_golden
 from support.link_graphs import SLOW_MESH
+from support.sampling import sampled
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""
@@ -262,7 +263,7 @@ def test_bounds_of_the_literature():
     assert collective_lower_bound(CollectiveTask.of("all_reduce", 1, 9), switch(1)) == 0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", sampled(range(8), 2))
 def test_nothing_is_played_below_its_bound(seed):
     draw = random.Random(seed)
     counts = [draw.randrange(1, 3) for _ in range(draw.randrange(2, 4))]

@@ -16,6 +16,7 @@ from headway.planner.guidelines.layer_algorithms import (
     choose_minibatch,
     frontier_of,
 )
+from support.sampling import sampled
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def every_choice(layers, mode):
     return size, seconds
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", sampled(range(4), 1))
 def test_the_algorithms_equal_brute_force_on_200_instances(part):
     for seed in range(part * 50, part * 50 + 50):
         layers = random_layers(seed)
@@ -112,7 +113,7 @@ def test_the_algorithms_equal_brute_force_on_200_instances(part):
 def test_the_algorithms_equal_a_solver_of_integer_programmes():
     """The programme as printed, given to HiGHS where scipy is installed."""
     optimize = pytest.importorskip("scipy.optimize")
-    for seed in range(60):
+    for seed in sampled(range(60), 15):
         layers = random_layers(seed)
         ways = [(k, a) for k, some in enumerate(layers.values()) for a in some]
         bound = float(every_choice(layers, "sum")[0].mean())

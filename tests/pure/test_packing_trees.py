@@ -14,6 +14,7 @@ from headway.collective.packing.tree import Packing, WeightedTree, root_tree, sp
 from headway.collective.topology import LinkGraph, dgx1p, dgx1v, islands
 from headway.errors import PlanError
 from support.link_graphs import random_graph
+from support.sampling import sampled
 
 V, P = dgx1v(), dgx1p()
 DIRECTIONS = ("broadcast", "reduce", "all_reduce")
@@ -35,8 +36,8 @@ def most_load(packing):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_random_graphs_are_packed_to_the_bound(direction):
-    """200 graphs of 3 to 8 ranks, integer and real rates."""
-    for seed in range(200):
+    """Of 200 graphs of 3 to 8 ranks, integer and real rates."""
+    for seed in sampled(range(200), 40):
         graph = random_graph(seed)
         root = seed % graph.ranks
         packing = pack(graph, direction, root, tolerance=0.0, attempts=1)
