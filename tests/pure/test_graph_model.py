@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.documents import read_document
 from headway.errors import DocumentError, PlanError
 from headway.graph.aten.flops import flops_of, traffic_of
 from headway.graph.aten.index_expression import OperatorCall
@@ -27,7 +28,6 @@ from headway.graph.model_graph import (
     locate_axis,
     matching_runs,
     parse_index,
-    read_graph,
 )
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.graph.operator_registry import OPERATORS
@@ -170,8 +170,8 @@ def test_a_file_and_back(tmp_path):
     graph = perceptron()
     path = tmp_path / "graph.json"
     path.write_text(graph.to_json())
-    assert read_graph(path) == graph
-    assert read_graph(path).hash == graph.hash
+    assert read_document(path, ModelGraph) == graph
+    assert read_document(path, ModelGraph).hash == graph.hash
     assert replace(graph, outputs=("x",)).hash != graph.hash
 
 
@@ -181,7 +181,7 @@ def test_a_file_with_problems(tmp_path):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(data))
     with pytest.raises(DocumentError, match=r"unknown key operators\.0\.axis; did you mean axes"):
-        read_graph(path)
+        read_document(path, ModelGraph)
 
 
 # -- totals ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,6 @@ import pytest
 from headway.errors import PlanError
 from headway.graph.annotations import (
     Annotations,
-    replicate_module,
-    split_module,
-    stage_module,
-    with_default_strategy,
 )
 from headway.planner.whale.load_balance import (
     DeviceShare,
@@ -26,6 +23,7 @@ from headway.planner.whale.load_balance import (
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import peak_activations
+from support.annotations import replicate_module, split_module, stage_module
 from support.whale_task_graphs import (
     StageBlock,
     StageDevice,
@@ -346,7 +344,7 @@ def test_annotations_force_choices_on_all_that_stands_below():
         "backbone.norm": "backbone=replicate:8",
         "fc": "fc=split:8",
     }
-    whole = with_default_strategy(notes, replicate_module("", 4)).choices(MODULES)
+    whole = replace(notes, default=replicate_module("", 4)).choices(MODULES)
     assert str(whole["loss"]) == "(model)=replicate:4"
     assert whole["fc"] == found["fc"]
     assert len(virtual_devices(range(16), notes.requests(), together=True)) == 4

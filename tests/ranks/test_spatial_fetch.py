@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from headway.graph.ranges import balanced_ranges
-from headway.parallel.spatial import SpatialAxis, SpatialContext, SplitTensor, fetch_range, gather
+from headway.parallel.spatial import SpatialAxis, SpatialContext, SplitTensor, gather
+from headway.parallel.spatial.halo_exchange import RangeExchange, fetch_box
 from support.ranks import ranks
 from support.spatial import Sent, context
 
@@ -28,7 +29,7 @@ def test_fetch_and_its_adjoint(world):
     whole = torch.arange(20.0, dtype=torch.float64).view(2, 10) + 1
     mine, wish = have[world.rank], want[world.rank]
     part = whole[:, slice(*mine)].clone().requires_grad_()
-    found = fetch_range(part, 1, have, want, axis)
+    found = fetch_box(part, [RangeExchange(1, axis, tuple(have), tuple(want))])
     padded = torch.cat([torch.zeros(2, 2), whole, torch.zeros(2, 3)], 1)
     assert torch.equal(found, padded[:, wish[0] + 2 : wish[1] + 2])
     (found * (world.rank + 1)).sum().backward()

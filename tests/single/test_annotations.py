@@ -17,13 +17,13 @@ from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations
-from headway.graph.annotations import replicate_module as replicate_at
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import find_plans
 from headway.planner.search.plan_conversion import to_plan
 from headway.planner.search.request import PlanRequest, resolve_force
 from headway.planner.traffic.estimate import collectives_of
+from support.annotations import replicate_module as replicate_at
 from support.planning import planning_result
 
 WIDTH, CLASSES = 64, 4096

@@ -41,21 +41,6 @@ class ForcedStrategy:
         return self.module in ("", module) or module.startswith(f"{self.module}.")
 
 
-def replicate_module(module: str, devices: int) -> ForcedStrategy:
-    """Each of so many devices holds the module and computes a share of the samples."""
-    return ForcedStrategy(module, "replicate", devices)
-
-
-def split_module(module: str, devices: int) -> ForcedStrategy:
-    """So many devices each hold a share of the module."""
-    return ForcedStrategy(module, "split", devices)
-
-
-def stage_module(module: str, devices: int = 1) -> ForcedStrategy:
-    """The module begins a stage of a pipeline."""
-    return ForcedStrategy(module, "stage", devices)
-
-
 @dataclass(frozen=True, slots=True)
 class ForcedChoices:
     """Annotations as the search takes them.
@@ -146,11 +131,6 @@ class Annotations:
     def requests(self) -> tuple[int, ...]:
         """Devices of each task graph, for `virtual_devices`."""
         return tuple(one.devices for one in self.forced)
-
-
-def with_default_strategy(annotations: Annotations, default: ForcedStrategy) -> Annotations:
-    """Annotations with a strategy for everything that has none."""
-    return replace(annotations, default=replace(default, module=""))
 
 
 def _nested(forced: Sequence[ForcedStrategy]) -> list[str]:

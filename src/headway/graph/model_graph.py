@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from headway.documents import document, read_document
+from headway.documents import document
 from headway.errors import PlanError
 
 _BYTES = {
@@ -533,15 +532,3 @@ def to_plain(value: object) -> object:
 def _default(f: dataclasses.Field[object]) -> object:
     made = f.default_factory
     return f.default if made is dataclasses.MISSING else made()
-
-
-def read_graph(path: Path) -> ModelGraph:
-    """Read and check a graph.
-
-    Raises:
-        DocumentError: The file has problems.
-        PlanError: The graph has.
-    """
-    graph = read_document(path, ModelGraph)
-    graph.check()
-    return graph

@@ -4,8 +4,7 @@ Begin with `spatial_context`. `halo_exchange` moves boxes between ranks; `window
 what functions of torch do.
 """
 
-from headway.parallel.spatial.halo_exchange import fetch_range
 from headway.parallel.spatial.spatial_context import SpatialContext, gather
 from headway.parallel.split_tensor import SpatialAxis, SplitTensor
 
-__all__ = ["SpatialAxis", "SpatialContext", "SplitTensor", "fetch_range", "gather"]
+__all__ = ["SpatialAxis", "SpatialContext", "SplitTensor", "gather"]

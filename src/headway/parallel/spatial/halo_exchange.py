@@ -442,20 +442,6 @@ def _fetched(
     return box, kept
 
 
-def fetch_range(
-    x: Tensor, dim: int, have: Sequence[Range], want: Sequence[Range], axis: SpatialAxis
-) -> Tensor:
-    """The range of one dimension that this rank wants; differentiable.
-
-    Args:
-        x: This rank's part: `have[rank]` along `dim`.
-        have: By rank, what each owns: in order, without gaps.
-        want: By rank, what each wants; what lies beyond the tensor is filled with 0.
-        axis: The ranks; all of them call this, also those that want nothing.
-    """
-    return fetch_box(x, [RangeExchange(dim, axis, tuple(have), tuple(want))])
-
-
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     """How to lay out a box again, from parts that are alive anyway and thin halos."""

@@ -27,19 +27,15 @@ from headway.collective.collective_calls import (
     merge_calls,
 )
 from headway.graph.model_graph import TensorSpec
-from headway.parallel import ModelStages, PipelineRanks
 from headway.parallel.fsdp import fsdp_units
 from headway.parallel.pipeline.runtime.executor import PipelineCallbacks as Called
-from headway.parallel.pipeline.runtime.executor import RankActions
+from headway.parallel.pipeline.runtime.executor import PipelineRanks, RankActions
 from headway.parallel.pipeline.runtime.p2p import MessageFormat
-from headway.parallel.tensor import (
-    ParameterPlacement,
-    ProcessGrid,
-    SplitModel,
-    SplitSettings,
-    apply_split_decisions,
-)
-from headway.parallel.tensor.model.parameters import install_parameter_access
+from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.tensor.grid import ProcessGrid
+from headway.parallel.tensor.layer_context import SplitSettings
+from headway.parallel.tensor.model.parameters import ParameterPlacement, install_parameter_access
+from headway.parallel.tensor.model.split_model import SplitModel, apply_split_decisions
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE, TENSOR
 from headway.run.pipeline.partition import partition_model

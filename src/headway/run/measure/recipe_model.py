@@ -24,9 +24,9 @@ from headway.errors import PlanError
 from headway.graph.annotations import Annotations
 from headway.graph.model_graph import ModelGraph
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.parallel import StageCost, cut, list_units, measure_stage_costs
 from headway.parallel.fsdp import fsdp_units
-from headway.parallel.pipeline.partition.cut import check_cut
+from headway.parallel.pipeline.partition.cut import check_cut, cut, list_units
+from headway.parallel.pipeline.runtime.stage_profile import StageCost, measure_stage_costs
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe

@@ -24,17 +24,17 @@ from torch import Tensor
 
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
-from headway.parallel import (
-    ModelStages,
+from headway.parallel.pipeline.grad_sync.gradient_reduction import StageGradientSync
+from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
+from headway.parallel.pipeline.runtime.executor import (
     Pipeline,
     PipelineCallbacks,
     PipelineRanks,
-    StageGradientSync,
+    forward_only_schedule,
     open_shared_memory_streams,
 )
-from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
-from headway.parallel.pipeline.runtime.executor import forward_only_schedule
-from headway.parallel.spatial import SpatialContext
+from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.spatial.spatial_context import SpatialContext
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS

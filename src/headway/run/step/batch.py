@@ -32,7 +32,7 @@ from headway.data import (
     as_source,
 )
 from headway.errors import DataError
-from headway.parallel.spatial import SpatialContext
+from headway.parallel.spatial.spatial_context import SpatialContext
 from headway.parallel.split_tensor import SpatialAxis
 from headway.plans import BatchSplit, Plan
 from headway.plans.layer_split import SPACE

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import ring_factor
 from headway.comm.lanes.buckets import BucketTiming
-from headway.parallel import Pipeline, PipelineRanks
+from headway.parallel.pipeline.runtime.executor import Pipeline, PipelineRanks
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.timeline import Span
 from headway.units import format_bytes

@@ -10,7 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from headway.data import RankBatch
 from headway.optim import fit_exchange
-from headway.parallel.tensor import ParameterPlacement, ProcessGrid, SplitDecisions
+from headway.parallel.tensor.grid import ProcessGrid
+from headway.parallel.tensor.model.parameters import ParameterPlacement
+from headway.parallel.tensor.model.split_inference import SplitDecisions
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.plan import SHARD_AXIS, check_executable

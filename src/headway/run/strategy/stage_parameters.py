@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
-from headway.parallel import ModelStages
 from headway.parallel.fsdp import ShardedParameterSite, rebind_optimizer_parameters
 from headway.parallel.pipeline.grad_sync.zero import ShardedStageParameters, ShardingRanks
-from headway.parallel.tensor import ParameterPlacement, SplitDecisions
-from headway.parallel.tensor.model.parameters import install_parameter_access
+from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.tensor.model.parameters import ParameterPlacement, install_parameter_access
+from headway.parallel.tensor.model.split_inference import SplitDecisions
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.pipeline import PIPE_AXIS
