@@ -86,20 +86,12 @@ class Annotation:
 
 
 def replicate(devices: int) -> Annotation:
-    """Each of so many devices holds what is assigned and computes a share of the samples.
-
-    Raises:
-        PlanError: No such number of devices.
-    """
+    """Each of so many devices holds what is assigned and computes a share of the samples."""
     return Annotation("replicate", devices)
 
 
 def split(devices: int) -> Annotation:
-    """So many devices each hold a share of what is assigned.
-
-    Raises:
-        PlanError: No such number of devices.
-    """
+    """So many devices each hold a share of what is assigned."""
     return Annotation("split", devices)
 
 

@@ -38,20 +38,15 @@ class Traced:
         arguments: Its stand-in by the name of the placeholder.
         names: Logical name of the parameter, buffer or constant behind a placeholder; the others
             are the caller's.
-        by: "torch.export" or "torch.fx".
     """
 
     graph: fx.GraphModule
     arguments: Mapping[str, Any]
     names: Mapping[str, str]
-    by: str
 
 
-def trace(module: nn.Module, example: tuple[Any, ...], pretence: FakeContext) -> Traced:
-    """Follow `module(*example)`.
-
-    Args:
-        example: Positional arguments, of stand-ins.
+def trace(module: nn.Module, example: tuple[Any, ...], fakes: FakeContext) -> Traced:
+    """Trace `module(*example)`, called with fake tensors.
 
     Raises:
         Exception: What torch.export raised, if neither way succeeds.
@@ -61,14 +56,14 @@ def trace(module: nn.Module, example: tuple[Any, ...], pretence: FakeContext) ->
             return _exported(module, example)
         except Exception as error:
             try:
-                return _followed(module, example, pretence)
+                return _followed(module, example, fakes)
             except Exception:
                 raise error from None
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch warns, logs and prints while tracing; errors are told by exceptions."""
+    """Without what torch warns, logs and prints while tracing; errors are exceptions."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     nowhere = io.StringIO()
@@ -94,11 +89,11 @@ def _exported(module: nn.Module, example: tuple[Any, ...]) -> Traced:
         target = str(spec.target)
         arguments[spec.arg.name] = held[target] if target in held else module.get_buffer(target)
         names[spec.arg.name] = target
-    return Traced(program.graph_module, arguments, names, "torch.export")
+    return Traced(program.graph_module, arguments, names)
 
 
-def _followed(module: nn.Module, example: tuple[Any, ...], pretence: FakeContext) -> Traced:
-    """By make_fx over operators before autograd, which keeps linear layers and attention whole."""
+def _followed(module: nn.Module, example: tuple[Any, ...], fakes: FakeContext) -> Traced:
+    # Before autograd (`pre_dispatch`), where linear layers and attention are still one call.
     state: dict[str, Tensor] = {
         **dict(module.named_parameters()),
         **dict(module.named_buffers()),
@@ -114,12 +109,12 @@ def _followed(module: nn.Module, example: tuple[Any, ...], pretence: FakeContext
         return [leaf for leaf in tree_flatten(called)[0] if isinstance(leaf, Tensor)]
 
     given = [leaves[place] for place in places]
-    with pretence.mode, preserve_node_meta(), _marked(module), DataIndependentValues():
+    with fakes.mode, preserve_node_meta(), _marked(module), DataIndependentValues():
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(state, given)
     placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     arguments = dict(zip(placeholders, [*state.values(), *given], strict=True))
     names = dict(zip(placeholders, state, strict=False))
-    return Traced(graph, arguments, names, "torch.fx")
+    return Traced(graph, arguments, names)
 
 
 @contextmanager
@@ -157,15 +152,11 @@ def module_of(node: fx.Node) -> str:
     return path.partition("@")[0]  # "@1": called for the second time
 
 
-# One call of an aten operator as data: kind, tensors by argument, attributes, results.
-
-
 _IGNORED = {"device", "pin_memory", "layout", "memory_format", "generator", "non_blocking"}
 """Arguments that say nothing about what may be split."""
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Shape and type as data."""
     return TensorSpec(
         shape=tuple(int(size) for size in tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),

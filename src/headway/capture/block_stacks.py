@@ -94,13 +94,13 @@ def _stacks(module: nn.Module, path: str, uses: Counter[int]) -> Iterator[BlockS
 
 
 def _own(block: nn.Module, uses: Counter[int]) -> object:
-    """The signature of a block of which nothing is used elsewhere; else like no other."""
+    """The signature of a block; a new object, equal to none, if a part of it is used elsewhere."""
     inside: list[Any] = [*block.modules(), *block.parameters(), *block.buffers()]
     return object() if any(uses[id(one)] > 1 for one in inside) else module_signature(block)
 
 
 def module_signature(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that cannot be told apart by what they are made of."""
+    """Equal for modules that cannot be described apart by what they are made of."""
     return (
         type(module),
         tuple(
@@ -115,7 +115,7 @@ def module_signature(module: nn.Module) -> tuple[Any, ...]:
 
 
 def plain(value: Any) -> Any:
-    """What can be compared; objects of other kinds are equal to themselves alone."""
+    """A value that can be compared; objects of other kinds are equal to themselves alone."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, tuple | list):
@@ -152,11 +152,8 @@ def with_short_stacks(stacks: tuple[BlockStack, ...]) -> Iterator[None]:
             holder._modules.update(modules)
 
 
-# A model's forward as a list of calls, and whether few blocks of a stack stand for all of them.
-
-
 class BlocksDifferError(Exception):
-    """The model does not treat its blocks alike."""
+    """The model does not treat its blocks in the same way."""
 
 
 class TensorOrigin(NamedTuple):
@@ -194,7 +191,7 @@ class ForwardWalk(TorchFunctionMode):
         self,
         stacks: Sequence[Sequence[nn.Module]],
         homes: dict[int, TensorOrigin],
-        pretence: FakeContext,
+        fakes: FakeContext,
     ) -> None:
         super().__init__()
         self.stacks = stacks
@@ -202,7 +199,7 @@ class ForwardWalk(TorchFunctionMode):
         self.order: list[int] = []
         self.between: list[list[Any]] = [[]]
         self._homes = dict(homes)
-        self._pretence = pretence
+        self._fakes = fakes
         self._alive: list[Any] = []  # so that identities stay unique
         self._stack = -1  # whose blocks are being called
         self._open = False
@@ -210,34 +207,32 @@ class ForwardWalk(TorchFunctionMode):
         self._returned: list[tuple[list[Any], Any]] = []
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Carry it out.
+        """Run the forward.
 
         Raises:
-            DiffersError: Blocks are not called once each, in order.
+            BlocksDifferError: Blocks are not called once each, in order.
             Exception: Whatever the model raises.
         """
         with ExitStack() as stack:
             for number, blocks in enumerate(self.stacks):
                 for place, block in enumerate(blocks):
                     stack.enter_context(self._watched(block, number, place))
-            stack.enter_context(self._pretence.mode)
+            stack.enter_context(self._fakes.mode)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(DataIndependentValues())
             stack.enter_context(self)
             result = call()
-            self._note(self._told(result))
+            self._note(self._describe(result))
         if [len(p) for p in self.periods] != [len(blocks) for blocks in self.stacks]:
             raise BlocksDifferError("not every block is called")
-
-    # -- calls of torch ------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        told = self._told((args, kwargs))
+        described = self._describe((args, kwargs))
         result = func(*args, **kwargs)
-        line = self._note((func, _state(), told))
+        line = self._note((func, _state(), described))
         leaves, _ = tree_flatten(result)
         line.append(tuple(self._made(leaf, n) for n, leaf in enumerate(leaves)))
         return result
@@ -278,8 +273,7 @@ class ForwardWalk(TorchFunctionMode):
         self._homes[id(leaf)] = home
         self._alive.append(leaf)
 
-    def _told(self, tree: Any) -> Any:
-        """Arguments as data."""
+    def _describe(self, tree: Any) -> Any:
         leaves, shape = tree_flatten(tree)
         return tuple(self._home(x) if isinstance(x, Tensor) else x for x in leaves), shape
 
@@ -295,8 +289,6 @@ class ForwardWalk(TorchFunctionMode):
         if found.block not in ends:
             raise BlocksDifferError("something in the middle of a stack is used elsewhere")
         return found._replace(block=ends[found.block])
-
-    # -- blocks --------------------------------------------------------------------------------
 
     @contextmanager
     def _watched(self, block: nn.Module, stack: int, place: int) -> Iterator[None]:
@@ -330,7 +322,7 @@ class ForwardWalk(TorchFunctionMode):
         periods.append(period)
         self._given = tree_flatten((args, kwargs))[0]
         specs = tuple(_spec(x) for x in self._given if isinstance(x, Tensor))
-        period.enter = (_state(), specs, self._told((args, kwargs)))
+        period.enter = (_state(), specs, self._describe((args, kwargs)))
         if whole:
             self._open = True
             result = forward(*args, **kwargs)
@@ -347,27 +339,27 @@ class ForwardWalk(TorchFunctionMode):
         """Description of what a block returns."""
         leaves, shape = tree_flatten(result)
         given = {id(x): n for n, x in enumerate(self._given) if isinstance(x, Tensor)}
-        told: list[Any] = []
+        described: list[Any] = []
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                told.append(leaf)
+                described.append(leaf)
             elif id(leaf) in given:
-                told.append(("given", given[id(leaf)]))
+                described.append(("given", given[id(leaf)]))
             else:
                 home = self._homes.get(id(leaf))
                 if home is not None and (home.stack, home.block) != (self._stack, place):
                     raise BlocksDifferError("a block returns what others have made")
                 self._settle(leaf, TensorOrigin(self._stack, place, ("result", number)))
-                told.append(("made", *_spec(leaf)))
+                described.append(("made", *_spec(leaf)))
         if place == 1:
-            self._returned = [(told, shape)]
-        return told, shape
+            self._returned = [(described, shape)]
+        return described, shape
 
     def _stand_in(self) -> Any:
         """What a block returns that is not carried out: tensors as those of the second one."""
-        told, shape = self._returned[0]
+        described, shape = self._returned[0]
         leaves: list[Any] = []
-        for one in told:
+        for one in described:
             if isinstance(one, tuple) and one[:1] == ("given",):
                 leaves.append(self._given[one[1]])
             elif isinstance(one, tuple) and one[:1] == ("made",):
@@ -403,7 +395,7 @@ def check_blocks_equal(short: ForwardWalk, whole: ForwardWalk) -> None:
     """Whether the walk with `BLOCKS_KEPT` blocks of each stack stands for that with all.
 
     Raises:
-        DiffersError: It does not.
+        BlocksDifferError: It does not.
     """
     _equal([short.order, short.between], [whole.order, whole.between])
     for few, all_ in zip(short.periods, whole.periods, strict=True):
@@ -455,11 +447,8 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-# A model with stacks of equal blocks, captured with four blocks of each.
-
-
 Called = Callable[..., Any]
-"""(pretence, modules that are not carried out) -> what is called with the data; it holds the user's
+"""(fakes, modules that are not carried out) -> what is called with the data; it holds the user's
 model, of stand-ins, as its `model`."""
 Tracer = Callable[[Any, tuple[Any, ...], FakeContext], ModelGraph]
 
@@ -467,11 +456,7 @@ Tracer = Callable[[Any, tuple[Any, ...], FakeContext], ModelGraph]
 def capture_by_blocks(
     model: nn.Module, example: Any, called_with: Called, trace: Tracer
 ) -> ModelGraph | None:
-    """The graph; None where there are no stacks, or their blocks are not treated alike.
-
-    Args:
-        model: The user's.
-    """
+    """The graph; None where there are no stacks, or their blocks differ."""
     try:
         stacks = find_stacks(model)
         return _capture_by_blocks(stacks, example, called_with, trace) if stacks else None
@@ -482,24 +467,24 @@ def capture_by_blocks(
 def _capture_by_blocks(
     stacks: tuple[BlockStack, ...], example: Any, called_with: Called, trace: Tracer
 ) -> ModelGraph | None:
-    pretence = FakeContext()
+    fakes = FakeContext()
     spared = [
         block
         for found in stacks
         for place, block in enumerate(found.blocks)
         if not block_is_executed(place, len(found.blocks))
     ]
-    called = called_with(pretence, spared)
-    data = (pretence.tree(example),)
+    called = called_with(fakes, spared)
+    data = (fakes.tree(example),)
     stacks = tuple(found.inside(called.model) for found in stacks)
     before = module_signature(called.model)
     with quiet():
-        stacks = _walked(called, stacks, data, pretence)
+        stacks = _walked(called, stacks, data, fakes)
     if module_signature(called.model) != before:  # the code leaves something behind
         return None
     paths = _paths(called.model)
     with with_short_stacks(stacks):
-        short = trace(called, data, pretence)
+        short = trace(called, data, fakes)
         few = _paths(called.model)
         registered = tuple(_bare(called.named_buffers()))
     parameters = _bare(called.named_parameters())
@@ -518,12 +503,12 @@ def _capture_by_blocks(
 
 
 def _walked(
-    called: Any, stacks: tuple[BlockStack, ...], data: tuple[Any, ...], pretence: FakeContext
+    called: Any, stacks: tuple[BlockStack, ...], data: tuple[Any, ...], fakes: FakeContext
 ) -> tuple[BlockStack, ...]:
     """The stacks in the order in which they are called.
 
     Raises:
-        DiffersError: Their blocks are not treated alike.
+        BlocksDifferError: Their blocks are treated differently.
     """
     names = _bare(called.named_parameters()) | _bare(called.named_buffers())
     walks = []
@@ -531,7 +516,7 @@ def _walked(
         blocks = [
             f.blocks if all_ else (*f.blocks[: BLOCKS_KEPT - 1], f.blocks[-1]) for f in stacks
         ]
-        walk = ForwardWalk(blocks, _origins(names, blocks, data), pretence)
+        walk = ForwardWalk(blocks, _origins(names, blocks, data), fakes)
         with with_short_stacks(() if all_ else stacks):
             walk.run(lambda: called(*data))
         walks.append(walk)
@@ -558,7 +543,6 @@ def _bare(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each module, by identity."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(id(module), []).append(name)

@@ -46,7 +46,6 @@ class FakeContext:
         return made.requires_grad_(real.requires_grad and real.is_leaf)
 
     def tree(self, example: Any) -> Any:
-        """Every tensor of nested lists, tuples and tables replaced."""
         return tree_map_only(Tensor, self.tensor, example)
 
     def model(self, real: Module, spared: Collection[nn.Module] = ()) -> Module:
@@ -97,9 +96,6 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Decisions by numbers that need no data: masks and ranges which the forward makes itself.
-
-
 _DECISIONS = frozenset(
     (
         *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"),
@@ -119,6 +115,7 @@ class DataIndependentValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, Tensor] = {}  # stand-ins with numbers, by identity
+        # Carried out only when a number is asked for: most forwards never ask.
         self._noted: list[tuple[Any, Any, Any, Any]] = []  # calls not carried out yet
         self._real: dict[int, Tensor] = {}
 

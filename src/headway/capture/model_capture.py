@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.capture.aten_trace import Traced, logical_names, spec_of, trace
+from headway.capture.aten_trace import logical_names, spec_of, trace
 from headway.capture.block_stacks import capture_by_blocks
 from headway.capture.fake_tensors import DataIndependentValues, FakeContext
 from headway.capture.operator_recorder import OperatorRecorder
@@ -55,32 +55,29 @@ def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> Mode
         PlanError: The forward cannot be followed; it names the module and says what to do.
     """
 
-    def called_with(pretence: FakeContext, spared: Collection[nn.Module] = ()) -> _Called:
-        return _Called(pretence.model(model, spared), loss)
+    def called_with(fakes: FakeContext, spared: Collection[nn.Module] = ()) -> _Called:
+        return _Called(fakes.model(model, spared), loss)
 
     few = capture_by_blocks(model, example, called_with, _traced)
     if few is not None:
         few.check()
         return few
-    pretence = FakeContext()
+    fakes = FakeContext()
     try:
-        called = called_with(pretence)
+        called = called_with(fakes)
     except Exception as error:
         raise _refusal(model, "", error) from error
-    data = (pretence.tree(example),)
+    data = (fakes.tree(example),)
     try:
-        graph = _traced(called, data, pretence)
+        graph = _traced(called, data, fakes)
     except Exception as error:
-        raise _refusal(model, _culprit(called, data, pretence), error) from error
+        raise _refusal(model, _culprit(called, data, fakes), error) from error
     graph.check()
     return graph
 
 
-def _traced(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> ModelGraph:
-    return _graph(called, trace(called, data, pretence), pretence)
-
-
-def _graph(called: _Called, traced: Traced, pretence: FakeContext) -> ModelGraph:
+def _traced(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> ModelGraph:
+    traced = trace(called, data, fakes)
     logical, tied = logical_names(called)
     named = {}
     for placeholder in traced.arguments:
@@ -92,18 +89,17 @@ def _graph(called: _Called, traced: Traced, pretence: FakeContext) -> ModelGraph
     parameters = {
         name.removeprefix("model."): parameter for name, parameter in called.named_parameters()
     }
-    recorder = OperatorRecorder(traced, named, frozenset(parameters), pretence.mode)
+    recorder = OperatorRecorder(traced, named, frozenset(parameters), fakes.mode)
     outputs = recorder.run()
-    found = recorder.found
-    made = {tensor for operator in found.operators for tensor in operator.outputs}
+    made = {tensor for operator in recorder.operators for tensor in operator.outputs}
     held = {
         named[placeholder]: spec_of(value)
         for placeholder, value in traced.arguments.items()
         if isinstance(value, Tensor) and placeholder in traced.names
     }
     return ModelGraph(
-        operators=tuple(found.operators),
-        values={name: spec for name, spec in found.values.items() if name in made},
+        operators=tuple(recorder.operators),
+        values={name: spec for name, spec in recorder.values.items() if name in made},
         inputs={
             named[placeholder]: spec_of(value)
             for placeholder, value in traced.arguments.items()
@@ -112,16 +108,13 @@ def _graph(called: _Called, traced: Traced, pretence: FakeContext) -> ModelGraph
         outputs=outputs,
         parameters={name: spec_of(parameter) for name, parameter in parameters.items()},
         buffers={name: spec for name, spec in held.items() if name not in parameters}
-        | {name: spec for name, spec in found.values.items() if name not in made},
+        | {name: spec for name, spec in recorder.values.items() if name not in made},
         tied=tied,
         frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),
     )
 
 
-# -- what cannot be captured -----------------------------------------------------------------------
-
-
-def _culprit(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> str:
+def _culprit(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> str:
     """The innermost module whose forward raises when it is called with stand-ins."""
     inside: list[str] = []
 
@@ -132,7 +125,7 @@ def _culprit(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> s
         module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
         module.register_forward_hook(leave)
     try:
-        with pretence.mode, torch.enable_grad(), DataIndependentValues():
+        with fakes.mode, torch.enable_grad(), DataIndependentValues():
             called(*data)
     except Exception:
         return inside[-1] if inside else ""
@@ -140,6 +133,7 @@ def _culprit(called: _Called, data: tuple[Any, ...], pretence: FakeContext) -> s
 
 
 def _refusal(model: nn.Module, module: str, error: Exception) -> PlanError:
+    # The user's own line: those of torch and headway say nothing to them.
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     name = type(model).__name__

@@ -4,7 +4,7 @@ What autograd saves is asked of autograd (`saved_tensors_hooks`), and so is whic
 computed. A storage has one name, that of the first tensor in it. What a call needs for a moment
 beside its tensors is measured by repeating it alone, forward and backward, while every storage
 that appears or goes is counted; calls with equal shapes, strides, types, attributes and wanted
-gradients are measured once (`FootprintCache`).
+gradients are measured once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,41 +38,6 @@ from headway.graph.aten.index_expression import OperatorCall
 from headway.graph.aten.operator_axes import axes_of
 from headway.graph.model_graph import Footprint, Operator, Saved, TensorSpec, Work
 
-Key = Hashable
-
-
-@dataclass
-class FootprintCache:
-    """What has been asked; `of` asks."""
-
-    known: dict[Key, Footprint] = field(default_factory=dict)
-
-    def of(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        used: Sequence[int],
-    ) -> Footprint:
-        """Of one call.
-
-        Args:
-            args: Its arguments, stand-ins.
-            tensors: The tensors among the arguments, in the order of the graph's inputs.
-            needs: For each of them, whether backward computes its gradient.
-            used: The places of the results that are kept.
-        """
-        key = _key(target, args, kwargs, tensors, needs, used)
-        if key not in self.known:
-            try:
-                found = _Probe(tensors, needs, used).ask(target, args, kwargs)
-            except Exception:  # an operator that cannot be repeated alone: its own tensors count
-                found = _plain(tensors, needs)
-            self.known[key] = found
-        return self.known[key]
-
 
 def _plain(tensors: Sequence[Tensor], needs: Sequence[bool]) -> Footprint:
     bytes_ = sum(t.numel() * t.element_size() for t, n in zip(tensors, needs, strict=True) if n)
@@ -86,11 +51,12 @@ def _key(
     tensors: Sequence[Tensor],
     needs: Sequence[bool],
     used: Sequence[int],
-) -> Key:
+) -> Hashable:
+    """Equal for calls that need the same memory."""
     first: dict[int, int] = {}
     wanted = {id(t): need for t, need in zip(tensors, needs, strict=True)}
 
-    def said(value: Any) -> Key:
+    def describe(value: Any) -> Hashable:
         if not isinstance(value, Tensor):
             return repr(value)
         place = first.setdefault(id(value), len(first))
@@ -102,7 +68,7 @@ def _key(
             wanted.get(id(value), False),
         )
 
-    leaves = tuple(said(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs))))
+    leaves = tuple(describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs))))
     names = tuple(kwargs)
     return (target, leaves, names, tuple(used), torch.is_autocast_enabled("cpu"))
 
@@ -216,6 +182,7 @@ class _Probe:
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Footprint:
         """Forward, then backward."""
+        # Hooks of its own, or the recorder's would note the tensors that the probe saves.
         with saved_tensors_hooks(_same, _same):
             entered = self._enter()
             whole = (tuple(args), dict(kwargs))
@@ -225,7 +192,7 @@ class _Probe:
                 result = target(*given, **named)
             results = list(result) if isinstance(result, tuple | list) else [result]
             kept = [results[place] for place in self.used]
-            del result, results, given, named
+            del result, results, given, named  # or they would count as alive
             forward = self.meter.peak - self.meter.now
             aliases, seen = [], list(places)
             for value in kept:
@@ -255,6 +222,7 @@ class _Probe:
         ]
         if not ends or not any(self.needs):
             return 0
+        # One backward pass for all results, as in the model.
         total = torch.stack([end.float() if end.is_floating_point() else end for end in ends]).sum()
         with self.meter:
             total.backward()
@@ -281,23 +249,15 @@ class _Probe:
         )
 
 
-# Runs a traced forward with stand-ins and notes of every call what a planner needs to know.
-
-
-@dataclass
-class OperatorRecording:
-    """What was found."""
-
-    operators: list[Operator] = field(default_factory=list)
-    values: dict[str, TensorSpec] = field(default_factory=dict)
-
-
 class OperatorRecorder:
-    """Plays a graph of calls, nested ones included.
+    """Runs a graph of calls with fake tensors, nested graphs included.
 
     Args:
         named: Name of the tensor behind each placeholder.
         parameters: Those among them that are parameters.
+
+    Attributes:
+        operators, values: What was found.
     """
 
     def __init__(
@@ -306,7 +266,8 @@ class OperatorRecorder:
         self.traced = traced
         self.parameters = parameters
         self._weights = set(parameters)
-        self.found = OperatorRecording()
+        self.operators: list[Operator] = []
+        self.values: dict[str, TensorSpec] = {}
         self._named = named
         self._mode = mode
         self._owner: dict[int, str] = {}
@@ -314,22 +275,20 @@ class OperatorRecorder:
         self._saved: list[Any] = []
         self._taken: set[str] = set(named.values())
         self._unknown: dict[int, tuple[Any, Any, Any]] = {}
-        self._footprints = FootprintCache()
+        self._footprints: dict[Hashable, Footprint] = {}
 
     def run(self) -> tuple[str, ...]:
-        """Play it; the names of the results."""
+        """Run it; returns the names of the results."""
         arguments = [self.traced.arguments[n.name] for n in _placeholders(self.traced.graph)]
         names = [self._named.get(n.name) for n in _placeholders(self.traced.graph)]
         for name, value in zip(names, arguments, strict=True):
             if isinstance(value, Tensor) and name is not None:
                 self._own(value, name)
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self._pack, _same)
         with self._mode, torch.enable_grad(), hooks:
             _, results = self._play(self.traced.graph, arguments, names, "")
         self._measure()
         return tuple(name for name in tree_leaves(results) if isinstance(name, str))
-
-    # -- one graph -----------------------------------------------------------------------------
 
     def _play(
         self, graph: fx.GraphModule, arguments: Sequence[Any], names: Sequence[Any], within: str
@@ -355,7 +314,7 @@ class OperatorRecorder:
         key = id(value.untyped_storage())
         if key not in self._owner:
             self._own(value, name)
-            self.found.values.setdefault(name, spec_of(value))
+            self.values.setdefault(name, spec_of(value))
         return self._owner[key]
 
     def _call(
@@ -386,8 +345,6 @@ class OperatorRecorder:
         else:
             values[node] = target(*args, **kwargs)
             named[node] = None
-
-    # -- one call ------------------------------------------------------------------------------
 
     def _operator(
         self,
@@ -420,10 +377,10 @@ class OperatorRecorder:
         view = all(id(m.untyped_storage()) in before for m in made)
         mutable = bool(target._schema.is_mutable)
         for tensor_name, value in outputs.values():
-            self.found.values[tensor_name] = spec_of(value)
+            self.values[tensor_name] = spec_of(value)
             self._own(value, tensor_name)
         given = [tensor for _, _, tensor in tensors]
-        footprint = self._footprints.of(target, args, kwargs, given, needs, list(outputs))
+        footprint = self._footprint(target, args, kwargs, given, needs, list(outputs))
         call = OperatorCall(
             kind=kind_of(target),
             roles=tuple(role for role, _, _ in tensors),
@@ -442,8 +399,33 @@ class OperatorRecorder:
             module=_path(node) or within,
             footprint=footprint,
         )
-        if (not self.found.operators[-1].axes.known or call.kind == "einsum") and not mutable:
-            self._unknown[len(self.found.operators) - 1] = (target, args, kwargs)
+        if (not self.operators[-1].axes.known or call.kind == "einsum") and not mutable:
+            self._unknown[len(self.operators) - 1] = (target, args, kwargs)
+
+    def _footprint(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        used: Sequence[int],
+    ) -> Footprint:
+        """What a call needs for a moment; calls with equal keys are measured once.
+
+        Args:
+            tensors: The tensors among the arguments, in the order of the graph's inputs.
+            needs: For each of them, whether backward computes its gradient.
+            used: The places of the results that are kept.
+        """
+        key = _key(target, args, kwargs, tensors, needs, used)
+        if key not in self._footprints:
+            try:
+                found = _Probe(tensors, needs, used).ask(target, args, kwargs)
+            except Exception:  # an operator that cannot be repeated alone: its own tensors count
+                found = _plain(tensors, needs)
+            self._footprints[key] = found
+        return self._footprints[key]
 
     def _add(
         self,
@@ -460,7 +442,7 @@ class OperatorRecorder:
         trained = tuple(tensor in self._weights for tensor in inputs)
         if inputs and all(trained):  # a weight in another type or shape is still a weight
             self._weights.update(outputs)
-        self.found.operators.append(
+        self.operators.append(
             Operator(
                 name=name,
                 kind=call.kind,
@@ -480,31 +462,27 @@ class OperatorRecorder:
         )
 
     def _measure(self) -> None:
-        """FLOPs of operators without a formula, as torch counts them; backward is twice that.
-
-        On the meta device, where torch takes fewer operators as one kernel.
-        """
+        """FLOPs of operators without a formula, as torch counts them; backward is twice that."""
         for place, (target, args, kwargs) in self._unknown.items():
-            found = self.found.operators[place]
+            found = self.operators[place]
             if found.flops.total:
                 continue
+            # On the meta device, where torch takes fewer operators as one kernel.
             args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 target(*args, **kwargs)
             count = counter.get_total_flops()
             work = Work(forward=count, input_gradient=2 * count if found.saved else 0)
-            self.found.operators[place] = replace(found, flops=work)
+            self.operators[place] = replace(found, flops=work)
 
     def _free(self, name: str) -> str:
-        """A name that no tensor has; graphs inside of graphs begin to count anew."""
+        # Nested graphs number their nodes from 0 again.
         found, count = name, 0
         while found in self._taken:
             count += 1
             found = f"{name}_{count}"
         self._taken.add(found)
         return found
-
-    # -- storages ------------------------------------------------------------------------------
 
     def _own(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -528,16 +506,12 @@ class OperatorRecorder:
             yield Saved(name=self._owner[id(storage)], bytes=storage.nbytes())
 
 
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _path(node: fx.Node) -> str:
-    """In the user's model, which is called "model" inside of what is traced."""
+    # The user's model is called "model" inside of what is traced.
     return module_of(node).removeprefix("model").lstrip(".")
 
 

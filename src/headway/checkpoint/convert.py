@@ -55,7 +55,6 @@ def to_safetensors(source: Path, destination: Path) -> ConversionResult:
 
     Args:
         source: A checkpoint, a directory of checkpoints or a run directory (its newest one).
-        destination: The file to make; it must not exist.
 
     Raises:
         CheckpointDamaged: The checkpoint's files are not what its manifest says.
@@ -135,7 +134,6 @@ def _refuse_existing(path: Path) -> None:
 
 
 def _tensor_entry(place: SafetensorsEntry, file: str) -> TensorEntry:
-    """A tensor that lies in one piece."""
     whole = StoredChunk(
         offsets=tuple(0 for _ in place.shape),
         shape=place.shape,

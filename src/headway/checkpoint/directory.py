@@ -68,6 +68,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
         file.flush()
         os.fsync(file.fileno())
     sync_directory(partial)
+    # A rename does not replace a full directory; what is moved away counts no more at any moment.
     if final.exists():
         replaced = final.with_name(f"{final.name}.replaced.partial")
         final.rename(replaced)
@@ -93,7 +94,7 @@ def retain(directory: Path, step: int, keep: int, damaged: Iterable[int] = ()) -
     for old in [*sound[: max(0, len(sound) - keep)], *(old for old in steps if old in bad)]:
         final = step_path(directory, old)
         removed = final.with_name(f"{final.name}.removed.partial")
-        final.rename(removed)
+        final.rename(removed)  # first: a crash while files go must not leave a committed name
         shutil.rmtree(removed)
 
 
@@ -173,10 +174,8 @@ def newest(path: Path) -> Path:
 
 
 def write_file(path: Path, blocks: Iterable[memoryview]) -> FileEntry:
-    """Write a file, wait until it is on the disk, and return its size and checksum.
-
-    Blocks are handed to the system without a copy; summing and writing them releases the GIL.
-    """
+    """Write a file, wait until it is on the disk, and return its size and checksum."""
+    # Blocks go to the system without a copy; summing and writing them releases the GIL.
     size, crc32 = 0, 0
     with path.open("wb", buffering=2**20) as file:
         for block in blocks:

@@ -115,9 +115,6 @@ def _decode_tagged(tag: str, content: Any) -> Any:
     raise CheckpointDamaged(f"the facts hold the unknown tag {tag}")
 
 
-# The manifest of a checkpoint: which part of which tensor lies where in which file.
-
-
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 
@@ -146,15 +143,7 @@ DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
 
 @document
 class StoredChunk:
-    """A box of a tensor: where it begins in the tensor, its shape, and where its bytes lie.
-
-    Attributes:
-        offsets: First index of the box in each dimension of the tensor.
-        shape: Extent of the box in each dimension.
-        file: Name of the data file in the checkpoint's directory.
-        start: Byte of the file at which the box begins (row-major, little-endian).
-        bytes: Length of the box in bytes.
-    """
+    """A box of a tensor: where it begins in the tensor, its shape, and where its bytes lie."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -173,7 +162,6 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
@@ -204,7 +192,6 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.bytes for entry in self.tensors.values())
 
     def to_json(self) -> str:
@@ -214,6 +201,7 @@ class Manifest:
             CheckpointError: The facts hold something that is not a plain value.
         """
         body = self._body()
+        # By hand: `indent` would put every number of a tensor's shape on a line of its own.
         lines = [
             f'"format": {self.format},',
             f'"step": {self.step},',
@@ -236,10 +224,6 @@ class Manifest:
     @staticmethod
     def from_json(text: str, *, where: str = MANIFEST_NAME) -> Manifest:
         """Parse and check a manifest.
-
-        Args:
-            text: What `to_json` wrote.
-            where: Name of the file, for messages.
 
         Raises:
             CheckpointDamaged: Not JSON, a wrong checksum, or contradictions in the content.
@@ -307,7 +291,6 @@ class Manifest:
 
 
 def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
-    """The box lies inside a tensor of that shape."""
     if not len(chunk.offsets) == len(chunk.shape) == len(shape):
         return False
     boxes = zip(chunk.offsets, chunk.shape, shape, strict=True)
@@ -315,7 +298,6 @@ def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
 
 
 def _parse_manifest(text: str, where: str) -> dict[str, Any]:
-    """The JSON object, once its format is known to be ours."""
     try:
         body = json.loads(text)
     except ValueError as error:
@@ -333,18 +315,14 @@ def _parse_manifest(text: str, where: str) -> dict[str, Any]:
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
-    """CRC-32 of the canonical JSON text of everything but the checksum itself."""
+    # Of the canonical text, so that a manifest may be re-indented without becoming damaged.
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return zlib.crc32(text.encode())
 
 
 def _json_table(rows: Mapping[str, Any]) -> str:
-    """A JSON object with one line per entry."""
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     return f"{{\n{lines}\n}}" if rows else "{}"
-
-
-# The header of a safetensors file, written and read without torch.
 
 
 _LARGEST_HEADER = 100_000_000  # the safetensors package refuses longer headers
@@ -356,7 +334,6 @@ class SafetensorsEntry:
 
     Attributes:
         dtype: Element type, a key of `DTYPES`.
-        shape: Its shape.
         start: Its first byte, counted from the beginning of the file.
     """
 
@@ -367,7 +344,6 @@ class SafetensorsEntry:
 
     @property
     def bytes(self) -> int:
-        """Length in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 

@@ -42,17 +42,14 @@ class HeldTensorSpec:
 
     @property
     def part(self) -> TensorBox:
-        """What there is here."""
         return self.box or TensorBox((0,) * len(self.shape), self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the part."""
         return math.prod(self.part.shape) * DTYPES[self.dtype][1]
 
     @property
     def whole(self) -> HeldTensorSpec:
-        """Of the whole tensor."""
         return replace(self, box=None)
 
 
@@ -70,7 +67,6 @@ class SavePiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the piece."""
         shape = self.spec.part.shape
         return (self.stop - self.first, *shape[1:]) if shape else ()
 
@@ -88,7 +84,6 @@ class SavePiece:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the piece."""
         return math.prod(self.shape) * DTYPES[self.spec.dtype][1]
 
 
@@ -147,9 +142,6 @@ def partition_writes(holdings: Holdings, ranks: int) -> tuple[tuple[SavePiece, .
     cut that falls inside a large tensor is moved to the nearest row border, one inside a small
     tensor to its nearer end. Few holders come first: they have the least choice.
 
-    Args:
-        ranks: Number of shares.
-
     Returns:
         One tuple of pieces per rank. A rank has at most one piece of a tensor. Elements of large
         size come first, so that pieces packed one after the other stay aligned.
@@ -174,6 +166,7 @@ def _partition_bounds(total: int, loads: Sequence[int]) -> list[Fraction]:
     """Where a line of `total` bytes is cut, so that the parts fill up `loads` to one level."""
     if not total:
         return []
+    # Water-filling: the lowest loads are filled first; those above the level get nothing.
     ordered = sorted(loads)
     level = Fraction(total)
     for count in range(1, len(ordered) + 1):
@@ -189,8 +182,10 @@ def _partition_tensor(
     """The pieces of one tensor that begins at byte `position` of the line, with their places."""
     start, rows = (spec.part.offsets[0], spec.part.shape[0]) if spec.shape else (0, 1)
     if spec.bytes < WHOLE_BELOW or rows < 2:
+        # Whole, to the share in which most of it lies.
         middle = position + spec.bytes // 2
         return [(sum(edge <= middle for edge in edges), SavePiece(name, spec, start, start + rows))]
+    # In whole numbers: every rank must find the same borders.
     row_bytes = spec.bytes // rows
     borders = [0]
     for edge in edges:

@@ -80,7 +80,7 @@ class StagingBuffer:
             self._buffer[::_PAGE].zero_()
 
     def _allocate(self, size: int, pinned: bool) -> bool:
-        """Hold at least `size` bytes; true where they are new."""
+        """Hold at least `size` bytes; True if they are new."""
         if self._buffer.numel() >= size and (self._buffer.is_pinned() or not pinned or not size):
             return False
         self._buffer = torch.empty(0, dtype=torch.uint8)  # gives the old one back first
@@ -91,12 +91,10 @@ class StagingBuffer:
         """Copies of this rank's pieces.
 
         Args:
-            pieces: At most one per tensor, larger elements first (see `shares.cut`).
-            tensors: Logical name -> tensor, on any device, of any strides.
+            pieces: At most one per tensor, larger elements first (see `partition_writes`).
 
         Returns:
-            Logical name -> contiguous host tensor of the piece's shape. They lie in the buffer, so
-            they are valid until the next call.
+            Logical name -> contiguous host tensor of the piece's shape, valid until the next call.
         """
         devices = {tensors[piece.name].device for piece in pieces} - {torch.device("cpu")}
         pinned = any(device.type == "cuda" for device in devices)
@@ -107,7 +105,7 @@ class StagingBuffer:
             source = local_data(tensors[piece.name].detach())
             part = source[piece.rows] if source.dim() else source
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)
-            place.copy_(part, non_blocking=True)
+            place.copy_(part, non_blocking=True)  # asynchronous only from a GPU to pinned memory
             staged[piece.name] = place
             start += piece.bytes
         for device in devices:

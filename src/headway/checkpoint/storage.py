@@ -77,10 +77,7 @@ def save(
     Args:
         manifest: Step and facts; tensors and files are filled in here.
         staged: Logical name -> host copy of that piece.
-        rank: This rank, which names its file.
         group: The ranks that write together; None: this process alone.
-        keep: See `directory.retain`.
-        damaged: See `directory.retain`.
 
     Raises:
         BaseException: Whatever went wrong here; torch's CheckpointException where there is a group.
@@ -110,7 +107,6 @@ def load(
     """Fill tensors in place from a checkpoint that has been checked.
 
     Args:
-        tensors: Logical name -> destination.
         group: The ranks that read together; None: this process alone.
 
     Raises:
@@ -185,11 +181,9 @@ class SafetensorsWriter(StorageWriter):
             begin(self._directory, self._manifest.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -286,11 +280,9 @@ class SafetensorsReader(StorageReader):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -339,13 +331,12 @@ def _tensor_entry(properties: Any, chunks: list[StoredChunk]) -> TensorEntry:
 
 
 def _host(data: Any) -> Tensor:
-    """A contiguous host tensor with the same content (the same tensor where it is one)."""
     assert isinstance(data, Tensor)  # no planner of ours plans anything else
     return data.detach().cpu().contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, shared, row-major."""
+    # Through uint8, because numpy has no bfloat16.
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -45,9 +45,8 @@ class SaveReceipt:
     """What a save cost.
 
     Attributes:
-        step: The step that is being saved.
         bytes: Bytes of all tensors of the checkpoint, over all ranks.
-        held_seconds: How long training was held up, the wait for an earlier save included.
+        held_seconds: How long training paused, the wait for an earlier save included.
     """
 
     step: int
@@ -131,7 +130,6 @@ class CheckpointStore:
         Collective: all ranks give the same step, facts and holdings.
 
         Args:
-            step: The number of optimiser steps taken.
             tensors: Logical name -> tensor; the same on every rank that has it.
             facts: Plain values; rank 0's are written.
             holdings: Which ranks have which tensors; None: all have all. The caller agrees on it,
@@ -219,7 +217,7 @@ class CheckpointStore:
                 its peers may never answer. Nothing that it leaves counts as a checkpoint.
 
         Raises:
-            CheckpointError: A save failed and nobody has been told so far.
+            CheckpointError: A save failed, and no call has raised that yet.
         """
         if not wait:
             self._thread = None
@@ -249,9 +247,11 @@ class CheckpointStore:
         """
         self.wait()
         self.skipped = []
+        # Rank 0's list: the others may see a shared directory later, and must read the same one.
         for step in reversed(self._agree(self.steps())[0]):
             path = step_path(self.directory, step)
             manifest, problem = self._inspect(path)
+            # One rank's problem is enough; all take the same next checkpoint.
             problem = next(filter(None, self._agree(problem)), "")
             if manifest is not None and not problem:
                 self._load(path, manifest, prepare(manifest))
@@ -267,7 +267,7 @@ class CheckpointStore:
         return None
 
     def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
-        """The manifest and what is wrong, looking at every `ranks`-th file."""
+        """The manifest and what is wrong; every rank checks every `ranks`-th file."""
         try:
             manifest = read_manifest(path)
             for name in sorted(manifest.files)[self.rank :: self.ranks]:
@@ -297,7 +297,7 @@ class CheckpointStore:
             raise _explain(error, f"restoring step {manifest.step}", self.directory) from error
 
     def _agree(self, value: T) -> list[T]:
-        """What every rank has, by rank."""
+        """What every rank has, by rank; collective."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.ranks

@@ -394,9 +394,6 @@ def _spec(tensor: Tensor) -> TensorSpec:
     return TensorSpec(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
-# What this rank's device does in a second: products, streams, launches, updates.
-
-
 _SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}
 _DEPTHS = {"cpu": (32, 128, 256, 512, 1024), "cuda": (64, 256, 1024, 2048, 4096)}
 _FORMATS = {

@@ -297,10 +297,6 @@ def use_algorithms(model: nn.Module, algorithms: Mapping[str, str]) -> Iterator[
         )
 
 
-# How long each way of each layer takes, and its work space: the tables of Zou's minibatch
-# choice.
-
-
 Step = Callable[[], Tensor]
 """A forward pass; returns the loss."""
 
@@ -496,9 +492,6 @@ def _quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-# -- recorded ------------------------------------------------------------------------------------
 
 
 def profile_to_plain(profile_: AlgorithmProfile) -> dict[str, Any]:

@@ -37,7 +37,6 @@ class DeviceTimer:
         return self.device.type == "cpu"
 
     def wait(self) -> None:
-        """Until the device has done what was issued."""
         if not self.on_host:
             torch.cuda.synchronize(self.device)
 
@@ -89,9 +88,6 @@ class DeviceTimer:
         return self.once(lambda: [call(number) for number in range(count)])
 
 
-# Times as a step sees them: in rounds, all ranks of a machine at once, the slowest counts.
-
-
 Visit = Callable[[], tuple[float, ...]]
 """Times something for a moment; seconds, always as many."""
 Slowest = Callable[[list[float]], list[float]]
@@ -114,7 +110,6 @@ def time_in_rounds(
     A step is a sum of many kernels, so that its usual time is the sum of their means.
 
     Args:
-        visits: In the same order on all ranks.
         slowest: Of the ranks that share the machine.
         seconds: No round begins later, but for the second.
     """

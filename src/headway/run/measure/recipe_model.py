@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
 from headway.capture.fake_tensors import FakeContext
+from headway.capture.model_capture import capture
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations
 from headway.graph.model_graph import ModelGraph
