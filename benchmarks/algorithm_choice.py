@@ -13,7 +13,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -26,13 +26,11 @@ from headway.capture.benchmark.layer_algorithms import (
     CONVOLUTION,
     measure_algorithms,
     peak_bytes,
-    profile_from_plain,
-    profile_to_plain,
     use_algorithms,
 )
 from headway.capture.benchmark.timer import DeviceTimer
 from headway.errors import PlanError
-from headway.graph.layer_algorithms import AlgorithmProfile
+from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.planner.guidelines.layer_algorithms import choose_minibatch
 
 BATCHES = (2, 4, 8, 16)
@@ -58,6 +56,40 @@ class Net(nn.Module):
         x = F.relu(self.deep(F.relu(self.point(x))))
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
+
+
+def profile_to_plain(profile_: AlgorithmProfile) -> dict[str, Any]:
+    """For the file."""
+    return {
+        "layers": {
+            layer: [[way.name, way.seconds, way.bytes] for way in ways]
+            for layer, ways in profile_.layers.items()
+        },
+        "rest": profile_.rest,
+        "features": profile_.features,
+        "parameters": profile_.parameters,
+    }
+
+
+def profile_from_plain(found: Mapping[str, Any]) -> AlgorithmProfile:
+    """What `profile_to_plain` has made.
+
+    Raises:
+        ValueError: A number is none from 0 upwards.
+    """
+    profile_ = AlgorithmProfile(
+        layers={
+            layer: tuple(LayerAlgorithm(str(name), float(s), float(b)) for name, s, b in ways)
+            for layer, ways in found["layers"].items()
+        },
+        rest=float(found["rest"]),
+        features=float(found["features"]),
+        parameters=float(found["parameters"]),
+    )
+    numbers = [n for ways in profile_.layers.values() for w in ways for n in (w.seconds, w.bytes)]
+    if not all(math.isfinite(n) and n >= 0 for n in [*numbers, profile_.rest, profile_.features]):
+        raise ValueError("times and sizes are numbers from 0 upwards")
+    return profile_
 
 
 def main() -> None:

@@ -34,7 +34,6 @@ class Traced:
     """A forward.
 
     Attributes:
-        graph: With a placeholder for each argument.
         arguments: Its stand-in by the name of the placeholder.
         names: Logical name of the parameter, buffer or constant behind a placeholder; the others
             are the caller's.

@@ -41,11 +41,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 
 @dataclass(frozen=True)
 class BlockStack:
-    """A stack.
-
-    Attributes:
-        stack: Its path, and which of its children they are.
-    """
+    """A stack."""
 
     holder: nn.Module
     stack: RepeatedStack
@@ -167,12 +163,7 @@ class TensorOrigin(NamedTuple):
 
 @dataclass
 class BlockPeriod:
-    """A block's call, and the calls behind it up to the next block.
-
-    Attributes:
-        inside: Calls in it, if it was carried out.
-        behind: Calls up to the next block.
-    """
+    """A block's call, and the calls behind it up to the next block."""
 
     enter: Any
     inside: list[Any] | None
@@ -243,7 +234,6 @@ class ForwardWalk(TorchFunctionMode):
         return line
 
     def _into(self) -> list[Any]:
-        """Where calls are noted."""
         if self._stack < 0:
             return self.between[-1]
         period = self.periods[self._stack][-1]
@@ -336,7 +326,6 @@ class ForwardWalk(TorchFunctionMode):
         return result
 
     def _left(self, result: Any, place: int) -> Any:
-        """Description of what a block returns."""
         leaves, shape = tree_flatten(result)
         given = {id(x): n for n, x in enumerate(self._given) if isinstance(x, Tensor)}
         described: list[Any] = []
@@ -505,11 +494,7 @@ def _capture_by_blocks(
 def _walked(
     called: Any, stacks: tuple[BlockStack, ...], data: tuple[Any, ...], fakes: FakeContext
 ) -> tuple[BlockStack, ...]:
-    """The stacks in the order in which they are called.
-
-    Raises:
-        BlocksDifferError: Their blocks are treated differently.
-    """
+    """The stacks in the order in which they are called."""
     names = _bare(called.named_parameters()) | _bare(called.named_buffers())
     walks = []
     for all_ in (False, True):
@@ -527,7 +512,6 @@ def _walked(
 def _origins(
     names: dict[str, Tensor], blocks: Iterable[Iterable[nn.Module]], data: tuple[Any, ...]
 ) -> dict[int, TensorOrigin]:
-    """Of what the model holds and is given, by identity."""
     found = {id(t): TensorOrigin(-1, 0, ("model", name)) for name, t in names.items()}
     for number, stack in enumerate(blocks):
         for place, block in enumerate(stack):

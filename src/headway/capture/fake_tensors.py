@@ -28,11 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class FakeContext:
-    """One world of stand-ins.
-
-    Attributes:
-        mode: A context in which new tensors are stand-ins, too.
-    """
+    """One world of stand-ins."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

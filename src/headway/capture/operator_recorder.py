@@ -77,7 +77,6 @@ class _Meter(TorchDispatchMode):
     """Bytes of the storages that were made while it is on and are still alive.
 
     Attributes:
-        now: Bytes.
         peak: The largest `now` since it was last set.
         serial: A number for every storage alive, by its identity.
     """
@@ -255,9 +254,6 @@ class OperatorRecorder:
     Args:
         named: Name of the tensor behind each placeholder.
         parameters: Those among them that are parameters.
-
-    Attributes:
-        operators, values: What was found.
     """
 
     def __init__(
@@ -293,7 +289,6 @@ class OperatorRecorder:
     def _play(
         self, graph: fx.GraphModule, arguments: Sequence[Any], names: Sequence[Any], within: str
     ) -> tuple[Any, Any]:
-        """Values and names of the results."""
         values: dict[fx.Node, Any] = {}
         named: dict[fx.Node, Any] = {}
         for node, value, name in zip(_placeholders(graph), arguments, names, strict=True):

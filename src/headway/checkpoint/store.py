@@ -297,7 +297,6 @@ class CheckpointStore:
             raise _explain(error, f"restoring step {manifest.step}", self.directory) from error
 
     def _agree(self, value: T) -> list[T]:
-        """What every rank has, by rank; collective."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.ranks
@@ -306,7 +305,6 @@ class CheckpointStore:
 
 
 def _compare(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """The checkpoint holds what is asked for, in the same shapes and element types."""
     problems = []
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
@@ -325,7 +323,6 @@ def _compare(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> N
 
 
 def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:
-    """One readable error from what happened on any rank."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", None) or {}
     rank, cause = next(((rank, pair[0]) for rank, pair in failures.items()), (None, error))
     place = str(directory) if rank is None else f"rank {rank}, {directory}"

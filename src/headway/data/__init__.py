@@ -37,32 +37,15 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "ArraySource": "headway.data.source",
-    "CacheStatistics": "headway.data.cache.statistics",
-    "CacheWarning": "headway.data.cache.cached_source",
-    "CachedSource": "headway.data.cache.cached_source",
-    "Cursor": "headway.data.order",
-    "DatasetSource": "headway.data.source",
-    "Hdf5Slabs": "headway.data.slabs.slab_source",
-    "Loader": "headway.data.loader",
-    "MemmapSource": "headway.data.source",
-    "MicroBatch": "headway.data.loader",
-    "NpySlabs": "headway.data.slabs.slab_source",
-    "SampleOrder": "headway.data.order",
-    "SampleParts": "headway.data.slabs.slab_source",
-    "RankBatch": "headway.data.loader",
-    "SeededSource": "headway.data.source",
-    "SlabCut": "headway.data.slabs.slab_source",
-    "SlabReader": "headway.data.slabs.slab_source",
-    "SlabSource": "headway.data.slabs.slab_source",
-    "SlabStore": "headway.data.slabs.slab_store",
-    "Source": "headway.data.source",
-    "TensorSource": "headway.data.source",
-    "ZarrSlabs": "headway.data.slabs.slab_source",
-    "as_source": "headway.data.source",
-    "cached": "headway.data.cache.cached_source",
-    "slabs_in": "headway.data.slabs.slab_source",
-    "take": "headway.data.order",
+    "cache.cached_source": "CacheWarning CachedSource cached",
+    "cache.statistics": "CacheStatistics",
+    "loader": "Loader MicroBatch RankBatch",
+    "order": "Cursor SampleOrder take",
+    "slabs.slab_source": (
+        "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"
+    ),
+    "slabs.slab_store": "SlabStore",
+    "source": ("ArraySource DatasetSource MemmapSource SeededSource Source TensorSource as_source"),
 }
 
 __all__ = [
@@ -97,6 +80,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"headway.data.{module}"), name)
+    raise AttributeError(f"module 'headway.data' has no attribute {name!r}")

@@ -190,8 +190,6 @@ class WorkerFetcher:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a worker sends in place of a micro-batch."""
-
     error: HeadwayError
     trace: str
 
@@ -258,8 +256,6 @@ class RankBatch:
 
     Attributes:
         micros: The rank's micro-batches, in the order of the data.
-        samples: Samples of the global batch, over all ranks.
-        start: Where the global batch begins.
         after: Where the next one begins: the cursor to save once this batch is used.
         passes: The most micro-batches that any rank has of it.
     """
@@ -364,7 +360,6 @@ class Loader:
         )
 
     def _parts(self, batch: GlobalBatch) -> tuple[range, ...]:
-        """The places in the epoch of this rank's micro-batches."""
         share, first = self._split.share(self._rank, self._ranks, batch.count), batch.start.position
         parts = self._split.microbatches(share)
         return tuple(range(first + part.start, first + part.stop) for part in parts)

@@ -35,12 +35,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of the samples of every epoch.
-
-    Attributes:
-        length: Samples of an epoch, at least 1.
-        shuffle: False visits the samples as they lie.
-    """
+    """The order of the samples of every epoch."""
 
     length: int
     seed: int
@@ -118,7 +113,6 @@ class Cursor:
     """The place of the next sample that no optimiser step has used.
 
     Attributes:
-        epoch: Counted from 0.
         position: Samples of the epoch already used.
     """
 

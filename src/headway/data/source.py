@@ -221,7 +221,6 @@ class MemmapSource:
         path: A raw file of numbers, without a header.
         window: Tokens of a sample; the target is the input moved on by one token.
         dtype: Type of the numbers in the file, a whole-number type, for example "uint16".
-        offset: Bytes before the first token.
 
     Raises:
         DataError: The file is missing, holds part of a number, or less than one sample.

@@ -214,9 +214,6 @@ class Layerwise(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        Returns:
-            What the closure returns.
-
         Raises:
             RecipeError: A gradient is sparse.
         """
@@ -372,8 +369,6 @@ class LARS(Layerwise):
 
     Args:
         params: Parameters or param groups; every option may differ from group to group.
-        lr: The global rate gamma.
-        momentum: m.
         trust: eta; the relative change of a layer in one step is about gamma eta.
         momentum_correction: See above; False: algorithm 1 as printed.
 
@@ -448,7 +443,6 @@ class LARS(Layerwise):
 def _steps(
     chunk: LayerChunk, gradients: Sequence[Tensor], ratios: Sequence[Tensor] | None
 ) -> Sequence[Tensor]:
-    """lambda (g + beta w)."""
     # In as few passes over memory as possible.
     if not chunk.decay:
         return gradients if ratios is None else products(gradients, ratios)
@@ -473,7 +467,6 @@ class LAMB(Layerwise):
 
     Args:
         params: Parameters or param groups; every option may differ from group to group.
-        betas: b1 and b2.
         weight_decay: lambda, in the direction and so in its norm.
         clamp: phi(z) = min(max(z, low), high) with these two numbers; None: phi(z) = z.
         bias_correction: The divisions by 1 - b^t; False leaves them out.
@@ -526,7 +519,6 @@ class LAMB(Layerwise):
             state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def _direct(self, chunk: LayerChunk) -> Sequence[Tensor]:
-        """r + lambda x."""
         group = chunk.group
         first, second = group["betas"]
         means, squares = chunk.states("exp_avg"), chunk.states("exp_avg_sq")

@@ -48,7 +48,6 @@ class Division:
     """Who computes what.
 
     Attributes:
-        most: The largest number of items that a rank has.
         places: Where each item's result stands after the all-gather of `most` rows per rank.
         heaviest: The fullest rank's part of all work; 1 / P at best.
     """
@@ -85,9 +84,6 @@ class ParallelOperator:
     All ranks of the group must call it with the same sizes, and what they compute from must be the
     same on all of them (parameters and summed gradients of data parallelism are). No two threads
     may use one group.
-
-    Args:
-        group: The ranks that share the work; None: all.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -128,7 +124,6 @@ class ParallelOperator:
 
         Args:
             rows: [own items, *shape], in the order of `division.own`.
-            division: From `self.division`.
 
         Returns:
             [items, *shape].
@@ -157,7 +152,6 @@ class NormSharingDecision:
     Attributes:
         norm_seconds: All norms on one rank: the least over the ranks.
         gather_seconds: One all-gather of them: the most over the ranks.
-        heaviest: The fullest rank's part of the work.
     """
 
     pays: bool

@@ -360,7 +360,6 @@ def find_misordered_messages(table: CellIndex) -> Iterator[Violation]:
 def _by_lane(
     table: CellIndex,
 ) -> tuple[dict[Lane, dict[Edge, TableCell]], dict[Lane, dict[Edge, TableCell]]]:
-    """The SENDs and the POSTs of every lane."""
     sent, posted = dict[Lane, dict[Edge, TableCell]](), dict[Lane, dict[Edge, TableCell]]()
     for (kind, pipe, stage, microbatch, other), cell in table.at.items():
         if kind == ActionKind.SEND or kind == ActionKind.POST:
@@ -420,7 +419,6 @@ def _reached(order: Sequence[Sequence[object]], needs: Needs) -> list[int]:
 
 
 def _circles(stuck: Mapping[int, tuple[TableCell, TableCell]]) -> Iterator[list[int]]:
-    """Every stuck rank waits for one other stuck rank; follow them."""
     seen: set[int] = set()
     for first in stuck:
         path: list[int] = []
@@ -570,7 +568,6 @@ def _pipe_of(table: CellIndex, rank: int, stage: int) -> str:
 
 
 def _unsummed(table: CellIndex, stage: int) -> Iterator[Violation]:
-    """STEPs of a stage with several copies whose gradients nobody sums."""
     holders = table.schedule.holders(stage)
     cells = [cell for rank in holders for cell in table.of_stage.get((rank, stage), [])]
     steps = cells_of_kinds(cells, ActionKind.STEP)

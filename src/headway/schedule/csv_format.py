@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
@@ -124,27 +124,8 @@ _SKIP = re.compile(r"(?P<earlier>\d+)>(?P<later>\d+)")
 _SHORTEST_RANGE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleHeader:
-    """What a header said, and defaults; see `PipelineSchedule`. Recompute None: every stage."""
-
-    name: str = ""
-    pipes: tuple[SchedulePipe, ...] = ()
-    recompute: tuple[int, ...] | None = ()
-    blockwise: bool = False
-    halves: bool = False
-    flush: bool = True
-    skips: tuple[tuple[int, int], ...] = ()
-    most_activations: float | None = None
-    slots: bool = False
-
-
 def header_lines(schedule: PipelineSchedule, *, slots: bool) -> list[str]:
-    """The comment lines above a table.
-
-    Args:
-        slots: The columns of the table are slots.
-    """
+    """The comment lines above a table."""
     lines = ["# headway schedule", f"# name = {schedule.name}"]
     for pipe in schedule.pipes:
         ranks, microbatches = _numbers_text(pipe.placement), _numbers_text(pipe.microbatches)
@@ -177,9 +158,9 @@ def _numbers_text(numbers: Sequence[int]) -> str:
     return " ".join(words) or "none"
 
 
-def read_header(entries: Sequence[HeaderEntry], problems: list[CsvProblem]) -> ScheduleHeader:
-    """Read the entries; what is wrong with them is added to the problems."""
-    header = ScheduleHeader()
+def read_header(entries: Sequence[HeaderEntry], problems: list[CsvProblem]) -> dict[str, Any]:
+    """The values of the entries by key, those of pipes as "pipes"; adds to the problems."""
+    values: dict[str, Any] = {"pipes": ()}
     seen: set[tuple[str, str]] = set()
     for entry in entries:
         if entry.sign == ":" and not get_close_matches(entry.key, _KEYS, cutoff=0.75):
@@ -188,23 +169,24 @@ def read_header(entries: Sequence[HeaderEntry], problems: list[CsvProblem]) -> S
             if (entry.key, entry.part) in seen:
                 raise ValueError(f"{entry.key} {entry.part}".strip() + " is there already")
             seen.add((entry.key, entry.part))
-            header = _with(header, entry)
+            _check_entry(entry)
+            if entry.key == "pipe":
+                values["pipes"] += (_pipe(entry),)
+            else:
+                values[entry.key] = _READERS[entry.key](entry.value)
         except ValueError as error:
             problems.append(CsvProblem(entry.line, entry.column, str(error)))
-    return header
+    return values
 
 
-def _with(header: ScheduleHeader, entry: HeaderEntry) -> ScheduleHeader:
+def _check_entry(entry: HeaderEntry) -> None:
     if entry.key not in _KEYS:
         said = f"unknown key {entry.key}{nearest(entry.key, _KEYS)}"
         raise ValueError(f"{said} (begin a comment with ##)")
     if entry.sign != "=":
         raise ValueError(f"write = behind {entry.key}")
-    if entry.key == "pipe":
-        return replace(header, pipes=(*header.pipes, _pipe(entry)))
-    if entry.part:
+    if entry.part and entry.key != "pipe":
         raise ValueError(f"{entry.key} stands alone before =, without {entry.part}")
-    return replace(header, **{entry.key: _READERS[entry.key](entry.value)})
 
 
 def _pipe(entry: HeaderEntry) -> SchedulePipe:
@@ -366,7 +348,6 @@ def from_torch_csv(
     A RECV is put before the action that uses its message, a WAIT for each REDUCE_GRAD at the end.
 
     Args:
-        where: Name of the file, for messages.
         pipes: How many there are, half of them up where there are more than one.
 
     Raises:
@@ -411,7 +392,6 @@ def _parse_torch_cell(cell: CsvCell, problems: list[CsvProblem]) -> list[_Word]:
 def _chains(
     rows: Sequence[Sequence[_Word]], pipes: int, length: int, problems: list[CsvProblem]
 ) -> tuple[SchedulePipe, ...]:
-    """The pipes, with the rank of every stage and all micro-batches."""
     place: dict[int, int] = {}
     most = [0] * pipes
     for rank, row in enumerate(rows):
@@ -491,7 +471,6 @@ def _fits_slots(schedule: PipelineSchedule) -> bool:
 
 
 def _row(row: Sequence[Action], slots: Mapping[Action, int] | None) -> Iterable[str]:
-    """The cells of a rank; one that does nothing is a dot."""
     if not row:
         return ["."]
     if slots is None:
@@ -528,13 +507,6 @@ def from_csv(text: str, *, where: str = "the table", name: str = "table") -> Pip
     The header may be left out where there is one pipe: it holds the stages and micro-batches that
     the cells name. Cells may be empty, "." or "-" (idle) and may hold several actions.
 
-    Args:
-        where: Name of the file, for messages.
-        name: Of the schedule, unless the header says another.
-
-    Returns:
-        The schedule, which may be wrong in what it does: see `check`.
-
     Raises:
         DocumentError: With all problems, by line and column.
     """
@@ -545,7 +517,7 @@ def from_csv(text: str, *, where: str = "the table", name: str = "table") -> Pip
     if not sheet.rows:
         problems.append(CsvProblem(1, 1, "there are no rows; write one for each rank"))
     raise_problems(problems, where)
-    pipes = header.pipes or _inferred(cells, problems)
+    pipes = header["pipes"] or _inferred(cells, problems)
     raise_problems(problems, where)
     return _schedule(header, pipes, cells, name)
 
@@ -568,22 +540,16 @@ def _actions(
 
 
 def _schedule(
-    header: ScheduleHeader, pipes: tuple[SchedulePipe, ...], cells: Cells, name: str
+    header: dict[str, Any], pipes: tuple[SchedulePipe, ...], cells: Cells, name: str
 ) -> PipelineSchedule:
+    # The keys are attributes of the schedule; those that are missing have its defaults.
+    facts = {**header, "pipes": pipes, "name": header.get("name") or name}
+    if facts.get("recompute", ()) is None:  # "true": every stage
+        facts["recompute"] = tuple(range(len(pipes[0].placement)))
     slots = {action: column for row in cells for action, _, column in row}
-    every = tuple(range(len(pipes[0].placement)))
-    return PipelineSchedule(
-        name=header.name or name,
-        pipes=pipes,
-        order=tuple(tuple(action for action, _, _ in row) for row in cells),
-        slots=slots if header.slots else None,
-        recompute=every if header.recompute is None else header.recompute,
-        blockwise=header.blockwise,
-        skips=header.skips,
-        halves=header.halves,
-        flush=header.flush,
-        most_activations=header.most_activations,
-    )
+    facts["slots"] = slots if header.get("slots") else None
+    order = tuple(tuple(action for action, _, _ in row) for row in cells)
+    return PipelineSchedule(order=order, **facts)
 
 
 def _inferred(cells: Cells, problems: list[CsvProblem]) -> tuple[SchedulePipe, ...]:

@@ -54,9 +54,6 @@ def draw_timed(
     Args:
         unit: Time of one column; the shortest action's time if not given. Actions that are shorter
             may hide each other.
-
-    Returns:
-        A line per rank; an action that lasts several columns fills all of them.
     """
     write = _writer(schedule)
     # Cells of one column are then the shortest ones, and none is left out.
@@ -110,13 +107,11 @@ def _rounded(columns: float) -> int:
 
 
 def _is_small(schedule: PipelineSchedule) -> bool:
-    """Whether one character per action is enough."""
     numbers = [m for pipe in schedule.pipes for m in pipe.microbatches]
     return max(numbers, default=0) < _DIGITS and not _has_several_stages(schedule)
 
 
 def _has_several_stages(schedule: PipelineSchedule) -> bool:
-    """Whether a rank has more than one stage of the same pipe."""
     return any(max(Counter(pipe.placement).values()) > 1 for pipe in schedule.pipes)
 
 

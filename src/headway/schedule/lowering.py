@@ -81,7 +81,6 @@ def messages(schedule: PipelineSchedule) -> Iterator[Message]:
 
 
 def _places(schedule: PipelineSchedule) -> tuple[dict[Key, Where], dict[Key, Where]]:
-    """Where each forward stands, and where each gradient of a stage's input is made."""
     forward: dict[Key, Where] = {}
     gradient: dict[Key, Where] = {}
     for rank, actions in enumerate(schedule.order):
@@ -147,7 +146,6 @@ def _distance(message: Message) -> tuple[int, int]:
 def _posts(
     schedule: PipelineSchedule, found: Sequence[Message], lookahead: int
 ) -> dict[Message, int]:
-    """Before which position of its taker's row each message is posted."""
     room = _Room(schedule)
     posts = {}
     for message in sorted(found, key=attrgetter("taker")):

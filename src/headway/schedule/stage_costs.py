@@ -20,20 +20,16 @@ class StageCosts:
     """Prices of the stages of a pipe; one entry per stage.
 
     Attributes:
-        forward: Time of a forward of one micro-batch.
         input_grad: Time of the gradient with respect to the stage's input.
-        weight_grad: Time of the gradients of the stage's weights.
         latency: Time from a message's handing over to its first byte's arrival.
         message: Time that the bytes of one micro-batch's activations need on the wire, by the
             stage that makes them; its gradients have the same size.
-        sync: Time of the all-reduce of the stage's gradients.
         overhead: Time that each action costs beyond its compute.
         slowness: By which each rank's times are multiplied; empty: all 1.
         activation: Memory of one micro-batch between its forward and its backward; of a stage
             that recomputes, while its backward runs.
         kept: Memory of one micro-batch between its forward and its backward, of a stage that
             recomputes (what enters it, or its blocks); empty: as `activation`.
-        weight: Memory of the stage's weights.
     """
 
     forward: tuple[float, ...]
@@ -70,7 +66,6 @@ class StageCosts:
         size: numbers are divided by stages / ranks, sequences are taken as they are.
 
         Args:
-            ranks: As many as stages if not given.
             backward: Input and weight gradient together, halved between them; twice the forward
                 if not given.
             input_grad: In place of `backward`, with `weight_grad`.

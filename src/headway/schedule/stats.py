@@ -79,7 +79,6 @@ class _LongestPaths:
         return time + _SAME_MOMENT * max(1.0, time)
 
     def _rank(self, event: int) -> int:
-        """Of a cell; -1 for what arrives from elsewhere."""
         return self.wiring.ranks[event] if event < len(self.wiring.ranks) else -1
 
 
@@ -116,8 +115,6 @@ class ScheduleStats:
         bubble: 1 - (time of all F, B, I, W) / (ranks * makespan).
         peak_activations: Most that is held at a time, in the unit of `costs.activation`.
         weights: Weights of all hosted stages with their versions, in the unit of `costs.weight`.
-        versions: Most versions of one stage's weights that are held at a time.
-        messages: Results that go from one rank to another in the step.
     """
 
     makespan: float

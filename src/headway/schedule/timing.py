@@ -67,7 +67,6 @@ class Wiring:
         sends: Messages that leave when the cell ends.
         joins: Of SYNC cells: index in `syncs`.
         links: How many links (ordered rank pairs, or single messages if links are not shared).
-        names: Of events that are no cells: what to call them.
     """
 
     order: tuple[tuple[int, ...], ...] = ()
@@ -339,7 +338,6 @@ class TimerRun:
         at: When each event happened; negative: never. Ends of cells come first.
         done: Cells and all-reduces (their events) in an order in which causes precede effects.
         stuck: For each rank that could not go on: position in its order, and the missing event.
-        sync_starts: Of each all-reduce, by event.
     """
 
     at: list[float]
@@ -470,7 +468,6 @@ class _Execution:
         self.able += self.waiting.pop(event, ())
 
     def _join(self, number: int, time: float) -> None:
-        """A rank has arrived at an all-reduce."""
         self.arrived[number] += 1
         sync = self.wiring.syncs[number]
         if self.arrived[number] == len(sync.ranks):
@@ -478,7 +475,6 @@ class _Execution:
             heappush(self.ready_syncs, (ready, sync.stage, number))
 
     def _sync(self) -> None:
-        """Carry out the all-reduce that was ready first."""
         # Called when no rank can go on: whatever becomes ready later is ready after the end of one
         # of those that wait here, so the first of them is the first of all.
         ready, _, number = heappop(self.ready_syncs)
@@ -540,7 +536,6 @@ class OrderEnds(NamedTuple):
     """Seconds.
 
     Attributes:
-        ranks: When each rank has done its compute.
         gradients: When the last gradients of a stage are there: (stage, rank).
     """
 

@@ -63,7 +63,6 @@ class Cosmology:
         omega_m: Share of matter, baryons included, of the critical density.
         sigma_8: Deviation of the linear density today in spheres of 8 Mpc/h.
         h: Hubble's constant in 100 km/s/Mpc.
-        omega_b: Share of baryons.
         temperature: Of the background radiation, in K.
     """
 
@@ -156,7 +155,6 @@ def _shape(k: Array, universe: Cosmology) -> Array:
 
 
 def _variance(universe: Cosmology, radius: float) -> float:
-    """Of the density in spheres, with the spectrum k^n T^2."""
     log_k = np.linspace(np.log(1e-5), np.log(50.0), 2048)
     k = np.exp(log_k)
     x = k * radius
@@ -301,7 +299,6 @@ def matter(
 
 
 def _omega(redshift: float, universe: Cosmology) -> float:
-    """Share of matter at a redshift."""
     matter_then = universe.omega_m * (1 + redshift) ** 3
     return matter_then / (matter_then + 1 - universe.omega_m)
 

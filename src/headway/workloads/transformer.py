@@ -250,7 +250,6 @@ class TransformerConfig:
     Attributes:
         vocabulary: Number of tokens; 256 for bytes.
         window: Most tokens that the model sees at once.
-        width: Entries of a token's vector.
         heads: Attention heads of a block; `width / heads` must be an even number.
         dropout: Probability that an element is dropped in training.
         tied: The head uses the weights of the token embedding.
@@ -481,13 +480,10 @@ def recipe(
 
     Args:
         batch: Global batch, in samples of `window` bytes or as text ("8192 tokens").
-        microbatch: Most samples of one forward pass of one rank.
         learning_rate: The highest one: reached after `warmup` steps, then a cosine to a tenth.
-        warmup: Steps in which the learning rate rises linearly.
         weight_decay: Of the matrices; biases and norms are not decayed.
         validation_samples: Windows of a validation, evenly spread over the validation text.
         seed: Decides initial parameters, sample order and dropout.
-        directory: Where the text's flat files lie; None: see `text_file`.
 
     Raises:
         RecipeError: The sizes do not make a model or a schedule.

@@ -118,8 +118,6 @@ Float = NDArray[np.float64]
 
 
 class _Heads:
-    """Batches of samples."""
-
     count: int
 
     def sample(self, number: int) -> tuple[Bytes, Bytes]:
@@ -290,7 +288,6 @@ def _instance_norm(channels: int) -> nn.Module:
 
 
 def _convolution(entering: int, leaving: int, norm: Norm, stride: int = 1) -> nn.Sequential:
-    """Convolution 3^3 without a bias, norm, ReLU."""
     return nn.Sequential(
         nn.Conv3d(entering, leaving, 3, stride=stride, padding=1, bias=False),
         norm(leaving),

@@ -57,7 +57,6 @@ class KernelCase:
     Attributes:
         call: Of the inputs, in the order of `roles`.
         inputs: Shapes; of whole numbers below a bound where one stands in `bounds`.
-        bounds: Of inputs that are whole numbers.
     """
 
     kind: str
@@ -304,9 +303,6 @@ def kernel_timings(
 ) -> tuple[KernelTiming, ...]:
     """What cases compute and move, and their seconds without entering and leaving autograd, which a
     step does once and a visit once per call.
-
-    Args:
-        found: Cases, the empty one first, and the seconds of their two passes.
     """
     (_, (_, entry)), *others = found
     return tuple(
@@ -419,7 +415,6 @@ def measure_kernels(
     """Measure; collective among the ranks of the machine.
 
     Args:
-        local_ranks: Ranks that share the memory of the machine.
         seconds: For rounds, after some seconds for peaks.
         idle: Steps to be timed in the same rounds.
     """
@@ -576,7 +571,6 @@ def _per_parameter(clock: DeviceTimer, steps: Sequence[Callable[[], object]]) ->
 
 
 def _parameters(clock: DeviceTimer, count: int, size: int) -> list[Tensor]:
-    """So many with gradients."""
     found: list[Tensor] = [
         torch.nn.Parameter(torch.ones(size, device=clock.device)) for _ in range(count)
     ]

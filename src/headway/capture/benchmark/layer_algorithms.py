@@ -171,7 +171,6 @@ class LayerCall:
 
     Attributes:
         name: The path of the module that makes it, and "#2" for its second call of this kind.
-        args: Of the call; tensors as they were.
     """
 
     name: str
@@ -306,7 +305,6 @@ class MinibatchModel:
     """A model at one minibatch.
 
     Attributes:
-        profile: For `knapsack.choose_minibatch`.
         seconds: Of a forward and a backward pass as torch chooses.
         peak: Bytes that both allocate at most.
     """
@@ -388,7 +386,6 @@ class _Trial:
 
     Attributes:
         work: Bytes by which the peak of the whole model grows with it.
-        inside: The shortest time of the whole model with it.
     """
 
     name: str
@@ -410,7 +407,6 @@ def _in_place(trials: Sequence[_Trial], whole: float, layers: int) -> Iterator[L
 
 
 def _trials(called: LayerCall, clock: DeviceTimer) -> list[_Trial]:
-    """Those that this device has."""
     found = []
     for name in called.ways:
         try:
@@ -492,37 +488,3 @@ def _quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def profile_to_plain(profile_: AlgorithmProfile) -> dict[str, Any]:
-    """For a file."""
-    return {
-        "layers": {
-            layer: [[way.name, way.seconds, way.bytes] for way in ways]
-            for layer, ways in profile_.layers.items()
-        },
-        "rest": profile_.rest,
-        "features": profile_.features,
-        "parameters": profile_.parameters,
-    }
-
-
-def profile_from_plain(found: Mapping[str, Any]) -> AlgorithmProfile:
-    """What `profile_to_plain` has made.
-
-    Raises:
-        ValueError: A number is none from 0 upwards.
-    """
-    profile_ = AlgorithmProfile(
-        layers={
-            layer: tuple(LayerAlgorithm(str(name), float(s), float(b)) for name, s, b in ways)
-            for layer, ways in found["layers"].items()
-        },
-        rest=float(found["rest"]),
-        features=float(found["features"]),
-        parameters=float(found["parameters"]),
-    )
-    numbers = [n for ways in profile_.layers.values() for w in ways for n in (w.seconds, w.bytes)]
-    if not all(math.isfinite(n) and n >= 0 for n in [*numbers, profile_.rest, profile_.features]):
-        raise ValueError("times and sizes are numbers from 0 upwards")
-    return profile_

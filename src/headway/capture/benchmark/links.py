@@ -28,12 +28,7 @@ _ROUNDS = 15
 
 
 def measure_exchanges(group: dist.ProcessGroup, device: torch.device) -> LinkReadings:
-    """Time the links among the ranks of a group, in two to six seconds; collective.
-
-    Args:
-        group: With at least two ranks, this one among them.
-        device: Of this rank; its buffers lie there.
-    """
+    """Time the links among the ranks of a group, in two to six seconds; collective."""
     clock = DeviceTimer(device)
 
     def sums(buffer: torch.Tensor) -> None:

@@ -22,11 +22,7 @@ MIN_REPEATS = 3
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """A stop-watch that waits for the device.
-
-    Attributes:
-        seconds: For the repetitions of one thing.
-    """
+    """A stop-watch that waits for the device."""
 
     device: torch.device
     seconds: float = 0.04

@@ -202,7 +202,6 @@ class BlobStore:
         return not (os.fstat(self.index).st_nlink and os.fstat(self.data).st_nlink)
 
     def _record(self, sample: int) -> tuple[int, int] | None:
-        """Place and length of a blob."""
         record = os.pread(self.index, RECORD.size, RECORD.size * sample)
         if len(record) < RECORD.size:
             return None
@@ -236,7 +235,6 @@ class BlobStore:
 
 
 def _write(file: int, buffers: Sequence[Buffer], size: int, begin: int) -> None:
-    """All buffers, one after the other."""
     if len(buffers) <= _BUFFERS and os.pwritev(file, buffers, begin) == size:
         return
     whole = memoryview(b"".join(buffers))

@@ -84,8 +84,6 @@ def sample_access_of(source: Source, *, collate: Collate | None, prepared: bool)
 
 
 class _Items:
-    """The samples of a map-style data set."""
-
     def __init__(self, source: DatasetSource, collate: Collate) -> None:
         self._single = DatasetSource(source.dataset, collate=list)
         self._collate = collate
@@ -102,8 +100,6 @@ class _Items:
 
 
 class _Rows:
-    """The rows of the batches of a source."""
-
     def __init__(self, source: Source, collate: Collate | None) -> None:
         self._source = source
         self._collate = collate
@@ -184,7 +180,6 @@ def _split(batch: Any, count: int) -> list[Any]:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """The batch that has these rows."""
     first = rows[0]
     if isinstance(first, Tensor):
         return torch.stack(rows)
@@ -339,7 +334,6 @@ class CachedSource:
         self._levels = []
 
     def _look(self, level: CacheLevel, wanted: list[int], found: dict[int, Any]) -> None:
-        """Take from a level what it has."""
         start, size, cost, hits = perf_counter_ns(), 0, 0, 0
         for index in wanted:
             try:
@@ -366,7 +360,6 @@ class CachedSource:
             )
 
     def _fetch(self, missing: list[int], found: dict[int, Any]) -> None:
-        """Read from the source, and keep."""
         start = perf_counter_ns()
         samples = self._prepared(missing)
         took = perf_counter_ns() - start
@@ -479,9 +472,6 @@ class CachedSource:
 
 def cached(examples: Any, name: str, **options: Any) -> CachedSource:
     """What a user gave as data, kept on a local disk and in memory after it has been read once.
-
-    Args:
-        examples: A `Source` or any map-style torch `Dataset`.
 
     Raises:
         DataError: See `as_source` and `CachedSource`.

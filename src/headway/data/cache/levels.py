@@ -252,7 +252,6 @@ def _stores(directory: str) -> list[str]:
 
 
 def _stored(directory: str) -> int:
-    """Bytes of all stores of a directory, as they are claimed."""
     return sum(
         _facts(f"{folder}/{name}")[0] for folder in _stores(directory) for name in ("index", "data")
     )
@@ -295,9 +294,6 @@ class MemoryLevel(CacheLevel):
     They lie in files without a name that only exist in memory, and vanish with the last process
     that uses them, however it ends. Processes that do not inherit them find them by a note in the
     directory for temporary files.
-
-    Args:
-        limit: Bytes.
 
     Raises:
         DataError: The limit is more than the machine has, or does not even hold the index.

@@ -10,8 +10,9 @@ kernels by them), and the result shares memory with nothing.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,6 @@ class Encoded:
 
     Attributes:
         buffers: Valid as long as nobody writes into the sample.
-        size: Their bytes together.
     """
 
     buffers: tuple[Buffer, ...]
@@ -89,12 +89,7 @@ class Decoder:
         return _build(layout, _Cursor(stored, _rounded(begin + length)))
 
 
-# ---- from sample to bytes ---------------------------------------------------------------------
-
-
 class _Raw:
-    """The raw values of a sample, each at a multiple of 16 bytes."""
-
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.size = 0
@@ -217,12 +212,7 @@ def _rounded(size: int) -> int:
     return size + -size % _ALIGN
 
 
-# ---- from bytes to sample ---------------------------------------------------------------------
-
-
 class _Cursor:
-    """Walks over the raw values."""
-
     def __init__(self, stored: memoryview, place: int) -> None:
         self._stored = stored
         self._place = place
@@ -244,9 +234,9 @@ def _build(layout: list[Any], raw: _Cursor) -> Any:
     if tag == "i":
         return _WORD.unpack(raw.take(8))[0]
     if tag == "(":
-        return tuple(_each(layout[1:], raw))
+        return tuple(_build(inner, raw) for inner in layout[1:])
     if tag == "[":
-        return list(_each(layout[1:], raw))
+        return [_build(inner, raw) for inner in layout[1:]]
     if tag == "{":
         return {key: _build(inner, raw) for key, inner in layout[1:]}
     if tag == "A":
@@ -254,10 +244,6 @@ def _build(layout: list[Any], raw: _Cursor) -> Any:
     if tag == "N":
         return _build_array(layout[1], [], [], raw=raw)[()]
     return _build_plain(layout, raw)
-
-
-def _each(layouts: Iterable[list[Any]], raw: _Cursor) -> list[Any]:
-    return [_build(layout, raw) for layout in layouts]
 
 
 def _build_plain(layout: list[Any], raw: _Cursor) -> Any:
@@ -280,9 +266,7 @@ def _build_plain(layout: list[Any], raw: _Cursor) -> Any:
 
 def _build_tensor(name: str, shape: list[int], strides: list[int], *, raw: _Cursor) -> Tensor:
     kind: torch.dtype = getattr(torch, name)
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if not count:
         return torch.empty(0, dtype=kind).as_strided(shape, strides)
     flat = torch.frombuffer(raw.take(count * kind.itemsize), dtype=kind)
@@ -291,9 +275,7 @@ def _build_tensor(name: str, shape: list[int], strides: list[int], *, raw: _Curs
 
 def _build_array(name: str, shape: list[int], strides: list[int], *, raw: _Cursor) -> NDArray[Any]:
     kind = np.dtype(name)
-    size = kind.itemsize
-    for length in shape:
-        size *= length
+    size = kind.itemsize * math.prod(shape)
     if not size:
         return np.empty(shape, kind)
     return np.ndarray(shape, kind, raw.take(size), strides=strides)

@@ -35,6 +35,8 @@ from headway.graph.ranges import Range, balanced_ranges
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
+Paths = str | Path | Sequence[str | Path]
+"""One file whose dimension 0 counts the samples, or a list of files, one per sample."""
 
 _PAGE = 4096
 """Bytes that a disk is asked for at least."""
@@ -72,7 +74,7 @@ class _SlabFiles(ABC):
     _in = ""
     """Where in a file the array is, for errors."""
 
-    def __init__(self, paths: str | Path | Sequence[str | Path], shape: Shape | None) -> None:
+    def __init__(self, paths: Paths, *, shape: Shape | None = None) -> None:
         self._rows = isinstance(paths, str | Path)
         self.paths = (Path(paths),) if isinstance(paths, str | Path) else tuple(map(Path, paths))
         if not self.paths:
@@ -155,7 +157,6 @@ class Hdf5Slabs(_SlabFiles):
     """Samples in HDF5 files.
 
     Args:
-        paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
         dataset: Name of the data set in a file: "full".
 
     Raises:
@@ -163,15 +164,9 @@ class Hdf5Slabs(_SlabFiles):
         DataError: The first file is missing or damaged, or has not what was asked for.
     """
 
-    def __init__(
-        self,
-        paths: str | Path | Sequence[str | Path],
-        dataset: str,
-        *,
-        shape: Shape | None = None,
-    ) -> None:
+    def __init__(self, paths: Paths, dataset: str, *, shape: Shape | None = None) -> None:
         self.dataset, self._in = dataset, f", data set {dataset!r}"
-        super().__init__(paths, shape)
+        super().__init__(paths, shape=shape)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
@@ -200,17 +195,9 @@ class Hdf5Slabs(_SlabFiles):
 class NpySlabs(_SlabFiles):
     """Samples in .npy files, which are mapped into memory: only the pages of the slab are read.
 
-    Args:
-        paths: One file whose dimension 0 counts the samples, or a list of files, one per sample.
-
     Raises:
         DataError: The first file is missing or damaged, or has another shape.
     """
-
-    def __init__(
-        self, paths: str | Path | Sequence[str | Path], *, shape: Shape | None = None
-    ) -> None:
-        super().__init__(paths, shape)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
@@ -223,7 +210,6 @@ class ZarrSlabs(_SlabFiles):
     """Samples in zarr arrays, which are folders. A chunk that was never written is its fill value.
 
     Args:
-        paths: One array whose dimension 0 counts the samples, or a list, one per sample.
         array: Name of the array where the paths are groups: "full".
 
     Raises:
@@ -231,15 +217,9 @@ class ZarrSlabs(_SlabFiles):
         DataError: The first array is missing or damaged, or has not what was asked for.
     """
 
-    def __init__(
-        self,
-        paths: str | Path | Sequence[str | Path],
-        array: str = "",
-        *,
-        shape: Shape | None = None,
-    ) -> None:
+    def __init__(self, paths: Paths, array: str = "", *, shape: Shape | None = None) -> None:
         self.array, self._in = array, f", array {array!r}" if array else ""
-        super().__init__(paths, shape)
+        super().__init__(paths, shape=shape)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
@@ -421,7 +401,6 @@ class SlabSource:
             share of the machine.
 
     Attributes:
-        nbytes: Bytes of a packed slab.
         slabs_read: Samples of which this process has read its slab so far, and
         bytes_read: what that took, in bytes of numbers.
 
@@ -469,7 +448,6 @@ class SlabSource:
         return found
 
     def _cut_extents(self, cut: SlabCut) -> Shape:
-        """The last dimensions of all arrays that are cut: one for all of them."""
         if self.cut.parts > 1:
             raise DataError(
                 "samples that are cut already",

@@ -74,7 +74,6 @@ class SlabStore:
         memory: Most bytes kept by this rank, "2 GiB"; None: without a limit. What does not fit is
             read again, by its consumer.
         keep: What is kept then: "recent" (LRU), or "first", of which more is found again.
-        timeout: Seconds that a message may take.
 
     Raises:
         DataError: Too few samples, uneven shares, a cursor outside, no gloo, or ranks that were
@@ -176,7 +175,6 @@ class SlabStore:
         }
 
     def _start(self, step: GlobalBatch | None) -> None:
-        """Start the messages of a step."""
         if step is None:
             return
         first = step.start.position
@@ -323,11 +321,7 @@ def _check(split: BatchSplit, group: dist.ProcessGroup) -> None:
 def _slab_capacities(
     facts: Mapping[str, Any], memory: int | str | None, source: SlabSource, group: dist.ProcessGroup
 ) -> list[int]:
-    """By rank the most slabs that it may hold; collective.
-
-    Raises:
-        DataError: The ranks were given different facts, or no number of bytes.
-    """
+    """By rank the most slabs that it may hold; collective."""
     try:
         room = sys.maxsize if memory is None else parse_bytes(memory) // max(source.nbytes, 1)
     except ValueError as error:

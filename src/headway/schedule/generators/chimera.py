@@ -119,7 +119,6 @@ def _check(ranks: int, microbatches: int, pipes: int, mode: str) -> None:
 
 
 def _units(ranks: int, microbatches: int, pipes: int, mode: str) -> Iterator[_Unit]:
-    """Full units, then the one that is not full."""
     start, left = 0, microbatches
     while left:
         # A double unit holds 2D micro-batches, or D of which each is a pair of halves.
@@ -189,7 +188,6 @@ def _without_collisions(
 
 
 def _are_pair(first: Action, second: Action) -> bool:
-    """Two forwards of a stage that share a slot."""
     forwards = first.kind == second.kind == ActionKind.FORWARD
     same = (first.pipe, first.stage) == (second.pipe, second.stage)
     return forwards and same and first.microbatch < second.microbatch

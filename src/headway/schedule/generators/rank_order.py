@@ -51,9 +51,6 @@ class RankProgram:
     """The order of one rank, written phase after phase; it numbers the micro-batches itself.
 
     What a phase asks of micro-batches that its pipe does not have is left out.
-
-    Args:
-        chunks: The stages of the rank, as (pipe, stage).
     """
 
     def __init__(self, *chunks: tuple[SchedulePipe, int]) -> None:
@@ -94,10 +91,6 @@ def check_sizes(
     name: str, ranks: int, microbatches: int, *rules: tuple[bool, str], fix: str = ""
 ) -> None:
     """Refuse a size unless there is a rank, a micro-batch, and every rule holds.
-
-    Args:
-        rules: Whether a rule holds, and what to say when it does not.
-        fix: What the user can do about the rules, with the legal numbers.
 
     Raises:
         PlanError: With one line for each broken rule.

@@ -34,7 +34,6 @@ class NamedSchedule:
 
     Attributes:
         generate: Called with ranks, micro-batches, and the options below by keyword.
-        options: Which of "pipes", "virtual" and "mode" it takes.
         priced: (stages of one pipe on a rank, pipes) with which the search has a price for it and
             the executor runs its plans; empty: not yet.
         held: Micro-batches that a stage holds at a time, where every rank has one stage and whole
@@ -170,11 +169,7 @@ SCHEDULES: Mapping[str, NamedSchedule] = MappingProxyType(
 
 
 class ScheduleOption(NamedTuple):
-    """A schedule with its options, as the search's degrees have it.
-
-    Attributes:
-        virtual: Stages of one pipe on a rank.
-    """
+    """A schedule with its options, as the search's degrees have it."""
 
     name: str
     virtual: int = 1
@@ -199,11 +194,7 @@ RUNNABLE_SCHEDULES = tuple(dict.fromkeys(option.name for option in SCHEDULE_OPTI
 
 
 def schedule_option(name: str, virtual: int, pipes: int) -> ScheduleOption:
-    """A schedule of which the search has a price.
-
-    Args:
-        virtual: Stages of a rank, where the schedule leaves that open.
-    """
+    """A schedule of which the search has a price."""
     kind = SCHEDULES[name]
     own_virtual, own_pipes = kind.priced[0]
     return ScheduleOption(
