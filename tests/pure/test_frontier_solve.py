@@ -102,7 +102,7 @@ def test_costs_that_are_no_whole_numbers():
 
 def test_forced_choices_and_their_names():
     graph, _ = small("bucket", 3)
-    names = {"b": tuple(f"way {number}" for number in range(graph.choices_of("b")))}
+    names = {"b": tuple(f"way {number}" for number in range(len(graph.nodes["b"])))}
     forced = ChoiceGraph(graph.objectives, graph.nodes, graph.edges, names, {"a": 1, "c": 0})
     found = solve(forced)
     np.testing.assert_array_equal(found.costs, brute_force(forced))

@@ -22,7 +22,6 @@ from headway.planner.guidelines.das import (
     best_groups,
     communication,
     computation,
-    divisors,
     hybrid_volume,
     ideal_groups,
     least_samples,
@@ -30,10 +29,10 @@ from headway.planner.guidelines.das import (
     most_nodes,
     ratio,
     ratio_of,
-    smallest_bucket,
     tensor_seconds,
     windows,
 )
+from headway.plans.tensor_layout import divisors
 from headway.simulator.exchange import simulate_exchange
 from support.sampling import sampled
 
@@ -266,4 +265,3 @@ def test_waiting_for_the_update_is_never_shorter_and_small_buckets_cost_latency(
     for _ in range(200):
         stack, link = random_stack(random)
         assert windows(stack, link).step <= windows(stack, link, need="update").step + 1e-12
-    assert smallest_bucket(LinkFit(1e-4, 1e-9)) == pytest.approx(1e5)

@@ -15,8 +15,11 @@ from headway.graph.model_graph import TensorSpec
 from headway.parallel.fsdp import fsdp_units as gathered_of
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.traffic.estimate import of_gradients
-from headway.planner.traffic.executor import collectives_of_plan
-from headway.planner.traffic.torch_wrappers import FullyShardedModule, fsdp2_wrapper_calls
+from headway.planner.traffic.executor import (
+    FullyShardedModule,
+    collectives_of_plan,
+    fsdp2_wrapper_calls,
+)
 from headway.plans import data_parallel
 from support.call_volumes import call_volumes
 from support.collective_recorder import CollectiveRecorder, collective_differences

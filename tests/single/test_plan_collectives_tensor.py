@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -32,10 +33,9 @@ from headway.planner.explain.alternatives import _rules
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collective_seconds, collectives_of
-from headway.planner.traffic.torch_wrappers import (
+from headway.planner.traffic.executor import (
     FullyShardedModule,
     fsdp2_wrapper_calls,
-    tensor_shards,
 )
 from support.call_volumes import call_volumes
 from support.collective_recorder import CollectiveRecorder, collective_differences
@@ -43,6 +43,17 @@ from support.fake_world import fake_world
 
 SAMPLES, LENGTH, WIDTH, HEADS, WIDE = 2, 16, 32, 8, 128
 MACHINE = machine_of(of_preset("dgx-a100", nodes=128))
+
+
+def tensor_shards(
+    parameters: Mapping[str, TensorSpec], split: Mapping[str, int], parts: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    """What a rank of a tensor axis holds: the named dimension of some parameters in parts."""
+    for name, spec in parameters.items():
+        shape = list(spec.shape)
+        if name in split:
+            shape[split[name]] //= parts
+        yield name, replace(spec, shape=tuple(shape))
 
 
 class Attention(nn.Module):

@@ -21,7 +21,6 @@ from headway.cost.network import network_of
 from headway.cost.transformer import Machine
 from headway.documents import nearest
 from headway.errors import HeadwayError, PlanError, UsageError
-from headway.planner.estimate.degrees import divisors
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.request import (
     DeviceGroup,
@@ -33,6 +32,7 @@ from headway.planner.search.request import (
     restrict_to_executor,
     restrict_to_force,
 )
+from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from headway.units import Price, format_bytes, parse_bytes, parse_seconds
 

@@ -57,12 +57,7 @@ _EACH, _ENDS = 4, 3
 def add_host_costs(
     device: Device, found: DeviceReadings, network: HierarchicalNetwork, ranks: int, stamp: str
 ) -> Device:
-    """The device with what steps take beside it; as it is where that was not measured.
-
-    Args:
-        device: With all else that was measured.
-        found: With the times of idle steps.
-    """
+    """The device with what steps take beside it; as it is where that was not measured."""
     if not found.idle:
         return device
 
@@ -109,11 +104,8 @@ def _known(step: IdleStep, device: Device, network: HierarchicalNetwork, ranks: 
 
 
 def _four_digits(value: float) -> float:
-    """To four digits: what was measured is not known better."""
+    # What was measured is not known better.
     return float(f"{value:.4g}")
-
-
-# The pace of each kind of kernel from measured times:
 
 
 Point = tuple[float, float, float, float, float]
@@ -136,6 +128,10 @@ class PaceTerms(NamedTuple):
     far: float | None = None
     call: float | None = None
 
+    def named(self, phase: str) -> dict[str, float | None]:
+        """As `KernelPace` names the terms of a pass: "forward", "forward_stream", ..."""
+        return {f"{phase}_{k}" if k != "rate" else phase: v for k, v in self._asdict().items()}
+
 
 def fit_paces(
     timed: Sequence[KernelTiming], floor: float, peak: float = np.inf
@@ -152,25 +148,14 @@ def fit_paces(
         same = [one for one in timed if one.kind == kind]
         ahead = fit_terms([_point(one, 0) for one in same], misses, floor, peak)
         back = fit_terms([_point(one, 1) for one in same], misses, 2 * floor, peak)
-        found[kind] = KernelPace(
-            forward=ahead.rate,
-            forward_stream=ahead.stream,
-            forward_weights=ahead.weights,
-            forward_far=ahead.far,
-            forward_call=ahead.call,
-            backward=back.rate,
-            backward_stream=back.stream,
-            backward_weights=back.weights,
-            backward_far=back.far,
-            backward_call=back.call,
-        )
+        found[kind] = KernelPace(**ahead.named("forward"), **back.named("backward"))
     if not misses:
         return found, "none"
     return found, f"fit error {sum(misses) / len(misses):.0%} (largest {max(misses):.0%})"
 
 
 def _point(timed: KernelTiming, number: int) -> Point:
-    """Forward or backward."""
+    """Forward (0) or backward (1)."""
     flops, moved, seconds = (timed.forward, timed.backward)[number]
     weights = timed.weights[number]
     return flops, moved - weights, weights, timed.calls, seconds
@@ -182,9 +167,7 @@ def fit_terms(
     """The terms of one pass of a kind.
 
     Args:
-        points: Of its shapes.
         floor: Seconds of its launches, which the terms leave out; at most four fifths of a time.
-        peak: As in `fit_paces`.
     """
     flops, moved, weights, calls, seconds = np.array(points).T
     columns = {
@@ -256,9 +239,6 @@ def _sets(sets: Sequence[tuple[str, ...]], count: int) -> Iterator[tuple[str, ..
     yield from found
 
 
-# From measured times to the numbers of a cluster file: devices and levels of links.
-
-
 BUSY_CORES, BUSY_SPREAD = 0.3, 1.3
 """Cores in use by others, and usual time over shortest one, above which a machine is busy."""
 
@@ -324,20 +304,16 @@ def _slowest(exchanges: Iterable[LinkReadings | None]) -> LinkReadings | None:
     return max(known, key=lambda e: sum(s for _, s in e.sums), default=None)
 
 
-# -- links -------------------------------------------------------------------------------------
-
-
 def level_of_exchanges(name: str, nodes: int | None, found: LinkReadings, stamp: str) -> Level:
-    """Latency and rate of a level, from all-reduces; of plain messages from such.
-
-    A sum of nothing takes 2 log2(n) steps (tree), a large one passes 2 (n-1)/n of its bytes (ring).
-    """
+    """Latency and rate of a level, from all-reduces; of plain messages from such."""
     sums = fit_link(found.sums, ranks=found.ranks)
     plain = fit_link(found.messages, ranks=2)
     level = Level(
         name=name,
         nodes=nodes,
         rate=_four_digits(_rate(sums, found.sums)),
+        # A sum of nothing takes 2 log2(n) steps (tree), a large one passes 2 (n-1)/n of its bytes
+        # (ring).
         latency=_four_digits(sums.latency / (2 * math.log2(found.ranks))),
         message=Link(
             rate=_four_digits(_rate(plain, found.messages)), latency=_four_digits(plain.latency)
@@ -360,9 +336,6 @@ def _rate(fit: LinkFit, times: SizeTimings) -> float:
     """Of the fit; where no time grew with the size, that of the largest."""
     size, seconds = times[-1]
     return fit.rate if math.isfinite(fit.rate) else size / seconds
-
-
-# -- devices -----------------------------------------------------------------------------------
 
 
 def device_of_kernels(found: DeviceReadings, stamp: str) -> Device:
@@ -423,7 +396,7 @@ def device_of_kernels(found: DeviceReadings, stamp: str) -> Device:
 
 
 def _depth(points: Sequence[tuple[int, int, int, float]], floor: float) -> float:
-    """seconds / (2 m n) = (depth + k) / rate is a line in k."""
+    # seconds / (2 m n) = (depth + k) / rate is a line in k.
     constant, slope = fit_line((k, _work(s, floor) / (2.0 * m * n)) for m, n, k, s in points)
     return constant / slope if slope else 0.0
 

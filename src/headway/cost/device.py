@@ -32,8 +32,6 @@ class DeviceModel:
 
     Attributes:
         peak: FLOP/s by number format, as in the datasheet.
-        memory: Bytes.
-        memory_rate: Bytes/s that streaming kernels reach.
         efficiency: Share of the peak that endless matrix products reach.
         depth: Length of the summed dimension at which a matrix product reaches half of that.
         kernel: Seconds that any kernel costs on the device beyond its work.
@@ -133,9 +131,6 @@ class DeviceModel:
         else:
             longer = np.maximum(np.maximum(host, device), 1e-30)
         return longer * ((host / longer) ** q + (device / longer) ** q) ** (1.0 / q)
-
-
-# A device that is faster at something, in every number that says how fast it is at that.
 
 
 def scale_device(

@@ -72,14 +72,13 @@ def price_exchange(
     network: ExchangeNetwork,
     speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
 ) -> ExchangePrice:
-    """Price the exchange of a plan.
+    """Price the exchange of a plan; `compress = "auto"` is chosen here.
 
     Args:
-        exchange: The plan's; `compress = "auto"` is chosen here.
         layers: In the order of the forward pass; names are matched by the plan's `parts`.
 
     Raises:
-        PlanError: An exchange that cannot be, on these ranks and nodes.
+        PlanError: These exchange options cannot be combined, on these ranks and nodes.
     """
     problems = exchange.problems(network.nodes.ranks)
     if exchange.collective == "hierarchical" and not network.nodes.uniform:

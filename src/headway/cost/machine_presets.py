@@ -100,10 +100,6 @@ FITTED_SOURCE = "fitted 2026-11-22 to 72 of vTrain's single-node A100 runs (Bang
 def assumed_machine(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Machine:
     """A machine from its datasheet and the assumed shares.
 
-    Args:
-        name: Of `DATASHEETS`.
-        uplink: Of `UPLINKS`.
-
     Raises:
         PlanError: No such device or uplink.
     """
@@ -144,7 +140,6 @@ def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None
     """A described cluster for the cost model. What is only assumed gives way to what was fitted.
 
     Args:
-        cluster: From a file or a preset.
         device: Which of its devices; None: the one that all nodes have.
         dtype: Of the matrix products; None: fp16 where the device has a peak of it, else fp32.
 

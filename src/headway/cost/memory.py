@@ -32,7 +32,6 @@ class TransformerMemory:
     """Bytes on the fullest device.
 
     Attributes:
-        gradients: In 32 bits.
         activations: Of all micro-batches under way, and the layer that is being recomputed.
     """
 
@@ -48,18 +47,14 @@ class TransformerMemory:
 
 
 def memory_of_transformer(model: Transformer, split: TransformerSplit) -> TransformerMemory:
-    """Bytes of a step on the first stage, which holds most.
-
-    1F1B keeps min(m, p) micro-batches on it, an interleaved one 1 + (p-1)/(p v) times its layers.
-    Per layer and micro-batch: s b h (10 + 24/t + 5 a s/(h t)); with sequence parallelism all
-    divided by t; "selective" without 5 a s/(h t); "full" 2 s b h, and one layer whole.
-    """
+    """Bytes of a step on the first stage, which holds most."""
     t, d, p = split.tensor, split.data, split.pipeline
     zero = np.asarray(split.zero)
     layers = np.ceil(model.layers / p)
     held = (layers * model.layer_parameters + model.vocabulary * model.hidden) / t
     kept, transient = _activations(model, split)
     alone = np.asarray(p) == 1
+    # 1F1B keeps min(m, p) micro-batches on it, an interleaved one 1 + (p-1)/(p v) times its layers.
     flight = np.where(
         np.asarray(split.virtual) > 1,
         layers * p * (1.0 + (p - 1.0) / (p * split.virtual)),
@@ -78,7 +73,11 @@ def memory_of_transformer(model: Transformer, split: TransformerSplit) -> Transf
 
 
 def _activations(model: Transformer, split: TransformerSplit) -> tuple[Number, Number]:
-    """(kept per layer and micro-batch, of the one layer that is computed again)."""
+    """(kept per layer and micro-batch, of the one layer that is computed again).
+
+    s b h (10 + 24/t + 5 a s/(h t)); with sequence parallelism all divided by t; "selective" without
+    5 a s/(h t); "full" 2 s b h, and one layer whole.
+    """
     t = split.tensor
     state = model.sequence * split.microbatch * model.hidden
     scores = 5.0 * model.heads * model.sequence / (model.hidden * t)
@@ -91,9 +90,6 @@ def _activations(model: Transformer, split: TransformerSplit) -> tuple[Number, N
     )
     transient = np.select([how == "full", how == "selective"], [rest + scores, scores], 0.0) * state
     return kept, transient
-
-
-# Bytes that a training step holds at its peak, by category: from a graph, not from a formula.
 
 
 UpdateLoop = Literal["loop", "foreach", "fused"]
@@ -160,10 +156,7 @@ def step_memory(
 
     Args:
         graph: Not folded, with its loss.
-        optimiser: One of `OPTIMISER_MEMORY`, or its numbers.
-        way: As for `optimiser_temporaries`.
         actions: Forwards and backwards, ("F", 0), ("B", 0), of micro-batches.
-        units: As for `simulate_liveness`: a stage.
         regions: As for `simulate_liveness`: what is computed again.
     """
     rule = OPTIMISER_MEMORY[optimiser] if isinstance(optimiser, str) else optimiser

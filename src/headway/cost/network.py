@@ -28,7 +28,6 @@ class LinkLevel:
     """One level of links.
 
     Attributes:
-        name: As people call it: "node", "cluster".
         width: Ranks that one domain of this level holds; `math.inf` for the outermost.
         link: Of one unit (a rank, or a node) to the others of its domain, in each direction, as
             collectives use it; its latency is that of one step of a collective.

@@ -34,12 +34,9 @@ from headway.units import format_bytes
 
 
 class ChimeraShape(NamedTuple):
-    """Sizes of a Chimera pipeline.
+    """Sizes of a Chimera pipeline: D stages, N micro-batches of a step, 2f pipes.
 
     Attributes:
-        stages: D.
-        microbatches: N of a step.
-        pipes: 2f.
         mode: Beyond N = D: "direct", "doubling" or "halving".
     """
 
@@ -61,7 +58,6 @@ class ChimeraTimes:
     """Seconds of the parts of a step, the same for all stages; halving halves the first three.
 
     Attributes:
-        forward: F of one stage and micro-batch.
         backward: B, with recomputation if there is any.
         wire: beta L: time of a micro-batch's activations on a link, without latency.
         sync: All-reduce of the gradients of one stage.
@@ -88,12 +84,7 @@ class ChimeraTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ChimeraPrice:
-    """What the model says.
-
-    Attributes:
-        seconds: T.
-        unoverlapped: Seconds of all-reduces that no idle time hides, on the worst worker.
-    """
+    """T, and the seconds of all-reduces that no idle time hides, on the worst worker."""
 
     seconds: float
     counts: CriticalPathCounts
@@ -139,7 +130,6 @@ def simulate_chimera_step(shape: ChimeraShape, times: ChimeraTimes) -> float:
 
 @lru_cache(maxsize=256)
 def _table(shape: ChimeraShape) -> PipelineSchedule:
-    """Recomputation is in the price of B."""
     return replace(
         chimera(shape.stages, shape.microbatches, pipes=shape.pipes, mode=shape.mode),
         recompute=(),
@@ -148,9 +138,6 @@ def _table(shape: ChimeraShape) -> PipelineSchedule:
 
 def critical_counts(shape: ChimeraShape, *, ratio: float = 2.0) -> CriticalPathCounts:
     """C_f and C_b: by formula where there is one, else counted on the path of the timed table.
-
-    Args:
-        ratio: B / F.
 
     Raises:
         PlanError: No such Chimera pipeline.
@@ -170,9 +157,6 @@ def closed_counts(shape: ChimeraShape, *, ratio: float = 2.0) -> CriticalPathCou
     With K = N / D whole units: "direct": C_f = D + (K-1)(D - D/f + 2), C_b = K (D + D/f - 2), for
     every f; for K = f = 1 the paper's D and 2D - 2. "doubling" and "halving", f = 1: the longest of
     three paths, which cross at B = 2F and B = 3F. Every formula needs B >= F.
-
-    Args:
-        ratio: B / F.
     """
     stages, number, pipes, mode = shape
     units, rest = divmod(number, stages)
@@ -222,7 +206,6 @@ def unoverlapped_all_reduce(region: FreeRegion, sync: float) -> float:
     """What all-reduces add to a step on one worker; same unit as `region`.
 
     Args:
-        region: The worker's free time.
         sync: Time of the all-reduce of one stage.
     """
     left = 0.0
@@ -233,11 +216,12 @@ def unoverlapped_all_reduce(region: FreeRegion, sync: float) -> float:
 
 @lru_cache(maxsize=1024)
 def free_regions(shape: ChimeraShape, *, ratio: float = 2.0) -> tuple[FreeRegion, ...]:
-    """Free regions of all workers; the last unit decides, so a table of few units is timed.
+    """Free regions of all workers.
 
     Raises:
         PlanError: No such Chimera pipeline.
     """
+    # The last unit decides, so a table of few units is timed.
     unit = shape.stages * (2 if shape.mode == "doubling" else 1)
     if shape.microbatches >= 2 * unit:
         shape = shape._replace(microbatches=unit + shape.microbatches % unit)
@@ -256,9 +240,6 @@ def _region(timing: ScheduleTiming, rank: int) -> FreeRegion:
         for first, until in bounds
     )
     return FreeRegion(gaps, timing.makespan - timing.compute_end(rank))
-
-
-# Chimera's choice of replicas, stages and micro-batch size: greedy B, then the least T.
 
 
 ADAM = 4
@@ -290,13 +271,11 @@ class EqualLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ChimeraSetting:
-    """What the choice is made for.
+    """What the choice is made for: P workers, 2f pipes.
 
     Attributes:
-        workers: P.
         batch: Samples of a mini-batch.
         memory: Bytes of one worker.
-        pipes: 2f.
         mode: Beyond N = D. "doubling" implies recomputation.
         recompute: Backward computes the forward again: B = 3F instead of 2F.
     """
@@ -316,13 +295,9 @@ class ChimeraSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class ChimeraCandidate:
-    """One way to split a job.
+    """One way to split a job into W replicas, with B samples of a micro-batch.
 
     Attributes:
-        replicas: W.
-        microbatch: B, samples.
-        shape: D, N, pipes and mode.
-        times: Of the parts of a step.
         memory: Bytes of the worker that needs most.
     """
 
@@ -339,13 +314,7 @@ class ChimeraCandidate:
 
 
 def rabenseifner(ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds of an all-reduce: 2 log2(r) alpha + 2 (r-1)/r beta L (Rabenseifner's algorithm).
-
-    Args:
-        ranks: r, at least 1.
-        num_bytes: L.
-        link: alpha and 1 / beta.
-    """
+    """Seconds of an all-reduce: 2 log2(r) alpha + 2 (r-1)/r beta L (Rabenseifner's algorithm)."""
     if ranks == 1:
         return 0.0
     return 2 * math.log2(ranks) * link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.rate
@@ -356,12 +325,9 @@ def rank_chimera_candidates(
 ) -> tuple[ChimeraCandidate, ...]:
     """All candidates, the fastest first; of equal ones the one with fewer stages.
 
-    D is even, divides the layers, and allows the pipes. B is the largest that divides a replica's
-    samples, fits in memory, and leaves at least D micro-batches; if none leaves so many, the
-    largest number of micro-batches (B = 1) is taken, if it fits.
-
-    The model can prefer another candidate than `Candidate.simulated` does where a little idle time
-    lets an all-reduce start early: execution then hides it behind compute too, the model does not.
+    The model can prefer another candidate than `ChimeraCandidate.simulated` does where a little
+    idle time lets an all-reduce start early: execution then hides it behind compute too, the model
+    does not.
 
     Raises:
         PlanError: Nothing fits; says for each D why.
@@ -411,7 +377,8 @@ def _impossible(workload: EqualLayers, setting: ChimeraSetting, stages: int) -> 
 
 
 def greedy_microbatch(workload: EqualLayers, setting: ChimeraSetting, stages: int) -> int | None:
-    """B for D stages, see `rank_chimera_candidates`; None: not even B = 1 fits."""
+    """B for D stages: the largest that divides a replica's samples, fits in memory, and leaves
+    at least D micro-batches; if none leaves so many, B = 1. None: not even B = 1 fits."""
     share = setting.batch * stages // setting.workers
     sizes = [b for b in range(1, share // stages + 1) if share % b == 0] or [1]
     fitting = [b for b in sizes if _memory(workload, setting, stages, b) <= setting.memory]
@@ -455,9 +422,6 @@ def _candidate(
     )
 
 
-# Published formulas of pipeline schedules: bubble ratio, weights, activations.
-
-
 Range = tuple[float, float]
 """(least, most) of the ranks."""
 
@@ -491,12 +455,10 @@ def schedule_formula(
     mode: str = "direct",
     ratio: float = 2.0,
 ) -> ScheduleFormula | None:
-    """The formula of a schedule; None where none is known for these sizes.
+    """The formula of a schedule of `schedule.generators.registry.SCHEDULES` on D ranks with N
+    micro-batches; None where none is known for these sizes.
 
     Args:
-        name: As in `headway.schedule.generators.registry.SCHEDULES`.
-        stages: D, the ranks.
-        microbatches: N.
         pipes: 2f, of Chimera.
         virtual: Stages per rank, of looped schedules.
         ratio: B / F; input and weight gradient are half of B each.
@@ -504,14 +466,12 @@ def schedule_formula(
     d, n = stages, microbatches
     deep = float(min(d, n))
     match name:
-        case "gpipe":
-            return ScheduleFormula((d - 1) / (n + d - 1), "(D-1)/(N+D-1)", (1, 1), (n, n))
-        case "1f1b":
-            return ScheduleFormula((d - 1) / (n + d - 1), "(D-1)/(N+D-1)", (1, 1), (1, deep))
+        case "gpipe" | "1f1b":
+            held = (n, n) if name == "gpipe" else (1, deep)
+            return ScheduleFormula((d - 1) / (n + d - 1), "(D-1)/(N+D-1)", (1, 1), held)
         case "gems":
-            return ScheduleFormula(
-                (d - 1) / (d + 0.5), "(D-1)/(D+1/2)", (2, 2), (1, 1), exact=False
-            )
+            bubble = (d - 1) / (d + 0.5)
+            return ScheduleFormula(bubble, "(D-1)/(D+1/2)", (2, 2), (1, 1), exact=False)
         case "pipedream":
             return ScheduleFormula(0.0, "0", (1, deep), (1, deep), exact=False)
         case "pipedream-2bw":

@@ -3,10 +3,10 @@
 Everything is a formula of numbers, so that thousands of plans are priced at once: each field may
 be an array. Layers are priced from their kernels (matrix products, attention, streaming, launches)
 and collectives; the step from Alpa's pipeline form. Nothing of data-parallel exchange is taken to
-overlap with compute. Invariant: with one stage, one rank and one micro-batch the step is the sum of
-its kernels. Sources: Narayanan et al. 2021 (Megatron, SC'21), equations of section 3 and the
-appendix; Korthikanti et al. 2022 (recomputation, sequence parallelism); Zheng et al. 2022 (Alpa),
-equation 2.
+overlap with compute: with one stage, rank and micro-batch the step is the sum of its kernels.
+
+Sources: Narayanan et al. 2021 (Megatron, SC'21), equations of section 3 and the appendix;
+Korthikanti et al. 2022 (recomputation, sequence parallelism); Zheng et al. 2022 (Alpa), equation 2.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ HEAD_KERNELS, EMBEDDING_KERNELS = 30.0, 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A model of equal layers; each field is a number or an array.
+    """A model of L equal layers of width h, s tokens and V words; each field is a number or an
+    array.
 
     Attributes:
-        layers: L.
-        hidden: h.
-        sequence: s, tokens of a sample.
-        vocabulary: V.
         ffn: Width of the feed-forward layer as a multiple of h.
     """
 
@@ -75,14 +72,10 @@ class Transformer:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSplit:
-    """How a step is split; each field is a number or an array.
+    """How a step is split: t, d, p, and m micro-batches of b samples of a replica; each field is a
+    number or an array.
 
     Attributes:
-        tensor: t.
-        data: d.
-        pipeline: p.
-        microbatch: b, samples.
-        microbatches: m of a step and a replica.
         virtual: v, chunks of layers on a stage (interleaved 1F1B); 1: plain 1F1B.
         recompute: "full", "selective" (attention alone) or "none"; one, or an array of them.
         sequence_parallel: What the tensor axis leaves whole is split along the sequence.
@@ -129,7 +122,6 @@ class TransformerStepTime:
     """Seconds of a step and of its parts.
 
     Attributes:
-        forward: Of one layer and micro-batch.
         backward: Of one layer and micro-batch, with what it recomputes.
         collectives: Of one layer and micro-batch, in both.
         head: Logits and loss of one micro-batch, on the last stage.
@@ -162,7 +154,6 @@ def price_transformer(
     """Price a step.
 
     Args:
-        model: Its shape.
         layer_factor: By which the time of a layer was measured to differ from the formula.
         head_factor: The same for logits, loss and embedding.
     """
@@ -209,20 +200,18 @@ def pipeline_seconds(
 ) -> tuple[Number, Number]:
     """(compute, messages) of a step: m t_max + (sum of t - t_max) / v, Alpa's equation 2 for v = 1.
 
-    Messages of c seconds that nobody waits for while sending: filling and draining show 2 (p v - 1)
-    of them. Plain 1F1B has p micro-batches under way, which must go round in (sum of t + 2 (p-1) c)
-    / p each; what that is beyond t_max shows in every one after the first p / (p-1). An interleaved
-    table has chunks to spare. Both are what `schedule.timing` plays for m >= p.
+    Both are what `schedule.timing` simulates for m >= p.
 
     Args:
-        slowest: t_max of the stages, for one micro-batch, forward and backward.
-        microbatches: m.
-        virtual: v.
-        stages: p.
-        message: c.
+        slowest: t_max of the p stages, for one micro-batch, forward and backward.
+        whole: Sum of t.
+        message: c, seconds; nobody waits for it while sending.
     """
     p = np.asarray(stages, dtype=float)
     compute = microbatches * slowest + (whole - slowest) / virtual
+    # Filling and draining show 2 (p v - 1) messages. Plain 1F1B has p micro-batches in flight,
+    # which must go round in (sum of t + 2 (p-1) c) / p each; what that is beyond t_max shows in
+    # every one after the first p / (p-1). An interleaved table has chunks to spare.
     filling = 2.0 * (p * virtual - 1.0) * message
     late = np.maximum((whole + 2.0 * (p - 1.0) * message) / p - slowest, 0.0)
     late = late * np.maximum(microbatches - p / np.maximum(p - 1.0, 1.0), 0.0)
@@ -282,16 +271,14 @@ def _products(
 def _attention(
     model: Transformer, split: TransformerSplit, machine: Machine
 ) -> tuple[Number, Number]:
-    """Scores, softmax with its dropout, and the weighted sum; forward and backward.
-
-    The scores (b a/t s^2 numbers of 2 bytes) go through memory: products write and read them (4
-    bytes forward, 8 backward), softmax and dropout with its mask too (4 + 5 and 6 + 5); an unfused
-    softmax scales, masks and converts to 32 bits and back besides (16).
-    """
+    """Scores, softmax with its dropout, and the weighted sum; forward and backward."""
     device, rate = machine.device, machine.device.rate(machine.dtype)
     rows = split.microbatch * model.heads / split.tensor
     scores = rows * model.sequence * model.sequence
     work = 4.0 * scores * (model.hidden / model.heads) / rate
+    # The scores (b a/t s^2 numbers of 2 bytes) go through memory: products write and read them (4
+    # bytes forward, 8 backward), softmax and dropout with its mask too (4 + 5 and 6 + 5); an
+    # unfused softmax scales, masks and converts to 32 bits and back besides (16).
     more = np.where(rows % FUSED_ROWS != 0, 16.0, 0.0)
     forward = np.maximum(work, 4.0 * scores / device.memory_rate)
     backward = np.maximum(2.0 * work, 8.0 * scores / device.memory_rate)
@@ -306,11 +293,7 @@ def _over_tensor(model: Transformer, split: TransformerSplit, machine: Machine) 
 
 
 def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tuple[Number, Number]:
-    """Logits with their loss, and embedding, of one micro-batch, forward and backward.
-
-    Three products; the logits in 16 and 32 bits pass through memory about eight times (30 bytes);
-    in front of and behind them lie a normalisation, copies and the embedding's scatter.
-    """
+    """Logits with their loss, and embedding, of one micro-batch, forward and backward."""
     device, t = machine.device, split.tensor
     tokens, h = split.microbatch * model.sequence, model.hidden
     part = model.vocabulary / t
@@ -320,6 +303,8 @@ def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tupl
     products = products / np.where(np.asarray(t) > 1, 1.0, machine.whole_head)
     summed = _over_tensor(model, split, machine)
     small = 3.0 * machine.network.all_reduce(4.0 * tokens, t)
+    # The logits in 16 and 32 bits pass through memory about eight times (30 bytes); in front of and
+    # behind them lie a normalisation, copies and the embedding's scatter.
     head = products + device.seconds_of_elementwise(tokens * (30.0 * part + 40.0 * h))
     embedding = device.seconds_of_elementwise(40.0 * tokens * h) + summed
     waiting = device.skew * np.log2(t)
@@ -332,13 +317,7 @@ def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tupl
 def _exchange(
     model: Transformer, split: TransformerSplit, machine: Machine
 ) -> tuple[Number, Number]:
-    """Over the data axis, and the optimiser's update, both on the fullest stage.
-
-    ZeRO 0 sums all gradients once; 1 and 2 scatter them and gather the new weights (2 scatters in
-    every micro-batch); 3 also gathers the weights in the passes of every micro-batch. With ZeRO
-    what is sent is copied into buckets and out. Both ends of a pipeline that fits into a node sum
-    the tied weights there: half of its ranks is the stride of that pair.
-    """
+    """Over the data axis, and the optimiser's update, both on the fullest stage."""
     t, d, p = split.tensor, split.data, split.pipeline
     network, m, zero = machine.network, split.microbatches, np.asarray(split.zero)
     head = model.vocabulary * model.hidden / t
@@ -346,13 +325,18 @@ def _exchange(
     summed = network.all_reduce(HALF_PRECISION_BYTES * held, d, t)
     gathered = network.all_gather(HALF_PRECISION_BYTES * held, d, t)
     scattered = network.reduce_scatter(HALF_PRECISION_BYTES * held, d, t)
+    # ZeRO 0 sums all gradients once; 1 and 2 scatter them and gather the new weights (2 scatters in
+    # every micro-batch); 3 also gathers the weights in the passes of every micro-batch.
     exchange = np.select(
         [zero == 0, zero == 1, zero == 2],
         [summed, scattered + gathered, m * scattered + gathered],
         m * (scattered + 2.0 * gathered),
     )
     sharded = (zero > 0) & (np.asarray(d) > 1)
+    # With ZeRO what is sent is copied into buckets and out.
     copied = machine.device.seconds_of_elementwise(np.where(sharded, COPIED * held, 0.0))
+    # Both ends of a pipeline that fits into a node sum the tied weights there: half of its ranks is
+    # the stride of that pair.
     tied = network.all_reduce(
         HALF_PRECISION_BYTES * head, np.where(np.asarray(p) > 1, 2.0, 1.0), t * d * p / 2.0
     )

@@ -3,9 +3,8 @@
 Each kind of program is made for the network (a ring in the best order, packed trees, nodes of the
 cluster) in several chunk sizes, checked, simulated, and measured against the bound. The choice
 depends on the arguments alone, so that ranks with the same numbers choose the same.
-`choose_all_reduce` makes that choice for the sums of a plan's
-gradient exchange, as data that the plan carries: whoever executes it does not look at the network
-    again.
+`choose_all_reduce` makes that choice for the sums of a plan's gradient exchange, as data that the
+plan carries: the executor does not look at the network again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from headway.collective.packing.pack import pack
 from headway.collective.packing.tree import root_tree
 from headway.collective.program.check import check_program
 from headway.collective.program.program import CollectiveProgram, CollectiveTask, Op
-from headway.collective.program.program import CollectiveTask as Task
 from headway.collective.topology import NetworkTopology, dgx1p, dgx1v
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
@@ -103,7 +101,7 @@ class ProgramCandidate(NamedTuple):
     order: tuple[int, ...] = ()
 
 
-Make = Callable[[CollectiveTask, NetworkTopology], Iterator[Iterator[ProgramCandidate]]]
+Families = Iterator[Iterator[ProgramCandidate]]
 """Families of programs; in each of them the chunks become smaller."""
 
 
@@ -129,15 +127,12 @@ def price_programs(
     element_bytes: int = 4,
     host: HostCosts = FREE_HOST,
 ) -> tuple[list[PricedProgram], dict[str, str]]:
-    """All programs, the fastest first; of equally fast ones that with fewer messages.
+    """All programs, the fastest first, of equally fast ones that with fewer messages; and of each
+    that cannot be made the reason.
 
     Args:
         wires: On which network; of as many ranks.
-        names: Of `PROGRAMS`; none: all.
         host: What sums, copies and messages cost the ranks.
-
-    Returns:
-        The programs, and of each that cannot be made the reason.
 
     Raises:
         UsageError: No such program.
@@ -177,7 +172,6 @@ def choose_program(
 
     Args:
         cluster: On which machine, all of its ranks.
-        root: Of a broadcast or a reduction.
         host: What sums, copies and messages cost the ranks.
 
     Raises:
@@ -196,7 +190,7 @@ def _falling(
     element_bytes: int,
     host: HostCosts,
 ) -> Iterator[PricedProgram]:
-    """Played, until smaller chunks no longer help."""
+    """Simulated, until smaller chunks no longer help."""
     best = math.inf
     for program, weighted, chunk, order in family:
         if best < math.inf and program.messages() > MOST_MESSAGES:
@@ -222,9 +216,7 @@ def _chunks(elements: int) -> list[int]:
     return list(dict.fromkeys(max(1, -(-elements // pieces)) for pieces in PIECES))
 
 
-def _ring(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _ring(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     order = ring_order(wires.graph)
     part = collective.elements
     if collective.root is None:
@@ -235,21 +227,15 @@ def _ring(
     )
 
 
-def _direct(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _direct(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     yield iter([ProgramCandidate(direct(collective))])
 
 
-def _halving(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _halving(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     yield iter([ProgramCandidate(halving_doubling(collective))])
 
 
-def _hierarchical(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _hierarchical(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     nodes = wires.nodes
     if nodes.count == 1 or nodes.count == wires.ranks:
         raise PlanError(
@@ -262,17 +248,13 @@ def _hierarchical(
     )
 
 
-def _servers(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _servers(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     stars = [(star(wires.ranks, rank), 1.0) for rank in range(wires.ranks)]
     sizes = _chunks(-(-collective.elements // wires.ranks))
     yield (ProgramCandidate(servers(collective, chunk=chunk), stars, chunk) for chunk in sizes)
 
 
-def _trees(
-    collective: CollectiveTask, wires: NetworkTopology
-) -> Iterator[Iterator[ProgramCandidate]]:
+def _trees(collective: CollectiveTask, wires: NetworkTopology) -> Families:
     """Packed into the links; where wires are shared, also trees of two levels."""
     leveled = wires.shared and wires.nodes.count > 1
     if not wires.shared or wires.ranks <= MOST_PACKED:
@@ -321,7 +303,7 @@ def _packed(collective: CollectiveTask, wires: NetworkTopology) -> list[Weighted
     ]
 
 
-PROGRAMS: Mapping[str, Make] = MappingProxyType(
+PROGRAMS: Mapping[str, Callable[[CollectiveTask, NetworkTopology], Families]] = MappingProxyType(
     {
         "ring": _ring,
         "direct": _direct,
@@ -334,10 +316,6 @@ PROGRAMS: Mapping[str, Make] = MappingProxyType(
 """By name; each makes its programs for a network."""
 
 
-# The program that carries the sums of a plan's exchange, found for a network: data for the
-# plan.
-
-
 SIZES = tuple(2**power for power in range(18, 25, 2))
 """256 KiB to 16 MiB, as buckets have, from which a program's time is fitted. Buckets smaller than a
 chunk do not lie on their line."""
@@ -348,8 +326,8 @@ class AllReduceChoice:
     """What was found.
 
     Attributes:
-        collective: For `Exchange.collective`.
-        carrier: For `Exchange.carrier`.
+        collective: For `ExchangePlan.collective`.
+        carrier: For `ExchangePlan.carrier`.
         chosen: The program, priced for one bucket.
         others: Slower ones, the fastest first.
     """
@@ -370,13 +348,8 @@ def choose_all_reduce(
 ) -> AllReduceChoice:
     """The fastest program for a bucket, or the one of this name as it fits the network best.
 
-    A ring by number is what Gloo's own all-reduce is, without an interpreter; "auto" takes that.
-    Levels of nodes are carried out by the exchange "hierarchical", which needs as many ranks on
-    each.
-
     Args:
         name: Of `PROGRAMS`, or "auto".
-        wires: Of all ranks of the exchange.
         host: What messages and sums cost the ranks.
 
     Raises:
@@ -385,8 +358,10 @@ def choose_all_reduce(
     """
     names = [name]
     if name == "auto":
+        # Levels of nodes are carried out by the exchange "hierarchical", which needs as many ranks
+        # on each.
         names = [each for each in PROGRAMS if each != "hierarchical" or wires.nodes.uniform]
-    task = Task.of("all_reduce", wires.ranks, max(1, num_bytes // element_bytes))
+    task = CollectiveTask.of("all_reduce", wires.ranks, max(1, num_bytes // element_bytes))
     found, refused = price_programs(
         task, wires, names=names, element_bytes=element_bytes, host=host
     )
@@ -410,6 +385,7 @@ def _as_data(
 ) -> tuple[AllReduceName, AllReduceOptions | None]:
     usual = tuple(range(priced.program.ranks))
     if automatic and priced.name == "ring" and priced.order == usual:
+        # A ring by number is what Gloo's own all-reduce is, without an interpreter.
         return "all_reduce", None
     name = cast(AllReduceName, priced.name)
     if name not in ALL_REDUCE_KINDS:
@@ -435,14 +411,11 @@ def fit_all_reduce(
     host: HostCosts = INTERPRETED,
     sizes: Sequence[int] = SIZES,
 ) -> LinkFit:
-    """Latency and seconds per byte of the sums that a program carries, from its plays.
-
-    For `collective.service.Network.carried`, by which an exchange is priced.
+    """Latency and seconds per byte of the sums of a program, from its simulations.
 
     Args:
         collective: Of `ALL_REDUCE_KINDS`.
         host: What messages and sums cost the ranks.
-        sizes: Bytes of buckets.
     """
     samples = []
     for size in sizes:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from headway.cost.memory import GRADIENTS, WEIGHTS
 from headway.cost.transformer import HALF_PRECISION_BYTES
+from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import PLAIN, SCHEDULES, ScheduleOption
 
 FULL = 4.0
@@ -21,19 +22,14 @@ FULL = 4.0
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Degrees:
-    """A combination.
+    """A combination: tensor t, data d, pipeline p, m micro-batches of b samples a step and replica.
 
     Attributes:
-        tensor: t, neighbouring ranks.
-        data: d.
-        pipeline: p, stages.
-        microbatch: b, samples.
-        microbatches: m, of a step and a replica.
         zero: Stage of ZeRO over the data axis.
         virtual: Stages of one pipe on a rank.
         pipes: Pipes at once, each with a copy of every stage.
         order: Of the axes by their first letters, the innermost first: "tpd" as the meshes of
-            `plan.pipelined` lie, or "tdp".
+            `plans.pipelined` lie, or "tdp".
     """
 
     tensor: int
@@ -75,23 +71,22 @@ class Degrees:
 
     @property
     def gradient_share(self) -> float:
-        """Of the gradients of a stage, what a rank keeps."""
+        """Share of a stage's gradients that a rank keeps."""
         return gradient_share(self.zero, self.data, self.pipeline, self.microbatches)
 
     @property
     def late_gradients(self) -> bool:
-        """Whether some stage holds all its micro-batches before the first backward makes gradients.
-
-        Copies of a whole model have buffers for gradients, which stay; stages and ZeRO have not.
-        """
+        """Whether some stage holds all its micro-batches before the first backward makes
+        gradients."""
         alone = self.tensor * self.virtual * self.pipes == 1
+        # Copies of a whole model have buffers for gradients, which stay; stages and ZeRO have not.
         alone = alone and (self.data == 1 or self.zero > 0 or self.pipeline > 1)
         most = self.in_flight(self.pipeline - 1)
         return alone and self.counted and most == self.microbatches
 
 
 def degree_labels(degrees: Degrees, microbatch: str) -> list[str]:
-    """["tensor 8", "data 4", "24 micro-batches of 4", "ZeRO 1"], the size of one as it is said."""
+    """["tensor 8", "data 4", "24 micro-batches of 4", "ZeRO 1"]."""
     words = [
         f"{name} {size}"
         for name, size in (
@@ -118,11 +113,6 @@ def describe_degrees(degrees: Degrees) -> str:
     return ", ".join(words)
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
 def microbatch_sizes(share: int) -> tuple[int, ...]:
     """Sizes of a micro-batch that are tried: powers of two that divide a share, and the share."""
     return tuple(b for b in divisors(share) if b & (b - 1) == 0 or b == share)
@@ -142,10 +132,8 @@ def combinations(
     """All (t, d, p, b, m) with t d p = devices and d b m = batch, b as in `microbatch_sizes`.
 
     Args:
-        batch: Samples of a step.
         units: A pipeline has at most so many stages.
         tensor: Degrees of the tensor axis; None: all divisors.
-        zero: Stages of ZeRO; more than 0 needs a data axis.
         orders: Of the axes; only the first one where one axis or one level of links has all ranks.
         one_level: Ranks that the innermost level of links joins.
     """
@@ -179,8 +167,9 @@ def combinations(
 
 
 def gradient_share(zero: int, data: int, pipeline: int, microbatches: int) -> float:
-    """Of the gradients, what a rank keeps while it computes. FSDP2 sums those of a unit as its
-    backward ends, ZeRO 1 in the last micro-batch only; a pipeline behind the last backward."""
+    """Share of the gradients that a rank keeps while it computes."""
+    # FSDP2 sums those of a unit as its backward ends, ZeRO 1 in the last micro-batch only; a
+    # pipeline sums behind the last backward.
     in_parts = zero > 1 or (zero == 1 and microbatches == 1)
     return 1.0 / data if in_parts and pipeline == 1 else 1.0
 
@@ -191,14 +180,14 @@ def gradients_per_byte(itemsize: int) -> float:
 
 
 def late_per_byte(itemsize: int, degrees: Degrees) -> float:
-    """Bytes per byte of parameters of gradients that are not there when a step begins."""
+    """Bytes per byte of parameters of gradients that do not exist when a step begins."""
     if not degrees.late_gradients:
         return 0.0
     return gradients_per_byte(itemsize) * degrees.gradient_share
 
 
 def least_state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
-    """As `state_per_byte`, of what is there at any moment of a step."""
+    """As `state_per_byte`, of what exists at any moment of a step."""
     return state_of(degrees, itemsize, copies) - late_per_byte(itemsize, degrees)
 
 
@@ -225,14 +214,15 @@ def state_per_byte(
 ) -> float:
     """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
 
-    With Adam's two `copies` of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
-    weights in 32 bits; 32 bits: 4 + 4 + 8. ZeRO divides the last (1), the last two (2) or all (3)
-    by the data degree (Rajbhandari et al. 2020). In 32 bits, whole weights lie beside the parts
-    that are updated; in 16 bits those are the weights in 32. In a pipeline a stage has its weights
-    and gradients whole while it computes, with any ZeRO: gradients are summed once a step, behind
-    the last backward (`parallel.stage_shards`).
+    ZeRO divides the optimiser's (1), these and the gradients (2) or all (3) by the data degree
+    (Rajbhandari et al. 2020).
     """
+    # In a pipeline a stage has its weights and gradients whole while it computes, with any ZeRO:
+    # gradients are summed once a step, behind the last backward
+    # (`parallel/pipeline/grad_sync/zero.py`).
     whole = pipeline > 1
+    # With Adam's two copies of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
+    # weights in 32 bits; 32 bits: 4 + 4 + 8.
     weights, state = (
         (WEIGHTS, FULL + copies * FULL)
         if itemsize == HALF_PRECISION_BYTES
@@ -242,6 +232,8 @@ def state_per_byte(
     total = weights / (data if zero >= 3 and not whole else 1)
     total += gradients * gradient_share(zero, data, pipeline, microbatches)
     total += state / (data if zero >= 1 else 1)
+    # In 32 bits, whole weights lie beside the parts that are updated; in 16 bits those are the
+    # weights in 32.
     if (zero in (1, 2) or (zero and whole)) and itemsize != HALF_PRECISION_BYTES:
         total += itemsize / data
     return total / itemsize

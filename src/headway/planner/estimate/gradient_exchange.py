@@ -7,8 +7,7 @@ once on a device, however many operators use it.
 The network carries one message at a time. Without ZeRO, and with ZeRO 1, gradients leave in buckets
 while the last micro-batch's backward runs (Das et al. 2016, section on overlap); with ZeRO 2 they
 are scattered behind every micro-batch; with ZeRO 3 weights are gathered in front of every pass, one
-unit ahead (Zhao et al. 2023, FSDP).
-Stages of ZeRO: Rajbhandari et al. 2020.
+unit ahead (Zhao et al. 2023, FSDP). Stages of ZeRO: Rajbhandari et al. 2020.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class GradientArrivals(NamedTuple):
         """(bytes, unit) of the buckets of at most `limit` bytes.
 
         Args:
-            limit: See `collective.fusion.fill_buckets`.
+            limit: See `collective.model.gradient_buckets.fill_buckets`.
             shares: Of each unit's parameters, what one device holds.
         """
         own = [size * shares[unit] for size, unit in zip(self.sizes, self.units, strict=True)]
@@ -92,8 +91,6 @@ def bucket_exchange(
     """The exchange behind one backward pass, with the best bucket size.
 
     Args:
-        backward: Seconds of each unit.
-        shares: As in `Gradients.messages`.
         limits: Sizes of a bucket to choose from; of equals the first.
         overlap: Share of what is under way that computation beside it does not feel; 0: nothing
             leaves before backward has ended.
@@ -131,17 +128,16 @@ class _LaneTimes(NamedTuple):
     there: float
 
 
-def _play_units(
+def _simulate_units(
     now: _LaneTimes,
     compute: Sequence[float],
     gathers: Sequence[float],
     scatters: Sequence[float],
 ) -> _LaneTimes:
-    """Play units one after the other: gather ahead, compute, scatter behind.
+    """Simulate units one after the other: gather ahead, compute, scatter behind.
 
     Args:
         gathers: Beside each unit the gather of the unit after it; 0: there is none.
-        scatters: Behind each unit.
     """
     clock, lane, there = now
     for seconds, gather, scatter in zip(compute, gathers, scatters, strict=True):
@@ -169,11 +165,8 @@ def sharded_exchange(
     has ended; messages follow each other in the order in which they start to wait.
 
     Args:
-        forward: Seconds of each unit.
         scatters: Seconds of each unit's reduce-scatter, behind its backward.
         gathers: Seconds of each unit's all-gather, in front of both passes; None: there are none.
-        microbatches: Of a step. Rounds that take as long as the one before are not played.
-        overlap: As in `bucket_exchange`.
     """
     own = np.zeros_like(forward) if gathers is None else gathers
     passes = [*forward.tolist(), *backward[::-1].tolist()]
@@ -181,11 +174,12 @@ def sharded_exchange(
     behind = [*([0.0] * len(forward)), *scatters[::-1].tolist()]
     now = _LaneTimes(0.0, ahead[0], ahead[0])
     steps: list[list[float]] = []
+    # Rounds that take as long as the one before are not simulated one by one.
     left = microbatches
     while left:
         before = now
         left -= 1
-        now = _play_units(now, passes, [*ahead[1:], ahead[0] if left else 0.0], behind)
+        now = _simulate_units(now, passes, [*ahead[1:], ahead[0] if left else 0.0], behind)
         steps.append([b - a for a, b in zip(before, now, strict=True)])
         # The last micro-batch gathers nothing ahead, so that it is always played itself.
         if left > 1 and len(steps) > 1 and np.allclose(steps[-1], steps[-2], rtol=1e-12, atol=0):
@@ -217,7 +211,7 @@ def sharded_passes(
     def one(compute: Array, sent: Array) -> tuple[float, float]:
         order = slice(None) if compute is forward else slice(None, None, -1)
         ahead = own[order].tolist()
-        clock, lane, _ = _play_units(
+        clock, lane, _ = _simulate_units(
             _LaneTimes(0.0, ahead[0], ahead[0]),
             compute[order].tolist(),
             [*ahead[1:], 0.0],
@@ -231,9 +225,6 @@ def sharded_passes(
     ahead, _ = one(forward, np.zeros_like(forward))
     back, late = one(backward, scatters)
     return ahead, back, late
-
-
-# What a model's graph says to all combinations of degrees: gradients, ties, and what W takes.
 
 
 @dataclass(frozen=True)
@@ -275,7 +266,6 @@ class ModelParameters:
 
     @cached_property
     def ties(self) -> tuple[TiedParameter, ...]:
-        """All parameters that are used more than once."""
         tensors = self.work.graph.tensors
         return tuple(
             TiedParameter(tensors[name].bytes, tuple(units))
@@ -284,7 +274,7 @@ class ModelParameters:
         )
 
     def doubled(self, start: int, stop: int) -> float:
-        """Bytes that the units of a stretch count more than once."""
+        """Bytes that the units of an interval count more than once."""
         return float(
             sum(
                 tie.bytes * max(0, sum(start <= unit < stop for unit in tie.units) - 1)
@@ -294,7 +284,7 @@ class ModelParameters:
 
     @cached_property
     def doubles(self) -> Array:
-        """`doubled` of every class of stretches."""
+        """`doubled` of every class of intervals."""
         return np.array([self.doubled(*example) for example in self.classes.examples])
 
     @cached_property
@@ -315,8 +305,7 @@ class ModelParameters:
 
     @cached_property
     def gradients(self) -> GradientArrivals:
-        """In the order in which backward makes them: what is used more than once with its first
-        use, when it is complete; what is frozen not at all."""
+        """In the order in which backward makes them."""
         graph = self.work.graph
         frozen = set(graph.frozen)
         found = [
@@ -324,7 +313,8 @@ class ModelParameters:
             for name, units in self._uses.items()
             if name not in frozen
         ]
-        found.reverse()  # the order of first uses, backwards
+        # What is used more than once comes with its first use, when it is complete.
+        found.reverse()
         return GradientArrivals(tuple(size for size, _ in found), tuple(unit for _, unit in found))
 
     @cached_property
@@ -338,7 +328,7 @@ class ModelParameters:
         return found
 
     def weight_shares(self, starts: np.ndarray, stops: np.ndarray) -> Array:
-        """Which part of the backward of stretches makes gradients of weights, by its FLOPs."""
+        """Which part of the backward of intervals makes gradients of weights, by its FLOPs."""
         inputs, weights = (sums[stops] - sums[starts] for sums in self._gradient_flops)
         both = inputs + weights
         found: Array = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
@@ -348,15 +338,9 @@ class ModelParameters:
     def _gradient_flops(self) -> tuple[Array, Array]:
         """Running sums over the units."""
         operators = self.work.graph.operators
-        each = np.array(
-            [
-                [
-                    sum(o.flops.input_gradient for o in operators[unit.start : unit.stop]),
-                    sum(o.flops.weight_gradient for o in operators[unit.start : unit.stop]),
-                ]
-                for unit in self.row
-            ],
-            dtype=float,
-        )
+        units = [operators[unit.start : unit.stop] for unit in self.row]
+        inputs = [sum(o.flops.input_gradient for o in unit) for unit in units]
+        weights = [sum(o.flops.weight_gradient for o in unit) for unit in units]
+        each = np.array([inputs, weights], dtype=float).T
         sums = np.concatenate([np.zeros((1, 2)), np.cumsum(each, axis=0)])
         return sums[:, 0], sums[:, 1]

@@ -44,7 +44,7 @@ from headway.graph.sharding_rules import Rule, enumerate_rules
 from headway.graph.stage_boundaries import input_independent_tensors
 
 PRODUCTS = frozenset(["addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "matmul", "mm", "mv"])
-ALIKE = {
+SIMILAR_KINDS = {
     **dict.fromkeys(PRODUCTS, "linear"),
     **dict.fromkeys(("conv1d", "conv3d", "convolution", "conv2d grouped"), "conv2d"),
     **dict.fromkeys(("conv1d grouped", "conv3d grouped"), "conv2d grouped"),
@@ -68,13 +68,10 @@ def measured_seconds(
     """Forward and backward of an operator on one device, without launches.
 
     Args:
-        device: With `kinds`.
-        own: Bytes of its parameters.
         scale: Samples of a micro-batch over those of the capture.
         moved_weights: Share of what its parameters move and its calls cost that counts; 0: nothing
             that few samples make slower counts, so that times are proportional to samples, a bound
             from below.
-        parts: Into which the operator is split.
     """
     forward = backward = 0.0
     for kernel in operator.kernels:
@@ -103,9 +100,8 @@ def measured_seconds(
 
 
 def _pace(device: DeviceModel, kind: str) -> KernelPace | None:
-    """Of a kind, or of the nearest one that was measured."""
-    while kind not in device.kinds and kind in ALIKE:
-        kind = ALIKE[kind]
+    while kind not in device.kinds and kind in SIMILAR_KINDS:
+        kind = SIMILAR_KINDS[kind]
     return device.kinds.get(kind)
 
 
@@ -114,11 +110,8 @@ def _gradients(work: Work) -> float:
 
 
 def _slower(device: DeviceModel, dtype: str) -> float:
-    """Times that products take as long as in fp32, in which paces are measured."""
+    # Paces are measured in fp32.
     return device.rate("fp32") / device.rate(dtype) if "fp32" in device.peak else 1.0
-
-
-# What it costs to bring a tensor from one placement to another on one axis of a mesh.
 
 
 Sides = tuple[tuple[str, str], ...]
@@ -160,7 +153,6 @@ class Relayout:
         Args:
             sources: How each choice of the maker lays the tensor, and wants its gradient.
             targets: How each choice of the user needs the tensor, and gives its gradient.
-            size: Bytes of the tensor.
         """
         key = sources, targets
         if key not in self._pairs:
@@ -182,7 +174,6 @@ class Relayout:
         return tuple(kinds), numbers
 
     def _price(self, kind: str, size: float) -> float:
-        """Of a collective on a tensor of so many bytes."""
         found = RelayoutCollective(kind, size / self.size if kind == "all_to_all" else size)
         if found not in self._known:
             price = getattr(self.network, kind)
@@ -190,7 +181,6 @@ class Relayout:
         return self._known[found]
 
     def seconds(self, source: str, target: str, num_bytes: float) -> float:
-        """Of one re-layout."""
         found = self.needed(source, target, num_bytes)
         return 0.0 if found is None else self._price(found.kind, num_bytes)
 
@@ -200,9 +190,6 @@ def gradient_placement(placement: str) -> str:
     return "R" if placement.startswith("P") else placement
 
 
-# Which operators a pattern of what is forced is about.
-
-
 def forcible_names(operator: Operator) -> tuple[str, ...]:
     """What a pattern may call an operator with parameters: its module; in the model itself, which
     has no name, its parameters."""
@@ -210,13 +197,9 @@ def forcible_names(operator: Operator) -> tuple[str, ...]:
 
 
 def pattern_matches(pattern: str, operator: Operator) -> bool:
-    """Whether a pattern of `operators.Setting.force` is about an operator."""
+    """Whether a pattern of `OperatorSetting.force` is about an operator."""
     names = forcible_names(operator) if operator.parameters else ()
     return any(fnmatchcase(name, pattern) for name in names)
-
-
-# Level 1 of the search: the choices of every operator on one axis of a mesh, and what they
-# cost.
 
 
 PARTS = ("forward", "backward", "step", "params", "saved")
@@ -408,7 +391,7 @@ def legal_rules(setting: OperatorSetting, operator: Operator) -> tuple[Rule, ...
 
 
 def check_force(setting: OperatorSetting) -> None:
-    """Refuse what is forced on modules of which none can do it.
+    """Refuse a forced choice of which no matching module is capable.
 
     Raises:
         PlanError: Names the modules' axes.
@@ -417,15 +400,15 @@ def check_force(setting: OperatorSetting) -> None:
     for pattern, how in setting.force:
         if how == "stage":
             continue
-        meant = [
+        matching = [
             operator
             for operator in setting.work.graph.operators
             if pattern_matches(pattern, operator)
         ]
-        found = [(o, legal_rules(replace(setting, force=()), o)) for o in meant]
+        found = [(o, legal_rules(replace(setting, force=()), o)) for o in matching]
         if not any(_obeys(operator, rule, how) for operator, rules_ in found for rule in rules_):
             ways = sorted({rule.axis for _, rules_ in found for rule in rules_ if rule.axis})
-            said = ", ".join(ways) if ways else "none" if meant else "no module has this name"
+            said = ", ".join(ways) if ways else "none" if matching else "no module has this name"
             problems.append(f"{pattern}={how} over {setting.tensor} ranks; can be split: {said}")
     if problems:
         raise PlanError(
@@ -525,7 +508,7 @@ def roofline_seconds(setting: OperatorSetting, operator: Operator) -> tuple[floa
 def _passes(
     setting: OperatorSetting, operator: Operator, rule: Rule, moved_weights: float = 1.0
 ) -> tuple[float, float]:
-    """Seconds on the device of forward and backward: products, at least what their bytes take."""
+    """Seconds on the device of forward and backward."""
     device = setting.machine.device
     batched = operator.name in setting.work.batch_loops
     scale = setting.scale if batched else 1.0

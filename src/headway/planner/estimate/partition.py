@@ -53,10 +53,10 @@ class StageCut:
 
 
 class IntervalsByLength(NamedTuple):
-    """Stretches by their number of units.
+    """Intervals by their number of units.
 
     Attributes:
-        of: (W, L): the class of the k + 1 units from i on; -1 where there are no more so many.
+        of: (W, L): the class of the k + 1 units from i on; -1 where there are not so many left.
         units: (classes,) how many units those of a class have.
         begin: (classes,) the last unit with which some of them begin.
         end: (classes,) the first unit before which some of them end.
@@ -76,21 +76,19 @@ def cut_stages(
     known: float = np.inf,
     lines: IntervalsByLength | None = None,
 ) -> StageCut | None:
-    """The best cut into `len(times)` stages.
+    """The best cut into `len(times)` stages; None where no cut fits, or none is faster than
+    `known`.
 
     Args:
         of: (L, L + 1): the class of the units from i to before j; -1 where j <= i, and where they
-            may be no stage. Stretches of a class have as many units.
+            may be no stage. Intervals of a class have as many units.
         times: (p, classes): row s is of a stage that has s more behind it; infinite where it does
             not fit.
         microbatches: m.
         floor: What the stage times of any cut add up to at least, where that is known.
-        known: What is not of interest: a cut that takes as long, or longer.
-        lines: `intervals_by_length` of `of`, where somebody has it; of short stages alone: others
+        known: Cuts that take as long, or longer, are not of interest.
+        lines: `intervals_by_length` of `of`, where the caller has it; of short stages alone: others
             are not tried.
-
-    Returns:
-        None where no cut fits, or none is faster than `known`.
     """
     stages, length = len(times), len(of)
     if stages > length:
@@ -124,18 +122,10 @@ def cut_stages(
 def _best(
     programme: _StageProgramme, bounds: Array, microbatches: int, floor: float, best: StageCut
 ) -> StageCut:
-    """The best cut within any of these bounds; of equals, that within the least bound.
-
-    A higher bound gives no greater sum: all bounds between two cost at least the sum within the
-    upper one, and m - 1 times the lower one.
-
-    Args:
-        bounds: Ascending, from that of `best` on.
-        microbatches: m.
-        floor: As for `cut_stages`.
-        best: That with the least longest stage.
-    """
+    """The best cut within any of these bounds; of equals, that within the least bound."""
     m, place, last = microbatches - 1, 0, len(bounds) - 1
+    # A higher bound gives no greater sum: all bounds between two cost at least the sum within the
+    # upper one, and m - 1 times the lower one.
     waiting = [(0, last + 1, floor)]
     while waiting:
         low, high, total = waiting.pop()  # open at both ends
@@ -159,8 +149,9 @@ def _best(
 
 
 def _shortest(programme: _StageProgramme, bounds: Array) -> StageCut | None:
-    """The cut within the least bound that has one: that of the least longest stage, sought within
-    the lowest bound first, then within one 5 % higher, 10 %, 20 % and so on."""
+    """The cut within the least bound that has one."""
+    # That of the least longest stage, sought within the lowest bound first, then within one 5 %
+    # higher, 10 %, 20 % and so on.
     high, step, longest = 0, 1.05, np.inf
     while high < len(bounds) and not np.isfinite(longest := programme.longest(bounds[high])):
         further = int(np.searchsorted(bounds, bounds[high] * step))
@@ -183,7 +174,6 @@ class _Band(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Of the first value."""
         return float(self.padded[self.pad])
 
     def behind(self, first: int, last: int) -> Array:
@@ -211,13 +201,11 @@ class _StageProgramme:
         self.least = float(np.partition(above, last, None)[last]) if above.size > last else np.inf
 
     def sum_of(self, bound: float) -> float:
-        """What the stages of any cut within a bound add up to at least.
-
-        For any price of a unit: p cheapest stages at this price, and the price of all units.
-        """
+        """What the stages of any cut within a bound add up to at least."""
         times = np.where(self._each <= bound, self._each, np.inf)
         low, high, most = 0.0, 2.0 * bound, 0.0
         for _ in range(_HALVINGS):
+            # For any price of a unit: p cheapest stages at this price, and the price of all units.
             price = (low + high) / 2
             paid = times - price * self._number
             picks = paid.argmin(axis=1)
@@ -308,12 +296,13 @@ class _StageProgramme:
 
 
 def _least_of_each(lines: IntervalsByLength, times: Array) -> Array:
-    """(p, W): the least time of each stage with so many units; the first stage begins the row, the
-    last one ends it, and each of those between has a unit, too."""
+    """(p, W): the least time of each stage with so many units."""
     width, length = lines.of.shape
     some = np.argsort(lines.units, kind="stable")
     some = some[lines.units[some] > 0]
     behind = np.arange(len(times))[:, None]
+    # The first stage begins the row, the last one ends it, and each of those between has a unit,
+    # too.
     far = (lines.begin[some] < len(times) - 1 - behind) | (lines.end[some] > length - behind)
     own = np.where(far, np.inf, times[:, some])
     numbers, first = np.unique(lines.units[some], return_index=True)
@@ -326,7 +315,6 @@ def _least_of_each(lines: IntervalsByLength, times: Array) -> Array:
 
 
 def _times_of(times: Array, classes: np.ndarray) -> Array:
-    """Infinite where there is no such stretch."""
     found: Array = np.where(classes < 0, np.inf, times[classes])
     return found
 
@@ -345,9 +333,6 @@ def intervals_by_length(of: np.ndarray) -> IntervalsByLength:
         begin[own] = np.arange(len(own))
         end[own[::-1]] = np.arange(length, number, -1)
     return IntervalsByLength(found, units[:-1], begin[:-1], end[:-1])
-
-
-# A model as a row of units, cut where one tensor crosses, and which stretches of it are alike.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +403,6 @@ def make_units(graph: ModelGraph) -> tuple[LayerUnit, ...]:
 
 
 def _around(operators: Sequence[Operator]) -> Counter[str]:
-    """How many operators lie in each module, wholly or in part."""
     found = Counter[str]()
     for operator in operators:
         paths = (name.split(".") for name in operator.modules or (operator.module,))
@@ -428,7 +412,7 @@ def _around(operators: Sequence[Operator]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class IntervalClasses:
-    """Which stretches of the row are alike.
+    """Which intervals of the row are alike.
 
     Attributes:
         of: (L, L + 1): the class of the units from i to before j.
@@ -446,11 +430,10 @@ class IntervalClasses:
 
     @cached_property
     def lines(self) -> IntervalsByLength:
-        """`of` by numbers of units."""
         return intervals_by_length(self.of)
 
     def within(self, width: int) -> IntervalsByLength:
-        """Of stretches of at most so many units; 0: of all."""
+        """Of intervals of at most so many units; 0: of all."""
         whole, last = self.lines, self.lengths[width - 1][1]
         return IntervalsByLength(whole.of[: width or None], *(part[:last] for part in whole[1:]))
 
@@ -477,9 +460,6 @@ def interval_classes(row: tuple[LayerUnit, ...]) -> IntervalClasses:
         of[np.arange(starts), np.arange(size, length + 1)] = numbers
         lengths.append((len(examples) - len(first), len(examples)))
     return IntervalClasses(of, tuple(before), tuple(last), tuple(examples), tuple(lengths))
-
-
-# Borders of stages that somebody wants, among those that a model has.
 
 
 def unit_of_module(name: str, row: Sequence[LayerUnit]) -> int | None:
@@ -519,8 +499,8 @@ def forced_stage_starts(
 
 
 def border_name(unit: LayerUnit, force: Sequence[tuple[str, str]]) -> str:
-    """What a plan calls the border in front of a unit: the module with which it begins, or its
-    layer, where that is what somebody said that begins a stage."""
+    """What a plan calls the border in front of a unit: its module, or its layer where that is
+    forced."""
 
     names = [name for name, how in force if how == "stage"]
     module, layer = (any(_lies_in(n, known) for n in names) for known in (unit.module, unit.layer))
@@ -528,12 +508,13 @@ def border_name(unit: LayerUnit, force: Sequence[tuple[str, str]]) -> str:
 
 
 def unnameable_units(row: Sequence[LayerUnit]) -> frozenset[int]:
-    """Units that no plan can name as the first of a stage: what calls no module (a loss, a mean),
-    a later call of a module, and the first module, before which the executor has no stage."""
+    """Units that no plan can name as the first of a stage."""
     first = next((n for n, unit in enumerate(row) if unit.module), len(row))
     seen = {""}
     found = set()
     for number, unit in enumerate(row):
+        # What calls no module (a loss, a mean), a later call of a module, and the first module,
+        # before which the executor has no stage.
         if number and (number <= first or unit.module in seen):
             found.add(number)
         seen.add(unit.module)
@@ -543,7 +524,7 @@ def unnameable_units(row: Sequence[LayerUnit]) -> frozenset[int]:
 def bar_intervals(
     of: np.ndarray, starts: Sequence[int], barred: Collection[int] = ()
 ) -> np.ndarray:
-    """What `pipeline_cuts.cut` takes, so that stages begin at `starts` and at no `barred` unit."""
+    """`of` for `cut_stages`, with stages that begin at `starts` and at no `barred` unit."""
     if not starts and not barred:
         return of
     first, stop = np.arange(of.shape[0])[:, None], np.arange(of.shape[1])[None, :]

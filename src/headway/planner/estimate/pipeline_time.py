@@ -30,6 +30,62 @@ from headway.schedule.timing import (
 _LAST = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
 
 
+@dataclass(frozen=True, kw_only=True)
+class PointStage:
+    """One stage of a point: units `start` to before `stop`; seconds of one micro-batch, bytes of a
+    device.
+
+    Attributes:
+        price: The number of its strategy among those of the interval.
+        recompute: Whether its units keep only what enters them.
+        seconds: Of both passes.
+        tail: Seconds of a step for gradients and update.
+        state: Weights, gradients and optimiser.
+        kept: For backward, of all micro-batches in flight.
+        transient: Above these, while a micro-batch passes.
+        params: Parameters alone.
+        weight: Of `seconds`, those of the gradients of weights.
+        after: Of `tail`, what follows when the gradients have been summed.
+        passing: Bytes above `state` while the update runs, when nothing is kept.
+        gradients: Of `state`, bytes that are made in the first backward of a step, where all
+            micro-batches are in flight before it; 0: some are not.
+        first: Bytes above `state` and `kept` in that backward; may be below 0.
+        flights: Micro-batches in flight.
+    """
+
+    start: int
+    stop: int
+    price: int
+    recompute: bool
+    seconds: float
+    tail: float
+    state: float
+    kept: float
+    transient: float
+    params: float
+    forward: float = 0.0
+    weight: float = 0.0
+    after: float = 0.0
+    passing: float = 0.0
+    gradients: float = 0.0
+    first: float = 0.0
+    flights: int = 1
+
+    @property
+    def moment(self) -> float:
+        """Transient bytes at the fullest moment."""
+        if not self.gradients:
+            return self.transient
+        # Later backwards find all gradients made, and one micro-batch less in flight.
+        if self.flights == 1:
+            return self.first
+        return max(self.first, self.transient - self.kept / self.flights)
+
+    @property
+    def bytes(self) -> float:
+        return self.state + max(self.kept + self.moment, self.passing)
+
+
 @dataclass(frozen=True, slots=True)
 class TableSeconds:
     """Seconds.
@@ -55,7 +111,7 @@ class TableSeconds:
 
 @dataclass(frozen=True)
 class Timetable:
-    """A table that the search times: what its ranks hold, and the order in which it is played.
+    """A table that the search times: what its ranks hold, and the order of their actions.
 
     Attributes:
         hosted: Of each rank: the stages that it has, ascending.
@@ -87,8 +143,9 @@ class Timetable:
 
     @cached_property
     def _eager(self) -> frozenset[tuple[int, int]]:
-        """(stage, rank) whose sum starts before the rank's compute has ended, as the executor has
-        it. A rank of one stage has no compute behind that stage's last backward."""
+        """(stage, rank) whose sum starts before the rank's compute has ended, as in the
+        executor."""
+        # A rank of one stage has no compute behind that stage's last backward.
         if self.schedule is None or all(len(stages) == 1 for stages in self.hosted):
             return frozenset()
         eager = eager_stages(self.schedule, "eager-opt")
@@ -130,11 +187,6 @@ class Timetable:
 
 
 def timetable_of(schedule: PipelineSchedule) -> Timetable:
-    """The facts of a table.
-
-    Args:
-        schedule: Compute alone, with a flush.
-    """
     hosted = tuple(
         tuple(sorted({stage for _, stage in schedule.hosted(rank)}))
         for rank in range(schedule.ranks)
@@ -203,9 +255,6 @@ def _peaks(
     )
 
 
-# Tables of any number of micro-batches.
-
-
 LIMIT = 5_000
 """Cells of a table that is played as a whole."""
 
@@ -241,7 +290,6 @@ class PeriodicTable:
 
     @property
     def computed(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches that each rank computes of each of its stages."""
         if self.before is None:
             return self.table.computed
         return tuple(
@@ -271,11 +319,7 @@ class PeriodicTable:
         return played.plus(self.before.play(work, wire, sums), self.rounds)
 
     def held(self, rank: int, kept: Sequence[float]) -> float:
-        """Most bytes that a rank keeps for backward.
-
-        Args:
-            kept: Of one micro-batch, by stage.
-        """
+        """Most bytes that a rank keeps for backward."""
         own = [kept[stage] for stage in self.table.hosted[rank]]
         return max(
             sum(number * size for number, size in zip(vector, own, strict=True))

@@ -2,14 +2,14 @@
 
 `Pricing` turns the costs of intervals into rows of a table, and prices a whole cut with its
 schedule, gradient exchange and optimiser update. A row is never above what the cut made of it is
-priced at, so bounds made of rows hold.
+priced at, so bounds made of rows hold. `StrategiesByTime` finds what fits in one sweep.
 
-`DeviceMemory` counts what a device holds beside weights, gradients, optimiser state and
-saved activations: samples, messages of the pipeline, what FSDP2 gathers and sums unit by unit, the
-sum of a stage's gradients. A message that arrives has memory from its POST on; one that has left
-keeps it until the table proves that it has arrived (`schedule.retirement`). Sources: Zhao et al.
-2023 (FSDP); torch 2.13,
-`fsdp/_fully_shard/_fsdp_param_group.py`.
+`DeviceMemory` counts what a device holds beside weights, gradients, optimiser state and saved
+activations: samples, messages of the pipeline, what FSDP2 gathers and sums unit by unit, the sum of
+a stage's gradients. A message that arrives has memory from its POST on; one that has left keeps it
+until the table proves that it has arrived (`schedule.lowering`).
+
+Sources: Zhao et al. 2023 (FSDP); torch 2.13, `fsdp/_fully_shard/_fsdp_param_group.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headway.planner.estimate.gradient_exchange import (
     sharded_exchange,
     sharded_passes,
 )
-from headway.planner.estimate.pipeline_time import PeriodicTable
+from headway.planner.estimate.pipeline_time import PeriodicTable, PointStage
 from headway.planner.estimate.segments import IntervalStrategies, SegmentTables
 from headway.schedule.generators.registry import ScheduleOption, make_schedule
 from headway.schedule.lowering import completed_sends, lower
@@ -130,9 +130,6 @@ def _name(action: Action) -> str:
     return "returns" if action.carries_gradient else "comes"
 
 
-# What a device holds beside weights, gradients, optimiser and what is kept, and for how long.
-
-
 GROUP, OF_LARGEST = 0.01, 0.1
 """Units inside of an element of a list are gathered and summed by themselves, the others together,
 if they have at least this share of the parameters, or of the largest one's: as in
@@ -157,45 +154,44 @@ class DeviceMemory:
         self.per_byte = state_of(degrees, itemsize, tables.setting.work.optimiser.state)
         self.passing = max(self._updating, self._summing) / self.per_byte
 
-    # -- behind the last backward ------------------------------------------------------------------
-
     @property
     def _updating(self) -> float:
-        """Bytes above the state per byte of parameters while the update runs; with ZeRO a stage's
-        whole weights are gone then, and of its gradients but this rank's part is left."""
+        """Bytes above the state per byte of parameters while the update runs."""
         degrees, itemsize = self.degrees, self.itemsize
         together = self.tables.setting.work.optimiser.together
         found = together * max(FULL, itemsize) / itemsize / (degrees.data if degrees.zero else 1)
         if degrees.pipeline == 1 or not degrees.zero:
             return found
+        # With ZeRO a stage's whole weights are freed by then, and of its gradients only this rank's
+        # part is left.
         return found - 1.0 - gradients_per_byte(itemsize) * (1.0 - 1.0 / degrees.data)
 
     @property
     def _summing(self) -> float:
-        """The same while SYNC sums a stage's gradients over its copies: they lie one after the
-        other in a message (`stage_sums`). With ZeRO they become rows, one for each rank, and go;
-        all rows are put together in a second tensor, and a third takes this rank's sum
-        (`shard_sums`); with ZeRO 3 weights are not gathered then."""
+        """The same while SYNC sums a stage's gradients over its copies."""
         degrees, message = self.degrees, gradients_per_byte(self.itemsize)
         if degrees.pipeline == 1 or degrees.data * degrees.pipes == 1:
             return 0.0
+        # The gradients lie one after the other in a message (`grad_sync/`).
         if not degrees.zero:
             return message
+        # With ZeRO they become rows, one for each rank, and go; all rows are put together in a
+        # second tensor, and a third takes this rank's sum; with ZeRO 3 weights are not gathered
+        # then.
         return message * (1.0 + 1.0 / degrees.data) - (degrees.zero == 3)
 
     @cached_property
     def waiting(self) -> Array:
-        """(classes,) bytes above these while SYNC sums a stage's gradients: all samples of a step,
-        which the stages of a rank share, and the gradient of what entered it, on its way."""
+        """(classes,) bytes above these while SYNC sums a stage's gradients."""
         if not self._summing:
             return np.zeros(len(self.tables.classes.examples))
+        # All samples of a step, which the stages of a rank share, and the gradient of what entered
+        # it, on its way.
         entered: Array = self.tables.transients.crossing(self.tables.setting)[0, 0]
         return entered + self.samples / (self.degrees.virtual * self.degrees.pipes)
 
-    # -- while micro-batches pass ------------------------------------------------------------------
-
     def moment(self, cells: IntervalStrategies) -> Array:
-        """(2, classes, K) bytes for a moment, above state and kept ones."""
+        """(2, classes, K) transient bytes, above state and kept ones."""
         more = cells.more + self.beside[:, None, None]
         if self.degrees.pipeline == 1:
             return more
@@ -220,16 +216,16 @@ class DeviceMemory:
 
     @cached_property
     def samples(self) -> float:
-        """Bytes of what the model is given: of a micro-batch; the ranks of a pipeline have all
-        micro-batches of a step."""
+        """Bytes of what the model is given."""
         setting, degrees = self.tables.setting, self.degrees
+        # Of a micro-batch; the ranks of a pipeline have all micro-batches of a step.
         number = degrees.microbatches if degrees.pipeline > 1 else 1
         return number * sum(setting.bytes_of(name) for name in setting.work.graph.inputs)
 
     @cached_property
     def messages(self) -> Array:
         """(2, 2, classes, 1) bytes of messages of a stage of a pipeline, in backward and in forward
-        passes, without and with recomputation; see `message_room`."""
+        passes, without and with recomputation."""
         entry, out, left = self.tables.transients.crossing(self.tables.setting)
         found = [
             n.entering * entry + n.left * left + n.returning * out
@@ -239,33 +235,26 @@ class DeviceMemory:
 
     @property
     def gathering(self) -> float:
-        """Bytes of a moment per byte of parameters while an action of a stage gathers its weights
-        (ZeRO 3): all ranks' rows beside the weights that are made of them, and this rank's."""
+        """Transient bytes per byte of parameters while a stage gathers its weights (ZeRO 3)."""
         degrees = self.degrees
+        # All ranks' rows beside the weights that are made of them, and this rank's.
         return 1.0 + 1.0 / degrees.data if degrees.zero == 3 and degrees.pipeline > 1 else 0.0
 
     @cached_property
     def beside(self) -> Array:
-        """(2,) bytes beside state and transients, whatever the stretch, without and with
-        recomputation: samples, and without a pipeline what FSDP2 has."""
+        """(2,) bytes beside state and transients, whatever the interval, without and with
+        recomputation."""
         if not self.degrees.zero or self.degrees.pipeline > 1:
             return np.full(2, self.samples)
         return self.samples + self._units
 
     @cached_property
     def _units(self) -> Array:
-        """(2,) bytes for FSDP2's units, above what a step needs that has no units.
-
-        While a unit's backward runs the message with the gradients of the unit behind it is there
-        (of the first unit, from one micro-batch to the next), its own gradients are whole, and with
-        ZeRO 3 its weights and the message with those of the unit in front of it. The message with a
-        unit's weights stays from its forward until the next unit has its own, and its weights.
-        Otherwise weights come with the forwards, stay, and go with the last backwards; behind any
-        other one (ZeRO 2) a unit's message is made beside its gradients and its weights.
-        """
+        """(2,) bytes for FSDP2's units, above what a step needs that has no units."""
         degrees, share = self.degrees, self.degrees.gradient_share
         whole, along = float(degrees.zero == 3), self.tables.transients.along
         own = self.own(self.shared.held / degrees.tensor)
+        # Units inside of an element of a list are gathered by themselves, the others together.
         inside = np.array([any(map(str.isdigit, u.layer.split("."))) for u in self.tables.row])
         largest = (own * inside).max(initial=0.0)
         alone = inside & (own >= min(GROUP * own.sum(), OF_LARGEST * largest)) & (own > 0)
@@ -273,9 +262,15 @@ class DeviceMemory:
         behind, front = _nearest(own[::-1])[::-1], _nearest(own)
         later = (1.0 - whole) * (own.sum() - own.cumsum())
         left = (degrees.microbatches > 1) * (degrees.zero > 1) * max(own[alone][:1], default=0.0)
+        # While a unit's backward runs the message with the gradients of the unit behind it is there
+        # (of the first unit, from one micro-batch to the next), its own gradients are whole, and
+        # with ZeRO 3 its weights and the message with those of the unit in front of it.
         sent = (share < 1.0) * np.where(behind > 0, behind, left)
         backward = sent + whole * (own + front) + rest * (whole + 1.0 - share)
         backward -= (degrees.microbatches == 1) * later
+        # The message with a unit's weights stays from its forward until the next unit has its own,
+        # and its weights. Without ZeRO 3 weights come with the forwards, stay, and go with the last
+        # backwards.
         forward = own + np.maximum(whole * own, 2.0 * behind) + whole * (rest + left) - later
         alike = along(self.tables.setting, 0.0)[0]
         (more, first, kept, ended), made = along(self.tables.setting, 1.0 - share)
@@ -287,6 +282,8 @@ class DeviceMemory:
         if not whole or degrees.late_gradients:
             ahead -= share * made
         most = np.maximum(now + backward[:, None], ahead).max(axis=0)
+        # Behind any other backward of ZeRO 2 a unit's message is made beside its gradients and its
+        # weights.
         if degrees.zero == 2 and degrees.microbatches > 1:
             ended = ended + (2.0 * own + rest)[:, None]
             ended -= (degrees.microbatches == 2) * share * made  # the first one's are not there yet
@@ -314,9 +311,6 @@ def _nearest(own: Array) -> Array:
     return found
 
 
-# What a combination of degrees makes of the costs of stretches: exchange, table, update.
-
-
 class IntervalRows:
     """Columns: seconds of a micro-batch; of a step's end, with what of the exchange nothing hides;
     bytes of state; kept by one micro-batch; seconds of its forward pass; the same without gathers;
@@ -339,17 +333,17 @@ FEW = 8
 
 
 class StrategiesByTime(NamedTuple):
-    """(classes, n) strategies, the fastest first, and (classes, n + 1): behind them one that takes
-    for ever.
+    """(classes, n) strategies, the fastest first, and (classes, n + 1): behind them one of infinite
+    time.
 
     Attributes:
         seconds: Of a micro-batch, with the share in a step's end.
         state: Bytes.
         kept: Bytes of one micro-batch.
-        more: Bytes for a moment.
+        more: Transient bytes.
         updated: Bytes while the update runs.
         all: How many are all micro-batches of a step.
-        first: As `more`, with all of them under way; None: the same.
+        first: As `more`, with all of them in flight; None: the same.
     """
 
     place: np.ndarray
@@ -362,7 +356,7 @@ class StrategiesByTime(NamedTuple):
     first: Array | None = None
 
     def fitting(self, cap: float, most: int) -> np.ndarray:
-        """(classes, n): how many micro-batches under way fit into so many bytes, at most `most`."""
+        """(classes, n): how many micro-batches in flight fit into so many bytes, at most `most`."""
 
         def fits(number: np.ndarray | int) -> np.ndarray:
             return self.state + number * self.kept + self.more <= cap
@@ -371,7 +365,7 @@ class StrategiesByTime(NamedTuple):
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(self.kept > 0, room / self.kept, most * fits(0))
         found = np.clip(number, 0, most).astype(np.int64)
-        found += (found < most) & fits(found + 1)  # what rounding has taken
+        found += (found < most) & fits(found + 1)  # the division may be off by one either way
         found -= (found > 0) & ~fits(found)
         found[self.updated > cap] = 0
         return found
@@ -381,7 +375,6 @@ class StrategiesByTime(NamedTuple):
         where nothing fits, and the strategy.
 
         Args:
-            cap: Bytes of a device.
             flights: Numbers of micro-batches, ascending.
         """
         upto = np.maximum.accumulate(self.fitting(cap, int(flights[-1])), axis=1)
@@ -405,7 +398,6 @@ def sort_strategies(
 
     Args:
         rows: Without recomputation, and with it where that may be.
-        microbatches: Over which a step's end is spread.
         passing: Bytes that the update needs for a moment, per byte of state.
         first: (classes, ways, K) bytes for a moment with all micro-batches under way.
         waiting: (classes, 1) bytes above what the update needs, as `DeviceMemory.waiting`.
@@ -446,11 +438,11 @@ def _first_above(upto: np.ndarray, flights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidatePrice:
-    """Seconds of a step, as the attributes of `candidate.Point` say."""
+    """Seconds of a step, as the attributes of `plan_point.Point` say."""
 
     seconds: float
     messages: float = 0.0
-    exposed: float
+    exchange: float
     hidden: float
     update: float
     busy: float
@@ -462,10 +454,10 @@ def host_seconds(host: HostOverhead, degrees: Degrees, tensors: int) -> float:
     """What a step takes beside kernels, update and exchange.
 
     Args:
-        degrees: Of the plan; what a pipeline's passes take is part of them.
         tensors: That are trained; the stages of a pipeline have as many each.
     """
     if degrees.pipeline > 1:
+        # What the passes of a pipeline take on the host is part of them.
         return host.piped_step + tensors / degrees.pipeline * host.tensor
     return host.step + degrees.microbatches * host.microbatch + tensors * host.tensor
 
@@ -486,8 +478,6 @@ class Pricing:
         self._messages: dict[tuple[int, int], tuple[float, float]] = {}
         self._links: tuple[PeriodicTable, list[float], Array] | None = None
         self._passes: dict[tuple[int, int, int, int, str], tuple[float, float]] = {}
-
-    # -- stretches -------------------------------------------------------------------------------
 
     def rows(self, cells: IntervalStrategies) -> Array:
         """(classes, 2, K, 9) as `IntervalRows` says, column by column in memory."""
@@ -532,25 +522,25 @@ class Pricing:
         return sent - most_hidden(sent, backward, self.overlap)
 
     def after(self, params: Array) -> Number:
-        """What follows when all gradients are there: the update, and ZeRO 1 and 2's new weights."""
+        """What follows when all gradients are made: the update, and ZeRO 1 and 2's new weights."""
         gathered = self._gathered(params) if self.degrees.zero in (1, 2) else 0.0
         return self._update(params) + gathered
 
     def _update(self, params: Number) -> Number:
-        """The optimiser's step, and all but the first micro-batch's adding up of gradients, which
-        moves three bytes per byte of them. On devices that were measured kind by kind, gradients
-        that are summed are copied into buckets: two."""
         shared = self.degrees.data if self.degrees.zero else 1
+        # All but the first micro-batch add up gradients, which moves three bytes per byte of them.
         device, moved = self.machine.device, 3.0 * (self.degrees.microbatches - 1)
         if device.kinds and self.degrees.data > 1:
+            # On devices that were measured kind by kind, gradients that are summed are copied into
+            # buckets.
             moved += 2.0
         step = device.update * params / self.itemsize / shared
         return step + device.seconds_of_elementwise(moved * params)
 
     @cached_property
     def reading(self) -> float:
-        """Putting a step's samples together, which each rank does for its copy before it begins:
-        one by one, and what they move."""
+        """Seconds in which each rank collates a step's samples for its copy before the step
+        begins."""
         setting, degrees = self.tables.setting, self.degrees
         tensors = [t for t in setting.work.graph.inputs if t in setting.work.batch_dims]
         samples = degrees.microbatch * degrees.microbatches
@@ -577,16 +567,12 @@ class Pricing:
         return self.degrees.stride("data")
 
     def _gathered(self, size: Array) -> Array:
-        found: Array = np.asarray(
-            self.machine.network.all_gather(size, self.degrees.data, self._stride)
-        )
-        return found
+        network = self.machine.network
+        return np.asarray(network.all_gather(size, self.degrees.data, self._stride))
 
     def _scattered(self, size: Array) -> Array:
-        found: Array = np.asarray(
-            self.machine.network.reduce_scatter(size, self.degrees.data, self._stride)
-        )
-        return found
+        network = self.machine.network
+        return np.asarray(network.reduce_scatter(size, self.degrees.data, self._stride))
 
     def summed(self, size: Array) -> Array:
         """Gradients over all that hold them: the data axis, and the copies of a stage."""
@@ -597,32 +583,19 @@ class Pricing:
             apart = degrees.stride("pipe") * max(1, degrees.pipeline // degrees.pipes)
             stride = apart if degrees.data == 1 else min(stride, apart)
         price = network.reduce_scatter if degrees.zero else network.all_reduce
-        found: Array = np.asarray(price(size, group, stride))
-        return found
-
-    # -- a whole step ----------------------------------------------------------------------------
+        return np.asarray(price(size, group, stride))
 
     def alone(
-        self,
-        again: int,
-        price: int,
-        params: float,
-        *,
-        after: float,
-        buckets: Sequence[float] = BUCKETS,
-        overlap: bool = True,
+        self, stage: PointStage, *, buckets: Sequence[float] = BUCKETS, overlap: bool = True
     ) -> CandidatePrice:
         """Of a step without a pipeline.
 
         Args:
-            again: 1: units keep only what enters them.
-            price: The strategy, as in `Stage.price`.
-            params: Bytes of parameters of a device.
-            after: Seconds of what follows when the gradients have been summed.
             buckets: Sizes of a bucket to choose from.
             overlap: Whether gradients leave before backward has ended.
         """
-        units = self.units(0, len(self.tables.row), again, price, "R")
+        again = int(stage.recompute)
+        units = self.units(stage.start, stage.stop, again, stage.price, "R")
         forward, backward = units[:, 0], units[:, 1] + again * units[:, 0]
         m, zero = self.degrees.microbatches, self.degrees.zero
         share = self.overlap if overlap else 0.0
@@ -646,11 +619,11 @@ class Pricing:
                 limits=buckets,
                 overlap=share,
             )
-        update = float(self._update(params))
-        late = exposed + after - update
+        update = float(self._update(stage.params))
+        late = exposed + stage.after - update
         return CandidatePrice(
             seconds=compute + late + update + self.reading + self.host,
-            exposed=late,
+            exchange=late,
             hidden=sent - exposed,
             update=update,
             busy=compute,
@@ -659,13 +632,12 @@ class Pricing:
         )
 
     def units(self, start: int, stop: int, again: int, price: int, border: str) -> Array:
-        """(units, 5): `operators.PARTS` of every unit of a stretch with this strategy."""
+        """(units, 5): `operators.PARTS` of every unit of an interval with this strategy."""
         row, tables = self.tables.row[start:stop], self.tables
         if self.degrees.tensor == 1:
             kinds = {unit.kind: tables.solved(unit.kind).rows[again, price, 0, 0] for unit in row}
             return np.stack([kinds[unit.kind] for unit in row])
-        ends = tables.place(row[0].entry, border), tables.place(row[-1].exit, border)
-        way = tables.path(start, stop, again, price, ends)
+        way = tables.path(start, stop, again, price, border)
         return np.stack(
             [
                 tables.solved(unit.kind).rows[(again, price, *pair)]
@@ -682,6 +654,7 @@ class Pricing:
         if zero < 2 or self.degrees.pipeline == 1:
             return None
         tied = any(start <= unit < stop for tie in self.shared.ties for unit in tie.units)
+        # What is tied counts with its first use, so that equal intervals differ in their messages.
         number = -1 - start if tied else int(self.tables.classes.of[start, stop])
         key = (number, stop - start, again, price, border)
         if key not in self._passes:
@@ -701,72 +674,62 @@ class Pricing:
         self,
         book: PeriodicTable,
         border: str,
+        stages: Sequence[PointStage],
         *,
-        starts: Sequence[int],
-        forward: Sequence[float],
-        seconds: Sequence[float],
-        weight: Sequence[float],
-        params: Sequence[float],
-        after: Sequence[float],
         parts: bool = True,
     ) -> CandidatePrice:
-        """Of a step of a pipeline: the table, played with its stages, messages and sums.
+        """Of a step of a pipeline: the table, simulated with its stages, messages and sums.
 
         Args:
             border: Placement of what crosses from stage to stage.
-            starts: The first unit of each stage.
-            forward: Seconds of each stage's forward pass, of one micro-batch.
-            weight: Of those, of the gradients of weights.
-            params: Bytes of each stage's parameters.
-            after: Seconds of each stage of what follows when the gradients have been summed.
             parts: False: all but the seconds is left open, which takes a third of the time.
         """
-        beside = self.host_microbatch(len(starts))
-        backward = [s - f + beside / 2 for s, f in zip(seconds, forward, strict=True)]
-        forward, seconds = [f + beside / 2 for f in forward], [s + beside for s in seconds]
-        work = StagePasses(forward, backward, weight)
-        wire = self.wire(book, border, starts)
-        sums = self.sums(starts, np.array(params))
-        hosted = book.table.hosted
-        last = max(sum(after[stage] for stage in stages) for stages in hosted)
-        held = max(sum(params[stage] for stage in stages) for stages in hosted)
-        update = float(self._update(held))
+        beside = self.host_microbatch(len(stages))
+        work = StagePasses(
+            [stage.forward + beside / 2 for stage in stages],
+            [stage.seconds - stage.forward + beside / 2 for stage in stages],
+            [stage.weight for stage in stages],
+        )
+        wire, sums = self.wire(book, border, stages), self.sums(stages)
+        hosted = [[stages[number] for number in own] for own in book.table.hosted]
+        last = max(sum(stage.after for stage in own) for own in hosted)
+        update = float(self._update(max(sum(stage.params for stage in own) for own in hosted)))
         if not parts:
             whole = book.play(work, wire, sums).finish + last + self.reading + self.host
-            return CandidatePrice(seconds=whole, exposed=0.0, hidden=0.0, update=update, busy=0.0)
+            return CandidatePrice(seconds=whole, exchange=0.0, hidden=0.0, update=update, busy=0.0)
         bare = book.play(work).finish
         sent = book.play(work, wire).finish if any(map(any, wire)) else bare
         summed = book.play(work, wire, sums).finish if any(sums) else sent
         busy = max(
-            sum(n * seconds[stage] for n, stage in zip(numbers, stages, strict=True))
-            for numbers, stages in zip(book.computed, hosted, strict=True)
+            sum(n * (stage.seconds + beside) for n, stage in zip(numbers, own, strict=True))
+            for numbers, own in zip(book.computed, hosted, strict=True)
         )
         exposed = summed - sent
         return CandidatePrice(
             seconds=summed + last + self.reading + self.host,
             messages=sent - bare,
-            exposed=exposed + last - update,
+            exchange=exposed + last - update,
             hidden=max(0.0, max(sums) - exposed),
             update=update,
             busy=busy,
             reading=self.reading,
         )
 
-    def wire(self, book: PeriodicTable, border: str, starts: Sequence[int]) -> StageMessages:
+    def wire(self, book: PeriodicTable, border: str, stages: Sequence[PointStage]) -> StageMessages:
         """Latency and seconds of the bytes of one micro-batch's tensor at each border."""
         if self._links is None or self._links[0] is not book:
             found = [[self._message(pair) for pair in pairs] for pairs in book.table.joins]
             latencies = [max((one for one, _ in each), default=0.0) for each in found]
             per_byte = [max((one for _, one in each), default=0.0) for each in found]
             self._links = book, latencies, np.array(per_byte)
-        size = self.tables.crossing(border)[list(starts[1:])]
+        size = self.tables.crossing(border)[[stage.start for stage in stages[1:]]]
         return StageMessages(self._links[1], (size * self._links[2]).tolist())
 
     def _message(self, pair: tuple[int, int]) -> tuple[float, float]:
-        """(latency, seconds per byte) of a message between two ranks of a pipeline, in the copy
-        that has the slowest link between them; neighbours send at the same time."""
+        """(latency, seconds per byte) of a message between two ranks of a pipeline."""
         if pair not in self._messages:
             degrees = self.degrees
+            # In the copy that has the slowest link between them; neighbours send at the same time.
             copies = np.arange(degrees.data) * degrees.stride("data")
             one, two = (copies + place * degrees.stride("pipe") for place in pair)
             inner, levels = 1.0, self.machine.network.levels
@@ -779,19 +742,17 @@ class Pricing:
             self._messages[pair] = link.latency, max(1.0 / link.rate, shared)
         return self._messages[pair]
 
-    def sums(self, starts: Sequence[int], params: Array) -> list[float]:
-        """Seconds of the sum of each stage's gradients; what several stages use is summed between
-        them, too, with the first of them, whose gradients come last."""
-        if self.degrees.zero >= 2:
-            found = [0.0] * len(params)
-        elif self.degrees.data * self.degrees.pipes > 1:
-            found = self.summed(params).tolist()
-        else:
-            found = [0.0] * len(params)
+    def sums(self, stages: Sequence[PointStage]) -> list[float]:
+        """Seconds of the sum of each stage's gradients."""
+        summed = self.degrees.zero < 2 and self.degrees.data * self.degrees.pipes > 1
+        params = np.array([stage.params for stage in stages])
+        found = self.summed(params).tolist() if summed else [0.0] * len(stages)
         network, stride = self.machine.network, self.degrees.stride("pipe")
-        borders = (*starts, len(self.tables.row))
-        for size, first, last, stages in self.shared.between(borders):
-            apart = stride * max(1, (last - first) // max(1, stages - 1))
+        borders = (*(stage.start for stage in stages), len(self.tables.row))
+        # What several stages use is summed between them, too, with the first of them, whose
+        # gradients come last.
+        for size, first, last, number in self.shared.between(borders):
+            apart = stride * max(1, (last - first) // max(1, number - 1))
             size_ = size / self.degrees.tensor
-            found[first] += float(network.all_reduce(size_, stages, apart))
+            found[first] += float(network.all_reduce(size_, number, apart))
         return found

@@ -2,17 +2,15 @@
 
 For each structure of unit, each placement of what enters and leaves it, and each of J prices (of
 bytes in seconds) the Pareto solver finds the cheapest strategy, including re-layouts. An interval
-is the cheapest way through its
-units: a product of matrices in min-plus algebra. The J strategies of an interval are points of its
-    lower hull.
+is the cheapest way through its units: a product of matrices in min-plus algebra. The J strategies
+of an interval are points of its lower hull.
 
 A run of equal units is joined only until it repeats itself: where one more unit adds the same
-    amounts to every
-strategy, so does each further one (P U = a P implies P U^n = a^n P; Baccelli et al. 1992,
-"Synchronization and Linearity", section 3.7).
+amounts to every strategy, so does each further one (P U = a P implies P U^n = a^n P; Baccelli et
+al. 1992, "Synchronization and Linearity", section 3.7).
 
 Sources: Cai et al. 2022 (TensorOpt), section 4 and FT-LDP; Zheng et al. 2022 (Alpa), stages as
-    intervals.
+intervals.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import numpy as np
 from headway.cost.device import Array
 from headway.graph.model_graph import Operator
 from headway.graph.sharding_rules import Rule
-from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import (
     PARTS,
     OperatorSetting,
@@ -49,7 +46,6 @@ from headway.planner.pareto.choice_graph import (
     order_eliminations,
 )
 from headway.planner.pareto.elimination import find_weighted_bounds
-from headway.schedule.generators.registry import SCHEDULES
 
 _SAME = 1e-12
 """Share by which what a further unit adds may differ, as sums of floats do."""
@@ -95,12 +91,7 @@ class UnitChain:
 
 
 class UnitChains:
-    """The rows of one model under one setting.
-
-    Args:
-        weights: (2, J, len(PARTS)) prices.
-        unit: Gives the rows of a kind of unit.
-    """
+    """The rows of one model under one setting."""
 
     def __init__(self, weights: Array, unit: Callable[[int], Array]) -> None:
         self.weights = weights
@@ -160,8 +151,9 @@ class UnitChains:
 
 
 def _follow(chain: UnitChain, more: UnitChain) -> None:
-    """Notes what comes behind a chain: a run of its last unit, or a chain of its own."""
     if more.last == chain.last and more.rows.shape == chain.rows.shape:
+        # A further unit that adds the same to every strategy starts a run, which is never joined
+        # again.
         added = more.rows - chain.rows
         step = added[:, :, :1, :1]
         if (np.abs(added - step) <= _SAME * np.abs(more.rows)).all():
@@ -210,7 +202,9 @@ def min_plus_product(
 ) -> tuple[Array, np.ndarray]:
     """One after the other, by the cheapest placement between them, (..., 2, J, A, C, 5) and picks.
 
-    There may be several in front, (..., 2, J, A, B, 5). `other` is `_price` of those behind.
+    Args:
+        left: There may be several in front, (..., 2, J, A, B, 5).
+        other: `_price` of those behind.
     """
     if left.shape[-2] == 1 and right.shape[-3] == 1:
         sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
@@ -239,9 +233,6 @@ def _lines(
 
 def _taken(table: Array, lines: np.ndarray) -> Array:
     return table.reshape(-1, table.shape[-1]).take(lines, axis=0)
-
-
-# The cheapest strategies of one structure of unit: the graph of choices, solved at all prices.
 
 
 ENDS = ("<entry", "exit>")
@@ -280,7 +271,7 @@ def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Array) -> Uni
     }
     none = np.zeros((1, 1, 1), dtype=np.int64)
     picks = {name: chosen.get(name, none) for name in graph.nodes}
-    rows = np.broadcast_to(_evaluate(graph, picks), (*whole, len(PARTS)))
+    rows = np.broadcast_to(graph.evaluate(picks), (*whole, len(PARTS)))
     rows = np.moveaxis(rows, 2, 0).reshape(*weights.shape[:2], *whole[:2], len(PARTS)).copy()
     if unit.entry:
         parts = np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
@@ -304,16 +295,7 @@ def _choices(graph: ChoiceGraph, prices: Array) -> dict[str, np.ndarray]:
 def _order(
     scopes: tuple[tuple[str, ...], ...], sizes: tuple[tuple[str, int], ...]
 ) -> EliminationOrder:
-    """Structures, and sizes of micro-batches, often have the same one."""
     return order_eliminations(scopes, dict(sizes), BUDGET)
-
-
-def _evaluate(graph: ChoiceGraph, chosen: Mapping[str, np.ndarray]) -> Array:
-    """(..., d) of strategies."""
-    total: Array = sum(costs[chosen[name]] for name, costs in graph.nodes.items())
-    for (source, target), costs in graph.edges.items():
-        total = total + costs[chosen[source], chosen[target]]
-    return total
 
 
 class _Graph:
@@ -367,31 +349,32 @@ class _Graph:
             for number, tensor in enumerate(operator.inputs):
                 self._enters(operator, number, tensor)
         for tensor, name in self.names.items():
-            if self.setting.tensor > 1 and (maker := self.made.get(tensor)) is not None:
-                place = maker.outputs.index(tensor)
-                sources = [
-                    (r.outputs[place], gradient_placement(r.outputs[place]))
-                    for r in self._of(maker)
-                ]
-                self._edge(maker.name, name, tensor, sources, list(self.states[tensor]))
+            if self.setting.tensor > 1 and tensor in self.made:
+                self._edge(
+                    self.made[tensor].name,
+                    name,
+                    tensor,
+                    self._made_as(tensor),
+                    list(self.states[tensor]),
+                )
 
-    def _of(self, operator: Operator) -> tuple[Rule, ...]:
-        return self.rules[operator.name]
+    def _made_as(self, tensor: str) -> list[tuple[str, str]]:
+        """How each choice of its maker lays a tensor, and wants its gradient."""
+        maker = self.made[tensor]
+        place = maker.outputs.index(tensor)
+        lies = (rule.outputs[place] for rule in self.rules[maker.name])
+        return [(placement, gradient_placement(placement)) for placement in lies]
 
     def _enters(self, operator: Operator, number: int, tensor: str) -> None:
         if tensor in self.setting.work.fixed or self.setting.tensor == 1:
             return
-        targets = [(r.inputs[number], r.gradients[number]) for r in self._of(operator)]
+        targets = [(r.inputs[number], r.gradients[number]) for r in self.rules[operator.name]]
         if tensor in self.names:
-            self._edge(
-                self.names[tensor], operator.name, tensor, list(self.states[tensor]), targets
-            )
-        elif (maker := self.made.get(tensor)) is not None:
-            place = maker.outputs.index(tensor)
-            sources = [
-                (r.outputs[place], gradient_placement(r.outputs[place])) for r in self._of(maker)
-            ]
-            self._edge(maker.name, operator.name, tensor, sources, targets)
+            states = list(self.states[tensor])
+            self._edge(self.names[tensor], operator.name, tensor, states, targets)
+        elif tensor in self.made:
+            maker = self.made[tensor].name
+            self._edge(maker, operator.name, tensor, self._made_as(tensor), targets)
 
     def _edge(
         self,
@@ -415,7 +398,12 @@ ROUNDING = 1e-9
 
 
 class StageCapacity(NamedTuple):
-    """The least of each kind of unit, (kinds, 1) or (2, kinds, 1): without and with recomputation.
+    """What units of each kind take at least; (kinds, 1) or (2, kinds, 1): without and with
+    recomputation.
+
+    A stage with c units of one kind takes at least c times the least seconds of such a unit, and
+    holds at least c times its least bytes. If the room of all stages together is less than the
+    units that there are, no plan is possible, and none needs to be cut.
 
     Attributes:
         params: Bytes of parameters of a device.
@@ -444,62 +432,8 @@ class StageCapacity(NamedTuple):
         found: Array = self.counts * self.seconds.min(axis=0)
         return found
 
-    def places(
-        self,
-        degrees: Degrees,
-        under_way: Sequence[int],
-        passes: Sequence[int],
-        *,
-        state: float,
-        passing: float,
-        tied: float,
-        late: float,
-        cap: float,
-        known: float,
-        whole: float,
-    ) -> Array:
-        """(kinds, stages): how many units of a kind each stage has room for.
-
-        Args:
-            under_way: Micro-batches that each stage holds at most.
-            passes: 0: stages may keep everything; 1: they may recompute.
-            state: Bytes of state per byte of parameters.
-            passing: Bytes while the update runs, above the state and per byte of it.
-            tied: Bytes of state that units count more than once.
-            late: Of `state`, gradients that are not there yet in stages with all micro-batches
-                under way; 0: they are.
-            cap: Bytes of a device.
-            known: Seconds of a step that are too many.
-            whole: Seconds that all units take at least.
-        """
-        number = np.array(under_way, dtype=np.float64)
-        own, room = self.params * state, np.zeros((len(self.counts), len(number)))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            longest = self._longest(degrees, number, known, whole)
-            updated = (cap + tied) / (own * (1.0 + passing))
-            for again in passes:
-                there = own - np.where(number == degrees.microbatches, self.params * late, 0.0)
-                left = cap + tied - self.peak[again] * (there == own)
-                held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * self.kept[again]))
-                whole = np.minimum(np.minimum(held, updated), longest / self.seconds[again])
-                room = np.maximum(room, np.nan_to_num(whole, nan=np.inf, posinf=np.inf))
-        found: Array = np.floor(room * (1.0 + ROUNDING))
-        return found
-
-    def _longest(self, degrees: Degrees, under_way: Array, known: float, whole: float) -> Array:
-        """Seconds of a micro-batch that each stage may take at most: its rank has all of them to
-        compute; with 1F1B one goes to the last rank and back before the others' backwards.
-        """
-        m = degrees.microbatches
-        longest = np.full(len(under_way), known / max(1, m // degrees.pipes))
-        if SCHEDULES[degrees.schedule].held == "depth" and m > 1:
-            times = (m - 1) - (under_way - 1.0) * self.ahead
-            longest = np.minimum(longest, max(known - whole, 0.0) / times)
-        return longest
-
 
 def stage_capacity(tables: SegmentTables) -> StageCapacity:
-    """Of a model with these tables."""
     counts, _ = tables.kinds
     kinds = list(dict.fromkeys(unit.kind for unit in tables.row))
     moments, part = tables.transients.units(tables.setting), tables.setting.tensor
@@ -537,7 +471,7 @@ STEPS = (1.0, 32.0)
 
 
 class IntervalStrategies(NamedTuple):
-    """Strategies of stretches, each (2, classes, K): without and with recomputation.
+    """Strategies of intervals, each (2, classes, K): without and with recomputation.
 
     Attributes:
         forward: Seconds of a micro-batch.
@@ -545,7 +479,7 @@ class IntervalStrategies(NamedTuple):
         step: Seconds of a step on the tensor axis.
         params: Bytes of parameters of a device, each counted once.
         kept: Bytes that a micro-batch keeps, each counted once.
-        more: Bytes for a moment, as `TransientMemory.beside` has them.
+        more: Transient bytes, as `TransientMemory.beside` has them.
         prices: (K,) numbers of the prices, those that give strategies of their own.
     """
 
@@ -565,7 +499,7 @@ class IntervalStrategies(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Classes of stretches that are one chain: `rows` of it, (2, J, len(PARTS)) what a further
+    """Classes of intervals that are one chain: `rows` of it, (2, J, len(PARTS)) what a further
     unit of each of its runs adds, the classes, and (members, runs) how many units those have."""
 
     rows: Array
@@ -576,7 +510,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentTables:
-    """What all stretches of a model cost under one `OperatorSetting`."""
+    """What all intervals of a model cost under one `OperatorSetting`."""
 
     setting: OperatorSetting
     row: tuple[LayerUnit, ...]
@@ -595,8 +529,7 @@ class SegmentTables:
 
     @cached_property
     def weights(self) -> Array:
-        """(2, J, 5): prices of `PARTS`; with recomputation forward counts twice and what is kept
-        inside of a unit not."""
+        """(2, J, 5): prices of `PARTS`."""
         memory = self.setting.machine.device.memory
         lines = []
         for price in BYTE_PRICES:
@@ -605,11 +538,11 @@ class SegmentTables:
                     each = price * self.scale / memory
                     lines.append((1.0, 1.0, 1.0 / steps, 8.0 * each, saved * each))
         plain = np.array(lines)
+        # With recomputation forward counts twice, and what is kept inside of a unit not.
         again = plain * np.array([2.0, 1.0, 1.0, 1.0, 0.0])
         return np.stack([plain, again])
 
     def solved(self, kind: int) -> UnitStrategies:
-        """The strategies of a structure of unit."""
         if kind not in self._solved:
             unit = next(unit for unit in self.row if unit.kind == kind)
             self._solved[kind] = solve_unit(self.setting, unit, self.weights)
@@ -624,7 +557,6 @@ class SegmentTables:
 
     @cached_property
     def room(self) -> StageCapacity:
-        """What units take at least."""
         return stage_capacity(self)
 
     def states(self, tensor: str) -> tuple[str, ...]:
@@ -635,11 +567,10 @@ class SegmentTables:
 
     @cached_property
     def chains(self) -> UnitChains:
-        """Of the units, at all prices."""
         return UnitChains(self.weights, lambda kind: self.solved(kind).rows)
 
-    def stretch(self, number: int) -> Array:
-        """(2, J, A, B, len(PARTS)) of a class of stretches."""
+    def interval(self, number: int) -> Array:
+        """(2, J, A, B, len(PARTS)) of a class of intervals."""
         return rows_of(*self._place_of(number))
 
     def _place_of(self, number: int) -> tuple[UnitChain, Longer]:
@@ -694,7 +625,7 @@ class SegmentTables:
         return max(float(self.solved(kind).rows[0, 0, ..., 4].min()) for kind in kinds)
 
     def cells(self, border: str, doubled: Array) -> IntervalStrategies:
-        """Of the first classes of stretches, with one placement at both ends.
+        """Of the first classes of intervals, with one placement at both ends.
 
         Args:
             border: The placement; whole where a tensor cannot have it. "": of the whole row only,
@@ -709,7 +640,7 @@ class SegmentTables:
 
     def _cells_of(self, border: str, doubled: Array) -> IntervalStrategies:
         if not border:
-            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            rows = self.interval(int(self.classes.of[0, -1]))[:, :, 0, 0]
             groups = [_Group(rows[:, :, None, None], [], np.zeros(1, dtype=int), np.zeros((1, 0)))]
         else:
             groups = self._groups(len(doubled))
@@ -733,7 +664,7 @@ class SegmentTables:
     def least(self, doubled: Array) -> IntervalStrategies:
         """Of the whole row at all prices, with whole tensors at its ends; arguments as `cells`."""
         if not self._least:
-            rows = self.stretch(int(self.classes.of[0, -1]))[:, :, 0, 0]
+            rows = self.interval(int(self.classes.of[0, -1]))[:, :, 0, 0]
             parts = np.ascontiguousarray(rows.transpose(2, 0, 1)[:, :, None])
             self._least.append(self._laid_out(parts, doubled, np.arange(parts.shape[-1])))
         return self._least[0]
@@ -749,20 +680,21 @@ class SegmentTables:
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
-        """Placements that some cheapest way through the whole model takes at a quarter of it, at
-        half or at three quarters: those that the borders of stages are tried with."""
+        """Placements with which the borders of stages are tried."""
         length = len(self.row)
         found: set[str] = set()
+        # Those of some cheapest way through the whole model at a quarter of it, at half and at
+        # three quarters.
         for middle in sorted({length // 4, length // 2, 3 * length // 4} - {0}):
-            left = self.stretch(int(self.classes.of[0, middle]))
-            right = self.stretch(int(self.classes.of[middle, length]))
+            left = self.interval(int(self.classes.of[0, middle]))
+            right = self.interval(int(self.classes.of[middle, length]))
             _, picks = min_plus_product(left, right, self.weights)
             states = self.states(self.row[middle].entry)
             found.update(states[place] for place in np.unique(picks))
         return tuple(sorted(found))
 
     def least_of(self, units: int) -> float:
-        """Seconds below which no stretch of so many units, or more, takes for a micro-batch."""
+        """Seconds below which no interval of so many units, or more, takes for a micro-batch."""
         if units not in self._least_of:
             sums = np.concatenate([[0.0], np.cumsum([self.room.least[u.kind] for u in self.row])])
             self._least_of[units] = float((sums[units:] - sums[:-units]).min()) * (1.0 - ROUNDING)
@@ -783,19 +715,17 @@ class SegmentTables:
         return states.index(state) if state in states else 0
 
     def path(
-        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
+        self, start: int, stop: int, again: int, price: int, border: str
     ) -> tuple[tuple[int, int], ...]:
-        """Of every unit of a stretch the placements at its entry and exit, as numbers."""
-        key = (int(self.classes.of[start, stop]), again, price, *ends)
+        """Of every unit of an interval the placements at its entry and exit, as numbers, with this
+        placement at both ends."""
+        entry, exit_ = self.row[start].entry, self.row[stop - 1].exit
+        ends = self.place(entry, border), self.place(exit_, border)
+        number = int(self.classes.of[start, stop])
+        key = (number, again, price, *ends)
         if key not in self._paths:
-            self._paths[key] = self._path(start, stop, again, price, ends)
+            self._paths[key] = path(*self._place_of(number), again, price, ends)
         return self._paths[key]
-
-    def _path(
-        self, start: int, stop: int, again: int, price: int, ends: tuple[int, int]
-    ) -> tuple[tuple[int, int], ...]:
-        place = self._place_of(int(self.classes.of[start, stop]))
-        return path(*place, again, price, ends)
 
 
 def make_segment_tables(

@@ -6,13 +6,11 @@ units up to operator i and t_i alive beside it, an interval needs max_i (k_i + t
 micro-batch: that much more than its kept bytes K. What two neighbouring units both keep counts
 once. So more(AB) = max(more(A) - K(B), more(B)), and all intervals follow from their last units.
 
-In the first backward of a step the gradients G of operators up to i are not there yet: it needs
+In the first backward of a step the gradients G of operators up to i are not made yet: it needs
 first = max_i (k_i + t_i - G_i) - K, and first(AB) = max(first(A) - K(B), first(B) - G(A)). What A
-and B both use
-has its gradient when A is reached: no part of G(A). The gradient X of what leaves a stage is there
-    until its
-backward has ended; t_i of the operator that made it counts it already. So of A B, X is added to
-what A needs, and to all of B but that operator.
+and B both use has its gradient when A is reached: no part of G(A). The gradient X of what leaves a
+stage is alive until its backward has ended; t_i of the operator that made it counts it already. So
+of A B, X is added to what A needs, and to all of B but that operator.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ class _Facts(NamedTuple):
 
 
 class TransientMemory:
-    """Of all stretches of a row.
-
-    Args:
-        row: Its units.
-    """
+    """Of all intervals of a row of units."""
 
     def __init__(
         self, work: PlanningWorkload, row: tuple[LayerUnit, ...], classes: IntervalClasses
@@ -90,8 +84,8 @@ class TransientMemory:
             yield batched, own, moment.passing, moment.weights, gradients
 
     def _made(self, operators: Sequence[Operator]) -> list[int]:
-        """Of every operator of a unit: bytes of gradients that are there behind its backward and,
-        of the unit alone, not before."""
+        """Of every operator of a unit: bytes of gradients that exist behind its backward and, of
+        the unit alone, not before."""
         parameters, found, known = self.work.graph.parameters, list[int](), set[str]()
         for operator in reversed(operators):
             fresh = self._trained(operator) - known
@@ -105,8 +99,8 @@ class TransientMemory:
 
     @cached_property
     def _tied(self) -> Array:
-        """(classes, 1): bytes of parameters that the last unit of a stretch uses, and one before
-        it, too: their gradients are there when that is reached."""
+        """(classes, 1): bytes of parameters that the last unit of an interval uses, and one before
+        it, too: their gradients exist when that is reached."""
         graph, users = self.work.graph, dict[str, set[int]]()
         for number, unit in enumerate(self.row):
             for operator in graph.operators[unit.start : unit.stop]:
@@ -124,11 +118,6 @@ class TransientMemory:
     ) -> dict[int, tuple[float, ...]]:
         """By kind of unit: (kept, more; what is alive at most in one that is computed again; first;
         the same of the first backward of one that is computed again; gradients).
-
-        Args:
-            setting: With the size of a micro-batch.
-            ends: A stage ends with the unit.
-            apart: As `along` has it.
         """
         leaves = {u.kind: setting.bytes_of(u.exit if ends else "") for u in self.row}
         found: dict[int, tuple[float, ...]] = {}
@@ -202,11 +191,11 @@ class TransientMemory:
 
     def along(self, setting: OperatorSetting, apart: float) -> tuple[Array, float]:
         """Of the whole row, unit by unit, (4, units, 2): more, first, what is kept up to it, and
-        what is there when all gradients of its weights have been made, but for these, each above
-        all that is kept, without and with recomputation; and gradients in all.
+        what exists when all gradients of its weights have been made, but for these, each above all
+        that is kept, without and with recomputation; and gradients in all.
 
         Args:
-            setting: With the size of a micro-batch; of no tensor degree.
+            setting: Without a tensor degree.
             apart: Share of a unit's gradients that goes when its backward has ended.
         """
         lines = self.units(setting, apart=apart)
@@ -226,13 +215,14 @@ class TransientMemory:
 
     def _ended(self, unit: LayerUnit, setting: OperatorSetting) -> tuple[float, float]:
         """Bytes, when the last gradients of a unit's weights have been made, of what the operators
-        in front keep, and of what passes on to them: all but the gradient of a known result."""
+        in front keep, and of what passes on to them."""
         graph, known, kept = self.work.graph, set[str](), 0.0
         for operator in graph.operators[unit.start : unit.stop]:
             moments = [*self._moments(operator, known, len(self._trained(operator)))]
             scale = setting.scale if operator.name in self.work.batch_loops else 1.0
             for number, (_, own, passing, _, trained) in enumerate(moments, start=1):
                 if trained:
+                    # All passes on but the gradient of a known result.
                     known_results = operator.outputs if number == len(moments) else ()
                     result = sum(graph.tensors[name].bytes for name in known_results)
                     return kept, scale * max(0, passing - result)
@@ -240,8 +230,8 @@ class TransientMemory:
         return kept, 0.0
 
     def crossing(self, setting: OperatorSetting) -> Array:
-        """(3, 2, classes): of one message, without and with recomputation, bytes of what enters a
-        stretch, of what leaves it, and of that where the stretch does not keep it, too."""
+        """(3, 2, classes): of one message, without and with recomputation, bytes of what enters an
+        interval, of what leaves it, and of that where the interval does not keep it, too."""
         if setting.samples not in self._crossing:
             ends = [(setting.bytes_of(u.entry), setting.bytes_of(u.exit)) for u in self.row]
             entries, exits = np.array(ends).T
@@ -262,8 +252,7 @@ class TransientMemory:
 
     def first(self, setting: OperatorSetting, *, several: bool) -> tuple[Array, Array]:
         """(classes, 2): bytes above state and kept ones in the first backward of a step, whose
-        gradients count as state (it may be below 0); and those gradients. Arguments as `beside`.
-        """
+        gradients count as state (it may be below 0); and those gradients."""
         known = self.of(setting, several)
         return known[..., 6], known[..., 4]
 
@@ -274,14 +263,14 @@ class TransientMemory:
         and bytes above state and kept ones.
 
         Args:
-            kept: What a micro-batch keeps with each, as its units count: what the tensor axis
-                splits is taken to be split for the moment, too.
-            several: As for `of`.
+            kept: What a micro-batch keeps with each, as its units count.
         """
         known = self.of(setting, several)[: kept.shape[1]]
         own, more, twice = known.transpose(2, 1, 0)[[0, 5, 2], ..., None]
         part = 1.0 / setting.tensor
         least = np.full(kept.shape, part)
+        # What the tensor axis splits of the kept bytes is taken to be split of the transient ones,
+        # too.
         own = np.broadcast_to(own, kept.shape)
         share = np.clip(np.divide(kept, own, out=least, where=own > 0), part, 1)
         return np.maximum(kept - twice * share, 0.0), more * share

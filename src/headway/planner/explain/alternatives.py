@@ -1,11 +1,11 @@
 """A plan beside others: its figures, its decisions, the nearest plans, and what tells them apart.
 
 Two plans whose degrees read alike may differ in cuts, recomputation, placements or what is split.
-They get the same label only if nothing tells them apart; what all of them have in common is not
-said.
+They get the same label only if nothing tells them apart; what all of them have in common is left
+out.
 
 Sources: R_O, Zou et al. 2017, Lemma 1; model FLOPs utilisation, Chowdhery et al. 2022 (PaLM),
-    section 4.1.
+section 4.1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import dtype_of, kernel_count, parameter_bytes
 from headway.planner.estimate.partition import LayerUnit
+from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_point import (
     Point,
-    PointStage,
     describe_point,
     format_device_runs,
 )
@@ -81,11 +81,7 @@ def _rules(
     shared: SegmentTables, point: Point, stage: PointStage
 ) -> Iterator[tuple[Operator, Rule]]:
     row, again = shared.row, int(stage.recompute)
-    ends = (
-        shared.place(row[stage.start].entry, point.border),
-        shared.place(row[stage.stop - 1].exit, point.border),
-    )
-    way = shared.path(stage.start, stage.stop, again, stage.price, ends)
+    way = shared.path(stage.start, stage.stop, again, stage.price, point.border)
     for place, pair in zip(range(stage.start, stage.stop), way, strict=True):
         unit = row[place]
         solved = shared.solved(unit.kind)
@@ -99,10 +95,6 @@ def _rules(
             yield one, solved.rules[other.name][chosen]
 
 
-# What tells plans apart whose degrees read alike: cuts, recomputation, placements, what is
-# split.
-
-
 PlanFeatures = Mapping[str, str]
 """By aspect, in words."""
 
@@ -113,7 +105,7 @@ def distinguishing_labels(heads: Sequence[Hashable], features: Sequence[PlanFeat
     Of the aspects in which they differ so many are named, the first ones first, as it takes.
 
     Args:
-        heads: What is said of the plans anyway.
+        heads: What is printed of the plans anyway.
     """
     found = []
     for head, own in zip(heads, features, strict=True):
@@ -174,9 +166,6 @@ def describe_placement(border: str) -> str:
     """How tensors cross from stage to stage, in words."""
     whole = "whole tensors" if border == "R" else f"tensors split along {border[1:]}"
     return f"{whole} between stages"
-
-
-# Figures of a plan beside its time and memory, and the plans that are nearest to it.
 
 
 NEAREST = 4
@@ -249,7 +238,8 @@ def step_price(question: PlanRequest, point: Point) -> float | None:
 
 def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[AlternativePlan, ...]:
     """The plans of the frontier that are nearest in time; where there is but one, as with a single
-    objective, the plans that are one step away in a degree. Fastest first."""
+    objective, the plans that are one step away in a degree. Fastest first.
+    """
     best = outcome.best
     found = [("", point) for point in outcome.points if not _same(point, best)]
     if len(found) < number:
@@ -293,8 +283,8 @@ class NeighbourPlan:
 
     Attributes:
         step: "tensor 1 -> 2".
-        degrees: What it would be; None where it cannot be.
-        point: Its fastest plan; None where it cannot be.
+        degrees: None where the step is impossible.
+        point: The fastest plan with these degrees; None where the step is impossible.
     """
 
     step: str
@@ -331,11 +321,7 @@ def launch_seconds(engine: PlanSearch, point: Point) -> float:
 
 def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[NeighbourPlan, ...]:
     """One step up and down in t, d, p and b: t and p take from d, d is of other devices. None of a
-    plan on devices of several types, where a step up is a step of one of them.
-
-    Args:
-        engine: Of the plan's model and cluster.
-    """
+    plan on devices of several types, where a step up is a step of one of them."""
     if len(point.amounts) > 1:
         return ()
     counts = {one.kind: one.count for one in engine.question.groups}

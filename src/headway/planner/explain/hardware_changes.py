@@ -52,17 +52,12 @@ class HardwareChange:
         return self.changed and faster
 
 
-# -- neighbours -----------------------------------------------------------------------------------
-
-
-# -- other hardware -------------------------------------------------------------------------------
-
-
 def fastest_runnable_request(question: PlanRequest, devices: int) -> PlanRequest:
-    """The same question for the fastest plan that today's executor can run, as `headway plan
-    --runnable --objective fastest` asks it."""
-    today = restrict_to_executor(question, zero=question.zero)
-    return replace(today, devices=(devices,), objective="fastest", schedules=RUNNABLE_SCHEDULES)
+    """The same question for the fastest plan that the executor can run, as `headway plan --runnable
+    --objective fastest` asks it.
+    """
+    runnable = restrict_to_executor(question, zero=question.zero)
+    return replace(runnable, devices=(devices,), objective="fastest", schedules=RUNNABLE_SCHEDULES)
 
 
 def hardware_changes(
@@ -73,7 +68,6 @@ def hardware_changes(
 
     Args:
         question: As of `fastest_runnable_request`.
-        priced: The plan itself on another cluster.
     """
     best = fastest_plan(question)
     for name, other in _others(question):
@@ -122,8 +116,8 @@ def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _others_of_groups(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Of each type of devices by itself. What may be used of a device's memory counts as all it
-    has, so that twice is more."""
+    """Of each type of devices by itself."""
+    # What may be used of a device's memory counts as all it has, so that twice is more.
     machines = {
         kind: replace(one, device=replace(one.device, memory=question.caps[kind]))
         for kind, one in question.machines.items()

@@ -1,9 +1,8 @@
 """Why no plan fits, the least memory that would do, and the smallest changes that help.
 
 The least memory is exact to a byte: combinations are excluded by lower bounds of what they need,
-    and those that the
-bounds leave are opened. Their number is bounded, never the time, so the same request gets the same
-answer.
+and those that the bounds leave are opened. Their number is bounded, never the time, so the same
+request gets the same answer.
 
 A relaxation is the smallest change of its kind (memory, devices, degree, ZeRO, schedule, ...) with
 which a plan exists; the search proves that it has one and that the next smaller change has none.
@@ -28,17 +27,18 @@ from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
     Degrees,
-    divisors,
     least_state_per_byte,
     state_per_byte,
 )
+from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.explain.step_parts import fullest_stage_memory
 from headway.planner.search.branch_and_bound import LayoutCandidate, PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination
-from headway.planner.search.plan_point import Point, PointStage, describe_point
+from headway.planner.search.plan_point import Point, describe_point
 from headway.planner.search.request import PlanRequest
+from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes, format_seconds
 
@@ -138,19 +138,16 @@ def _second(candidate: PlanCandidate | LayoutCandidate) -> float:
 
 
 def _spread(rows: Array, degrees: Degrees) -> Array:
-    """The fullest of p ranks with f_i micro-batches under way needs at least a weighted mean of
-    what all need: with weights 1, and with one stage on each rank with weights 1 / f_i, too. `rows`
-    end in (state, kept) of the model."""
+    """What the fullest of p ranks needs at least. `rows` end in (state, kept) of the model."""
     state, kept, p = rows[..., 0], rows[..., 1], degrees.pipeline
-    alike = (state + kept) / p
+    # With f_i micro-batches in flight on rank i: a weighted mean of what all need, with weights 1,
+    # and with one stage on each rank with weights 1 / f_i, too.
+    even = (state + kept) / p
     if not degrees.counted:
-        return alike
+        return even
     under_way = [degrees.in_flight(behind) for behind in range(p)]
     fair = (state / max(under_way) + kept) / sum(1.0 / number for number in under_way)
-    return np.maximum(alike, fair)
-
-
-# What to change where no plan fits: single changes of a question, each proven by the search.
+    return np.maximum(even, fair)
 
 
 NUMBERS = 32
@@ -168,10 +165,9 @@ class Relaxation:
     Attributes:
         kind: "memory", "devices", "device", "tensor", "zero", "recompute", "schedule", "batch"
             or "force".
-        question: As it is with the change.
         shorter: The next smaller change of this kind; None: there is none.
         slower: By which share its time of a sample is above that of the fastest plan without a
-            limit of memory, on the devices as they are; None: the links of such a cluster are not
+            memory limit, on the devices as they are; None: the links of such a cluster are not
             known.
     """
 
@@ -184,14 +180,11 @@ class Relaxation:
     hardware: bool = False
 
     @property
-    def _step_cost(self) -> float:
-        point = self.point
-        return self.question.cost(point.devices, point.seconds, point.amounts)
-
-    @property
     def cost(self) -> float:
         """Of a sample, in money or seconds of devices."""
-        return self._step_cost / self.question.batch
+        point = self.point
+        step = self.question.cost(point.devices, point.seconds, point.amounts)
+        return step / self.question.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +203,8 @@ class InfeasibilityReport:
 def find_relaxations(
     engine: PlanSearch, wider: HierarchicalNetwork | None = None
 ) -> InfeasibilityReport:
-    """What is missing, and the smallest change of each kind with which there is a plan: those that
-    take no other machines first, the cheapest of them first.
+    """The smallest change of each kind with which there is a plan: those that take no other
+    machines first, the cheapest of them first.
 
     Args:
         engine: Of a question to which nothing fits.
@@ -227,7 +220,10 @@ def find_relaxations(
     found = list(_memory(engine, base, need))
     if not question.groups:  # which type there should be more of, nobody says
         found += _devices(engine, base, wider)
-    found += [relaxed for kind in _RELAXATIONS for relaxed in kind(engine, base)]
+    for kind, tried in _same_machines(question):
+        found += _first_that_fits(engine, base, kind, tried)
+    larger = list(_larger_devices(question))
+    found += _first_that_fits(engine, base, "device", larger, hardware=True)
     found.sort(key=lambda one: (one.hardware, one.cost))
     return InfeasibilityReport(question=question, need=need, changes=tuple(found))
 
@@ -252,8 +248,7 @@ def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Rela
 def _devices(
     engine: PlanSearch, base: float, wider: HierarchicalNetwork | None
 ) -> Iterator[Relaxation]:
-    """The least number: up to a node one by one, then node by node; where the file does not say
-    how large a node is, doubled."""
+    """The least number of devices."""
     if wider is not None:
         machine = replace(engine.question.machine, network=wider)
         engine = PlanSearch(replace(engine.question, machine=machine))
@@ -263,6 +258,8 @@ def _devices(
         question.itemsize, 0, 1, question.work.optimiser.state
     )
     least = max(most + 1, int(np.ceil(whole / question.cap)))
+    # Up to a node one by one, then node by node; where the file does not say how large a node is,
+    # doubled.
     width, node = question.machine.network.levels[0].width, 1
     if np.isfinite(width):
         node = int(width)
@@ -289,73 +286,38 @@ def _devices(
         before = number
 
 
-def _tensor(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    question = engine.question
-    if question.tensor is None:
-        return
-    inner = min(question.machine.network.levels[0].width, question.most)
-    others = {t for n in question.devices or (question.most,) for t in divisors(n) if t <= inner}
-    yield from _first_that_fits(
-        engine,
-        base,
-        kind="tensor",
-        tried=[
-            (f"tensor {t}", replace(question, tensor=(*question.tensor, t)))
-            for t in sorted(others - set(question.tensor))
-        ],
-    )
-
-
-def _zero(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    question = engine.question
-    others = sorted({1, 2, 3} - set(question.zero))
-    tried = [(f"ZeRO {z}", replace(question, zero=(*question.zero, z))) for z in others]
-    yield from _first_that_fits(engine, base, kind="zero", tried=tried)
-
-
-def _schedule(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    question = engine.question
-    if PLAIN.name in question.schedules or "all" in question.schedules:
-        return
-    more = replace(question, schedules=(*question.schedules, PLAIN.name))
-    yield from _first_that_fits(engine, base, kind="schedule", tried=[(f"schedule {PLAIN}", more)])
-
-
-def _recompute(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    question = engine.question
-    if question.recompute == "any":
-        return
-    more = replace(question, recompute="any")
-    tried = [("recompute blocks without a pipeline", more)]
-    yield from _first_that_fits(engine, base, kind="recompute", tried=tried)
-
-
-def _batch(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    """The largest smaller batch, of those that divide it; else a larger one, for more shares."""
-    question = engine.question
-    smaller = list(divisors(question.batch)[-2::-1])
+def _same_machines(question: PlanRequest) -> Iterator[tuple[str, list[tuple[str, PlanRequest]]]]:
+    """By kind: changes in words, the smallest first, and the questions with them."""
+    if question.tensor is not None:
+        inner = min(question.machine.network.levels[0].width, question.most)
+        numbers = question.devices or (question.most,)
+        others = {t for n in numbers for t in divisors(n) if t <= inner}
+        yield (
+            "tensor",
+            [
+                (f"tensor {t}", replace(question, tensor=(*question.tensor, t)))
+                for t in sorted(others - set(question.tensor))
+            ],
+        )
+    zeros = sorted({1, 2, 3} - set(question.zero))
+    yield "zero", [(f"ZeRO {z}", replace(question, zero=(*question.zero, z))) for z in zeros]
+    if question.recompute != "any":
+        free = replace(question, recompute="any")
+        yield "recompute", [("recompute blocks without a pipeline", free)]
+    if not {PLAIN.name, "all"} & set(question.schedules):
+        more = replace(question, schedules=(*question.schedules, PLAIN.name))
+        yield "schedule", [(f"schedule {PLAIN}", more)]
+    # The largest smaller batch, of those that divide it; and a larger one, for more shares.
     larger = [question.batch * factor for factor in LARGER]
-    for sizes in (smaller, larger):
-        tried = [(f"a batch of {size}", replace(question, batch=size)) for size in sizes]
-        yield from _first_that_fits(engine, base, kind="batch", tried=tried)
-
-
-def _force(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    question = engine.question
+    for sizes in (divisors(question.batch)[-2::-1], larger):
+        yield "batch", [(f"a batch of {size}", replace(question, batch=size)) for size in sizes]
     for pattern, how in question.force:
         left = tuple(pair for pair in question.force if pair != (pattern, how))
-        asked = replace(question, force=left)
-        yield from _first_that_fits(
-            PlanSearch(asked),
-            base,
-            kind="force",
-            tried=[(f"without --force {pattern}={how}", asked)],
-        )
+        yield "force", [(f"without --force {pattern}={how}", replace(question, force=left))]
 
 
-def _device(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
-    """The device with the least memory that does, of those with a datasheet."""
-    question = engine.question
+def _larger_devices(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Devices with a datasheet, those with the least memory first."""
     if question.memory is not None or question.groups:
         return
     machine = question.machine
@@ -364,29 +326,25 @@ def _device(engine: PlanSearch, base: float) -> Iterator[Relaxation]:
         for name, sheet in DATASHEETS.items()
         if sheet.memory > machine.device.memory and machine.dtype in sheet.peak
     )
-    tried = []
     for memory, name in larger:
         device = device_of(Device(preset=name), name)
         words = f"devices of {format_bytes(memory)}, such as {name}"
-        tried.append((words, replace(question, machine=replace(machine, device=device))))
-    yield from _first_that_fits(engine, base, kind="device", tried=tried, hardware=True)
-
-
-_RELAXATIONS = (_tensor, _zero, _recompute, _schedule, _batch, _force, _device)
+        yield words, replace(question, machine=replace(machine, device=device))
 
 
 def _first_that_fits(
     engine: PlanSearch,
     base: float,
-    *,
     kind: str,
     tried: Sequence[tuple[str, PlanRequest]],
+    *,
     hardware: bool = False,
 ) -> Iterator[Relaxation]:
     """The first question with a plan; the one before it is the `shorter` one."""
     shorter = None
     for change, question in tried:
-        same = question.machine is engine.question.machine
+        old = engine.question
+        same = question.machine is old.machine and question.force == old.force
         own = engine.related(question) if same else PlanSearch(question)
         if _fits(own):
             yield from _relaxed(
@@ -433,17 +391,11 @@ def _relaxed(
     )
 
 
-# The words for a question to which nothing fits: what is missing where, and what would do.
-
-
 def infeasible_error(
     question: PlanRequest, wider: HierarchicalNetwork | None = None
 ) -> NothingFits:
     """The error for a question to which nothing fits: how much is missing where, and each change
     that would do.
-
-    Args:
-        wider: As for `relaxations.look`.
     """
     engine = PlanSearch(question)
     verdict = find_relaxations(engine, wider)
@@ -515,9 +467,6 @@ def _or(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
 
 
-# What would make a plan fit that does not: single changes of it, each priced by the search.
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryFix:
     """A change with which a plan fits.
@@ -532,7 +481,7 @@ class MemoryFix:
 
 
 def excess_bytes(engine: PlanSearch, point: Point) -> int:
-    """Whole bytes by which the fullest device is over what is allowed; 0: it fits."""
+    """Whole bytes by which the fullest device exceeds what is allowed; 0: it fits."""
     question = engine.question
     over = [point.bytes_on(kind) - question.caps[kind] for kind, _ in point.amounts]
     return max(0, math.ceil(max(over, default=point.bytes - question.cap)))
@@ -543,7 +492,6 @@ def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
     devices of several types.
 
     Args:
-        engine: Of the plan's model, cluster and number of devices.
         point: A plan that holds more than is allowed.
     """
     if len(point.amounts) > 1:
@@ -551,7 +499,7 @@ def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
     found = [*_recomputed(engine, point), *_cut(engine, point)]
     for name in _FIXES:
         found += _moved(engine, point, name)
-    return tuple(sorted(found, key=lambda mend: mend.slower))
+    return tuple(sorted(found, key=lambda fix: fix.slower))
 
 
 def _memory_fix(

@@ -23,7 +23,6 @@ class MachineNumber:
 
     Attributes:
         name: "device.memory_rate", "links.node.latency".
-        value: With its unit.
         source: A datasheet, a measurement with its date, "assumed", "fitted", or the file.
     """
 

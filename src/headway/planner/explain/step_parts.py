@@ -40,8 +40,6 @@ class StageMemory:
 
     Attributes:
         share: Of what is allowed, with all stages of its device.
-        weights: Bytes of its parameters.
-        training: Bytes of gradients and optimiser.
         activations: Bytes kept for backward, of all micro-batches under way.
         again: Bytes for a moment, while a micro-batch passes.
         update: Bytes for a moment while the update runs, when nothing else but weights and training
@@ -59,8 +57,7 @@ class StageMemory:
 
 
 def step_parts(question: PlanRequest, point: Point) -> tuple[StepPart, ...]:
-    """The terms of a step, the largest first; those of nothing are left out, but for an exchange
-    that is hidden as a whole."""
+    """The terms of a step, the largest first; only those above `ROUNDING` of it, or hidden ones."""
     machine = question.of(point.amounts[0][0] if point.amounts else "").machine
     degrees, network = point.degrees, machine.network
     graph = question.work.graph
@@ -115,7 +112,7 @@ def fullest_stage_memory(question: PlanRequest, point: Point) -> StageMemory:
     stage = point.stages[number]
     weights = stage.params / (point.degrees.data if point.degrees.zero >= 3 else 1)
     updates = stage.passing > stage.kept + stage.moment
-    absent = 0.0 if updates else max(0.0, -stage.moment)  # gradients that are not there yet
+    absent = 0.0 if updates else max(0.0, -stage.moment)  # gradients that are not made yet
     return StageMemory(
         stage=number,
         bytes=stage.bytes,

@@ -63,7 +63,6 @@ def find_auto_plan(question: PlanRequest, limits: RecipeLimits, cluster: Cluster
 
     Args:
         question: With the numbers of the cluster; axes and objective are set here.
-        cluster: For the prediction's hash.
 
     Raises:
         NothingFits: With what would do.

@@ -19,7 +19,6 @@ def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Pred
 
     Args:
         question: That the point answers, or that prices it.
-        point: A plan, priced.
         cluster: That the question's machine was made of.
     """
     edges = 2 * (len(point.stages) - 1)

@@ -16,15 +16,15 @@ import numpy as np
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
+from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.pricing import Pricing
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import executor_lacks, point_of
-from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.planner.search.plan_point import CopyClass, Point, uniform_class
 from headway.planner.traffic.estimate import (
     collective_seconds,
     collectives_of,
-    uniform_class,
     uniform_point,
 )
 from headway.plans import Plan
@@ -67,7 +67,7 @@ def one_stage_per_rank(plan: Plan) -> Plan:
 def step_of_plan(
     plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()
 ) -> tuple[StepWork, Point | None]:
-    """A step as today's executor carries out the plan; and its price, where the search has one.
+    """A step as the executor carries out the plan; and its price, where the search has one.
 
     Args:
         plan: A legal one; any schedule, or a table.
@@ -88,8 +88,7 @@ def step_of_plan(
 
 
 def step_of_point(point: Point, search: PlanSearch) -> StepWork:
-    """A step of a plan that was found. What today's executor cannot run sums the gradients of
-    every unit as they come."""
+    """A step of a plan that was found."""
     again = tuple(number for number, stage in enumerate(point.stages) if stage.recompute)
     return _step(
         search, point, table_of_degrees(point.degrees, again), grid_of(point.degrees), None
@@ -140,10 +139,11 @@ def _class_stages(search: PlanSearch, point: Point, one: CopyClass) -> tuple[Sta
 
 
 def place_reductions(work: StepWork, plan: Plan | None, lacks: str) -> StepWork:
-    """With the sums where the executor has them.
+    """With the sums where the executor has them; what it cannot run sums the gradients of every
+    unit as they come.
 
     Args:
-        plan: Whose; None: of a point that was found.
+        plan: None: of a point that was found.
         lacks: What the executor lacks for such a point.
     """
     if work.grid.pipeline == 1:
@@ -182,7 +182,8 @@ def grid_of(degrees: Degrees) -> RankGrid:
 
 
 def _strides(plan: Plan) -> tuple[int, int, int]:
-    """Of the tensor axis, of data and of pipe: the last axis of a mesh varies fastest."""
+    """Of the tensor axis, of data and of pipe."""
+    # The last axis of a mesh varies fastest.
     sizes = [axis.size for axis in reversed(plan.mesh.axes)]
     names = [axis.name for axis in reversed(plan.mesh.axes)]
     inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
@@ -197,8 +198,8 @@ def _stage(
     search: PlanSearch, point: Point, number: int, inside: tuple[float, float], pricing: Pricing
 ) -> StageWork:
     degrees, stage = point.degrees, point.stages[number]
-    tables = search.tables_of(degrees.tensor, degrees.microbatch, point.kind)
-    units = list(_units(tables, point, stage))
+    tables, again = pricing.tables, int(stage.recompute)
+    units = pricing.units(stage.start, stage.stop, again, stage.price, point.border).tolist()
     held = _held([line[3] for line in units], stage.params)
     pieces = tuple(
         StageSegment(forward=line[0], backward=line[1], params=own)
@@ -232,7 +233,7 @@ def _stage(
 
 
 def _gathered(search: PlanSearch, point: Point, stage: PointStage) -> float:
-    """Seconds in which ZeRO 1 and 2 gather the new weights, which `Stage.after` has with the
+    """Seconds in which ZeRO 1 and 2 gather the new weights, which `PointStage.after` has with the
     update."""
     degrees, network = point.degrees, search.question.machine.network
     if degrees.zero not in (1, 2):
@@ -275,24 +276,8 @@ def _collectives(search: PlanSearch, point: Point) -> tuple[tuple[float, float],
     return tuple(found)
 
 
-def _ends(tables: SegmentTables, point: Point, stage: PointStage) -> tuple[int, int]:
-    first, last = tables.row[stage.start].entry, tables.row[stage.stop - 1].exit
-    return tables.place(first, point.border), tables.place(last, point.border)
-
-
-def _units(tables: SegmentTables, point: Point, stage: PointStage) -> Iterator[tuple[float, ...]]:
-    """`operators.PARTS` of each unit of a stage."""
-    again = int(stage.recompute)
-    ends = _ends(tables, point, stage)
-    way = tables.path(stage.start, stage.stop, again, stage.price, ends)
-    for unit, (entry, exit_) in zip(tables.row[stage.start : stage.stop], way, strict=True):
-        yield tuple(tables.solved(unit.kind).rows[again, stage.price, entry, exit_].tolist())
-
-
 def _message(tables: SegmentTables, point: Point, number: int) -> float:
     """Bytes that a stage hands to the next one."""
     if number + 1 == len(point.stages):
         return 0.0
-    tensor = tables.row[point.stages[number + 1].start].entry
-    split = point.border.startswith("S") and point.border in tables.states(tensor)
-    return tables.setting.bytes_of(tensor) / (point.degrees.tensor if split else 1)
+    return float(tables.crossing(point.border)[point.stages[number + 1].start])

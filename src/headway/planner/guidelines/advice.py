@@ -24,16 +24,14 @@ class AdviceFacts:
     Attributes:
         compute: T_C: seconds of forward and backward on one device.
         overhead: T_O: seconds of an iteration that more devices do not shorten.
-        efficiency: Wanted share of linear speed-up.
         workers: N, devices or nodes that train.
         server_rate: B_ps, bytes/s of one parameter server.
         link_rate: Bytes/s of a node's network, in each direction.
         node_rate: FLOP/s that a node reaches.
         batch: MB, of all nodes.
-        layers: Of the model, for the volumes.
         times: Of the model's layers on one node, for the windows.
         link: Of the gradient exchange, for the windows.
-        minibatch: What `knapsack.choose_minibatch` found.
+        minibatch: What `layer_algorithms.choose_minibatch` found.
         period: What its data set is to people: "an epoch".
     """
 
@@ -59,7 +57,6 @@ class Advice:
 
     Attributes:
         numbers: By symbol; seconds, bytes, FLOP/s or counts.
-        source: Paper and lemma.
     """
 
     question: str

@@ -30,6 +30,7 @@ from headway.collective.model.link_fit import LinkFit
 from headway.cost.device import Array
 from headway.graph.model_graph import ModelGraph, Operator, TensorSpec
 from headway.planner.estimate.gradient_exchange import serial_ends
+from headway.plans.tensor_layout import divisors
 
 _ROUNDING = 1e-9
 """A quotient this close above a whole number is that number."""
@@ -37,12 +38,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class DasLayer:
-    """A convolution; a fully connected layer has kernel and maps of 1 x 1.
+    """A convolution with kernel kw x kh, output ow x oh, input iw x ih; a fully connected layer has
+    1 x 1.
 
     Attributes:
-        kernel: kw, kh.
-        output: ow, oh.
-        input: iw, ih.
         first: Nobody needs the gradient of its input.
         element: Bytes of an activation, weight or gradient (size_data).
     """
@@ -113,16 +112,10 @@ def model_is_better(layer: DasLayer, batch: float, overlap: float = 1.0) -> bool
 def hybrid_volume(
     layer: DasLayer, batch: float, nodes: int, groups: int, overlap: float = 0.0
 ) -> float:
-    """Bytes per node with G groups.
+    """Bytes per node with G groups of N nodes and a batch of MB.
 
     comms_model = 2 size ifm iw ih MB / G, nothing where a group is one node;
     comms_data = size ofm ifm kw kh (2 - overlap) G / N, nothing where there is one group.
-
-    Args:
-        batch: MB, of all nodes.
-        nodes: N.
-        groups: G, a divisor of N.
-        overlap: As in `communication`.
 
     Raises:
         ValueError: G does not divide N.
@@ -142,14 +135,12 @@ def ideal_groups(layer: DasLayer, batch: float, nodes: int, overlap: float = 0.0
 
 
 def best_groups(layer: DasLayer, batch: float, nodes: int, overlap: float = 0.0) -> int:
-    """The divisor of N with the least volume; of equal ones that nearer to G*.
-
-    It is a neighbour of G*. Between the pure ends volumes fall until G* and rise after it; and a
-    pure end that is no neighbour cannot win: for 2 <= g <= G* the volume of g is at most 2 / g
-    times that of G = 1, for G* <= g <= N / 2 at most 2 g / N times that of G = N.
-    """
+    """The divisor of N with the least volume; of equal ones that nearer to G*."""
     ideal = ideal_groups(layer, batch, nodes, overlap)
     all_ = divisors(nodes)
+    # It is a neighbour of G*. Between the pure ends volumes fall until G* and rise after it; and a
+    # pure end that is no neighbour cannot win: for 2 <= g <= G* the volume of g is at most 2 / g
+    # times that of G = 1, for G* <= g <= N / 2 at most 2 g / N times that of G = N.
     below = max((g for g in all_ if g <= ideal), default=1)
     above = min((g for g in all_ if g >= ideal), default=nodes)
     return min(
@@ -165,7 +156,6 @@ class Matmul:
     Attributes:
         inputs: Elements per sample that enter.
         outputs: Elements per sample that leave.
-        element: Bytes of each of them.
     """
 
     inputs: float
@@ -182,14 +172,12 @@ def tensor_seconds(
     *,
     rate: Callable[[int, int], float],
 ) -> float:
-    """Exchange per iteration: 2 s (in + out) MB / d inside, 2 s W / t (d - 1) / d across.
+    """Exchange per iteration on N = t d devices: 2 s (in + out) MB / d inside, 2 s W / t (d - 1) /
+    d across.
 
     Args:
-        batch: MB, of all devices.
-        devices: N = t d.
-        degree: t.
-        rate: Bytes/s of a group by size and stride, as `cost.network.Network.rate_of`: the slower
-            of the levels that it spans.
+        rate: Bytes/s of a group by size and stride, as `HierarchicalNetwork.rate_of`: the slower of
+            the levels that it spans.
     """
     groups = devices // degree
     inside = 2 * matmul.element * (matmul.inputs + matmul.outputs) * batch / groups
@@ -208,23 +196,13 @@ def best_degree(
     )
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*low, *(number // d for d in low)}))
-
-
-# The layers of a captured model.
-
-
 def layers_of(graph: ModelGraph) -> tuple[DasLayer, ...]:
     """Convolutions and linear layers with weights, in the order of execution.
 
-    The positions of a sequence count as its output map; how many there are is told by the FLOPs,
-    since what was folded into an operator may have another shape than its product. Samples are the
-    first dimension of the graph's first input. A convolution in groups is left out: its volumes
-    follow other formulas.
+    The positions of a sequence count as its output map. A convolution in groups is left out: its
+    volumes follow other formulas.
     """
+    # Samples are the first dimension of the graph's first input.
     samples = next((spec.shape[0] for spec in graph.inputs.values() if spec.shape), 1)
     found = (_layer(operator, samples, *graph.specs(operator)) for operator in graph.operators)
     return tuple(layer for layer in found if layer is not None)
@@ -240,9 +218,10 @@ def _layer(
     if "weight" not in by_role or by_role["weight"][0] not in operator.parameters:
         return None
     weight, result = by_role["weight"][1], outputs[0]
-    # what was folded into an operator in front of it has given its input another role
+    # What was folded into an operator in front of it has given its input another role.
     others = (spec for role, (_, spec) in by_role.items() if role not in ("weight", "bias"))
     source = next(others, weight)
+    # By the FLOPs, since what was folded into an operator may have another shape than its product.
     positions = operator.flops.forward // (2 * math.prod(weight.shape) * max(1, samples))
     kernel, output, arrived = (1, 1), (positions, 1), (positions, 1)
     match operator.kind:
@@ -267,10 +246,6 @@ def _layer(
     )
 
 
-# Which part of the gradient exchange nobody can hide: the window of every layer, in closed
-# form.
-
-
 Need = Literal["forward", "update"]
 """When a layer's sum must be there: before its next forward, or at the end of backward, because
 the optimiser steps all parameters at once."""
@@ -281,8 +256,6 @@ class LayerTimes:
     """Of one layer on one node.
 
     Attributes:
-        forward: Seconds.
-        weight_grad: Seconds.
         input_grad: Seconds; 0 of the first layer.
         num_bytes: Of its gradients as the link sees them; 0: nothing is sent.
     """
@@ -368,8 +341,3 @@ def _exposed(
     exposed = np.zeros(len(late))
     exposed[order] = np.diff(most, prepend=0.0)
     return tuple(map(float, exposed))
-
-
-def smallest_bucket(link: LinkFit) -> float:
-    """Bytes B SW_lat from which on the link's bytes cost more than the software's latency."""
-    return link.latency / link.seconds_per_byte

@@ -1,12 +1,11 @@
 """Which algorithm each layer takes, and how large the minibatch is, under a bound on work space.
 
 The choice is optimal: a row of the Pareto front of (work space, time). If every layer has its own
-    work space, they
-add up (Zou: sum_k sum_l x_kl M_kl <= M_bound). If layers share a pool, because they run one after
-the other, the
-largest one counts: the pool is one more node of the graph of choices, whose choices are its sizes.
-    Source: Zou et
-al. 2017, section on the minibatch and the integer programme of its algorithms.
+work space, they add up (Zou: sum_k sum_l x_kl M_kl <= M_bound). If layers share a pool, because
+they run one after the other, the largest one counts: the pool is one more node of the graph of
+choices, whose choices are its sizes.
+
+Source: Zou et al. 2017, section on the minibatch and the integer programme of its algorithms.
 """
 
 from __future__ import annotations
@@ -20,21 +19,13 @@ import numpy as np
 
 from headway.cost.device import Array
 from headway.errors import PlanError
-from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm, LayerAlgorithms
+from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithms
 from headway.planner.guidelines.zou import left_for_algorithms
 from headway.planner.pareto.choice_graph import ChoiceGraph
 from headway.planner.pareto.solve import Solution, mini_time, solve
 from headway.units import format_bytes
 
 Mode = Literal["sum", "max"]
-__all__ = [
-    "AlgorithmProfile",
-    "LayerAlgorithm",
-    "LayerAlgorithms",
-    "choose_algorithms",
-    "choose_minibatch",
-    "frontier_of",
-]
 OBJECTIVES = ("bytes", "seconds")
 _POOL = "(pool)"
 
@@ -52,7 +43,6 @@ def frontier_of(layers: LayerAlgorithms, mode: Mode = "sum") -> tuple[ChoiceGrap
     """All choices of algorithms that nothing beats, as the frontier engine finds them.
 
     Args:
-        layers: What there is to choose from.
         mode: "sum": every layer has its work space; "max": all share one pool.
 
     Raises:
@@ -68,9 +58,7 @@ def choose_algorithms(
     """The fastest algorithms within M_bound.
 
     Args:
-        layers: What there is to choose from.
         bound: M_bound, bytes of work space.
-        mode: As in `frontier_of`.
 
     Raises:
         PlanError: None is within the bound; says how far it is.
@@ -123,7 +111,6 @@ class MinibatchTrial:
     Attributes:
         bound: M_bound; negative where the model does not fit.
         chosen: None where no algorithms fit.
-        iteration: Seconds.
         epoch: Seconds: iteration * ceil(dataset / X_mini).
     """
 
@@ -151,16 +138,11 @@ def choose_minibatch(
     most: int | None = None,
     mode: Mode = "sum",
 ) -> Minibatch:
-    """The minibatch with the shortest epoch; from small to large, until the model does not fit.
+    """The minibatch with the shortest epoch, of equal epochs the smaller one.
 
     Args:
         profile: Measures one minibatch; called only while the one before it fitted.
-        memory: M_GPU, bytes.
         most: The largest minibatch with which training still reaches its accuracy.
-        mode: As in `frontier_of`.
-
-    Returns:
-        Of equal epochs the smaller minibatch.
 
     Raises:
         PlanError: No minibatch fits.

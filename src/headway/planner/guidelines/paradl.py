@@ -52,7 +52,9 @@ class ParadlJob:
         samples: D, of an epoch.
         batch: B, of all devices.
         latency: alpha, seconds per message.
+        seconds_per_byte: beta.
         element: delta, bytes.
+        reuse: gamma.
         segments: S, micro-batches of a pipeline.
         begins: Layers with which the second and later groups of a pipeline begin.
     """
@@ -85,13 +87,7 @@ class ParadlJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ParadlRow:
-    """A line of the table.
-
-    Attributes:
-        computation: Seconds of an epoch.
-        communication: Seconds of an epoch.
-        memory: Bytes of a device.
-    """
+    """A line of the table: seconds of an epoch, bytes of a device, most devices."""
 
     computation: float
     communication: float

@@ -1,15 +1,13 @@
 """Advice for a model on a cluster: the lemmas' facts, and how its layers are best split.
 
 Every fact is a formula on the graph, priced by the cost model. The lemmas suppose data parallelism.
-A *node* is
-what the outermost level in use joins: a machine, or a device where one machine has them all. What
-    neither graph nor
-cluster says is named, not guessed. The choice per block is recomputation (Chen et al. 2016), in the
-place of the algorithms of a convolution, whose work spaces only a measurement knows.
+A *node* is what the outermost level in use joins: a machine, or a device where one machine has them
+all. What neither graph nor cluster says is named, not guessed. The choice per block is
+recomputation (Chen et al. 2016), in the place of the algorithms of a convolution, whose work spaces
+only a measurement knows.
 
 Splits of layers are closed forms on the captured layers: Kahira et al. 2021 (ParaDL); Das et al.
-    2016, hybrid
-parallelism, with the bandwidth of each level of links.
+2016, hybrid parallelism, with the bandwidth of each level of links.
 
 On devices of several types the lemmas are answered for each type as if all devices were of it.
 Lemma 1 of Zou et al. 2017 for unequal devices, as headway derives it: T = T_C / G + T_O with G
@@ -48,7 +46,6 @@ class AdviceRequest:
     """A model on so many devices.
 
     Attributes:
-        engine: Of the model and the cluster.
         microbatch: Samples that a device computes at once.
     """
 
@@ -99,8 +96,6 @@ class AdviceRequest:
         work = self.engine.question.work
         return work.graph.flops.total * self.batch / work.samples
 
-    # -- parts of the facts ----------------------------------------------------------------------
-
     @cached_property
     def minibatch(self) -> Minibatch | None:
         """What one device passes through the model at once, and which blocks it computes again;
@@ -149,11 +144,11 @@ class AdviceRequest:
 
 
 def _times(setting: OperatorSetting, operator: Operator) -> LayerTimes:
-    """Backward is divided as the FLOPs of both gradients, without FLOPs as their bytes."""
     forward, backward = operator_cost(setting, operator, legal_rules(setting, operator)[0], ())[
         :2
     ].tolist()
     flops, traffic = operator.flops, operator.traffic
+    # Backward is divided as the FLOPs of both gradients, without FLOPs as their bytes.
     work = flops if flops.input_gradient + flops.weight_gradient else traffic
     both = work.input_gradient + work.weight_gradient
     share = work.weight_gradient / both if both else 0.0
@@ -172,7 +167,6 @@ def advice_of(
     """The answers, and what is not known.
 
     Args:
-        efficiency: Wanted share of linear speed-up.
         measured: Minibatch and algorithms of a device for an epoch, in place of what the cost model
             says of recomputation.
     """
@@ -234,17 +228,11 @@ def _unknown(job: AdviceRequest, facts: AdviceFacts, measured: Minibatch | None)
         yield "servers of another kind: those here have a node's link"
 
 
-# How a network's layers are best split over devices: ParaDL's table, and Das' two axes.
-
-
 def advice_of_splits(job: AdviceRequest) -> Iterator[Advice]:
     """The answers that the model's layers allow, for more than one device."""
     if job.devices > 1:
         yield from _table(job)
         yield from _degrees(job)
-
-
-# -- ParaDL ---------------------------------------------------------------------------------------
 
 
 def rows_of(job: AdviceRequest) -> dict[str, paradl.ParadlRow]:
@@ -322,9 +310,6 @@ def _line(name: str, row: paradl.ParadlRow, devices: int, cap: float) -> str:
     return text if row.memory <= cap else f"{text}, too much"
 
 
-# -- Das ------------------------------------------------------------------------------------------
-
-
 def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     """For each kind of product the tensor degree with the least exchange."""
     found: dict[das.DasLayer, list[str]] = {}
@@ -357,19 +342,10 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     )
 
 
-# A practitioner's questions where the devices are of several types.
-
-
 def advice_of_mixed(
     search: PlanSearch, point: Point, *, efficiency: float = 0.8
 ) -> tuple[list[Advice], list[str]]:
-    """The answers, and what is not known.
-
-    Args:
-        search: Of the model and the cluster.
-        point: The plan, priced by it.
-        efficiency: Wanted share of linear speed-up.
-    """
+    """The answers, and what is not known."""
     jobs = {kind: _job(search, point, kind) for kind, _ in point.amounts}
     answers = list(_of_group(point, jobs, efficiency))
     unknown: list[str] = []

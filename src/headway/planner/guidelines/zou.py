@@ -15,11 +15,7 @@ _ROUNDING = 1e-9
 
 
 def efficiency(overhead: float, devices: float) -> float:
-    """alpha = (1 + R_O) / (1 + G R_O).
-
-    Args:
-        overhead: R_O, at least 0.
-        devices: G, at least 1.
+    """alpha = (1 + R_O) / (1 + G R_O) for R_O >= 0 and G >= 1.
 
     Raises:
         ValueError: A number is out of its range.
@@ -69,16 +65,14 @@ def allowed_overhead(devices: float, wanted: float) -> float:
 def parameter_servers(
     num_bytes: float, workers: int, rate: float, seconds: float
 ) -> tuple[int, float]:
-    """N_ps = ceil(2 S_p N_w / (B_ps T_C)): servers that hide their traffic behind the compute.
+    """N_ps = ceil(2 S_p N_w / (B_ps T_C)), at least 1, and the quotient before rounding: servers
+    that hide their traffic behind the compute.
 
     Args:
         num_bytes: S_p, of the parameters.
         workers: N_w, each of which sends gradients and fetches weights once in a round.
         rate: B_ps, bytes/s of one server.
         seconds: T_C, compute time of a round.
-
-    Returns:
-        N_ps, at least 1, and the quotient before rounding.
 
     Raises:
         ValueError: A number is not positive.

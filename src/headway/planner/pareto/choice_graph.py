@@ -63,20 +63,17 @@ class ChoiceGraph:
             raise PlanError(
                 "the graph of choices cannot be searched",
                 problems=problems,
-                fix="mend the costs of these nodes and edges",
+                fix="correct the costs of these nodes and edges",
             )
 
-    def choices_of(self, node: str) -> int:
-        """C_v."""
-        return len(self.nodes[node])
-
-    def evaluate(self, choices: Mapping[str, int]) -> Array:
-        """Cost (d,) of a strategy that names the choice of every node."""
-        total = np.zeros(len(self.objectives))
-        for name, costs in self.nodes.items():
-            total += costs[choices[name]]
+    def evaluate(self, choices: Mapping[str, int] | Mapping[str, Ints]) -> Array:
+        """Cost (d,) of a strategy that names the choice of every node; of strategies (n,) or any
+        shapes that broadcast, (..., d)."""
+        total: Array = sum(
+            (costs[choices[name]] for name, costs in self.nodes.items()), np.zeros(1)
+        )
         for (source, target), costs in self.edges.items():
-            total += costs[choices[source], choices[target]]
+            total = total + costs[choices[source], choices[target]]
         return total
 
     def named(self, choices: Mapping[str, int]) -> dict[str, str]:
@@ -137,9 +134,6 @@ def _problems_of_choices(graph: ChoiceGraph) -> Iterator[str]:
         number = len(graph.nodes.get(name, ()))
         if not 0 <= choice < number:
             yield f"node {name}: choice {choice} is forced, there are {number}"
-
-
-# The costs of a graph as tables over the nodes that still have a choice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +212,6 @@ def _aligned(
     return (0, *(1 + place for place in order), last), (0, *lengths, last)
 
 
-# In which order the nodes of a graph are eliminated, and by which rule.
-
-
 RULES = ("edge", "merge", "contract", "node", "triangle", "bucket", "last", "condition", "fix")
 
 
@@ -262,7 +253,6 @@ class EliminationOrder:
 
     Attributes:
         steps: In order; after them only tables without nodes are left.
-        log: The eliminations, by rule.
         blocked: Nodes that were taken out because a step would have exceeded the budget.
     """
 
@@ -283,7 +273,6 @@ def order_eliminations(
 
     Args:
         scopes: Nodes of each given table: one, or source and target of an edge.
-        sizes: Number of choices of each node.
         budget: Most pairs of (choices of the neighbours, choice of the node) in one step.
     """
     search = _OrderSearch(scopes, sizes, budget)

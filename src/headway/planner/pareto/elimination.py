@@ -2,21 +2,18 @@
 
 Three things stand here because each needs the one before it:
 
-* Least weighted costs. For each of J weightings of the objectives one sweep finds the least cost of
-a strategy, and
-  a sweep back the strategy and the least cost of everything outside of a table (Shafer and Shenoy
-  1990, "Probability propagation"). Exact, unless the graph has hubs: nodes that entangle it beyond
-  the budget. Hubs with few choices are all tried (cutset conditioning, Dechter 1999); otherwise the
-  bounds come from a relaxed graph.
-* The search region. A corner is the upper end of a box that no known strategy, divided by 1 +
-epsilon, dominates
-  (Klamroth, Lacour and Vanderpooten 2015); it is open as long as the bounds do not exclude its box.
-  Weightings between two neighbours follow Aneja and Nair 1979.
+* Least weighted costs. For each of J weightings of the objectives one sweep finds the least cost
+  of a strategy, and a sweep back the strategy and the least cost of everything outside of a table
+  (Shafer and Shenoy 1990, "Probability propagation"). Exact, unless the graph has hubs: nodes that
+  entangle it beyond the budget. Hubs with few choices are all tried (cutset conditioning, Dechter
+  1999); otherwise the bounds come from a relaxed graph.
+* The search region. A corner is the upper end of a box that no known strategy, divided by
+  1 + epsilon, dominates (Klamroth, Lacour and Vanderpooten 2015); it is open as long as the bounds
+  do not exclude its box. Weightings between two neighbours follow Aneja and Nair 1979.
 * The elimination itself (Cai et al. 2022, TensorOpt). A partial strategy is dropped only if the
-bounds of its
-  completions exclude every open box, so the error of an epsilon does not grow with the depth of the
-  graph. Each row of a table encodes the choice and the rows it was made from; undoing the steps in
-  reverse recovers the strategy.
+  bounds of its completions exclude every open box, so the error of an epsilon does not grow with
+  the depth of the graph. Each row of a table encodes the choice and the rows it was made from;
+  undoing the steps in reverse recovers the strategy.
 """
 
 from __future__ import annotations
@@ -100,7 +97,6 @@ def likely_cases(
 
     Args:
         hubs: With more combinations than can be tried.
-        weights: (J, d).
         choices: (J,) of every other node, of the relaxed graph.
     """
     cases: dict[tuple[int, ...], dict[str, int]] = {}
@@ -115,14 +111,12 @@ def likely_cases(
 def relax(
     scopes: Sequence[tuple[str, ...]], tables: Sequence[Floats], hubs: tuple[str, ...]
 ) -> tuple[list[tuple[str, ...]], list[Floats]]:
-    """Scalar tables (1, ..., J) in which every table of a hub may choose for it on its own.
-
-    The hub's own costs are shared out evenly, so that the sum is a lower bound.
-    """
+    """Scalar tables (1, ..., J) in which every table of a hub may choose for it on its own."""
     scopes, tables = list(scopes), list(tables)
     for hub in hubs:
         own = [number for number, scope in enumerate(scopes) if scope == (hub,)]
         shared = [n for n, scope in enumerate(scopes) if hub in scope and n not in own]
+        # The hub's own costs are shared out evenly, so that the sum is a lower bound.
         share = sum((tables[number] for number in own), np.zeros(1)) / len(shared)
         for number in shared:
             part = align(share, (hub,), scopes[number])
@@ -152,9 +146,6 @@ def _costs_of(network: CostTables, hub: str, chosen: dict[str, int], weight: Flo
             forbidden = np.isinf(costs[0])
             total += np.where(forbidden, np.inf, weight @ np.where(forbidden, 0.0, costs))
     return total
-
-
-# The least weighted costs of strategies, and of what completes a partial strategy.
 
 
 _CELLS = 4_000_000
@@ -191,7 +182,6 @@ def find_weighted_bounds(
     """Sweeps there and back, as many weightings at once as memory allows.
 
     Args:
-        weights: (J, d).
         whole: Also `outside` and `marginals`; without them it takes half of the time.
         hubs: Nodes that the order leaves out: every neighbour sees its own choice of them.
         given: Nodes that the order leaves out: `least` and `choices` get one axis in front for
@@ -208,7 +198,6 @@ def find_weighted_bounds(
 
 
 def join_bounds(some: WeightedBounds, more: WeightedBounds) -> WeightedBounds:
-    """The weightings of both."""
     return WeightedBounds(
         np.concatenate([some.weights, more.weights]),
         np.concatenate([some.least, more.least], axis=-1),
@@ -355,9 +344,6 @@ def _minus(total: Floats, part: Floats) -> Floats:
     return np.where(finite, total - np.where(finite, part, 0.0), np.inf)
 
 
-# Where the frontier may still hold something better than what is known.
-
-
 _ROUNDING = 1e-9
 _TIGHT = 4
 _PAIRS = 4_000_000
@@ -425,8 +411,6 @@ def find_open_corners(
     """The corners whose boxes the bounds of whole strategies do not exclude.
 
     Args:
-        bounds: Of whole strategies.
-        corners: (m, d).
         used: Weightings to which partial strategies are to be compared; `tight` are places in it.
     """
     costs = corners @ bounds.weights.T
@@ -445,7 +429,6 @@ def certified_factor(weights: Floats, least: Floats, corners: Floats) -> float:
     """The least f such that no strategy is below a corner divided by f.
 
     Args:
-        weights: (J, d).
         least: (J,), lower bounds of the weighted costs.
         corners: (m, d), of the strategies that are known.
     """
@@ -465,9 +448,6 @@ def neighbour_weightings(points: Floats, gaps: OpenCorners) -> Floats:
     inner = np.unique(after[(after > 0) & (after < len(points))])
     rise, fall = (points[inner] - points[inner - 1]).T
     return np.stack([-fall, rise], axis=1)
-
-
-# The best strategies found so far.
 
 
 _TOLERANCE = 1e-12
@@ -494,7 +474,7 @@ class Incumbents:
 
     def add(self, strategies: Mapping[str, Ints]) -> None:
         """Takes those that are allowed and not dominated; earlier ones stay where equal."""
-        costs = self.evaluate(strategies)
+        costs = self.graph.evaluate(strategies)
         allowed = (costs <= self.caps * (1 + _TOLERANCE)).all(axis=1)
         allowed &= np.isfinite(costs).all(axis=1)
         front = reduce_front(np.concatenate([self.costs, costs[allowed]]))
@@ -502,15 +482,6 @@ class Incumbents:
         self.costs = front.costs
         for name, before in self.strategies.items():
             self.strategies[name] = np.concatenate([before, strategies[name][allowed]])[rows]
-
-    def evaluate(self, strategies: Mapping[str, Ints]) -> Floats:
-        """Costs (n, d) of n strategies."""
-        total: Floats = np.zeros((1, len(self.graph.objectives)))
-        for name, costs in self.graph.nodes.items():
-            total = total + costs[strategies[name]]
-        for (source, target), costs in self.graph.edges.items():
-            total = total + costs[strategies[source], strategies[target]]
-        return total
 
     def points(self, epsilon: float = 0.0) -> Floats:
         """Their costs, divided by 1 + epsilon."""
@@ -532,7 +503,7 @@ class Incumbents:
 
 
 def _some(points: Floats) -> Floats:
-    """Not too many: without the others the corners are higher, which is safe."""
+    # Without the others the corners are higher, which is safe.
     kept = np.linspace(0, len(points) - 1, min(_FOR_CORNERS, len(points))).round()
     return points[kept.astype(np.int64)]
 
@@ -542,9 +513,6 @@ def _most(costs: Floats) -> Floats:
     flat = costs.reshape(-1, costs.shape[-1])
     most: Floats = np.where(np.isfinite(flat), flat, 0.0).max(axis=0)
     return most
-
-
-# Carries out an order of eliminations on fronts, and finds the strategy behind a row.
 
 
 _CANDIDATES = 2_000_000
@@ -570,7 +538,6 @@ class EliminationRecord:
     """How a table was made.
 
     Attributes:
-        step: Its node, inputs, number and scope.
         shape: Number of choices of the node (1 if there is none), then rows of each input.
         picks: (C_1, ..., C_k, K), places in this shape; -1 where a cell has fewer rows.
     """
@@ -588,7 +555,6 @@ class Eliminated:
         costs: (K, d).
         records: Of all steps, the last of which made the frontier.
         dropped: Rows that the limit `Pruning.rows` has cost.
-        peak: The most rows of a table.
     """
 
     costs: Floats
@@ -622,8 +588,6 @@ def eliminate(
 
 
 class _Elimination:
-    """Tables as they are made and used up."""
-
     def __init__(self, network: CostTables, order: EliminationOrder, pruning: Pruning) -> None:
         self.sizes = network.sizes
         self.pruning = pruning

@@ -123,7 +123,7 @@ def _drop_behind_pivots(costs: Floats, alive: Bools) -> None:
 
 
 def _sweep_two(costs: Floats, picks: Ints) -> tuple[Floats, Ints]:
-    """Sort by the first objective; keep what has less of the second than all before it."""
+    # Sorted by the first objective; what has less of the second than all before it is kept.
     order = np.argsort(take(costs[:1], picks)[0], axis=1, kind="stable")
     picks = np.take_along_axis(picks, order, axis=1)
     second = take(costs[1:], picks)[0]
@@ -161,11 +161,9 @@ def _sweep_many(costs: Floats, picks: Ints) -> tuple[Floats, Ints]:
 
 
 def _ranks(values: Floats, sets: Ints, number: int) -> Ints:
-    """Values without the first objective as whole numbers, such that sets cannot be compared.
-
-    A later set has higher ranks in the second objective and lower ones in the third.
-    """
+    """Values without the first objective as whole numbers, such that sets cannot be compared."""
     ranks = np.stack([np.unique(row, return_inverse=True)[1] for row in values[1:]])
+    # A later set has higher ranks in the second objective and lower ones in the third.
     ranks[0] += sets * len(sets)
     ranks[1] += (number - 1 - sets) * len(sets)
     return ranks
@@ -209,9 +207,6 @@ def _with(archive: Ints, more: Ints) -> Ints:
     keep = np.ones(joined.shape[1], dtype=np.bool_)
     keep[1:] = joined[1, 1:] < np.minimum.accumulate(joined[1])[:-1]
     return joined[:, keep]
-
-
-# The frontier: cost vectors of which none is worse than another in every objective.
 
 
 @dataclass(frozen=True, slots=True)

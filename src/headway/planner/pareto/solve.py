@@ -261,16 +261,9 @@ def _infeasible(network: CostTables, hubs: Hubs, known: Incumbents) -> PlanError
     return PlanError("no strategy is possible", problems=problems, fix=fix)
 
 
-# What a user asks of a frontier: mini-time of Cai et al. 2022 (TensorOpt).
-
-
 @dataclass(frozen=True, slots=True)
 class FrontierAnswer:
-    """One strategy of a frontier.
-
-    Attributes:
-        costs: (d,).
-    """
+    """One strategy of a frontier."""
 
     row: int
     costs: Floats
@@ -283,7 +276,7 @@ def mini_time(
     cap: Mapping[str, float],
     time: str = "seconds",
 ) -> FrontierAnswer:
-    """The fastest strategy within the caps.
+    """The fastest strategy within the caps (mini-time of Cai et al. 2022, TensorOpt).
 
     Raises:
         PlanError: None is within them; says how far each cap is from being met.

@@ -1,14 +1,12 @@
 """List scheduling of a pipeline's table, and local search on its critical path.
 
 List scheduling: an idle rank starts the most urgent action that is there and fits into the memory
-    bound; urgency is
-a number that the caller gives to every cell. Micro-batches of a stage stay in ascending order.
-Messages arrive after latency and transfer time; links are not shared here.
+bound; urgency is a number that the caller gives to every cell. Micro-batches of a stage stay in
+ascending order. Messages arrive after latency and transfer time; links are not shared here.
 
 Local search: only a change within a run of actions that follow each other without a gap on the
-    critical path can
-shorten a table (the blocks of job-shop scheduling: Grabowski, Nowicki and Smutnicki). Acceptance is
-late acceptance hill climbing (Burke and Bykov).
+critical path can shorten a table (the blocks of job-shop scheduling: Grabowski, Nowicki and
+Smutnicki). Acceptance is late acceptance hill climbing (Burke and Bykov).
 """
 
 from __future__ import annotations
@@ -98,8 +96,6 @@ def _entering(layout: PipePlacement) -> list[int]:
 
 
 class _Listing:
-    """One execution."""
-
     def __init__(self, problem: ListProblem, policy: UrgencyPolicy) -> None:
         self.problem, self.policy = problem, policy
         ranks = range(problem.layout.ranks)
@@ -213,11 +209,7 @@ def _same_microbatch(problem: ListProblem, a: int, b: int) -> bool:
 
 
 def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Random) -> list[float]:
-    """A rule drawn at random: a period between micro-batches, and how late weight gradients are.
-
-    Args:
-        solo: Their starts by `earliest_starts`.
-    """
+    """A rule drawn at random: a period between micro-batches, and how late weight gradients are."""
     total = max(solo)
     period = draw.uniform(0.0, 1.2) * _work_of_a_microbatch(problem)
     late = draw.choice((0.0, draw.uniform(0.0, 0.5) * total, 10.0 * total))
@@ -235,10 +227,6 @@ def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Ran
 def _work_of_a_microbatch(problem: ListProblem) -> float:
     """Per rank, on average."""
     return sum(problem.seconds) / (problem.layout.ranks * len(problem.entering))
-
-
-# Local search on the rows of a table: actions on the critical path move to other places in a
-# row.
 
 
 _ROUNDING = 1e-9

@@ -24,8 +24,6 @@ class PipePlacement:
     """Pipes, and what their stages cost.
 
     Attributes:
-        ranks: D.
-        pipes: That share the ranks.
         costs: Of one micro-batch at each stage of a pipe.
     """
 
@@ -53,11 +51,10 @@ class PipePlacement:
 def make_placement(
     placement: str, ranks: int, microbatches: int, costs: StageCosts
 ) -> PipePlacement:
-    """The layout of a name.
+    """The layout of a name, of N micro-batches on D ranks.
 
     Args:
         placement: "straight", "v", "loop", "w", "both-directions" or "both-v".
-        ranks: D.
         microbatches: N; both directions take half each, the downward one the odd one.
         costs: Of D, 2D or 4D stages, from which `costs_of` makes those of the layout.
 

@@ -7,9 +7,8 @@ the best known one, and depends on the seed alone unless a time limit is given.
 
 The lower bound holds for every order, with whole or split backwards, and for tables that recompute.
 For rank r it is max(head + work, first + work - early), where nothing reaches r before `head`, no
-gradient before
-`first`, and at most `early` of forward work fits into the memory before the first gradient. It is
-headway's own.
+gradient before `first`, and at most `early` of forward work fits into the memory before the first
+gradient. It is headway's own.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def _seconds(layout: PipePlacement, kind: ActionKind, pipe: SchedulePipe, stage:
 
 
 def _hop(layout: PipePlacement, pipe: SchedulePipe, giver: int, taker: int) -> float:
-    """From the end of a stage to the arrival of its result at a neighbouring one."""
     if pipe.placement[giver] == pipe.placement[taker]:
         return 0.0
     wire = layout.costs.message
@@ -123,9 +121,6 @@ def _early(pieces: list[Piece], most: float) -> float:
     return total
 
 
-# The tables of the literature that are legal in a layout: where a search starts from.
-
-
 _BYTES_ROUNDING = 1e-9
 
 
@@ -159,10 +154,6 @@ def _named(layout: PipePlacement) -> Iterator[PipelineSchedule]:
             continue
         if set(schedule.pipes) == set(layout.pipes):
             yield replace(schedule, recompute=())
-
-
-# A table under a memory bound for given costs, found by search: also for unequal stages and
-# ranks.
 
 
 _ROUNDING = 1e-9
@@ -236,8 +227,8 @@ def search_schedule(
         microbatches: N.
         costs: Of D stages (finer placements cut them in halves), or of 2D or 4D.
         most_activations: That a rank may hold, in the unit of `costs.activation`.
-        placements: Of `layouts.PLACEMENTS`: "straight", "v", "loop", "w" hold one copy of the
-            weights, "both-directions" and "both-v" two.
+        placements: "straight", "v", "loop", "w" hold one copy of the weights, "both-directions" and
+            "both-v" two.
         budget: How much work; the default takes seconds.
 
     Raises:
@@ -370,7 +361,6 @@ class _TableSearch:
 
 
 def _share(budget: int, turn: int) -> int:
-    """Of one turn."""
     return budget // _TURNS + (turn < budget % _TURNS)
 
 
@@ -398,7 +388,7 @@ def _half_of(action: Action, problem: ListProblem) -> float:
 
 
 def _add(pool: list[TableCandidate], candidate: TableCandidate) -> None:
-    """Keep the shortest; of equally long ones the newest, so that the search moves on."""
+    # Of equally long ones the newest stays, so that the search moves on.
     pool[:] = [o for o in pool if abs(candidate.makespan - o.makespan) > _ROUNDING]
     pool.append(candidate)
     pool.sort(key=lambda other: other.makespan)

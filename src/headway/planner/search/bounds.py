@@ -51,29 +51,25 @@ def lower_hull_bound(seconds: Array, held: Array, cap: float) -> tuple[float, fl
 
 
 def step_lower_bound(degrees: Degrees, forward: Array, backward: Array) -> Array:
-    """Seconds that a table takes at least for a model whose passes take so long on one device.
-
-    Of any table: all ranks together compute m micro-batches, and no micro-batch passes faster than
-    its chain of forwards. GPipe, for ranks r and q: all stages once, m - 1 more forwards on r and
-    backwards on q; the mean over the ranks is (m + p - 1) / p. 1F1B with m > p has for every rank r
-    the path to the last rank and back, then r's row, then to the last rank and back again: stages
-    before r once, those behind it twice, r itself m - p + 1 + r times; weights
-    w(r+1) = w(r) (m - p - 1 + r) / (m - p + 1 + r) of these paths make every stage count
-    (m + p - 1) / p times. With fewer micro-batches, for every r: all stages once and m - 1 more
-    forwards, or backwards, on r.
-
-    Args:
-        forward: Of one micro-batch in all stages.
-    """
+    """Seconds that a table takes at least for a model whose passes take so long on one device."""
     m, p = degrees.microbatches, degrees.pipeline
     both = forward + backward
     if p == 1:
         return m * both
+    # GPipe, for ranks r and q: all stages once, m - 1 more forwards on r and backwards on q; the
+    # mean over the ranks is (m + p - 1) / p. 1F1B with m > p has for every rank r the path to the
+    # last rank and back, then r's row, then to the last rank and back again: stages before r once,
+    # those behind it twice, r itself m - p + 1 + r times. Weights w(r+1) = w(r) (m - p - 1 + r) /
+    # (m - p + 1 + r) of these paths make every stage count (m + p - 1) / p times.
     held = SCHEDULES[degrees.schedule].held
     if held == "all" or (held == "depth" and m > p):
         return both * (m + p - 1) / p
+    # Of any table: all ranks together compute m micro-batches, and no micro-batch passes faster
+    # than its chain of forwards.
     whole = both * m / p
     if held == "depth":
+        # 1F1B with m <= p, for every r: all stages once and m - 1 more forwards, or backwards, on
+        # r.
         return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
     return np.maximum(whole, forward)
 
@@ -86,33 +82,32 @@ def one_f_one_b_lower_bound(
     wire: Array,
     sums: Array,
 ) -> float:
-    """Seconds that a table of 1F1B takes at least with these stages: for every rank the first
-    micro-batch's way to it, all that it computes, and the last one's way back, or its sum; and the
-    way to the last rank and back, the rest of a rank's row, and the way back.
+    """Seconds that a table of 1F1B takes at least with these stages, (p,) arrays.
 
     Args:
-        microbatches: m.
         under_way: Micro-batches that each rank holds at most.
         forward: Seconds of each stage, of one micro-batch.
-        seconds: The same, of both passes.
-        wire: Seconds of a message at each border.
+        wire: Seconds of a message at each border, (p - 1,).
         sums: Seconds of the sum of each stage's gradients.
     """
     backward = seconds - forward
     before = np.concatenate([[0.0], np.cumsum(forward[:-1] + wire)])
     behind = np.concatenate([[0.0], np.cumsum(backward[:-1] + wire)])
+    # Of every rank: the first micro-batch's way to it, all that it computes, and the last one's way
+    # back, or its sum.
     own = before + microbatches * seconds + np.maximum(behind, sums)
+    # Or to the last rank and back, the rest of a rank's row, and back again.
     through = before[-1] + behind[-1] + seconds[-1]
     rest = (microbatches - under_way) * forward + (microbatches - 1) * backward
     return float(max(own.max(), through + rest.max()) * (1.0 - ROUNDING))
 
 
 def indivisible_units_bound(tables: SegmentTables, degrees: Degrees) -> float:
-    """Seconds below which no step is, because units are not divided: of n units of one kind some
-    rank has at least n / p, rounded up; with copies, some ranks that have the same stages together.
-    """
+    """Seconds below which no step is, because units are not divided."""
     p, pipes = degrees.pipeline, degrees.pipes
     counts, seconds = tables.kinds
+    # Of n units of one kind some rank has at least n / p, rounded up; with copies, some ranks that
+    # have the same stages together.
     most = (degrees.microbatches // pipes) * -(-counts * pipes // p)
     return float((most * seconds).max())
 
@@ -163,11 +158,12 @@ class SearchBounds:
         return lower_hull_bound(seconds, held, question.cap)
 
     def floor(self, degrees: Degrees) -> float:
-        """Seconds below which no plan of these degrees is, whatever its cut, its schedule, its
-        order of axes and its placements: work evenly spread without a bubble, and what of the
-        exchange is longer than all backward passes."""
+        """Seconds below which no plan of these degrees is, whatever its cut, schedule and
+        placements."""
         forward, backward = self._least_seconds(degrees.tensor, degrees.microbatch)
         m, p, d = degrees.microbatches, degrees.pipeline, degrees.data
+        # Work evenly spread without a bubble, and what of the exchange is longer than all backward
+        # passes.
         compute = (forward + backward) * m / p
         if d == 1:
             return compute
@@ -265,9 +261,8 @@ class LayoutBounds:
         return (m - 1) * slowest[:need] + through[:need]
 
     def _copy(self, stages: tuple[tuple[str, int], ...], tensor: int) -> tuple[Array, Array]:
-        """Least seconds of a copy's slowest stage, and of all its stages one after the other, with
-        micro-batches of 1, 2, ... samples.
-        """
+        """(n,) least seconds of a copy's slowest stage, and of all its stages one after the other,
+        with micro-batches of 1, 2, ... n samples."""
         key = (stages, tensor)
         if key not in self._copies:
             counts = np.array(list(self._kinds.values()))
@@ -279,7 +274,6 @@ class LayoutBounds:
 
     @cached_property
     def _kinds(self) -> Mapping[int, int]:
-        """How many units there are of each kind."""
         return Counter(unit.kind for unit in self.first.row)
 
     def _spread(self, kind: str, tensor: int) -> Array:
@@ -307,7 +301,8 @@ class LayoutBounds:
         return self._bounds[key]
 
     def held(self, combination: Combination) -> float:
-        """Bytes that the fullest device needs at least: some copy takes no less than the mean."""
+        """Bytes that the fullest device needs at least."""
+        # Some copy takes no less than the mean.
         microbatch = -(
             -self.question.batch // combination.degrees.microbatches // combination.degrees.data
         )

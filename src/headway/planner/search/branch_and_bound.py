@@ -2,8 +2,10 @@
 
 Combinations are opened in the order of their lower bounds: of compute alone at first, of their own
 tables then. One whose bounds a known point beats is never opened. The same request gives the same
-points in the same order, and `gap` is proven by the bounds of all that was left closed. Planning by
-levels as in Zheng et al. 2022 (Alpa) and Cai et al. 2022 (TensorOpt; the objectives).
+points in the same order, and `gap` is proven by the bounds of all that was left closed.
+
+Planning by levels as in Zheng et al. 2022 (Alpa) and Cai et al. 2022 (TensorOpt; the objectives);
+shares of a batch for unequal devices with `balance = "whale"` by Algorithm 1 of Jia et al. 2022.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class SearchResult:
 
 
 def point_objectives(point: Point) -> tuple[float, ...]:
-    """What a point is judged by, where devices of all types cost the same."""
+    """(seconds, bytes, devices), where devices of all types cost the same."""
     return point.seconds, point.bytes, float(point.devices)
 
 
@@ -122,7 +124,7 @@ def pareto_optimal(
 def distinct_points(
     points: Iterable[Point], of: Callable[[Point], tuple[float, ...]] = point_objectives
 ) -> tuple[Point, ...]:
-    """Fastest first, without points that another one equals to a thousandth with fewer devices."""
+    """Fastest first, without points that one with fewer devices equals to a thousandth."""
     found, kept = sorted(points, key=of), []
     for point in found:
         near = np.array(of(point)) * ALIKE
@@ -135,8 +137,9 @@ def distinct_points(
 def microbatch_shares(
     bounds: LayoutBounds, combination: Combination, caps: Mapping[str, float]
 ) -> np.ndarray:
-    """(n, classes): micro-batches of the classes that together have the batch, none larger
-    than it must be beside the others."""
+    """(n, classes): micro-batches of the classes that together have the batch, none larger than it
+    must be beside the others.
+    """
     need = -(-bounds.question.batch // combination.degrees.microbatches)
     copies = [number for _, number in combination.classes]
     if bounds.question.balance == "whale":
@@ -156,7 +159,7 @@ def microbatch_shares(
 def _by_algorithm_1(
     bounds: LayoutBounds, combination: Combination, caps: Mapping[str, float], need: int
 ) -> tuple[int, ...] | None:
-    """Whale's shares: by the rates of the devices of a copy, within its memory."""
+    """Whale's shares: by the rates of the devices of a copy, within its memory; None: none fit."""
     kept = bounds.first.kept * min(combination.degrees.microbatches, combination.degrees.pipeline)
     shares = [
         DeviceShare(
@@ -188,8 +191,6 @@ class LayoutCandidate:
     """A combination on devices of several types, as `PlanCandidate` is one on devices of one type.
 
     Args:
-        sharing: The combination with sizes of micro-batches.
-        caps: Bytes of a device, by type.
         known: Whether a known plan is as good as one with these seconds and bytes.
 
     Attributes:
@@ -223,13 +224,10 @@ class LayoutCandidate:
     def fastest(self, cap: float, limit: float = np.inf, *, parts: bool = True) -> Point | None:
         """The fastest plan within the memory that is of use.
 
-        Sizes of micro-batches are tried in the order of what they are estimated to take: their
-        bound times what the last ones took above theirs.
-
         Args:
             cap: Bytes, of a device of any type.
             limit: Seconds from which on no plan is of use.
-            parts: All are always there.
+            parts: For `PlanCandidate`'s sake: here all parts are always there.
         """
         combination, bounds = self.combination, self.bounds
         proof = bounds.question.proof
@@ -263,6 +261,8 @@ class LayoutCandidate:
         while open_.any():
             if not proof and tries == TRIES:
                 break
+            # By estimated time: the bound of each size times what the last priced shares took above
+            # theirs.
             estimates = np.where(open_, (costs * factors[:, None]).max(axis=0), np.inf)
             place = int(estimates.argmin())
             known = np.inf if best is None else best.seconds
@@ -335,8 +335,8 @@ class PlanSearch:
         self._picks: Picks = WeakKeyDictionary()
 
     def related(self, question: PlanRequest) -> PlanSearch:
-        """A search of another question of the same model, machines and forced choices: its tables
-        are these."""
+        """A search of another question on the same model, machines and forced choices, with these
+        tables."""
         other = copy.copy(self)
         other.question = question
         other.types = {kind: copy.copy(bounds) for kind, bounds in self.types.items()}
@@ -402,11 +402,9 @@ class PlanSearch:
         return self.types[kind] if kind else self.bounds
 
     def combinations(self) -> Iterator[Combination]:
-        """All of them."""
-        return filter(self._allowed, self._every_combination())
-
-    def _allowed(self, combination: Combination) -> bool:
-        return self.allow is None or self.allow(combination.degrees)
+        """All that the question allows."""
+        every = self._every_combination()
+        return (one for one in every if self.allow is None or self.allow(one.degrees))
 
     def _every_combination(self) -> Iterator[Combination]:
         question = self.question
@@ -467,7 +465,7 @@ class PlanSearch:
         )
 
     def open(self, combination: Combination) -> PlanCandidate | LayoutCandidate:
-        """A combination on the tables of its types."""
+        """A combination with the tables of its types."""
         if combination.layout is None:
             return self.candidate(combination.degrees, combination.kind)
         return LayoutCandidate(
@@ -489,9 +487,9 @@ class PlanSearch:
         )
 
     def _cell_candidate(self, kind: str, degrees: Degrees) -> PlanCandidate:
-        """The last ones are kept: other layouts have the same."""
         key = (kind, degrees)
         if key not in self._candidates:
+            # Other layouts have the same cells; tables of all would not fit into memory.
             while len(self._candidates) >= KEPT:
                 self._candidates.pop(next(iter(self._candidates)))
             self._candidates[key] = self.candidate(degrees, kind)
@@ -515,10 +513,10 @@ class PlanSearch:
             cap *= candidate.band
 
     def _known_within(self, cap: float, combination: Combination) -> float:
-        """Seconds from which on no plan of this band is of use. Of the frontier: a slower one is
-        beaten, or needs less than the band and is sought again below it."""
+        """Seconds from which on no plan of this band is of use."""
         question = self.question
         if question.objective == "frontier":
+            # A slower one is beaten, or needs less than the band and is sought again below it.
             found = [
                 max(point.seconds, self._equal_cost(point, combination))
                 for point in self.points
@@ -547,16 +545,13 @@ class PlanSearch:
         self.points, self._known = pareto_optimal(self.points, self._figures)
 
     def _figures(self, point: Point | Combination, *own: float) -> tuple[float, ...]:
-        """What a point is judged by; of groups with money: slower devices may cost less than fewer
-        fast ones.
-
-        Args:
-            own: Seconds and bytes, where they are not the point's.
-        """
+        """What a point is judged by, with `own` as seconds and bytes where they are not the
+        point's."""
         seconds, held = own if isinstance(point, Combination) else (point.seconds, point.bytes)
         found = (seconds, held, float(point.devices))
         if not point.amounts:
             return found
+        # Of groups with money: slower devices may cost less than fewer fast ones.
         return *found, self.question.cost(point.devices, seconds, point.amounts)
 
     def _known_is(self, combination: Combination, seconds: float, held: float) -> bool:
@@ -569,13 +564,7 @@ class PlanSearch:
         return bool((self._known <= most).all(axis=1).any())
 
     def _beaten(self, seconds: float, cap: float, combination: Combination, held: float) -> bool:
-        """Whether nothing of use can be found.
-
-        Args:
-            cap: that needs at most this memory
-            combination: on its devices,
-            held: and none needs less memory than this.
-        """
+        """Whether nothing of use can be found."""
         if not len(self.points):
             return False
         if self.question.objective == "frontier":
@@ -621,7 +610,6 @@ class PlanSearch:
         return self._type(combination.kind).floor(combination.degrees)
 
     def _impossible(self) -> PlanError:
-        """Without looking for changes that would do: `infeasible_error` does."""
         question = self.question
         problems = [
             f"{' or '.join(map(str, question.devices))} devices, {format_bytes(question.cap)} "
@@ -645,8 +633,8 @@ def find_plans(question: PlanRequest) -> SearchResult:
     """The frontier of plans, and the one that meets the objective.
 
     Raises:
-        NothingFits: No plan is within the memory; `refusal.refusal` says what would do.
-        PlanError: What is forced cannot be.
+        NothingFits: No plan is within the memory; `explain.infeasible` says what would do.
+        PlanError: What is forced is not possible.
     """
     return PlanSearch(question).run()
 

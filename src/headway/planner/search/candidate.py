@@ -1,13 +1,15 @@
-"""One combination of degrees: its lower bounds, its stages and cuts, and its best plans.
+"""One combination of degrees: its bounds from its own tables, its cuts, and its best plans.
 
 A cut is the best one by Alpa's sum of stages; its price is what the schedule's table takes with
 these stages, their messages and sums. Without a pipeline the exchange behind the last backward
 counts as far as nothing hides it.
 
-Lower bounds are never above what the combination's best plan costs, so what they drop could not
-have been on the Pareto front. The strategies of an interval are kept in the order of their times,
-each with the number of micro-batches under way up to which it fits; what fits is then found in one
-sweep.
+`PlanCandidate` stands on devices of one type. `ShareCandidate` has copies on several types, with
+micro-batches of different sizes: every stage is as slow as its slowest copy, and of all strategies
+of a stage the one counts that is best for that copy.
+
+Sources: Zheng et al. 2022 (Alpa), the cuts; Jia et al. 2022 (Whale), balancing inside and between
+task graphs.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from headway.planner.estimate.partition import (
     forced_stage_starts,
     unnameable_units,
 )
-from headway.planner.estimate.pipeline_time import PeriodicTable, make_periodic_table
+from headway.planner.estimate.pipeline_time import PeriodicTable, PointStage, make_periodic_table
 from headway.planner.estimate.pricing import (
     IntervalRows,
     Pricing,
     StrategiesByTime,
     sort_strategies,
 )
-from headway.planner.estimate.segments import SegmentTables
+from headway.planner.estimate.segments import ROUNDING, SegmentTables
 from headway.planner.search.bounds import (
     indivisible_units_bound,
     lower_hull_bound,
@@ -47,18 +49,14 @@ from headway.planner.search.bounds import (
     step_lower_bound,
 )
 from headway.planner.search.device_layout import Combination
-from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.planner.search.plan_point import CopyClass, Point, uniform_class
 from headway.planner.whale.load_balance import slowest_stage
 from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
 
 WIDTH = 4
 """Times the mean number of units of a stage: cuts with longer stages are sought later."""
-
-
 SHARES = 2
 """How often the memory of a rank with several stages is divided between them in another way."""
-
-
 FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
 
@@ -67,8 +65,6 @@ class PlanCandidate:
     """A combination of degrees, ready to be asked for the fastest plan within a memory.
 
     Args:
-        tables: Of its tensor degree and micro-batch.
-        itemsize: Bytes of a parameter.
         shared: Facts of the model; made where not given.
         may_recompute: Whether units may keep only what enters them.
         kind: The type of the devices, where the request has groups.
@@ -113,23 +109,20 @@ class PlanCandidate:
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """Units that must begin a stage."""
         return forced_stage_starts(self.tables.setting.force, self.tables.row)
 
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
-        """Micro-batches under way of each stage, on the rank that holds most of it."""
+        """Micro-batches in flight of each stage, on the rank that holds most of it."""
         return (1,) if self.book is None else self.book.in_flight()
 
     def bound(self, cap: float = np.inf) -> tuple[float, float]:
-        """(seconds, bytes) that no plan of it within `cap` is below.
-
-        The stages' bytes add up to at most p caps, so that their seconds are at least those of the
-        lower hull of the whole model's strategies. All ranks compute m / p micro-batches and sum
-        their gradients behind them, or wait as the table says.
-        """
+        """(seconds, bytes) that no plan of it within `cap` is below."""
+        # The stages' bytes add up to at most p caps, so their seconds are at least those of the
+        # lower hull of the whole model's strategies. All ranks compute m / p micro-batches and sum
+        # their gradients behind them, or wait as the table says.
         least, need = lower_hull_bound(*self._spread, min(cap, self.limit))
-        return max(least, self._crowded), need
+        return max(least, self._indivisible), need
 
     @cached_property
     def _spread(self) -> tuple[Array, Array]:
@@ -147,7 +140,7 @@ class PlanCandidate:
         return seconds.ravel(), held.ravel()
 
     def there(self, rows: Array) -> Array:
-        """Bytes of state at any moment of a step; rows (..., columns) as `IntervalRows` says."""
+        """Bytes of state at any moment of a step."""
         found: Array = rows[..., IntervalRows.STATE] * (
             1.0 - self.late / self.pricing.memory.per_byte
         )
@@ -158,8 +151,8 @@ class PlanCandidate:
         return self.late > 0 and self._in_flight[stage] == self.degrees.microbatches
 
     def first(self, rows: Array) -> Array | None:
-        """(classes, 2, K) bytes for a moment above state and kept ones, of a late stage; None:
-        none is late. In the second backward all gradients are there, and a micro-batch less.
+        """(classes, 2, K) transient bytes of a late stage above state and kept ones; None: none is
+        late.
 
         Args:
             rows: (classes, 2, K, 9) as `IntervalRows` says.
@@ -170,20 +163,16 @@ class PlanCandidate:
         first = np.asarray(self.early(first, rows[..., IntervalRows.MORE]))
         if self.degrees.microbatches == 1:
             return np.broadcast_to(first, rows.shape[:-1])
+        # In the second backward all gradients are made, and a micro-batch less is in flight.
         return np.maximum(first, rows[..., IntervalRows.MORE] - rows[..., IntervalRows.KEPT])
 
     def early(self, first: Number, more: Number) -> Number:
-        """Bytes for a moment in the first backward of a step, as a rank keeps its gradients.
-
-        Args:
-            first: As `Pricing.first` has it, where all gradients are kept.
-            more: Where they are there already, as `IntervalRows` says.
-        """
+        """Transient bytes in the first backward of a step, as a rank keeps its gradients."""
         share = self.degrees.gradient_share
         return share * first + (1.0 - share) * more
 
     @cached_property
-    def _crowded(self) -> float:
+    def _indivisible(self) -> float:
         return indivisible_units_bound(self.tables, self.degrees)
 
     def _enough(self, cap: float, known: float) -> bool:
@@ -193,25 +182,47 @@ class PlanCandidate:
         return bool((places.sum(axis=1) >= room.counts[:, 0]).all())
 
     def places(self, cap: float, known: float, whole: float) -> Array:
-        """(kinds, stages): `Room.places` of this combination; arguments as there."""
-        per_byte = self.pricing.memory.per_byte
-        return self.tables.room.places(
-            self.degrees,
-            self._in_flight,
-            self._passes,
-            state=per_byte,
-            passing=self.pricing.memory.passing,
-            tied=float(self.shared.whole[0]) / self.degrees.tensor * per_byte,
-            late=self.late,
-            cap=cap,
-            known=known,
-            whole=whole,
-        )
+        """(kinds, stages): how many units of a kind each stage has room for.
+
+        Args:
+            known: Seconds of a step that are too many.
+            whole: Seconds that all units take at least.
+        """
+        room, memory = self.tables.room, self.pricing.memory
+        number = np.array(self._in_flight, dtype=np.float64)
+        own, places = room.params * memory.per_byte, np.zeros((len(room.counts), len(number)))
+        # Units count the state of what is tied more than once.
+        cap = cap + float(self.shared.whole[0]) / self.degrees.tensor * memory.per_byte
+        with np.errstate(divide="ignore", invalid="ignore"):
+            longest = self._longest(number, known, whole)
+            updated = cap / (own * (1.0 + memory.passing))
+            for again in self._passes:
+                late = number == self.degrees.microbatches
+                there = own - np.where(late, room.params * self.late, 0.0)
+                left = cap - room.peak[again] * (there == own)
+                held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * room.kept[again]))
+                fits = np.minimum(np.minimum(held, updated), longest / room.seconds[again])
+                places = np.maximum(places, np.nan_to_num(fits, nan=np.inf, posinf=np.inf))
+        found: Array = np.floor(places * (1.0 + ROUNDING))
+        return found
+
+    def _longest(self, in_flight: Array, known: float, whole: float) -> Array:
+        """Seconds of a micro-batch that each stage may take at most."""
+        degrees, m = self.degrees, self.degrees.microbatches
+        # Its rank has all micro-batches to compute; with 1F1B one goes to the last rank and back
+        # before the others' backwards.
+        longest = np.full(len(in_flight), known / max(1, m // degrees.pipes))
+        if SCHEDULES[degrees.schedule].held == "depth" and m > 1:
+            times = (m - 1) - (in_flight - 1.0) * self.tables.room.ahead
+            longest = np.minimum(longest, max(known - whole, 0.0) / times)
+        return longest
 
     def _prepared(self, border: str, width: int = 0) -> tuple[Array, np.ndarray]:
-        """(classes, 2, K, 9) as `IntervalRows` says, and the prices; of stretches of at most
-        `width` units,
-        0: of all."""
+        """(classes, 2, K, 9) as `IntervalRows` says, and the prices.
+
+        Args:
+            width: Intervals of at most so many units; 0: all.
+        """
         key = border, width
         if key not in self._known:
             several = self.degrees.pipeline > 1
@@ -223,7 +234,6 @@ class PlanCandidate:
         return self._known[key]
 
     def _order(self, border: str, width: int) -> StrategiesByTime:
-        """The strategies of every class, the fastest first."""
         key = border, width
         if key not in self._orders:
             rows = self._prepared(border, width)[0]
@@ -239,7 +249,7 @@ class PlanCandidate:
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        """How many units a stage may have, as a cut is sought first, then, and (0) any number."""
+        """How many units a stage may have, as cuts are sought; 0, at last: any number."""
         length = len(self.tables.row)
         few = [WIDTH * -(-length // self.degrees.stages)]
         while few[-1] < length / 2:
@@ -253,8 +263,7 @@ class PlanCandidate:
         return int(np.minimum(places, counts).sum(axis=0).max())
 
     def _picked(self, border: str, cap: float, width: int = 0) -> tuple[Array, np.ndarray]:
-        """(stages, classes): the least time of a stage with so many behind it, and its strategy;
-        `width` as in `_prepared`."""
+        """(stages, classes): the least time of a stage with so many behind it, and its strategy."""
         counts = np.array(self._in_flight[::-1])
         flights, place = np.unique(counts, return_inverse=True)
         times, picks = self._order(border, width).picked(cap, flights)
@@ -264,9 +273,8 @@ class PlanCandidate:
         """The fastest plan of which no device needs more than `cap` bytes.
 
         Args:
-            cap: Bytes.
-            known: Seconds of a plan that is known; others are not of interest unless faster.
-            parts: False: what of a step is messages and so on is left open, see `detailed`.
+            known: Seconds of a known plan; others are not of interest unless faster.
+            parts: False: how the step divides into messages and so on is left open, see `detailed`.
         """
         cap = min(cap, self.limit)
         if self.degrees.pipeline == 1:
@@ -287,7 +295,6 @@ class PlanCandidate:
         return point if point.busy else self._point(point.border, point.stages)
 
     def _alone(self, cap: float) -> Point | None:
-        """Without a pipeline: strategies by what they take at least, until none can be faster."""
         rows, _ = self._prepared("R")
         own = rows[0, list(self._passes)]
         value = (
@@ -299,6 +306,7 @@ class PlanCandidate:
         held = np.maximum(held + more, self.pricing.updated(own))
         value = np.where(held <= cap, value, np.inf).ravel()
         best: Point | None = None
+        # By what strategies take at least, until none can be faster than the best one.
         for place in np.argsort(value, kind="stable").tolist():
             if value[place] >= (np.inf if best is None else best.seconds):
                 break
@@ -312,13 +320,12 @@ class PlanCandidate:
     def _within(
         self, border: str, cap: float, sums: float, known: float
     ) -> Iterator[tuple[Point | None, float]]:
-        """Plans within the memory, with Alpa's sum of their stages; None: not faster than `known`.
-
-        Where a rank has several stages, each may first have all of the memory; if they do not fit
-        together, shares between that and equal ones are tried.
-        """
+        """Plans within the memory, with Alpa's sum of their stages; None: not faster than
+        `known`."""
         assert self.book is not None
         several = max(map(len, self.book.table.hosted))
+        # Each stage of a rank may first have all of its memory. If they do not fit together, shares
+        # between that and equal ones are tried.
         found = self._cut(border, cap, sums, known)
         if found is None or found[0] is None or found[0].bytes <= cap:
             if found is not None:
@@ -341,21 +348,18 @@ class PlanCandidate:
     def _cut(
         self, border: str, cap: float, sums: float, known: float, barred: Collection[int] = ()
     ) -> tuple[Point | None, float] | None:
-        """The best cut of which no stage alone needs more than `cap`, without the parts of its
-        step (None: not faster than `known`), and Alpa's sum.
+        """The best cut of which no stage alone needs more than `cap`, without the parts of its step
+        (None: not faster than `known`), and Alpa's sum.
 
         Args:
-            cap: Bytes.
-            sums: Alpa's sum of a cut that is known; others are not of interest unless smaller.
-            known: Seconds of a plan that is known, as in `fastest`.
-            barred: Units at which no stage begins.
+            sums: Alpa's sum of a known cut; others are not of interest unless smaller.
         """
         degrees, of = self.degrees, self.tables.classes.of
         m, chunks = degrees.microbatches, degrees.virtual
         least = self.least_rows[list(self._passes)]
         floor = float((least[..., IntervalRows.SECONDS] + least[..., IntervalRows.TAIL] / m).min())
-        # m chunks t_max + (sum - chunks t_max) / chunks, times chunks; all cuts of one micro-batch
-        # have one sum: the longest stage, whose gradients are last, counts once more
+        # m chunks t_max + (sum - chunks t_max) / chunks, times chunks. All cuts of one micro-batch
+        # have one sum: the longest stage, whose gradients are last, counts once more.
         weight = max(2, chunks * (m * chunks - 1) + 1)
         if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
             sums = min(sums, floor + (weight - 1) * known / m)
@@ -374,6 +378,7 @@ class PlanCandidate:
                 break  # none fits
         if cuts is None:
             return None
+        # Plans name borders by modules; most cuts need no second run without the other borders.
         if not barred and not self.shared.nameless.isdisjoint(cuts.borders[1:-1]):
             return self._cut(border, cap, sums, known, self.shared.nameless)
         prices = len(self._prepared(border, width)[1])
@@ -391,19 +396,17 @@ class PlanCandidate:
         return None if late else self._point(border, stages, parts=False), cuts.seconds(weight)
 
     def _at_least(self, border: str, stages: tuple[PointStage, ...]) -> float:
-        """Seconds below which the table does not take, without playing it; of 1F1B alone."""
+        """Seconds below which 1F1B's table does not take, without simulating it; 0 of others."""
         depth = SCHEDULES[self.degrees.schedule].held == "depth"
         if not depth or self.book is None or self.book.rounds:
             return 0.0
-        starts = [stage.start for stage in stages]
-        params = np.array([stage.params for stage in stages])
         least = one_f_one_b_lower_bound(
             self.degrees.microbatches,
             np.array(self._in_flight),
             np.array([stage.forward for stage in stages]),
             np.array([stage.seconds for stage in stages]),
-            np.array(self.pricing.wire(self.book, border, starts)).sum(axis=0),
-            np.array(self.pricing.sums(starts, params)),
+            np.array(self.pricing.wire(self.book, border, stages)).sum(axis=0),
+            np.array(self.pricing.sums(stages)),
         )
         return least + max(stage.after for stage in stages)
 
@@ -424,7 +427,7 @@ class PlanCandidate:
             overlap: Whether gradients leave while backward goes on, without a pipeline.
 
         Raises:
-            PlanError: The schedule cannot have these sizes.
+            PlanError: The schedule does not exist for these sizes.
         """
         of, degrees = self.tables.classes.of, self.degrees
         if degrees.pipeline > 1 and self.book is None:
@@ -447,8 +450,7 @@ class PlanCandidate:
     def _stages(
         self, border: str, chosen: Sequence[tuple[int, int, int, int, int]], width: int = 0
     ) -> tuple[PointStage, ...]:
-        """From (start, stop, class, recomputation, place among the prices) of each; `width` as in
-        `_prepared`."""
+        """From (start, stop, class, recomputation, place among the prices) of each."""
         rows, prices = self._prepared(border, width)
         setting, several = self.tables.setting, self.degrees.pipeline > 1
         firsts, made = (
@@ -508,61 +510,26 @@ class PlanCandidate:
         overlap: bool = True,
         parts: bool = True,
     ) -> Point:
-        """The price of these stages; `parts`: with what of it is messages, and so on."""
         if self.degrees.pipeline == 1:
             only = stages[0]
-            price = self.pricing.alone(
-                int(only.recompute),
-                only.price,
-                only.params,
-                after=only.after,
-                buckets=buckets,
-                overlap=overlap,
-            )
+            price = self.pricing.alone(only, buckets=buckets, overlap=overlap)
             ranks: tuple[float, ...] = (only.bytes,)
         else:
             assert self.book is not None
-            price = self.pricing.pipeline(
-                self.book,
-                border,
-                starts=[stage.start for stage in stages],
-                forward=[stage.forward for stage in stages],
-                seconds=[stage.seconds for stage in stages],
-                weight=[stage.weight for stage in stages],
-                params=[stage.params for stage in stages],
-                after=[stage.after for stage in stages],
-                parts=parts,
-            )
+            price = self.pricing.pipeline(self.book, border, stages, parts=parts)
             ranks = self._ranks(stages)
-        classes: tuple[CopyClass, ...] = ()
-        amounts: tuple[tuple[str, int], ...] = ()
-        if self.kind:
-            one = CopyClass(
-                kinds=(self.kind,) * len(stages),
-                copies=tuple(range(self.degrees.data)),
-                microbatch=self.degrees.microbatch,
-                stages=stages,
-            )
-            classes, amounts = (one,), ((self.kind, self.degrees.devices),)
-        return Point(
+        point = Point(
             degrees=self.degrees,
             border=border,
             stages=stages,
-            seconds=price.seconds,
-            messages=price.messages,
-            exchange=price.exposed,
-            hidden=price.hidden,
-            update=price.update,
-            reading=price.reading,
-            busy=price.busy,
             ranks=ranks,
-            bucket=price.bucket,
-            amounts=amounts,
-            classes=classes,
+            amounts=((self.kind, self.degrees.devices),) if self.kind else (),
+            **vars(price),
         )
+        return replace(point, classes=(uniform_class(point),)) if self.kind else point
 
     def _ranks(self, stages: tuple[PointStage, ...]) -> tuple[float, ...]:
-        """Bytes of each rank: of all its stages, at the fullest moment."""
+        """Bytes of each rank at its fullest moment, with all of its stages."""
         assert self.book is not None
         kept = [stage.kept / n for stage, n in zip(stages, self._in_flight, strict=True)]
         return tuple(
@@ -589,7 +556,7 @@ class ShareCandidate:
         sizes: Samples of a micro-batch, class by class.
         candidate: Gives the tables of a type with these degrees.
         starts: First units that must begin a stage.
-        picks: What stages of one type have picked, also for other layouts.
+        picks: Strategies of stages on one type, which other layouts have, too.
     """
 
     combination: Combination
@@ -611,8 +578,7 @@ class ShareCandidate:
         return self._candidates[cell]
 
     def least(self, caps: Mapping[str, float] | None = None) -> tuple[float, float]:
-        """(seconds, bytes) that no plan of it within `caps` is below: of copies on one type their
-        own bound, of those on several by their units."""
+        """(seconds, bytes) that no plan of it within `caps` is below."""
         combination = self.combination
         p, m = combination.degrees.pipeline, combination.degrees.microbatches
         seconds, held = 0.0, np.inf
@@ -627,6 +593,7 @@ class ShareCandidate:
                     for one, r in zip(own, rows, strict=True)
                 ),
             )
+            # Copies on one type have their own bound, those on several that of their units.
             if len(stages) == 1:
                 cap = np.inf if caps is None else caps[kinds[0]]
                 seconds = max(seconds, self.of((number, kinds[0])).bound(cap)[0])
@@ -651,7 +618,6 @@ class ShareCandidate:
         """The fastest plan of which no device needs more than its type's `caps`.
 
         Args:
-            caps: Bytes, by type.
             useful: Whether a plan may be of use that takes about so many seconds (Alpa's sum of its
                 stages) and so many bytes of a device; None: every one.
             known: Seconds from which on no plan is of use.
@@ -669,12 +635,7 @@ class ShareCandidate:
         return best
 
     def planned(self, borders: Sequence[int], recompute: Collection[int] = ()) -> Point:
-        """The plan that is cut there, whether it fits or not; whole tensors cross its borders.
-
-        Args:
-            borders: The first unit of each stage, and the number of units.
-            recompute: Numbers of the stages whose units keep only what enters them.
-        """
+        """As `PlanCandidate.planned`."""
         tables = self.of(next(iter(self.combination.types_of(0)))).tables
         chosen = []
         for stage, (start, stop) in enumerate(pairwise(borders)):
@@ -733,7 +694,6 @@ class ShareCandidate:
         return self._point(border, chosen)
 
     def _fullest(self, border: str, chosen: Sequence[tuple[int, int, int, list[int]]]) -> float:
-        """Bytes on the fullest device."""
         most = 0.0
         for stage, (_, _, number, (again, *prices)) in enumerate(chosen):
             cells = sorted(self.combination.types_of(stage))
@@ -746,23 +706,21 @@ class ShareCandidate:
     def _picked(
         self, stage: int, border: str, caps: Mapping[str, float]
     ) -> tuple[Array, np.ndarray]:
-        """(classes of stretches,): the least time of a stage, infinite where it does not fit; and
-        (classes, 1 + cells): whether it recomputes, and the strategy in each cell."""
+        """(classes of intervals,): the least time of a stage, infinite where it does not fit; and
+        (classes, 1 + cells): whether it recomputes, and the strategy in each cell.
+        """
         cells = tuple(sorted(self.combination.types_of(stage)))
         if len(cells) == 1:
             return self._alone(cells[0], stage, border, caps[cells[0][1]])
         key = (cells, border, tuple(caps[kind] for _, kind in cells))
         if key not in self._mixed:
-            self._mixed[key] = self._unlike(cells, border, caps)
+            self._mixed[key] = self._slowest_of_cells(cells, border, caps)
         return self._mixed[key][stage]
 
-    def _unlike(
+    def _slowest_of_cells(
         self, cells: tuple[Cell, ...], border: str, caps: Mapping[str, float]
     ) -> dict[int, tuple[Array, np.ndarray]]:
-        """`_picked` of all stages with these cells. What takes as long both with few and with many
-        micro-batches under way takes as long between them; but stages that hold all of them before
-        their gradients are made may have room where those with fewer have none, so these, which are
-        alike and come first, are looked at by themselves."""
+        """`_picked` of all stages with these cells."""
         stages = [s for s in self._stages if sorted(self.combination.types_of(s)) == [*cells]]
         every = np.arange(len(self.of(cells[0])._prepared(border)[0]))
         times = np.full((len(stages), len(every)), np.inf)
@@ -770,7 +728,7 @@ class ShareCandidate:
 
         passes = self.of(cells[0])._passes
         lines = {again: [self._lines(c, border, again) for c in cells] for again in passes}
-        alike = {again: self._alike(own) for again, own in lines.items()}
+        mismatches = {again: self._mismatches(own) for again, own in lines.items()}
 
         def pick(place: int, some: np.ndarray) -> None:
             for again, own in lines.items():
@@ -778,16 +736,21 @@ class ShareCandidate:
                     line.seconds_within(some, self.of(c)._in_flight[stages[place]], caps[c[1]])
                     for c, line in zip(cells, own, strict=True)
                 )
-                best, ways = _together(values, tuple(same[some] for same in alike[again]))
+                best, ways = _together(values, tuple(one[some] for one in mismatches[again]))
                 better = best < times[place, some]
                 times[place, some[better]] = best[better]
                 picks[place, some[better], 0] = again
                 picks[place, some[better], 1:] = ways[better]
 
+        # Stages that hold all micro-batches before their gradients are made may have room where
+        # those with fewer have none. They are equal and come first, so they are looked at by
+        # themselves.
         late = sum(self.of(cells[0]).is_late(stage) for stage in stages)
         if late:
             pick(0, every)
             times[1:late], picks[1:late] = times[0], picks[0]
+        # What takes as long with few as with many micro-batches in flight takes as long between
+        # them: the stages between two equal ones are never priced.
         last = len(stages) - 1
         waiting = [(late, last, every)] if late <= last else []
         for place in {late, last} if waiting else ():
@@ -804,7 +767,7 @@ class ShareCandidate:
         return {stage: (times[n], picks[n]) for n, stage in enumerate(stages)}
 
     def _alone(self, cell: Cell, stage: int, border: str, cap: float) -> tuple[Array, np.ndarray]:
-        """As `_picked`, where all copies of a stage are alike."""
+        """`_picked`, where all copies of a stage are on one type."""
         candidate = self.of(cell)
         known, key = self.picks.setdefault(candidate, {}), (border, cap)
         if key not in known:
@@ -816,7 +779,6 @@ class ShareCandidate:
         return times[behind], picks[behind]
 
     def _lines(self, cell: Cell, border: str, again: int) -> _CellIntervals:
-        """The strategies of all classes of stretches in a cell."""
         key = (cell, border, again)
         if key not in self._known_lines:
             candidate = self.of(cell)
@@ -835,9 +797,10 @@ class ShareCandidate:
             )
         return self._known_lines[key]
 
-    def _alike(self, lines: Sequence[_CellIntervals]) -> tuple[Array, ...]:
-        """Of each cell but the first, (classes, K, K): 0 where its strategy holds as many bytes as
-        one of the first, else infinite; nothing where any strategies go together."""
+    def _mismatches(self, lines: Sequence[_CellIntervals]) -> tuple[Array, ...]:
+        """Of each cell but the first, (classes, K, K): 0 where its strategy holds as many bytes of
+        parameters as one of the first, else infinite; nothing without a tensor axis.
+        """
         if self.combination.degrees.tensor == 1:
             return ()
         first = lines[0].state[:, :, None]
@@ -845,7 +808,7 @@ class ShareCandidate:
         return tuple(np.where(np.abs(first - o) <= 1e-6 * o, 0.0, np.inf) for o in others)
 
     def _point(self, border: str, chosen: Sequence[tuple[int, int, int, list[int]]]) -> Point:
-        """The price of stages: (start, stop, class, [recomputation, strategy of each cell])."""
+        """From (start, stop, class, [recomputation, strategy of each cell]) of each stage."""
         layout = self.combination
         parts: dict[Cell, tuple[PointStage, ...]] = {}
         for cell in sorted({cell for s in self._stages for cell in layout.types_of(s)}):
@@ -876,8 +839,8 @@ class ShareCandidate:
         return replace(slowest, degrees=degrees, classes=classes, amounts=self.combination.amounts)
 
     def _slowest_alone(self, border: str, steps: Mapping[Cell, PointStage]) -> Point:
-        """A step without a pipeline: the passes and sums of the slowest copy, behind which the
-        slowest update follows, which may be another copy's."""
+        """A step without a pipeline."""
+        # The slowest update follows the slowest copy's passes and sums, and may be another copy's.
         after = max(stage.after for stage in steps.values())
         points = [
             self.of(cell)._point(
@@ -889,8 +852,7 @@ class ShareCandidate:
         return replace(max(points, key=lambda one: one.seconds), ranks=(held,))
 
     def _slowest(self, border: str, classes: Sequence[CopyClass]) -> Point:
-        """A step of a pipeline as if every copy were as slow as the slowest, and as full as the
-        fullest."""
+        """A step of a pipeline as if every copy were as slow as the slowest."""
         largest = max(range(len(self.sizes)), key=self.sizes.__getitem__)
         candidate = self.of((largest, classes[largest].kinds[0]))
         stages = zip(*(one.stages for one in classes), strict=True)
@@ -909,7 +871,6 @@ class _CellIntervals(NamedTuple):
     first: Array | None
 
     def held(self, some: np.ndarray, under_way: int) -> Array:
-        """Bytes of some classes."""
         late = self.first is not None and under_way == self.all
         more = self.first if self.first is not None and late else self.more
         held = self.state[some] + under_way * self.kept[some] + more[some]
@@ -917,21 +878,20 @@ class _CellIntervals(NamedTuple):
         return found
 
     def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Array:
-        """Of some classes, infinite where they do not fit."""
         fits = self.held(some, under_way) <= cap
         found: Array = np.where(fits, self.seconds[some], np.inf)
         return found
 
 
-def _together(values: tuple[Array, ...], alike: tuple[Array, ...]) -> tuple[Array, np.ndarray]:
+def _together(values: tuple[Array, ...], mismatches: tuple[Array, ...]) -> tuple[Array, np.ndarray]:
     """(classes,) the least longest time, and (classes, cells) the strategies."""
-    if not alike:
+    if not mismatches:
         picks = np.stack([value.argmin(axis=1) for value in values], axis=1)
         each = [np.take_along_axis(v, picks[:, n, None], 1)[:, 0] for n, v in enumerate(values)]
         return reduce(np.maximum, each), picks
     longest, chosen = values[0], []
-    for value, apart in zip(values[1:], alike, strict=True):
-        matched = value[:, None, :] + apart
+    for value, mismatch in zip(values[1:], mismatches, strict=True):
+        matched = value[:, None, :] + mismatch
         best = matched.argmin(axis=2)
         chosen.append(best)
         longest = np.maximum(longest, np.take_along_axis(matched, best[..., None], 2)[..., 0])
@@ -941,8 +901,7 @@ def _together(values: tuple[Array, ...], alike: tuple[Array, ...]) -> tuple[Arra
 
 
 def _slowest(some: Sequence[PointStage]) -> PointStage:
-    """One copy of a stage that is as slow as the slowest in everything, and as full as the
-    fullest."""
+    """One copy of a stage, as slow in everything as the slowest, as full as the fullest."""
     forward = max(one.forward for one in some)
     return replace(
         max(some, key=lambda one: one.bytes),

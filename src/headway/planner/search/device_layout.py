@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
 
-from headway.planner.estimate.degrees import Degrees, divisors
+from headway.planner.estimate.degrees import Degrees
 from headway.planner.search.request import PlanRequest
+from headway.plans.tensor_layout import divisors
 
 ORDERS = 24
 """Orders of types that are tried; beyond four types only the one that is given."""
@@ -45,7 +46,7 @@ def device_layouts(
     """All different ways to lay devices out.
 
     Args:
-        amounts: Devices of each type; those of 0 are left out.
+        amounts: Devices of each type; types of which there are 0 are left out.
         tensor: Devices of a cell, all of one type.
         every: All orders of the types; else the one in which they are given.
     """
@@ -146,7 +147,6 @@ def layout_combinations(
     of micro-batches, of which copies take different sizes.
 
     Args:
-        amounts: Devices of each type.
         units: A pipeline has at most so many stages.
     """
     used = tuple((kind, number) for kind, number in amounts.items() if number)

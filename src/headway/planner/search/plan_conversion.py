@@ -1,8 +1,8 @@
 """Points of the search as plans for the executor, and plans as points of the search.
 
-`to_plan` makes the `Plan` of a point, `missing` says what the executor lacks for it. `point_of`
-prices a plan that somebody has decided already with the search's own cost model; a plan that
-`to_plan` has made becomes its point again.
+`to_plan` makes the `Plan` of a point, `missing_in_executor` says what the executor lacks for it.
+`point_of` prices a plan that somebody has decided already with the search's own cost model; a plan
+that `to_plan` has made becomes its point again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ def executor_lacks(degrees: Degrees, recompute: bool) -> str:
 
 
 def check_executor(lacks: str) -> None:
-    """Nothing where nothing is lacking.
-
-    Raises:
-        PlanError: Today's executor cannot run it.
+    """Raises:
+    PlanError: The executor lacks something for a point of the frontier.
     """
     if lacks:
         raise PlanError(
@@ -65,13 +63,9 @@ def check_executor(lacks: str) -> None:
         )
 
 
-def zero_of(degrees: Degrees) -> Zero:
-    """As a plan has it."""
-    return cast(Zero, degrees.zero)
-
-
 def _split(question: PlanRequest, tensor: int) -> LayerSplit | None:
-    """Of the tensor axis; what is forced to be replicated is left whole."""
+    # Which layers a tensor axis splits, and how, is not in the plan: the executor finds that out.
+    # Only what is forced to be replicated is named.
     whole = tuple(pattern for pattern, how in question.force if how == "replicate")
     return LayerSplit(tensor=(tensor,), whole=whole) if tensor > 1 else None
 
@@ -79,11 +73,9 @@ def _split(question: PlanRequest, tensor: int) -> LayerSplit | None:
 def to_plan(outcome: SearchResult, point: Point) -> Plan:
     """The plan of a point; `missing_in_executor` says what the executor lacks for it.
 
-    Which layers a tensor axis splits, and how, is not in the plan: the executor finds that out.
-
     Raises:
         PlanError: It recomputes without a pipeline, or a tensor axis lies on devices of several
-            types, which no plan can say yet.
+            types: no plan can describe that.
     """
     recomputes = any(stage.recompute for stage in point.stages)
     if (point.degrees.pipeline == 1 and recomputes) or len(point.amounts) > 1:
@@ -112,7 +104,7 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
         microbatch=degrees.microbatch,
         precision="bfloat16" if outcome.question.precision == "bfloat16" else "float32",
         exchange=ExchangePlan(bucket=format_bytes(bucket)) if bucket else None,
-        zero=zero_of(degrees),
+        zero=cast(Zero, degrees.zero),
         split=_split(outcome.question, degrees.tensor),
         shares=shares,
     )
@@ -126,9 +118,6 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
         plan = replace(plan, mesh=Mesh(axes=(pipe, data, *rest)))
         plan.check()
     return plan
-
-
-# A plan as a point of the search: the same cost model prices what somebody has decided already.
 
 
 def degrees_of(plan: Plan) -> Degrees:
@@ -182,7 +171,6 @@ def point_of(plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()) -> Point
     a tensor axis splits layers, and what crosses its stages, is what is fastest within the memory.
 
     Args:
-        search: Of its model, batch and cluster.
         kinds: The type of each rank's device, where the search has groups of devices.
 
     Raises:
@@ -203,7 +191,7 @@ def point_of(plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()) -> Point
     if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
         return point
     found = _fastest_split(plan, search, degrees, kind)
-    return found if found is not None and _alike(found, point) else point
+    return found if found is not None and _same_stages(found, point) else point
 
 
 def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees, kind: str) -> Point | None:
@@ -216,7 +204,7 @@ def _fastest_split(plan: Plan, search: PlanSearch, degrees: Degrees, kind: str) 
 
 def fastest_alike(point: Point, search: PlanSearch) -> Point | None:
     """The fastest plan with the degrees, devices and sizes of micro-batches of another one, without
-    a limit of memory.
+    a memory limit.
 
     Args:
         search: Of the same groups of devices, on other machines.
@@ -233,7 +221,7 @@ def fastest_alike(point: Point, search: PlanSearch) -> Point | None:
 
 
 def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point:
-    """The price of a plan on devices of several types."""
+    """On devices of several types."""
     degrees = degrees_of(plan)
     several = degrees.pipeline > 1 and degrees.schedule != PLAIN.name
     problems = [f"pipeline.schedule: {degrees.schedule}, and only 1f1b has a price"] * several
@@ -269,8 +257,7 @@ def _copies(plan: Plan, kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _alike(one: Point, other: Point) -> bool:
-    """Whether both cut the model alike, and compute the same stages again."""
+def _same_stages(one: Point, other: Point) -> bool:
     first, second = (
         [(stage.start, stage.stop, stage.recompute) for stage in point.stages]
         for point in (one, other)

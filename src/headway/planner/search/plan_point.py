@@ -10,63 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from headway.planner.estimate.degrees import Degrees, degree_labels, describe_degrees
-
-
-@dataclass(frozen=True, kw_only=True)
-class PointStage:
-    """One stage of a point.
-
-    Attributes:
-        start: Its first unit.
-        stop: The unit behind its last.
-        price: The number of its strategy among those of the stretch.
-        recompute: Whether its units keep only what enters them.
-        seconds: Of one micro-batch, both passes.
-        tail: Seconds of a step for gradients and update.
-        state: Bytes of weights, gradients and optimiser.
-        kept: Bytes kept for backward, of all micro-batches under way.
-        transient: Bytes for a moment above these, while a micro-batch passes.
-        gradients: Of `state`, bytes that are made in the first backward of a step, where all
-            micro-batches are under way before it; 0: some are not.
-        first: Bytes for a moment above `state` and `kept` in that backward; may be below 0.
-        flights: Micro-batches under way.
-        passing: Bytes above `state` while the update runs, when nothing is kept.
-        params: Bytes of parameters that it holds.
-        forward: Of `seconds`, those of the forward pass.
-        weight: Of `seconds`, those of the gradients of weights.
-        after: Of `tail`, what follows when the gradients have been summed.
-    """
-
-    start: int
-    stop: int
-    price: int
-    recompute: bool
-    seconds: float
-    tail: float
-    state: float
-    kept: float
-    transient: float
-    params: float
-    forward: float = 0.0
-    weight: float = 0.0
-    after: float = 0.0
-    passing: float = 0.0
-    gradients: float = 0.0
-    first: float = 0.0
-    flights: int = 1
-
-    @property
-    def moment(self) -> float:
-        """Bytes for a moment above `state` and `kept` at the fullest moment."""
-        if not self.gradients:
-            return self.transient
-        if self.flights == 1:
-            return self.first
-        return max(self.first, self.transient - self.kept / self.flights)
-
-    @property
-    def bytes(self) -> float:
-        return self.state + max(self.kept + self.moment, self.passing)
+from headway.planner.estimate.pipeline_time import PointStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +20,6 @@ class CopyClass:
     Attributes:
         kinds: The type of device of each stage.
         copies: Their numbers on the data axis.
-        microbatch: Samples of their largest micro-batch.
         stages: As if all copies were like these.
     """
 
@@ -93,13 +36,13 @@ class Point:
     Attributes:
         stages: Where copies differ, each as slow as its slowest copy and as full as the fullest,
             which is how the step is priced.
-        border: Placement of what crosses from stage to stage.
-        messages: Of those, between stages.
-        exchange: Of those, of gradients and weights over the data axis and copies of stages: what
-            computation waits for.
+        border: Placement of the tensors that cross from stage to stage.
+        messages: Of `seconds`, those between stages.
+        exchange: Of `seconds`, what computation waits for: gradients and weights over the data axis
+            and copies of stages.
         hidden: Seconds of the same beside which computation goes on.
-        update: Of `seconds`, of the optimiser.
-        reading: Of `seconds`, of samples put together into batches.
+        update: Of `seconds`, the optimiser.
+        reading: Of `seconds`, the collation of samples into batches.
         busy: Of `seconds`, those in which the busiest rank computes.
         ranks: Bytes of each rank of a pipeline.
         bucket: Bytes of the buckets in which gradients travel; 0: not in buckets.
@@ -134,7 +77,7 @@ class Point:
         return max((stage.bytes for _, stage in self._stages_on(kind)), default=0.0)
 
     def idle(self, kind: str) -> float:
-        """Which share of the step devices of a type do not compute, on the average."""
+        """The mean share of the step in which devices of a type do not compute."""
         found = list(self._stages_on(kind))
         rounds = self.degrees.microbatches * self.degrees.virtual
         busy = sum(rounds * stage.seconds * copies for copies, stage in found)
@@ -171,16 +114,22 @@ class Point:
         return self.degrees.devices
 
 
+def uniform_class(point: Point) -> CopyClass:
+    """All copies of a plan on devices of one type."""
+    return CopyClass(
+        kinds=(point.kind,) * len(point.stages),
+        copies=tuple(range(point.degrees.data)),
+        microbatch=point.degrees.microbatch,
+        stages=point.stages,
+    )
+
+
 def describe_recomputation(point: Point) -> str:
     """ ", recompute in 2 stages" where some do."""
     number = sum(stage.recompute for stage in point.stages)
-    if not number:
-        return ""
-    return (
-        ", recompute"
-        if number == len(point.stages)
-        else f", recompute in {number} stage{'s' * (number > 1)}"
-    )
+    if number in (0, len(point.stages)):
+        return ", recompute" if number else ""
+    return f", recompute in {number} stage{'s' * (number > 1)}"
 
 
 def describe_point(point: Point) -> str:

@@ -1,9 +1,9 @@
 """The request of a search: model, devices, batch, objective, limits, and forced modules.
 
-A request is for devices of one type, or for groups of devices of several. Modules may be forced
-to a strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022); what is forced
-is checked against the model before anything is searched: every pattern must mean modules with
-parameters, and each tensor degree must be legal for all.
+A request is for devices of one type, or for groups of devices of several. Modules may be forced to
+a strategy with Whale's words `replicate`, `split` and `stage` (Jia et al. 2022), which are checked
+against the model before anything is searched: every pattern must match modules with parameters,
+and each tensor degree must be legal for all.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ class PlanRequest:
         machine: Of the devices; of groups that of the first, see `request_of_groups`.
         devices: Numbers of devices that may be used, ascending; empty: each of the groups whole or
             not at all.
-        batch: Samples of a step.
         memory: Bytes of a device that a plan may use; None: the device's.
         objective: What the chosen plan must be best in.
         price: Of one device and hour; None: not known.
         tensor: Degrees of the tensor axis; None: all up to the devices of the innermost level.
-        schedules: Of pipelines: names of `schemes.SCHEMES`, or "all".
+        schedules: Names of `schedule.generators.registry.SCHEDULES`, or "all".
         orders: Of the axes, as in `Degrees`.
         recompute: "any": every stage may; "pipeline": not without a pipeline.
         precision: Of the recipe: "bfloat16" for autocast; "": that of the model's tensors.
-        force: As in `Setting`.
+        force: As in `OperatorSetting`.
         seconds: Of searching, after which nothing more is opened once a plan is found: what is
             found then depends on the machine, its bound holds. None: as long as it takes.
         groups: Where there are devices of several types: all of them, in an order that
@@ -76,7 +75,7 @@ class PlanRequest:
         proof: Price all shares of a batch that the bound leaves, not only the first few.
 
     Raises:
-        PlanError: The groups have different networks: which one joins two, nobody says.
+        PlanError: The groups have different networks: the request does not say which one joins two.
     """
 
     work: PlanningWorkload
@@ -160,12 +159,8 @@ class PlanRequest:
     @property
     def priced_devices(self) -> bool:
         """Whether the price of all devices is known."""
-        return self.priced_groups if self.groups else self.price is not None
-
-    @property
-    def priced_groups(self) -> bool:
-        """Whether the price of every group is known."""
-        return bool(self.groups) and all(one.price is not None for one in self.groups)
+        prices = [one.price for one in self.groups] or [self.price]
+        return None not in prices
 
     @cached_property
     def itemsize(self) -> int:
@@ -175,12 +170,13 @@ class PlanRequest:
 
     @cached_property
     def priced(self) -> Machine:
-        """The machine as the recipe's precision finds it: autocast computes 32-bit products in 16
-        bits. What streams through memory stays as captured."""
+        """The machine as the recipe's precision finds it. What streams through memory stays as
+        captured."""
         device = self.machine.device
         known = [name for name in AUTOCAST.get(self.precision, ()) if name in device.peak]
         if not known or self.itemsize != 4:
             return self.machine
+        # Autocast computes 32-bit products in 16 bits.
         peak = {**device.peak, "fp32": device.peak[known[0]]}
         return replace(self.machine, device=replace(device, peak=peak))
 
@@ -191,21 +187,15 @@ class PlanRequest:
             amounts: Devices of each type, where there are groups.
         """
         if amounts:
-            prices = {one.kind: one.price for one in self.groups}
-            known = self.priced_groups
-            each = sum(
-                n * ((prices[kind] or 0.0) / 3600.0 if known else 1.0) for kind, n in amounts
-            )
-            return seconds * each
+            prices = {one.kind: (one.price or 0.0) / 3600.0 for one in self.groups}
+            known = self.priced_devices
+            return seconds * sum(n * (prices[kind] if known else 1.0) for kind, n in amounts)
         return devices * seconds * (1.0 if self.price is None else self.price / 3600.0)
 
 
 def request_of_groups(groups: Sequence[DeviceGroup], **asked: Any) -> PlanRequest:
     """A request on groups of devices; what else is asked as for `PlanRequest`."""
     return PlanRequest(machine=groups[0].machine, groups=tuple(groups), **asked)
-
-
-# What modules are forced to do, checked against a model before anything is searched.
 
 
 KINDS = ("replicate", "split", "stage")
@@ -238,11 +228,11 @@ def parse_force(words: Sequence[str]) -> tuple[ForcedModules, list[str]]:
 
 
 def resolve_force(work: PlanningWorkload, force: ForcedModules) -> tuple[ForcedModules, list[str]]:
-    """The same with a module standing for all that it holds; and which patterns mean nothing. A
-    stage begins at one module, where one tensor crosses."""
+    """The same with a module standing for all that it holds; and which patterns match nothing."""
     names = _names(work)
     found, problems = [], []
     for pattern, how in force:
+        # A stage begins at one module, where one tensor crosses.
         if how == "stage" or any(fnmatchcase(name, pattern) for name in names):
             found.append((pattern, how))
         elif any(fnmatchcase(name, f"{pattern}.*") for name in names):
@@ -278,14 +268,8 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
 def restrict_to_force(
     question: PlanRequest, degrees: Sequence[int]
 ) -> tuple[PlanRequest, list[str]]:
-    """The question with those degrees of the tensor axis that what is forced allows.
-
-    Args:
-        question: With `force`.
-        degrees: That may be taken, ascending.
-
-    Returns:
-        The question, and the problems where none is left.
+    """The question with those tensor degrees that what is forced allows, and the problems where
+    none is left.
     """
     above = [t for t in degrees if t > 1]
     force = tuple(pair for pair in question.force if pair[1] != "stage")
@@ -319,12 +303,7 @@ def _alone(question: PlanRequest) -> Iterator[str]:
 
 
 def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
-    """The same question about plans that today's executor can run.
-
-    The tensor axis is left out: the executor finds out itself which layers it splits, and the price
-    may be that of another split.
-
-    Args:
-        zero: Degrees of ZeRO to look at.
-    """
+    """The same question about plans that the executor can run."""
+    # No tensor axis: the executor finds out itself which layers it splits, and the price may be
+    # that of another split.
     return replace(question, tensor=(1,), zero=zero, recompute="pipeline")

@@ -1,7 +1,5 @@
 """The collectives that a plan issues in one step: kind, axis, bytes and number.
 
-`estimate` lists what a point of the search is priced by, `executor` what headway's executor sends
-for a `Plan`,
-`torch_wrappers` what DistributedDataParallel and FSDP2 send. All are held against recorded runs by
-the tests.
+`estimate` lists what a point of the search is priced by, `executor` what headway's executor,
+DistributedDataParallel and FSDP2 send. All are held against recorded runs by the tests.
 """

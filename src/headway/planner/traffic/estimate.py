@@ -20,10 +20,11 @@ from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import OperatorSetting, gradient_placement, parameter_bytes
 from headway.planner.estimate.partition import LayerUnit
+from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.segments import ENDS, SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
-from headway.planner.search.plan_point import CopyClass, Point, PointStage
+from headway.planner.search.plan_point import CopyClass, Point, uniform_class
 
 
 def collective_seconds(
@@ -42,16 +43,12 @@ def collective_seconds(
     return total
 
 
-# -- a point of the search ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class EqualRanks:
     """Ranks of a plan on groups of devices that do the same.
 
     Attributes:
         copies: Copies of the model in which they are.
-        microbatch: Samples of their largest micro-batch.
     """
 
     stage: int
@@ -62,11 +59,11 @@ class EqualRanks:
 
 
 def collectives_of_ranks(search: PlanSearch, point: Point) -> tuple[EqualRanks, ...]:
-    """Stage by stage, and class by class of the copies; a stage in a class sends what the same
-    stage sends where all copies are of that class."""
+    """Stage by stage, and class by class of the copies."""
     found = []
     for one in point.classes or (uniform_class(point),):
         for kind in dict.fromkeys(one.kinds):
+            # A stage in a class sends what it sends where all copies are of that class.
             lists = collectives_of(search, uniform_point(point, one, kind))
             found += [
                 EqualRanks(
@@ -82,22 +79,12 @@ def collectives_of_ranks(search: PlanSearch, point: Point) -> tuple[EqualRanks, 
     return tuple(sorted(found, key=lambda one: one.stage))
 
 
-def uniform_class(point: Point) -> CopyClass:
-    """All copies of a plan on devices of one type."""
-    return CopyClass(
-        kinds=(point.kind,) * len(point.stages),
-        copies=tuple(range(point.degrees.data)),
-        microbatch=point.degrees.microbatch,
-        stages=point.stages,
-    )
-
-
 def uniform_point(point: Point, one: CopyClass, kind: str) -> Point:
-    """As if all copies were of one class, on devices of one type; stages that the class has
-    elsewhere stand for themselves."""
+    """As if all copies were of one class, on devices of one type."""
     return replace(
         point,
         degrees=replace(point.degrees, microbatch=one.microbatch),
+        # Stages that the class has elsewhere stand for themselves.
         stages=one.stages,
         amounts=((kind, point.devices),) if kind else (),
         classes=(),
@@ -126,16 +113,12 @@ def collectives_of(search: PlanSearch, point: Point) -> tuple[CollectiveCalls, .
 
 
 def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Iterator[CollectiveCall]:
-    """Over the data axis, and all copies of a stage: each message one sum; with ZeRO 1 a
-    reduce-scatter, and an all-gather of all; the first for each micro-batch with ZeRO 2, and with
-    ZeRO 3 also two all-gathers of each message for each (Rajbhandari et al. 2020, section 7).
+    """Over the data axis, and all copies of a stage (Rajbhandari et al. 2020, section 7).
 
     Args:
-        degrees: With their data axis and ZeRO.
-        sizes: Bytes of each message.
         held: Bytes of all parameters of a device.
     """
-    m, zero = _passes(degrees), degrees.zero
+    m, zero = _microbatches_of_rank(degrees), degrees.zero
     axis = "data" if degrees.data > 1 else "pipe"
     ranks = degrees.data * (degrees.pipes if zero < 2 else 1)
     for size in sizes:
@@ -145,6 +128,8 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
         if zero == 0:
             yield one
             continue
+        # ZeRO 1 scatters once, ZeRO 2 in each micro-batch; ZeRO 3 also gathers in both passes of
+        # each.
         yield replace(one, kind="reduce_scatter", count=1 if zero == 1 else m)
         if zero == 3:
             yield replace(one, kind="all_gather", phase="forward", count=m)
@@ -155,9 +140,9 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
         )
 
 
-def _passes(degrees: Degrees) -> int:
-    """Micro-batches of a step that a rank computes of one stage: of several pipes each its share,
-    the largest."""
+def _microbatches_of_rank(degrees: Degrees) -> int:
+    """Micro-batches of a step that a rank computes of one stage; of several pipes the largest
+    share."""
     return -(-degrees.microbatches // degrees.pipes)
 
 
@@ -195,13 +180,11 @@ def _of_ties(candidate: PlanCandidate, point: Point, number: int) -> Iterator[Co
 
 def _of_messages(tables: SegmentTables, point: Point, number: int) -> Iterator[CollectiveCall]:
     """A micro-batch that goes on, and the gradient that comes back."""
-    m = _passes(point.degrees)
+    m = _microbatches_of_rank(point.degrees)
     for border, ways in ((number, ("receive", "send")), (number + 1, ("send", "receive"))):
         if not 0 < border < len(point.stages):
             continue
-        tensor = tables.row[point.stages[border].start].entry
-        split = point.border.startswith("S") and point.border in tables.states(tensor)
-        size = tables.setting.bytes_of(tensor) / (point.degrees.tensor if split else 1)
+        size = float(tables.crossing(point.border)[point.stages[border].start])
         for kind, phase in zip(ways, ("forward", "backward"), strict=True):
             yield CollectiveCall(kind=kind, axis="pipe", ranks=2, bytes=size, count=m, phase=phase)  # type: ignore[arg-type]
 
@@ -211,17 +194,14 @@ def _of_tensors(tables: SegmentTables, point: Point, stage: PointStage) -> Itera
     if point.degrees.tensor == 1:
         return
     row, again = tables.row, int(stage.recompute)
-    ends = (
-        tables.place(row[stage.start].entry, point.border),
-        tables.place(row[stage.stop - 1].exit, point.border),
-    )
-    way = tables.path(stage.start, stage.stop, again, stage.price, ends)
-    alike: Counter[tuple[int, tuple[int, int]]] = Counter()
+    way = tables.path(stage.start, stage.stop, again, stage.price, point.border)
+    equal: Counter[tuple[int, tuple[int, int]]] = Counter()
     for unit, pair in zip(row[stage.start : stage.stop], way, strict=True):
-        alike[unit.kind, pair] += 1
-    m, strategy = _passes(point.degrees), again * tables.weights.shape[1] + stage.price
+        equal[unit.kind, pair] += 1
+    m = _microbatches_of_rank(point.degrees)
+    strategy = again * tables.weights.shape[1] + stage.price
     times = {"forward": m * (1 + again), "backward": m, "gradients": 1}
-    for (kind, pair), units in alike.items():
+    for (kind, pair), units in equal.items():
         unit = next(unit for unit in row if unit.kind == kind)
         solved = tables.solved(kind)
         picks = {name: int(some[(*pair, strategy)]) for name, some in solved.strategies.items()}
@@ -236,7 +216,6 @@ def of_unit(
     """Of one micro-batch's passes through a unit, once each, and of a step's end.
 
     Args:
-        unit: The unit.
         picks: Of each tensor that several use ("=name") and of the ends the number of its state.
     """
     operators = setting.work.graph.operators[unit.start : unit.stop]
@@ -291,7 +270,7 @@ def _edges(
     rules: Mapping[str, Rule],
     picks: Mapping[str, int],
 ) -> Iterator[tuple[str, _Placed, _Placed]]:
-    """All ways of a tensor inside of a unit, as `stages` prices them."""
+    """All ways of a tensor inside of a unit, as `segments` prices them."""
     made = {tensor: o for o in operators for tensor in o.outputs}
     ends = {unit.entry: ENDS[0], unit.exit: ENDS[1]}
     states: dict[str, _Placed] = {}

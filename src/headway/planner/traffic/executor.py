@@ -1,17 +1,19 @@
-"""What headway's executor sends for a plan, operation by operation, on one rank in one step.
+"""What a plan sends, operation by operation, on one rank in one step: headway's executor, DDP,
+FSDP2.
 
-Buckets are those of the plan, payloads those of `collective.compression`, messages and sums those
-of the lowered table: nothing is decided here. Counts and bytes are those recorded when the executor
-runs, after the first step, which also agrees on layouts.
+Of headway's executor buckets are those of the plan, payloads those of `collective.compression`,
+messages and sums those of the lowered table: nothing is decided here. Counts and bytes are those
+recorded when the executor runs, after the first step, which also agrees on layouts.
 
 With ZeRO and no pipeline FSDP2 gathers and sums groups of modules. In a pipeline headway itself
 gathers the parameters of stages and sums their gradients into shards, each element type by itself
-(Rajbhandari et al. 2020, ZeRO, section 5).
+(Rajbhandari et al. 2020, ZeRO, section 5). DDP and FSDP2 as torch 2.11 to 2.14 have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.collective_calls import (
@@ -25,35 +27,150 @@ from headway.collective.collective_calls import (
 )
 from headway.collective.compression import gathered_parts, parse_compression
 from headway.collective.model.exchange_scheme import FIRST_BUCKET
-from headway.collective.model.gradient_buckets import fill_buckets
+from headway.collective.model.gradient_buckets import ddp_buckets, fill_buckets
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point
-from headway.planner.traffic.torch_wrappers import (
-    FullyShardedModule,
-    fsdp2_wrapper_calls,
-    padded_shard_bytes,
-)
 from headway.plans import ExchangePlan, Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
 from headway.plans.plan import SHARD_AXIS
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
-from headway.schedule.pipeline_schedule import ActionKind as Of
 
+STEP_REDUCTION = 3 * 8
+"""Bytes of the sum of loss, count and votes."""
 EXACT = 8
 """Bytes of a number that is summed in float64: squares of norms, gradients of single numbers."""
+FIRST_CAP = 2**20
+"""Bytes at which DDP closes its first bucket by default."""
+CAP = 25 * 2**20
+"""Bytes at which it closes the others by default."""
+
+
+# -- torch's own wrappers ------------------------------------------------------------------------
+
+
+def ddp_calls(
+    arriving: Mapping[str, TensorSpec],
+    ranks: int,
+    *,
+    cap: int | None = None,
+    buffers: Sequence[TensorSpec] = (),
+) -> CollectiveCalls:
+    """From the second step on, when DDP has made its buckets anew in the order of arrival.
+
+    Args:
+        arriving: The trained parameters, in the order in which backward makes their gradients.
+        cap: `bucket_cap_mb`, in bytes; None: the default, with a smaller first bucket.
+        buffers: That rank 0 gives to all before each forward pass.
+    """
+    caps = (FIRST_CAP, CAP) if cap is None else (cap,)
+    named = {str(number): spec for number, spec in enumerate(buffers)}
+    found = [_broadcast(specs.values(), ranks) for specs in parameters_by_dtype(named)]
+    for specs in parameters_by_dtype(arriving):
+        sizes = [spec.bytes for spec in specs.values()]
+        for bucket in ddp_buckets(sizes, range(len(sizes)), caps):
+            size = sum(sizes[number] for number in bucket)
+            found.append(_sum("gradients", "data", ranks, size))
+    return merge_calls(found)
+
+
+def _broadcast(specs: Iterable[TensorSpec], ranks: int) -> CollectiveCall:
+    size = sum(spec.bytes for spec in specs)
+    return CollectiveCall(kind="broadcast", axis="data", ranks=ranks, bytes=size, phase="forward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedModule:
+    """A module for which `fully_shard` was called.
+
+    Attributes:
+        parameters: Those that no wrapped module inside of it has, as they lie on this rank where a
+            tensor axis splits them.
+    """
+
+    parameters: Mapping[str, TensorSpec]
+    reshard: bool = True
+    frozen: frozenset[str] = frozenset()
+
+
+def fsdp2_wrapper_calls(
+    modules: Sequence[FullyShardedModule],
+    ranks: int,
+    *,
+    zero: int = 3,
+    microbatches: int = 1,
+    copies: int = 1,
+) -> CollectiveCalls:
+    """FSDP2, and how it does ZeRO.
+
+    ZeRO 3: parameters are gathered for each pass of each micro-batch. ZeRO 2: they stay until the
+    step has ended (`set_reshard_after_backward(False)` but for the last micro-batch, and no
+    `reshard_after_forward`). ZeRO 1: also gradients are summed once, with the last micro-batch
+    (`set_requires_gradient_sync`).
+
+    Args:
+        copies: Of the shards, over which gradients are also summed (a mesh of two axes).
+    """
+    found: list[CollectiveCall] = []
+    for module in modules:
+        gathered, filled = padded_shard_bytes(module.parameters, ranks)
+        common = CollectiveCall(
+            kind="all_gather",
+            axis="data",
+            ranks=ranks,
+            bytes=gathered,
+            phase="forward",
+            beside=filled,
+        )
+        each = microbatches if zero == 3 else 1
+        found.append(replace(common, count=each))
+        if zero == 3 and module.reshard:
+            found.append(replace(common, count=each, phase="backward"))
+        summed, filled = padded_shard_bytes(module.parameters, ranks, module.frozen)
+        sums = replace(
+            common,
+            kind="reduce_scatter",
+            bytes=summed,
+            beside=filled,
+            phase="gradients",
+            count=1 if zero == 1 else microbatches,
+        )
+        found.append(sums)
+        found.append(
+            replace(
+                sums, kind="all_reduce", axis="replicate", ranks=copies,
+                bytes=summed / ranks, beside=filled / ranks,
+            )
+        )  # fmt: skip
+    return merge_calls(found)
+
+
+def padded_shard_bytes(
+    parameters: Mapping[str, TensorSpec], ranks: int, without: frozenset[str] = frozenset()
+) -> tuple[float, float]:
+    """(bytes of all shards, filled up to equal sizes; of what is filled up)."""
+    whole = filled = 0
+    for name, spec in parameters.items():
+        if name not in without:
+            full = _rows(spec, ranks) * math.prod(spec.shape[1:]) * spec.itemsize
+            whole += full
+            filled += full - spec.bytes
+    return float(whole), float(filled)
+
+
+def _rows(spec: TensorSpec, ranks: int) -> int:
+    return -(-spec.shape[0] // ranks) * ranks
+
+
+# -- headway's executor --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
-    """The ranks that train a parameter.
-
-    Attributes:
-        parts: That keep parts of it together.
-    """
+    """The ranks that train a parameter."""
 
     parts: int
     copies: int
@@ -62,15 +179,14 @@ class ShardingGroups:
 def sharding_groups(plan: Plan, holders: int) -> ShardingGroups:
     """Who keeps the parameters of a stage together.
 
-    With ZeRO 3 those are ranks that come to the same action together, where there are several.
-
     Args:
-        plan: With `memory.zero`.
         holders: Ranks of one pipeline that train the stage, 1 without a pipeline.
     """
     copies = plan.data_degree * plan.mesh.degree(SPACE)
     ranks, parts = copies * holders, plan.mesh.degree(SHARD_AXIS)
     if parts == 1:
+        # With ZeRO 3 those are ranks that come to the same action together, where there are
+        # several.
         parts = copies if plan.memory.zero == 3 and plan.data_degree > 1 else ranks
     return ShardingGroups(parts, ranks // parts)
 
@@ -81,9 +197,6 @@ def sharding_groups(plan: Plan, holders: int) -> ShardingGroups:
 def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator[CollectiveCall]:
     """Without a pipeline: FSDP2's operations, the sums of single numbers, and of the norm those
     over the ranks that keep parts; see `norm_calls`.
-
-    Args:
-        plan: With `memory.zero`.
     """
     rows, gathered = sharding_groups(plan, 1), part.gathered or ()
     every = {**part.frozen, **part.parameters}
@@ -114,21 +227,14 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
         (rows.copies, EXACT * numbers, 1),
         (rows.parts, EXACT, len(kinds) if clip else 0),
     ):
-        yield _exact("data", ranks, size, times)
+        yield _sum("gradients", "data", ranks, size, count=times)
 
 
 def norm_calls(part: CommunicatingStage) -> Iterator[CollectiveCall]:
-    """Of a whole model whose layers are split: of the squares of what is cut alike one sum along
-    each axis (`parallel.state_sharding.square_of_norm`)."""
+    """Of a whole model whose layers are split: the sums for the norm of its gradients."""
     for axes in {part.cuts.get(name, ()) for name in part.parameters}:
         for _, ranks in axes:
-            yield _exact("tensor", ranks, EXACT, 1)
-
-
-def _exact(axis: str, ranks: int, size: int, count: int) -> CollectiveCall:
-    return CollectiveCall(
-        kind="all_reduce", axis=axis, ranks=ranks, bytes=size, count=count, phase="gradients"
-    )
+            yield _sum("gradients", "tensor", ranks, EXACT)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -148,7 +254,6 @@ def split_kept_parameters(
 def gather_calls(
     parameters: Parameters, rows: ShardingGroups, times: int
 ) -> Iterator[CollectiveCall]:
-    """Their numbers to all ranks that train them."""
     for alike in parameters_by_dtype(parameters):
         size, beside = padded_shard_bytes(alike, rows.parts)
         yield CollectiveCall(
@@ -165,11 +270,8 @@ def gather_calls(
 def reduce_scatter_calls(
     parameters: Parameters, rows: ShardingGroups, times: int
 ) -> Iterator[CollectiveCall]:
-    """Of gradients into the parts, with a flag for each parameter and rank; then over the copies.
-
-    Args:
-        parameters: Trained ones of the same stages.
-    """
+    """Of gradients into the parts, with a flag for each parameter and rank; then over the
+    copies."""
     for alike in parameters_by_dtype(parameters):
         size, beside = padded_shard_bytes(alike, rows.parts)
         flags = rows.parts * len(alike) * next(iter(alike.values())).itemsize
@@ -200,11 +302,7 @@ def stage_entries(
     plan: Plan, table: PipelineSchedule, row: Sequence[Action], where: Collection[int]
 ) -> int:
     """How often a rank enters stages in a step: each time their weights are gathered with ZeRO 3,
-    else they stay for the step.
-
-    Args:
-        plan: With `memory.zero`.
-    """
+    else they stay for the step."""
     if plan.memory.zero < 3:
         return 1
     again = () if table.blockwise else table.recompute
@@ -219,13 +317,6 @@ def stage_entries(
         for action in row
         if action.stage in where and action.kind in times
     )
-
-
-# What headway's executor sends for a plan, operation by operation, on one rank in one step.
-
-
-STEP_REDUCTION = 3 * 8
-"""Bytes of the sum of loss, count and votes."""
 
 
 def collectives_of_plan(
@@ -298,9 +389,17 @@ def _refuse(
         )
 
 
-def _sum(phase: Phase, axis: str, ranks: int, size: float, beside: float = 0.0) -> CollectiveCall:
+def _sum(
+    phase: Phase, axis: str, ranks: int, size: float, *, count: int = 1, beside: float = 0.0
+) -> CollectiveCall:
     return CollectiveCall(
-        kind="all_reduce", axis=axis, ranks=ranks, bytes=size, phase=phase, beside=beside
+        kind="all_reduce",
+        axis=axis,
+        ranks=ranks,
+        bytes=size,
+        count=count,
+        phase=phase,
+        beside=beside,
     )
 
 
@@ -383,7 +482,7 @@ def _of_pipeline(
     for action in row:
         if action.microbatch >= 0:
             found += _of_action(by_size[sizes[action.microbatch]], action)
-    order = [action.stage for action in row if action.kind == Of.SYNC]
+    order = [action.stage for action in row if action.kind == ActionKind.SYNC]
     own = {stage for _, stage in table.hosted(place)}
     for where, (trained, every) in _shared(parts).items():
         if not own.intersection(where):
@@ -403,8 +502,7 @@ def _of_pipeline(
 
 
 def _of_action(parts: Sequence[CommunicatingStage], action: Action) -> Iterator[CollectiveCall]:
-    """A message, or what the operators of a stage send."""
-    if action.kind in (Of.SEND, Of.RECV):
+    if action.kind in (ActionKind.SEND, ActionKind.RECV):
         yield from _message(parts, action)
     else:
         yield from (parts[action.stage].passes or {}).get(action.kind, ())
@@ -417,8 +515,8 @@ def _last(order: Sequence[int], stage: int) -> int:
 def _message(parts: Sequence[CommunicatingStage], action: Action) -> Iterator[CollectiveCall]:
     """The tensors of one message; between s and t > s, s sends values and t their gradients."""
     early, late = sorted((action.stage, action.other))
-    values = (action.stage < action.other) == (action.kind == Of.SEND)
-    kind: CallKind = "send" if action.kind == Of.SEND else "receive"
+    values = (action.stage < action.other) == (action.kind == ActionKind.SEND)
+    kind: CallKind = "send" if action.kind == ActionKind.SEND else "receive"
     for size, flows in parts[early].sends[late]:
         if values or flows:
             yield CollectiveCall(
@@ -454,7 +552,7 @@ def _summed(parameters: Parameters, ranks: int, times: int) -> Iterator[Collecti
         specs = list(alike.values())
         flags = len(specs) * specs[0].itemsize
         size = sum(spec.bytes for spec in specs) + flags
-        yield replace(_sum("gradients", "data", ranks, size, flags), count=times)
+        yield _sum("gradients", "data", ranks, size, count=times, beside=flags)
 
 
 # -- from the graph -------------------------------------------------------------------------------

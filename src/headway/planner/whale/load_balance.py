@@ -82,7 +82,7 @@ def algorithm_1(shares: Sequence[DeviceShare], *, as_printed: bool = False) -> L
     """Whale's Algorithm 1: from devices out of memory to the least loaded one, peak by peak.
 
     Args:
-        as_printed: A peak that has given something away counts as mended; else it stays until it
+        as_printed: A peak that has given something away counts as resolved; else it stays until it
             fits. Without this repair a result may not fit, which then is an error here.
 
     Raises:
@@ -111,7 +111,8 @@ def algorithm_1(shares: Sequence[DeviceShare], *, as_printed: bool = False) -> L
 
 
 def _idleness(share: DeviceShare, load: float) -> tuple[float, float]:
-    """(flop_util, mem_util); times that differ by rounding alone are equal."""
+    """(flop_util, mem_util)."""
+    # Times that differ by rounding alone are equal.
     return float(f"{load / share.rate:.9e}"), share.memory_utilisation(load)
 
 
@@ -147,9 +148,6 @@ def whole_samples(
     """Integer batches by largest remainder, none above a device's memory; they add up to `samples`.
 
     The gradients of a device then count with weight batch / samples, see `gradient_weights`.
-
-    Args:
-        samples: Global batch.
 
     Raises:
         PlanError: In whole samples they do not fit.
@@ -220,9 +218,6 @@ def _check_fit(shares: Sequence[DeviceShare], loads: Sequence[float]) -> None:
         )
 
 
-# Whole shares of unequal workers, for any times that grow with the share.
-
-
 def whole_filling(
     costs: Sequence[Array], copies: Sequence[int], samples: int
 ) -> tuple[tuple[int, ...], float]:
@@ -263,7 +258,6 @@ def whole_filling(
 
 
 def _taken(costs: Sequence[Array], copies: Sequence[int], level: float) -> int:
-    """Samples that all take together within a time."""
     sizes = [int(np.searchsorted(cost, level, side="right")) for cost in costs]
     return sum(n * size for n, size in zip(copies, sizes, strict=True))
 
@@ -271,24 +265,23 @@ def _taken(costs: Sequence[Array], copies: Sequence[int], level: float) -> int:
 def slowest_stage(each: Array, counts: Array, numbers: Array) -> tuple[Array, Array]:
     """(n,): what the slowest stage of any cut takes at least, and all stages together.
 
-    The mean over the stages, each weighted with 1 / time of the whole model on its type, units
-    where they weigh least: evenly spread work if types differ by the same factor in all units. Of
-    units that are alike each stage has a whole number.
-
     Args:
         each: (types, kinds of units, n): their times, in n cases.
         counts: (kinds of units,): how many there are.
         numbers: (types,): stages.
     """
+    # The mean over the stages, each weighted with 1 / time of the whole model on its type, units
+    # where they weigh least: evenly spread work if types differ by the same factor in all units.
     weights = 1.0 / np.tensordot(each, counts, (1, 0))[:, None]
     slowest = counts @ (each * weights).min(axis=0) / (numbers @ weights[:, 0])
+    # Of equal units each stage has a whole number.
     for unit, count in enumerate(counts.tolist()):
         if count > 1:
-            slowest = np.maximum(slowest, _crowded(each[:, unit], numbers, count))
+            slowest = np.maximum(slowest, _whole_units(each[:, unit], numbers, count))
     return slowest, counts @ each.min(axis=0)
 
 
-def _crowded(each: Array, numbers: Array, count: int) -> Array:
+def _whole_units(each: Array, numbers: Array, count: int) -> Array:
     """(n,): the least longest time of stages that take whole units; units, as `slowest_stage`."""
     least = np.full(each.shape[1], np.inf)
     safe = np.maximum(each, 1e-30)
