@@ -18,10 +18,9 @@ from torch import nn
 
 import emulated
 from headway.collective.compression import parse_compression
-from headway.collective.model.bucket_cost import ExchangeNetwork
+from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme
 from headway.collective.model.exchange_scheme import (
     TYPICAL_COMPRESSOR_SPEEDS,
-    ExchangeScheme,
     GradientLayer,
     gradient_moments,
     predict_exchange,

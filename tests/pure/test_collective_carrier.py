@@ -20,8 +20,8 @@ from headway.collective.all_reduce.algorithm import (
     program_fingerprint,
 )
 from headway.collective.compression import parse_compression
-from headway.collective.model.bucket_cost import ExchangeNetwork, bucket_traffic
-from headway.collective.model.exchange_scheme import ExchangeScheme, GradientLayer, predict_exchange
+from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme, bucket_traffic
+from headway.collective.model.exchange_scheme import GradientLayer, predict_exchange
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.nodes import Nodes
 from headway.collective.program.check import check_program

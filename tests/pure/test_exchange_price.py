@@ -12,10 +12,9 @@ import pytest
 from headway.cli.exchange import compare, equal_layers
 from headway.cli.main import main
 from headway.collective.compression import CompressorSpeed, parse_compression
-from headway.collective.model.bucket_cost import ExchangeNetwork, bucket_service
+from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme, bucket_service
 from headway.collective.model.exchange_scheme import (
     CANDIDATE_COMPRESSORS,
-    ExchangeScheme,
     GradientLayer,
     exactness,
     gradient_moments,

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 import headway
 from headway.collective.program.program import Copy, Recv, Send, Wait
-from headway.comm.backend import torch_compat as semi
+from headway.comm.backend import torch_compat as compat
 from headway.comm.backend.process_group import HeadwayGroup, all_to_all_steps
 from headway.errors import UsageError
 
@@ -41,7 +41,7 @@ def arguments(method):
     return re.findall(r"(\w+): ", head)[1:]
 
 
-@pytest.mark.parametrize("names", semi.ALIASES, ids=lambda names: names[0])
+@pytest.mark.parametrize("names", compat.ALIASES, ids=lambda names: names[0])
 def test_a_group_has_each_method_under_one_of_its_names(names):
     found = [name for name in names if hasattr(GROUP, name)]
     assert found, f"neither {names[0]} nor {names[1]} {THERE}"
@@ -49,19 +49,19 @@ def test_a_group_has_each_method_under_one_of_its_names(names):
     assert len(arguments(getattr(GROUP, found[0]))) == expected, THERE
 
 
-@pytest.mark.parametrize("name", semi.OVERRIDDEN)
+@pytest.mark.parametrize("name", compat.OVERRIDDEN)
 def test_a_group_has_each_method_that_is_overridden(name):
     assert hasattr(GROUP, name), f"{name} {THERE}"
     assert name in HeadwayGroup.__dict__
 
 
 def test_the_class_answers_to_old_and_new_names():
-    for new, old in semi.ALIASES:
+    for new, old in compat.ALIASES:
         assert HeadwayGroup.__dict__[new] is HeadwayGroup.__dict__[old]
 
 
 def test_the_inner_gloo_has_what_is_handed_to_it():
-    for names in semi.ALIASES[:3]:
+    for names in compat.ALIASES[:3]:
         assert any(hasattr(GLOO, name) for name in names), f"{names} {THERE}"
     for name in ("allgather", "reduce_scatter", "alltoall", "allreduce", "broadcast", "send",
                  "recv", "shutdown", "options", "create_device",
@@ -79,9 +79,9 @@ def test_options_have_the_fields_that_are_read():
         "BroadcastOptions": {"timeout", "rootRank"},
     }.items():
         assert fields <= set(dir(getattr(distributed_c10d, kind))), f"{kind} {THERE}"
-    assert semi.reduction_of(semi.options("AllreduceOptions", None)) == "sum"
+    assert compat.reduction_of(compat.options("AllreduceOptions", None)) == "sum"
     with pytest.raises(UsageError, match="takes AllreduceOptions, not"):
-        semi.options("AllreduceOptions", dist.ReduceOp.SUM)
+        compat.options("AllreduceOptions", dist.ReduceOp.SUM)
 
 
 def test_torch_says_what_a_birth_needs():
@@ -92,13 +92,13 @@ def test_torch_says_what_a_birth_needs():
 
 def test_a_group_of_one_rank(world):
     assert (dist.get_backend(), world.name()) == ("headway", "headway")
-    assert semi.timeout_of(world._gloo, None) == 7
-    given = semi.options("AllgatherOptions", None)
-    assert semi.timeout_of(world._gloo, given) == 7
+    assert compat.timeout_of(world._gloo, None) == 7
+    given = compat.options("AllgatherOptions", None)
+    assert compat.timeout_of(world._gloo, given) == 7
     given.timeout = timedelta(seconds=3)
-    assert semi.timeout_of(world._gloo, given) == 3
+    assert compat.timeout_of(world._gloo, given) == 3
     whole = torch.zeros(2)
-    for names in semi.ALIASES[:2]:
+    for names in compat.ALIASES[:2]:
         for name in names:
             getattr(world, name)(whole.zero_(), torch.ones(2)).wait()
             assert whole.tolist() == [1, 1]
@@ -107,7 +107,7 @@ def test_a_group_of_one_rank(world):
     dist.barrier()
     set_timeout = getattr(dist.distributed_c10d, "set_timeout", None)  # public from 2.14 on
     (set_timeout or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=9), world)
-    assert semi.timeout_of(world._gloo, None) == 9
+    assert compat.timeout_of(world._gloo, None) == 9
 
 
 def test_a_torch_without_gloo_is_told_so(monkeypatch):
@@ -118,7 +118,7 @@ def test_a_torch_without_gloo_is_told_so(monkeypatch):
 
 def test_a_torch_without_any_name_is_named():
     with pytest.raises(AttributeError, match="object has none of a, b"):
-        semi.first_of(object(), "a", "b")
+        compat.first_of(object(), "a", "b")
 
 
 def test_registering_leaves_other_backends_alone():

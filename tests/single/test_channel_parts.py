@@ -156,21 +156,23 @@ def test_a_tensor_that_comes_again_is_copied_as_it_lies_now():
     assert not again.copy(source, targets[0])
 
 
-@pytest.mark.skipif(bool(shared_memory.why_not()), reason=shared_memory.why_not())
+@pytest.mark.skipif(
+    bool(shared_memory.unavailable_reason()), reason=shared_memory.unavailable_reason()
+)
 def test_memory_has_no_name_and_cannot_shrink():
-    number, map_ = shared_memory.memory(8192)
+    number, map_ = shared_memory.create_memory(8192)
     with pytest.raises(PermissionError):
         map_.resize(4096)
-    again = shared_memory.opened(__import__("os").getpid(), number, 8192)
+    again = shared_memory.map_peer_memory(__import__("os").getpid(), number, 8192)
     map_[5000] = 7
     assert again[5000] == 7
 
 
 def test_other_processors_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "aarch64" in shared_memory.why_not()
+    assert "aarch64" in shared_memory.unavailable_reason()
     monkeypatch.delattr("os.memfd_create", raising=False)
-    assert "Linux 5.3" in shared_memory.why_not()
+    assert "Linux 5.3" in shared_memory.unavailable_reason()
 
 
 def test_a_channel_needs_somebody_to_meet():

@@ -25,7 +25,7 @@ def a_bucket(number: int, step: int) -> Any:
 
 def an_applier() -> tuple[BucketUpdater, Slices]:
     applier, slices = BucketUpdater({0: 0, 1: 1}), Slices()
-    applier.slices = cast(Any, slices)
+    applier.optimizers = cast(Any, slices)
     return applier, slices
 
 
@@ -50,7 +50,7 @@ def test_what_the_training_thread_took_does_not_let_the_next_sums_through():
     first = a_bucket(0, 1)
     applier.release(1, 1.0, discard=False)
     applier.landed(first)
-    applier.stand_still(first, at_once)
+    applier.wait_applied(first, at_once)
     applier.landed(a_bucket(0, 2))
     assert not applier.apply_one(), "step 2 has not been released"
     assert slices.steps == [(0, 1)]
@@ -65,7 +65,7 @@ def test_discarded_sums_are_never_used():
     first = a_bucket(0, 1)
     applier.release(1, 1.0, discard=False)
     applier.landed(first)
-    applier.stand_still(first, at_once)
+    applier.wait_applied(first, at_once)
     applier.landed(a_bucket(0, 2))
     applier.apply_one()
     applier.release(2, 1.0, discard=True)

@@ -145,9 +145,7 @@ def test_another_size_is_said(ends, aside):
         one.send([torch.zeros(1)], 1, 2)
         other.recv([torch.zeros(1)], 0, 2).wait(LONG)
         receive = other.recv([torch.zeros(3)], 0, 1)
-    with pytest.raises(
-        ConnectionBroken, match="It sends 16 bytes where 12 were expected"
-    ) as caught:
+    with pytest.raises(ConnectionBroken, match="It sent 16 bytes where 12 were expected") as caught:
         receive.wait(LONG)
     assert caught.value.peer == 0
 

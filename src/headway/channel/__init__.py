@@ -1,8 +1,6 @@
 """Tensors between two processes through registered memory, instead of messages.
 
-A channel is a pair of regions; a put writes a tensor and then a flag, the receiver polls the flag
-and uses the tensor where it lies. Xue et al. 2019, "Fast Distributed Deep Learning over RDMA"
-(EuroSys).
+Xue et al. 2019, "Fast Distributed Deep Learning over RDMA" (EuroSys).
 """
 
 from headway.channel.channel import Channel, wait_any

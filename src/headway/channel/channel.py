@@ -50,13 +50,13 @@ def open_transport(
         "credit": credit,
         "provider": provider,
     }
-    here = "" if shared_memory.why_not() else shared_memory.machine()
+    here = "" if shared_memory.unavailable_reason() else shared_memory.machine()
     theirs = meeting.swap({**wanted, "machine": here})
     meeting.check_same_request(wanted, theirs)
     together = bool(here) and theirs["machine"] == here
     if provider == "shared_memory" and not together:
         raise _provider_unavailable(
-            meeting, shared_memory.why_not() or "It is in another machine or container."
+            meeting, shared_memory.unavailable_reason() or "It is in another machine or container."
         )
     if provider != "socket" and together:
         wire, why = _open_shared_memory(meeting, layout, dynamic=form is None, credit=credit)
@@ -73,7 +73,7 @@ def _open_shared_memory(
     """The transport, or why one of the two ends cannot open it."""
     offer = shared_memory.Offer.make(layout)
     try:
-        theirs = meeting.swap(offer.says())
+        theirs = meeting.swap(offer.message())
         wire, why = None, ""
         try:
             wire = shared_memory.SharedMemoryTransport(
@@ -369,6 +369,7 @@ class Channel:
         if self._open:
             self._open = False
             self._seen = [None] * self._slots
+            # Later calls read zeros, not memory that may be unmapped by then.
             self._words, self._acquire = memoryview(bytes(len(self._words) * 8)).cast("Q"), None
             self._wire.close(patient=patient)
 

@@ -26,8 +26,8 @@ from headway.errors import MissingExtra, RunError, UsageError
 
 _TAG = 7411
 _GOODBYE_SECONDS = 5.0
+# What a closed end says: whether somebody still has a tensor of its window.
 _FREE, _HELD = 1, 2
-"""What a closed end says: whether somebody still has a tensor of its window."""
 
 
 class MpiTransport(PollingTransport):
@@ -146,17 +146,11 @@ class MpiTransport(PollingTransport):
 def open_mpi_transport(
     peer: int, form: TensorMetadata | None, slots: int, capacity: int, seconds: float
 ) -> MpiTransport:
-    """One end of a channel; the other end calls the same.
+    """One end of a channel; errors as of `Channel`. The other end calls the same.
 
     Args:
         peer: Its rank in MPI's world.
         capacity: Bytes of a slot of a dynamic channel.
-
-    Raises:
-        MissingExtra: mpi4py is not installed.
-        UsageError: `peer` is this rank, or none.
-        RunError: The two ends want different things.
-        Stalled: The other end does not come.
     """
     mpi = _mpi()
     world = mpi.COMM_WORLD
@@ -199,8 +193,6 @@ def _mpi() -> Any:
 
 
 class _MpiRendezvous(ChannelRendezvous):
-    """Over MPI's world."""
-
     def __init__(self, world: Any, peer: int, seconds: float) -> None:
         super().__init__(world.rank, peer, seconds)
         self._world = world

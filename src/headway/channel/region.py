@@ -80,7 +80,7 @@ class RepeatedSource:
         return True
 
     def _look(self, source: Tensor, target: CopyTarget) -> bool:
-        """The second time: copy it as it lies now, if its bytes lie in order and elsewhere."""
+        """The second time: copy it from where it lies, if its bytes lie in order and elsewhere."""
         self._address = start = tensor_address(source)
         if not start or start == target.address:
             self._source = None

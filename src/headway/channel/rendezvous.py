@@ -31,7 +31,7 @@ _ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 
 
 def configure_connection(connection: socket.socket) -> None:
-    """No delay, and an end where the other machine is gone without a word."""
+    """No delay, and an error when the other machine vanishes silently."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _ALIVE.items():
@@ -125,7 +125,6 @@ class GroupRendezvous(ChannelRendezvous):
     """Over a process group that carries tensors of host memory.
 
     Args:
-        group: None: the default one.
         peer: A global rank.
 
     Raises:

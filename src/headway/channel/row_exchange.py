@@ -29,7 +29,6 @@ class RowExchange:
 
     Args:
         group: None: the default one.
-        provider: Of the channels: "auto", "shared_memory" or "socket", as of `Channel`.
         timeout: Seconds that a wait may take.
 
     Attributes:
@@ -67,15 +66,11 @@ class RowExchange:
     def swap(
         self, make: Callable[[int, AllocateRows], Tensor], use: Callable[[int, Tensor], object]
     ) -> None:
-        """Give each rank a tensor, and use that of each; collective.
+        """Give each rank a tensor, and use that of each; collective. Errors as of `Channel.get`.
 
         Args:
             make: What goes to a rank of the group; not copied if it is made in the `AllocateRows`.
             use: What to do with what came from a rank; afterwards its memory is used again.
-
-        Raises:
-            PeerLost: Another rank is gone.
-            Stalled: One does not come in time.
         """
         steps = range(1, self.size)
         for other in ((self.rank + step) % self.size for step in steps):
@@ -89,7 +84,7 @@ class RowExchange:
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Give each rank a part, of any shape and type; returns what each one gave, copied.
 
-        Collective; raises as `swap` does.
+        Collective.
         """
         if len(parts) != self.size:
             raise RunError(f"{len(parts)} parts for {self.size} ranks", fix="Give one to each.")
@@ -115,7 +110,6 @@ class RowExchange:
 
         Raises:
             RunError: `held` has another number of rows, or there is no row of such a number.
-            PeerLost, Stalled: As `swap`.
         """
         own = self.rows_of(self.rank, rows)
         if len(held) != len(own):
@@ -147,8 +141,6 @@ class RowExchange:
 
 
 class _Fetched(torch.autograd.Function):
-    """Rows by number, and their gradients back."""
-
     @staticmethod
     def forward(ctx: Any, held: Tensor, wanted: Tensor, rows: int, by: RowExchange) -> Tensor:
         """`wanted`: ascending, each number once."""

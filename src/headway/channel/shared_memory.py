@@ -41,7 +41,7 @@ from headway.errors import PeerLost, Stalled
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why this machine cannot have such channels; "" where it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "It needs memfd_create and pidfd_open (Linux 5.3 or newer)."
@@ -59,7 +59,7 @@ def machine() -> str:
     return f"{identity} {os.geteuid()}" if identity else ""
 
 
-def memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
+def create_memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
     """New memory of some bytes that another process can map: its descriptor and the map."""
     number = os.memfd_create("headway channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(number, nbytes)
@@ -68,7 +68,7 @@ def memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
     return number, mmap.mmap(number, nbytes)
 
 
-def opened(pid: int, number: int, nbytes: int) -> mmap.mmap:
+def map_peer_memory(pid: int, number: int, nbytes: int) -> mmap.mmap:
     """Memory of another process.
 
     Raises:
@@ -92,13 +92,13 @@ class Offer:
 
     @classmethod
     def make(cls, layout: RegionLayout) -> Offer:
-        number, map_ = memory(layout.size)
+        number, map_ = create_memory(layout.size)
         region = MemoryRegion(map_, layout)
         token = int.from_bytes(os.urandom(7))
         region.words[layout.token] = token
         return cls(number, region, token, DoorbellPipe())
 
-    def says(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """What the other end must know."""
         here = {"pid": os.getpid(), "memory": self.number, "token": self.token}
         return {**here, "bell": self.pipe.write}
@@ -110,11 +110,7 @@ class Offer:
 
 
 class PeerProcess:
-    """A process of this machine that is watched for its end.
-
-    Raises:
-        OSError: It has ended, or this one may not see it.
-    """
+    """A process of this machine that is watched for its end."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -138,7 +134,7 @@ class SharedMemoryTransport(PollingTransport):
     """One end of a channel of one machine.
 
     Args:
-        theirs: What `Offer.says` of the other end.
+        theirs: What `Offer.message` of the other end said.
         dynamic: Tensors lie in the sender's memory.
         credit: Puts wait until their slot is free; else a reader has to see that one has begun.
 
@@ -161,8 +157,9 @@ class SharedMemoryTransport(PollingTransport):
         layout = own.region.layout
         super().__init__(peer, layout, seconds)
         self._process = PeerProcess(int(theirs["pid"]))
-        map_ = opened(self._process.pid, int(theirs["memory"]), layout.size)
+        map_ = map_peer_memory(self._process.pid, int(theirs["memory"]), layout.size)
         self._far = MemoryRegion(map_, layout)
+        # The process may have ended since, and its id and descriptors belong to another one.
         if self._far.words[layout.token] != theirs["token"]:
             raise OSError("another process has its process id now")
         self.region = own.region
@@ -186,7 +183,7 @@ class SharedMemoryTransport(PollingTransport):
         if room is None or room.bytes.numel() < nbytes:
             if room is not None:
                 os.close(room.number)
-            number, map_ = memory(
+            number, map_ = create_memory(
                 round_up_to_pages(nbytes) if room is None else 2 * round_up_to_pages(nbytes)
             )
             made = 1 if room is None else room.made + 1
@@ -211,7 +208,7 @@ class SharedMemoryTransport(PollingTransport):
             self._bell.ring()
 
     def _write(self, slot: int, index: int, source: Tensor | None, form: TensorMetadata) -> None:
-        """The tensor into memory of this end, and the block that says where."""
+        """Copy the tensor into memory of this end, and write the block that says where."""
         bytes_ = self.room(slot, form.nbytes)
         if source is not None:
             copy_tensor(source, form.view(bytes_), bytes_.data_ptr(), form.nbytes)
@@ -227,7 +224,7 @@ class SharedMemoryTransport(PollingTransport):
         if known is None or known[0] != key:
             number, size = _SlotMemory.where(key)
             try:
-                map_ = opened(self._process.pid, number, size)
+                map_ = map_peer_memory(self._process.pid, number, size)
             except OSError:
                 raise self.lost("vanished with the tensor that it had put") from None
             known = self._mapped[slot] = key, torch.frombuffer(map_, dtype=torch.uint8)

@@ -44,8 +44,8 @@ from headway.channel.transport import ChannelTransport, SendBuffers
 from headway.errors import PeerLost
 
 _PUT, _CREDIT, _BYE = 1, 2, 3
+# Kind, slot, number, block, and an empty word.
 _HEAD = struct.Struct(f"<{LINE_WORDS}Q")
-"""Kind, slot, number, block, and an empty word."""
 # Bytes up to which head and tensor go in one call, hence in one packet where it can.
 _SMALL = 65536
 _CONNECT_SECONDS = 5.0
@@ -198,14 +198,14 @@ class SocketTransport(ChannelTransport):
 
 
 def _break(link: socket.socket) -> None:
-    """End a connection; whoever waits in it goes on."""
+    """Shut a connection down, which wakes whoever waits in it."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     link.close()
 
 
 def _prepare(link: socket.socket, seconds: float) -> None:
-    """No delay, a limit for sending, and an end where the other machine is gone without a word."""
+    """No delay, a limit for sending, and an error when the other machine vanishes silently."""
     link.settimeout(None)
     configure_connection(link)
     whole = int(seconds)
@@ -216,14 +216,10 @@ def _prepare(link: socket.socket, seconds: float) -> None:
 def open_socket_transport(
     meeting: ChannelRendezvous, layout: RegionLayout, address: str | None
 ) -> SocketTransport:
-    """A connection with the other end; the lower rank listens.
+    """A connection with the other end; the lower rank listens. Errors as of `Channel`.
 
     Args:
         address: Of this end, as the other one reaches it; None: all of this machine.
-
-    Raises:
-        PeerLost: There is no way from the one to the other, or the other end is gone.
-        Stalled: The other end does not come.
     """
     link, why = None, ""
     if meeting.rank < meeting.peer:
@@ -281,11 +277,7 @@ def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> 
 
 
 def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
-    """To the first address that answers.
-
-    Raises:
-        OSError: None does.
-    """
+    """To the first address that answers; OSError where none does."""
     addresses = [*notice["addresses"]]
     # Processes of one network namespace share a loopback interface.
     if notice["network"] and notice["network"] == namespace_identity("net"):
@@ -304,6 +296,6 @@ def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
 
 
 def _addresses() -> list[str]:
-    """Of this machine: those of its interfaces, then those of its name; without loopback."""
+    """Of this machine without loopback: those of its interfaces, then those of its name."""
     found = [address for _, name in socket.if_nameindex() for address in interface_address(name)]
     return [a for a in dict.fromkeys(found + host_addresses()) if not a.startswith(("127.", "::1"))]

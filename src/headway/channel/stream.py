@@ -26,7 +26,7 @@ from torch import Tensor, UntypedStorage
 
 from headway.channel.channel import Channel
 from headway.channel.region import copy_tensor, round_up_to_pages
-from headway.channel.shared_memory import memory
+from headway.channel.shared_memory import create_memory
 from headway.errors import PeerLost, RunError
 
 # Each has a word before the first room, which the borrower writes: the loan that ended last.
@@ -50,14 +50,10 @@ class ArenaBlock:
 
 
 class Arena:
-    """The lender's side; grows when nothing large enough is free.
-
-    Attributes:
-        file: Descriptor by which the borrower opens it.
-    """
+    """The lender's side; grows when nothing large enough is free."""
 
     def __init__(self) -> None:
-        self.file, header = memory(_HEADER, grows=True)
+        self.file, header = create_memory(_HEADER, grows=True)
         self._ended = memoryview(header).cast("Q")
         self._size = _HEADER
         self._rooms: list[ArenaBlock] = []
@@ -130,8 +126,8 @@ class ArenaBorrower:
 
 # Bytes, as torch aligns its own tensors: a kernel may round differently on other addresses.
 _ALIGNED = 64
+# Of a block: tag, room, offset and bytes of the room, loan.
 _WORDS = 5
-"""Of a block: tag, room, offset and bytes of the room, loan."""
 
 ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
@@ -237,7 +233,7 @@ def _tensor(
 
 
 def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors of some bytes begin one behind the other, and the bytes of all."""
+    """Where tensors of these sizes begin one behind the other, and the bytes of all."""
     found, end = [], 0
     for size in sizes:
         found.append(end)

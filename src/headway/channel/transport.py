@@ -22,6 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -38,49 +39,38 @@ _CROWDED_SECONDS = 0.00005
 _LONGEST_PAUSE = 0.001
 
 
+@dataclass(slots=True)
 class WaitBackoff:
-    """One wait: `pause` again and again, until it has come or raises.
+    """One wait of at most some seconds: `pause` until what is waited for has come.
 
-    Args:
+    Attributes:
         check: Raises if it can never come.
         late: The error of the deadline, from the seconds.
         sleep: Until it may have come; None: an eighth of the time waited.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        check: Callable[[], None],
-        late: Callable[[float], Stalled],
-        sleep: Callable[[], None] | None = None,
-    ) -> None:
-        self._began = time.monotonic()
-        self._seconds = seconds
-        self._check = check
-        self._late = late
-        self._sleep = sleep
-        self._crowded = False
+    seconds: float
+    check: Callable[[], None]
+    late: Callable[[float], Stalled]
+    sleep: Callable[[], None] | None = None
+    _began: float = field(default_factory=lambda: time.monotonic(), init=False)
+    _crowded: bool = field(default=False, init=False)
 
     def pause(self) -> None:
-        """Give the core away for a while.
-
-        Raises:
-            PeerLost: From `check`.
-            Stalled: The deadline is over.
-        """
+        """Give the core away for a while; raises as `check` does, or Stalled when time is up."""
         now = time.monotonic()
         waited = now - self._began
         if waited < _YIELD_SECONDS and not self._crowded:
             os.sched_yield()
             self._crowded = time.monotonic() - now > _CROWDED_SECONDS
             return
-        self._check()
-        if waited > self._seconds:
-            raise self._late(self._seconds)
-        if self._sleep is None:
+        self.check()
+        if waited > self.seconds:
+            raise self.late(self.seconds)
+        if self.sleep is None:
             time.sleep(min(_LONGEST_PAUSE, waited / 8))
         else:
-            self._sleep()
+            self.sleep()
 
 
 def wait_for_word(

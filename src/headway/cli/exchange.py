@@ -19,10 +19,9 @@ from cyclopts import Parameter
 
 from headway.cli.terminal.console import say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
-from headway.collective.model.bucket_cost import ExchangeNetwork
+from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme
 from headway.collective.model.exchange_scheme import (
     TYPICAL_COMPRESSOR_SPEEDS,
-    ExchangeScheme,
     GradientLayer,
     SchemeChoice,
     evaluate_scheme,

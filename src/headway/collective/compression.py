@@ -161,6 +161,7 @@ def low_rank_pays(shape: Shape, rank: int) -> bool:
 
 def kept_elements(elements: int, density: float) -> int:
     """How many elements a density means: rounded up, at least one."""
+    # 0.07 * 100 is 7.000000000000001 and must not become 8.
     return max(1, ceil(density * elements - 1e-9))
 
 

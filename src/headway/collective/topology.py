@@ -114,12 +114,7 @@ class LinkGraph:
 
 
 def islands(count: int, size: int, *, inside: float, across: float) -> LinkGraph:
-    """Full meshes of fast links, and one slow link between the ranks of the same place in each.
-
-    Args:
-        inside: Rate of the links of an island.
-        across: Rate of a link between two islands.
-    """
+    """Full meshes of fast links, and one slow link between the ranks of the same place in each."""
     links = {
         (i, j): inside if i // size == j // size else across
         for i, j in combinations(range(count * size), 2)
@@ -170,7 +165,6 @@ class DirectedLink:
     """One direction of something that messages share.
 
     Attributes:
-        name: For people: "a out", "link a to b".
         rate: Bytes per second.
     """
 
@@ -197,8 +191,6 @@ class NetworkTopology:
 
     Attributes:
         ways: By (sender, receiver); a pair without a way cannot exchange messages.
-        nodes: Which ranks share a node.
-        names: Of the ranks, for people.
     """
 
     ranks: int
@@ -225,12 +217,10 @@ class NetworkTopology:
         On a switch and at each level a unit has one wire out and one in; in a mesh, and where a
         pair of nodes has a link of its own, that link is a wire for each direction.
         """
-        return _TopologyBuilder(cluster).laid()
+        return _TopologyBuilder(cluster).build()
 
     def way(self, sender: int, receiver: int) -> NetworkRoute:
-        """Raises:
-        PlanError: Nothing joins these ranks.
-        """
+        """The route of a message; PlanError where nothing joins these ranks."""
         found = self.ways.get((sender, receiver))
         if found is None:
             raise PlanError(
@@ -247,9 +237,7 @@ class NetworkTopology:
 
     @cached_property
     def graph(self) -> LinkGraph:
-        """What a message alone between two ranks gets. Where wires are shared, this is what trees
-        are packed into after each wire was divided evenly among the pairs that use it.
-        """
+        """The rate between two ranks; each wire is divided evenly among the pairs that share it."""
         users = [0] * len(self.wires)
         for way in self.ways.values():
             for wire in way.wires:
@@ -268,8 +256,8 @@ class NetworkTopology:
         return len(used) > len(set(used))
 
     def across(self, pairs: Iterable[Pair]) -> float:
-        """The most that these pairs can carry together, bytes per second: their first wires, or
-        their last ones, whichever is less; infinite where one of them has none."""
+        """Bytes per second that these pairs can carry together: their first wires, or their last
+        ones, whichever is less; infinite where one of them has none."""
         ways = [self.ways[pair].wires for pair in pairs if pair in self.ways]
         if any(not wires for wires in ways):
             return math.inf
@@ -279,15 +267,13 @@ class NetworkTopology:
 
 
 class _TopologyBuilder:
-    """Lays the wires of a cluster."""
-
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.nodes = cluster.nodes_of_ranks
         self.wires: list[DirectedLink] = []
         self.found: dict[object, int] = {}
 
-    def laid(self) -> NetworkTopology:
+    def build(self) -> NetworkTopology:
         ranks = self.cluster.ranks
         ways = {
             (i, j): self._by_level(i, j) if self.cluster.levels else self._way(i, j)
@@ -300,7 +286,7 @@ class _TopologyBuilder:
         )
 
     def _wire(self, key: object, name: str, rate: float | None) -> tuple[int, ...]:
-        """One that is laid once; none where nothing limits it."""
+        """The number of a link that is made once; none where nothing limits it."""
         if rate is None or math.isinf(rate):
             return ()
         if key not in self.found:
@@ -344,12 +330,11 @@ class _TopologyBuilder:
         return NetworkRoute(out + between + into, latency)
 
     def _pair(self, first: str, second: str) -> float | None:
-        """The rate of a link of their own that the file names."""
+        """The rate of a link between just these two nodes, as the file names it."""
         ends = {first, second}
         return next((pair.rate for pair in self.cluster.links if set(pair.nodes) == ends), None)
 
     def _own(self, first: str, second: str) -> float | None:
-        """The rate of the link that these two nodes have for themselves."""
         usual = self.cluster.between if self.cluster.fabric == "mesh" else None
         rate = self._pair(first, second)
         return rate if rate is not None else usual.rate if usual else None

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from headway.errors import UsageError
 
@@ -28,7 +27,7 @@ _LAYOUT = struct.Struct("<4q")  # rate, free, rest, sent
 
 @dataclass(frozen=True)
 class _ShaperState:
-    """State of the line.
+    """State of the emulated line.
 
     Attributes:
         rate: Bytes per second.
@@ -52,7 +51,7 @@ class _ShaperState:
 class TrafficShaper:
     """The interface of a node; a context manager that lets go of the file.
 
-    Use `Pace.of`. Ranks, and threads of a rank, may call everything at the same time.
+    Use `TrafficShaper.of`. Ranks, and threads of a rank, may call everything at the same time.
     """
 
     def __init__(self, descriptor: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -83,6 +82,7 @@ class TrafficShaper:
             raise UsageError(
                 "the emulated interface cannot be opened", where=str(path), why=str(error.strerror)
             ) from error
+        # The lock keeps other ranks from reading the state before the first one has written it.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_size < _LAYOUT.size:
             os.pwrite(descriptor, _LAYOUT.pack(round(rate), 0, 0, 0), 0)
@@ -129,17 +129,12 @@ class TrafficShaper:
     def __enter__(self) -> TrafficShaper:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
     def _locked(self) -> Iterator[_ShaperState]:
-        """The state, and nobody else may change it; a killed holder's lock ends with it."""
+        """The state, under a lock that ends with its holder if that is killed."""
         with self._thread:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:

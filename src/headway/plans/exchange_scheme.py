@@ -6,7 +6,7 @@ Not exported from `headway.plans`: predicting needs numpy, a plan does not.
 from __future__ import annotations
 
 from headway.collective.compression import UNCOMPRESSED
-from headway.collective.model.exchange_scheme import ExchangeScheme
+from headway.collective.model.bucket_cost import ExchangeScheme
 from headway.plans.exchange import ExchangePlan
 
 

@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from headway.collective.compression import UNCOMPRESSED, Compression
-from headway.collective.generators import direct, halving_doubling, ring, servers, trees
+from headway.collective.generators import direct, ring, servers, trees
+from headway.collective.generators.recursive_halving import halving_doubling
 from headway.collective.nodes import NOTHING, Traffic
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.documents import document
@@ -145,8 +146,8 @@ def _tree_problems(tree: PlanTree, ranks: int) -> Iterator[str]:
 # The programs of an exchange whose sums a program carries, made for the size of each bucket.
 
 
+# Programs that are kept: those of the buckets and chunks of a model or two.
 _CACHED_PROGRAMS = 64
-"""Programs that are kept: those of the buckets and chunks of a model or two."""
 
 
 @lru_cache(maxsize=_CACHED_PROGRAMS)

@@ -31,8 +31,8 @@ from headway.units import format_bytes, format_rate, format_seconds
 
 # By so much another program must be faster; less would be lost in what is measured.
 REPACK_GAIN = 0.1
+# To begin a message in an interpreter in Python; assumed, by the planner, too.
 MESSAGE_SECONDS = 30e-6
-"""To begin a message in an interpreter in Python; assumed, by the planner, too."""
 TREES: AllReduceKind = "trees"
 _MOST_CHUNKS, _LEAST_CHUNK = 64.0, 16 * 1024
 _ATTEMPTS = 4
@@ -120,6 +120,7 @@ def find_drift(old: LinkGraph, measured: LinkGraph) -> tuple[tuple[LinkDrift, ..
         old: What was known, of the same ranks; 0 where there is no link, which is not looked at.
         measured: The rates of all its directions.
     """
+    # Links that are all equally slower or faster call for no other program.
     expected = old.scaled(_level(old, measured))
     arcs = drifted_links(expected, measured)
     found = tuple(LinkDrift(i, j, expected.rates[i][j], measured.rates[i][j]) for i, j in arcs)
@@ -146,7 +147,7 @@ def reconcile_measurements(old: LinkGraph, first: LinkGraph, second: LinkGraph) 
 
 
 def _level(old: LinkGraph, measured: LinkGraph) -> float:
-    """By which the usual link is faster than it was."""
+    """How many times faster the usual link is than it was."""
     return median(measured.rates[i][j] / old.rates[i][j] for i, j in old.arcs)
 
 
@@ -257,11 +258,11 @@ PROBE_BURST_SHARE = 0.1
 # its processor.
 _SECONDS = 0.1
 _SMALLEST_PROBE, _LARGEST_PROBE = 64 * 1024, 16 * 2**20
+# Longer exchanges than this, times what is usual, count as lost time.
 _USUAL = 1.5
-"""Longer exchanges than this, times what is usual, count as lost time."""
 _PATIENCE = 16.0
+# Between two moments at which ranks compare their clocks; a sum of three numbers.
 _VOTE_SECONDS, _MOST_STEPS = 0.5, 1000
-"""Between two moments at which ranks compare their clocks; a sum of three numbers."""
 
 Pairs = tuple[tuple[int, int], ...]
 

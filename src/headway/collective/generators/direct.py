@@ -91,7 +91,7 @@ def _broadcast(writer: ProgramBuilder, root: int) -> None:
 
 
 def _reduce(writer: ProgramBuilder, root: int) -> None:
-    """Every other rank sums a part and hands it to the root: the root receives the whole once."""
+    """Every other rank sums a part and sends it to the root, which receives the whole once."""
     n, elements = writer.collective.ranks, writer.collective.elements
     others = [rank for rank in range(n) if rank != root]
     parts = parts_of(even_sizes(elements, max(1, len(others))))

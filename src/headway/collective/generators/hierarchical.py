@@ -83,7 +83,7 @@ def _all_reduce(writer: ProgramBuilder, nodes: Nodes, chunk: int | None) -> None
 
 
 class _Gateways:
-    """Through which rank of a node what concerns another node's rank goes."""
+    """Which rank of a node exchanges messages with a rank of another node: its door."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -134,7 +134,7 @@ def _reduce_scatter(writer: ProgramBuilder, nodes: Nodes) -> None:
 def _sum_inside(
     script: RankScript, rank: int, doors: _Gateways, parts: list[tuple[int, int]], tags: list[int]
 ) -> dict[int, BufferSpan]:
-    """Where this rank has its node's sums of the shares that it is the door of."""
+    """The node's sums of those shares whose door this rank is, formed here."""
     source, mates = BufferArea("in"), doors.mates(rank)
     sums: dict[int, BufferSpan] = {}
     arriving = []
@@ -162,7 +162,7 @@ def _sum_inside(
 
 
 def _all_gather(writer: ProgramBuilder, nodes: Nodes) -> None:
-    """Each rank tells its node and one door of each other node, doors tell their node."""
+    """Each rank sends to its node and to one door of each other node, doors to their node."""
     doors, parts = _Gateways(nodes), parts_of(writer.collective.shares)
     tags = [writer.tag() for _ in parts]
     for rank, script in enumerate(writer.ranks):

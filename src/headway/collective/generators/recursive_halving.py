@@ -29,11 +29,8 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather")
 def halving_doubling(collective: CollectiveTask) -> CollectiveProgram:
     """A program in 2 log2(p) rounds for all_reduce, log2(p) for the others, two more where n > p.
 
-    Args:
-        collective: all_reduce, reduce_scatter or all_gather.
-
     Raises:
-        PlanError: Another operation.
+        PlanError: The operation is not all_reduce, reduce_scatter or all_gather.
     """
     check_operation(collective, "halving-doubling", OPS)
     writing = _Halving(collective)
@@ -58,6 +55,7 @@ class _Halving:
     def __init__(self, collective: CollectiveTask) -> None:
         self.collective = collective
         self.writer = ProgramBuilder(collective)
+        # The largest power of two that is not above the number of ranks.
         self.power = 1 << (collective.ranks.bit_length() - 1)
         self.extra = collective.ranks - self.power
         self.areas = [OUT] * collective.ranks

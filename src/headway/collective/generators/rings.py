@@ -27,10 +27,9 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 def ring(
     collective: CollectiveTask, *, chunk: int | None = None, order: Sequence[int] | None = None
 ) -> CollectiveProgram:
-    """A ring, or for one root a chain that begins there.
+    """A ring, or for one root a chain that begins there; not for all_to_all.
 
     Args:
-        collective: What it is for; not all_to_all.
         chunk: Elements of a message; None: as large as they come, of a chain one 16th.
         order: The ranks along the ring; None: by number.
 
@@ -62,8 +61,8 @@ def ring(
 # In which order a ring visits the ranks: along links that are there, as fast as can be.
 
 
+# Attempts to go on; on graphs of up to a dozen ranks never reached.
 _SEARCH_LIMIT = 200_000
-"""Attempts to go on; on graphs of up to a dozen ranks never reached."""
 
 
 def ring_order(graph: LinkGraph) -> tuple[int, ...]:

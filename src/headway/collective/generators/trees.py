@@ -58,7 +58,7 @@ class TreeEvent:
 
 
 class TreeSteps:
-    """A rank in a tree."""
+    """A rank in a tree of some height, `depth` links away from the root."""
 
     def __init__(
         self,
@@ -67,9 +67,16 @@ class TreeSteps:
         rank: int,
         tag: int,
         pieces: Sequence[Part],
+        *,
+        parent: int | None,
+        kids: Sequence[int],
+        depth: int,
+        height: int,
     ) -> None:
         self.script, self.tag, self.pieces = script, tag, pieces
+        self.parent, self.kids = parent, kids
         self.up, self.down = collective.op in UP, collective.op in DOWN
+        self.depth, self.height = depth, height if self.up else 0
         apart = collective.op in ("reduce_scatter", "all_gather")
         share = collective.borders[rank] if apart else 0
         self.own = OUT  # where its own numbers are
@@ -80,15 +87,9 @@ class TreeSteps:
             self.own = BufferArea("in", share)
         self.in_place = collective.op == "all_reduce"
         self.handles: dict[tuple[str, int], list[int]] = {}
-
-    def joined(self, parent: int | None, kids: Sequence[int], depth: int, height: int) -> TreeSteps:
-        """With its neighbours, how far from the root it is, and how deep the tree."""
-        self.parent, self.kids = parent, kids
-        self.depth, self.height = depth, height if self.up else 0
-        size = max(stop - start for start, stop in self.pieces)
+        size = max(stop - start for start, stop in pieces)
         slots = RECEIVES_AHEAD if self.up else 0
-        self.slots = [[self.script.room(size) for _ in range(slots)] for _ in kids]
-        return self
+        self.slots = [[script.room(size) for _ in range(slots)] for _ in kids]
 
     def begin(self) -> None:
         """Begin to receive the first chunks; nothing is sent yet."""
@@ -112,11 +113,10 @@ class TreeSteps:
         """What is not waited for yet."""
         return [handle for handles in self.handles.values() for handle in handles]
 
-    # -- events --------------------------------------------------------------------------------
-
     def _sum(self, chunk: int) -> None:
-        """The children's sums are there: add, and hand them up, or at the root down."""
+        """The children's sums are there: add them, and send the sum up, or at the root down."""
         piece = self.pieces[chunk]
+        # The root sends results itself, so that its earlier sends must have left.
         old = self._old_results(chunk) if self.parent is None else []
         self.script.wait([*self._pop("sums", chunk), *old])
         sums = self._sums(chunk)
@@ -134,7 +134,7 @@ class TreeSteps:
             self._send_down(chunk)
 
     def _turn(self, chunk: int) -> None:
-        """What went up is through: its place is free."""
+        """What was sent up has left: its place is free."""
         self.script.wait(self._pop("up", chunk))
         if self._apart:
             self._expect_sums(chunk + RECEIVES_AHEAD)
@@ -142,7 +142,7 @@ class TreeSteps:
             self._expect_result(chunk)
 
     def _hand_on(self, chunk: int) -> None:
-        """The result is there, or the root's own numbers are it: to the children."""
+        """The result is there (at a root without sums, its own numbers are): send it down."""
         self.script.wait([*self._pop("result", chunk), *self._old_results(chunk)])
         if self.parent is None:
             piece = self.pieces[chunk]
@@ -152,11 +152,9 @@ class TreeSteps:
             self._expect_result(chunk + RECEIVES_AHEAD)
         self._send_down(chunk)
 
-    # -- their pieces --------------------------------------------------------------------------
-
     @property
     def _apart(self) -> bool:
-        """Whether sums are formed where the first child's arrive: own numbers must stay."""
+        """Whether sums are formed where the first child's arrive, as own numbers must stay."""
         return self.parent is not None and bool(self.kids) and not self.in_place
 
     def _sums(self, chunk: int) -> BufferSpan:
@@ -222,7 +220,7 @@ def binomial(ranks: int, root: int) -> Parents:
 
 
 def two_level(nodes: Nodes, root: int) -> Parents:
-    """One rank of each node is joined to the root, the others of the node to that one.
+    """One rank of each node is with_neighbours to the root, the others of the node to that one.
 
     The rank of a node is the one with the root's place in it, so that roots of different places
     use different ranks.
@@ -242,8 +240,8 @@ def two_level(nodes: Nodes, root: int) -> Parents:
 
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+# Of each tree where nothing else is said: of n chunks filling the pipe costs (depth - 1) / n.
 DEFAULT_CHUNKS = 16
-"""Of each tree where nothing else is said: of n chunks filling the pipe costs (depth - 1) / n."""
 
 Weighted = tuple[Parents, float]
 """A tree, as the parent of each rank (None: the root), and its weight in any unit."""
@@ -283,8 +281,18 @@ def trees(
         number = min(count, part[1] - part[0])
         tag, below, deep = writer.tag(), children(parents), depths(parents)
         for rank, script in enumerate(writer.ranks if number else ()):
-            way = TreeSteps(collective, script, rank, tag, split_evenly(part, number))
-            ways[rank].append(way.joined(parents[rank], below[rank], deep[rank], max(deep)))
+            way = TreeSteps(
+                collective,
+                script,
+                rank,
+                tag,
+                split_evenly(part, number),
+                parent=parents[rank],
+                kids=below[rank],
+                depth=deep[rank],
+                height=max(deep),
+            )
+            ways[rank].append(way)
     for rank, own in enumerate(ways):
         _write(writer, rank, own)
     return writer.program(name)
@@ -323,9 +331,6 @@ def _shared(part: Part, weighted: Sequence[Weighted], whose: str) -> Iterator[_T
     sizes = proportional_sizes(size, [weight for _, weight in weighted])
     for (parents, _), piece in zip(weighted, parts_of(sizes, part[0]), strict=True):
         yield _TreePart(parents, piece)
-
-
-# Parameter-server programs: shards of the buffer live on some ranks; push, sum there, pull.
 
 
 def servers(

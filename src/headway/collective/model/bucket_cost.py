@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import log2, prod
-from typing import Protocol
 
 from headway.collective.all_reduce.algorithm import (
     ALL_REDUCE_KINDS,
@@ -261,15 +260,33 @@ def _circle(ranks: Sequence[int], size: float) -> Traffic:
 SEGMENT = 2 * 2**20
 
 
-class BucketMethod(Protocol):
-    """What of a scheme decides on the price of a bucket."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeScheme:
+    """How gradients are exchanged; the words are those of the plan's `Exchange`.
+
+    Attributes:
+        reduce: "mean", "sum" or "adasum".
+        collective: "all_reduce", "hierarchical", or one of `ALL_REDUCE_KINDS`.
+        bucket: Bytes; None: fitted to the link.
+        priority: Chunks in planned order across the border of the step.
+        chunk: Bytes; None: fitted to the link.
+        credit: Chunks on their way at the same time.
+    """
+
+    compression: Compression = UNCOMPRESSED
+    reduce: str = "mean"
+    collective: str = "all_reduce"
+    carrier: AllReduceOptions | None = None
+    bucket: int | None = None
+    overlap: bool = True
+    priority: bool = False
+    chunk: int | None = None
+    credit: int = 2
 
     @property
-    def compression(self) -> Compression: ...
-    @property
-    def reduce(self) -> str: ...
-    @property
-    def collective(self) -> str: ...
+    def compress(self) -> str:
+        """As it is written in a plan."""
+        return str(self.compression)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +374,7 @@ class ExchangeNetwork:
 
 
 def bucket_service(
-    chosen: BucketMethod,
+    scheme: ExchangeScheme,
     shapes: Sequence[tuple[int, ...]],
     network: ExchangeNetwork,
     speeds: Mapping[str, CompressorSpeed],
@@ -369,22 +386,22 @@ def bucket_service(
         speeds: Of compressors, by name; "adasum" for its arithmetic.
     """
     dense = element_bytes * sum(map(prod, shapes))
-    if chosen.reduce == "adasum":
-        return _adasum(chosen, dense, network, speeds.get("adasum", CompressorSpeed(0.0)))
-    speed = speeds.get(chosen.compression.name, CompressorSpeed(0.0))
-    if chosen.collective == "hierarchical":
+    if scheme.reduce == "adasum":
+        return _adasum(scheme, dense, network, speeds.get("adasum", CompressorSpeed(0.0)))
+    speed = speeds.get(scheme.compression.name, CompressorSpeed(0.0))
+    if scheme.collective == "hierarchical":
         if network.nodes.count == 1:
             return BucketService(dense)
-        if _is_sparse(chosen.compression):
-            return _sparse_levels(chosen, shapes, network, speed, element_bytes)
-        if is_hierarchical(network.nodes, chosen.collective):
-            width = chosen.compression.wire_element_bytes(element_bytes)
+        if _is_sparse(scheme.compression):
+            return _sparse_levels(scheme, shapes, network, speed, element_bytes)
+        if is_hierarchical(network.nodes, scheme.collective):
+            width = scheme.compression.wire_element_bytes(element_bytes)
             return _levels(dense, dense * width / element_bytes, network, speed)
-    return _flat(chosen, shapes, network, speed, element_bytes)
+    return _flat(scheme, shapes, network, speed, element_bytes)
 
 
 def compressed_link(
-    chosen: BucketMethod,
+    scheme: ExchangeScheme,
     shapes: Sequence[tuple[int, ...]],
     network: ExchangeNetwork,
     element_bytes: int = 4,
@@ -394,11 +411,11 @@ def compressed_link(
     Buckets are to be fitted to this one: compressed gradients are small, so that smaller buckets
     pay, and a further round costs latency again.
     """
-    link = network.link_of(chosen.collective)
+    link = network.link_of(scheme.collective)
     total = element_bytes * sum(map(prod, shapes))
     if not total:
         return link
-    whole = bucket_service(chosen, shapes, network, {}, element_bytes)
+    whole = bucket_service(scheme, shapes, network, {}, element_bytes)
     ratio = whole.num_bytes / total
     return LinkFit(
         link.latency + whole.delay, link.seconds_per_byte * ratio, link.error, link.ranks
@@ -406,7 +423,7 @@ def compressed_link(
 
 
 def _flat(
-    chosen: BucketMethod,
+    scheme: ExchangeScheme,
     shapes: Sequence[tuple[int, ...]],
     network: ExchangeNetwork,
     speed: CompressorSpeed,
@@ -417,7 +434,7 @@ def _flat(
     if not factor:
         return BucketService(0.0)
     dense = element_bytes * sum(map(prod, shapes))
-    parts = chosen.compression.payloads(shapes, element_bytes, ranks, flags=False)
+    parts = scheme.compression.payloads(shapes, element_bytes, ranks, flags=False)
     sent, copies = 0.0, 1
     for part in parts:
         if part.operation == "all_reduce":
@@ -453,7 +470,7 @@ def _levels(
 
 
 def _sparse_levels(
-    chosen: BucketMethod,
+    scheme: ExchangeScheme,
     shapes: Sequence[tuple[int, ...]],
     network: ExchangeNetwork,
     speed: CompressorSpeed,
@@ -463,26 +480,26 @@ def _sparse_levels(
     inside, across = _both(network)
     width, count = len(network.nodes.members[0]), network.nodes.count
     elements = sum(map(prod, shapes)) + len(shapes)
-    parcels = shard_parcels(elements, len(shapes), width, chosen.compression.amount, element_bytes)
+    parcels = shard_parcels(elements, len(shapes), width, scheme.compression.amount, element_bytes)
     dense = element_bytes * elements
     beyond = across.wire_seconds((count - 1) * sum(parcels))
     scatter = inside.seconds_per_byte * dense / 2 + inside.latency if width > 1 else 0.0
     rows = min(count * sum(parcels), dense)
     gather = inside.wire_seconds((width - 1) * rows / width) + inside.latency if width > 1 else 0.0
     return BucketService(
-        beyond / (network.link_of(chosen.collective).seconds_per_byte or 1.0),
+        beyond / (network.link_of(scheme.collective).seconds_per_byte or 1.0),
         scatter + speed.encode * dense / width,
         gather + speed.decode * dense * count / width,
     )
 
 
 def _adasum(
-    chosen: BucketMethod, dense: float, network: ExchangeNetwork, speed: CompressorSpeed
+    scheme: ExchangeScheme, dense: float, network: ExchangeNetwork, speed: CompressorSpeed
 ) -> BucketService:
     """Halving and doubling send as much as a ring; what is left over from a power of two sends its
     whole buffer there and back before and after."""
     work = speed.encode * dense
-    if is_hierarchical(network.nodes, chosen.collective):
+    if is_hierarchical(network.nodes, scheme.collective):
         levels = _levels(dense, dense, network, CompressorSpeed(0.0))
         _, across = _both(network)
         delay = levels.delay + _rounds(network.nodes.count, across) + work
@@ -497,7 +514,7 @@ def _adasum(
 
 
 def _rounds(n: int, link: LinkFit) -> float:
-    """Latency beyond that of one all-reduce: each level sums its dot products in one of its own."""
+    """Latency beyond that of one all-reduce: one round of dot products per level."""
     return log2(n) * link.latency if n > 1 else 0.0
 
 

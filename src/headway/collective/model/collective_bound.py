@@ -17,9 +17,9 @@ from headway.collective.packing.pack import highest_rate
 from headway.collective.program.program import CollectiveTask
 from headway.collective.topology import Direction, NetworkTopology
 
+# Up to so many ranks all sets and partitions are looked at; of more ranks those by ranks and
+# nodes, and, where links are not shared, the exact bounds of tree packing.
 ALL_SETS = 8
-"""Up to so many ranks all sets and partitions are looked at; of more ranks those by ranks and
-nodes, and, where links are not shared, the exact bounds of tree packing."""
 
 
 def collective_lower_bound(
@@ -93,6 +93,7 @@ def _all_reduce(num_bytes: float, wires: NetworkTopology) -> float:
         worst = max(worst, _seconds(num_bytes, _out(wires, frozenset(inside))))
     for home in _partitions(wires):
         crossing = wires.across(pair for pair in wires.ways if home[pair[0]] != home[pair[1]])
+        # Parts are numbered from 0: p - 1 is the largest number.
         worst = max(worst, _seconds(2 * max(home) * num_bytes, crossing))
     return worst
 

@@ -16,16 +16,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.collective.compression import (
     COMPRESSORS,
-    UNCOMPRESSED,
     Compression,
     CompressorSpeed,
     parse_compression,
 )
 from headway.collective.model.bucket_cost import (
     ExchangeNetwork,
+    ExchangeScheme,
     bucket_service,
     bucket_traffic,
     compressed_link,
@@ -79,35 +78,6 @@ class GradientLayer:
     def num_bytes(self) -> int:
         """Of its gradients."""
         return self.element_bytes * sum(map(math.prod, self.shapes))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeScheme:
-    """How gradients are exchanged; the words are those of the plan's `Exchange`.
-
-    Attributes:
-        reduce: "mean", "sum" or "adasum".
-        collective: "all_reduce", "hierarchical", or one of `ALL_REDUCE_KINDS`.
-        bucket: Bytes; None: fitted to the link.
-        priority: Chunks in planned order across the border of the step.
-        chunk: Bytes; None: fitted to the link.
-        credit: Chunks on their way at the same time.
-    """
-
-    compression: Compression = UNCOMPRESSED
-    reduce: str = "mean"
-    collective: str = "all_reduce"
-    carrier: AllReduceOptions | None = None
-    bucket: int | None = None
-    overlap: bool = True
-    priority: bool = False
-    chunk: int | None = None
-    credit: int = 2
-
-    @property
-    def compress(self) -> str:
-        """As it is written in a plan."""
-        return str(self.compression)
 
 
 @dataclass(frozen=True, kw_only=True)

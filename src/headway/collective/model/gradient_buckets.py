@@ -20,10 +20,10 @@ from headway.collective.model.link_fit import LinkFit
 Buckets = tuple[tuple[int, ...], ...]
 Numbers = NDArray[np.float64]
 
+# The last bucket may arrive later by this share of the backward pass, for the sake of fewer.
 SLACK = 0.002
-"""The last bucket may arrive later by this share of the backward pass, for the sake of fewer."""
+# A link may become so many times slower before it is measured again.
 SLOWER = 1.25
-"""A link may become so many times slower before it is measured again."""
 
 
 def merge_buckets(
@@ -56,6 +56,7 @@ def merge_buckets(
     late = slack * float(times[-1] - times[0])
     slower = LinkFit(link.latency * SLOWER, link.seconds_per_byte * SLOWER, 0.0, link.ranks)
     ways = [_ArrivalTimes(way, sums, times) for way in (link, slower)]
+    # The relative 1e-12 absorbs the rounding of sums that are formed in another order below.
     ends = [float(way.done[-1]) * (1 + 1e-12) + late for way in ways]
     borders = [len(order)]
     while borders[-1]:

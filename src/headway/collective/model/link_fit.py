@@ -16,8 +16,8 @@ from headway.units import format_rate, format_seconds
 
 LARGEST_ERROR = 0.2
 """A fit that misses a measured time by more than this share is not to be trusted."""
+# 4 KiB to 16 MiB: the sizes that buckets and chunks have.
 _USUAL_SIZES = tuple(2**power for power in range(12, 26, 2))
-"""4 KiB to 16 MiB: the sizes that buckets and chunks have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     vv = math.fsum(v * v for _, v in rows)
     su = math.fsum(u for u, _ in rows)
     sv = math.fsum(v for _, v in rows)
+    # Not zero, because there are at least two sizes (Cauchy and Schwarz).
     determinant = uu * vv - uv * uv
     a = (su * vv - sv * uv) / determinant
     b = (sv * uu - su * uv) / determinant

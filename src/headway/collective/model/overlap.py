@@ -127,6 +127,7 @@ def _send(
     arrivals: list[float] = []
     for place, i in enumerate(order):
         load = loads[i]
+        # At most `credit` loads are in flight: this one leaves when an earlier one has arrived.
         allowed = arrivals[place - credit] if place >= credit else 0.0
         thread = max(load.ready, thread, allowed) + load.encode
         sent = max(thread, wire)
@@ -154,8 +155,8 @@ def _wait(
 Consistency = Literal["none", "overlap", "crossing"]
 Limit = Literal["compute", "bytes", "buckets", "overlap", "border", "ends"]
 
+# A step within this share of a bound counts as having reached it.
 _NEAR = 0.03
-"""A step within this share of a bound counts as having reached it."""
 LIMIT_WORDS: dict[Limit, str] = {
     "compute": "compute",
     "bytes": "the bytes",

@@ -168,8 +168,8 @@ LATENCY_SHARE = 0.03
 SMALLEST_CHUNK = 256 * 2**10
 # Chunks are whole numbers of this many bytes, so that elements of all types fit.
 _GRAIN = 4096
+# By how much of a step a gradient may come later than planned.
 JITTER = 0.01
-"""By how much of a step a gradient may come later than planned."""
 # Robust orders may be this much slower than the best one, if all goes as planned.
 _GOOD = 1.01
 _DELAYS = 8
@@ -223,6 +223,7 @@ def _jobs(loads: Sequence[LinkLoad], link: LinkFit, credit: int) -> list[Sequenc
     jobs = []
     for load in loads:
         time = link.seconds_per_byte * load.num_bytes
+        # With `credit` loads in flight a new one leaves every (latency + time) / credit at most.
         body = max(time, (link.latency + time) / credit)
         rest = link.latency + time - body + load.decode
         jobs.append(

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-FIRST = 64 * 1024
-"""Bytes of the first probe."""
-MOST = 12
-"""Probes."""
+FIRST_PROBE_BYTES = 64 * 1024
+MOST_PROBES = 12
+# What counts as growth.
 _RISE = 1.05
-"""What counts as growth."""
+# An additive step is this part of the chunk with which the steps began.
 _STEP = 8
-"""An additive step is this part of the chunk with which the steps began."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class ChunkTuner:
 
     smallest: int = 4 * 1024
     largest: int = 64 * 1024 * 1024
-    first: int = FIRST
-    most: int = MOST
+    first: int = FIRST_PROBE_BYTES
+    most: int = MOST_PROBES
     measured: tuple[tuple[int, float], ...] = ()
 
     @property

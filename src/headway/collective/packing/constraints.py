@@ -51,7 +51,7 @@ def min_cut(capacity: Sequence[Sequence[float]], source: int, sink: int) -> tupl
 
 
 def _levels(rest: list[list[float]], near: list[list[int]], source: int, crumb: float) -> list[int]:
-    """Arcs from the source over what is left; -1: not reached."""
+    """By rank, the residual arcs from the source; -1: not reached."""
     level = [-1] * len(rest)
     level[source] = 0
     for i in (todo := [source]):
@@ -129,7 +129,7 @@ def _shortest(into: list[list[float]], root: int) -> list[int]:
         if j != root and math.isinf(into[j][parent[j]]):
             raise ValueError(f"no arc into {j}")
     cycle = _cycle(parent, root)
-    return parent if not cycle else _opened(into, root, parent, cycle)
+    return parent if not cycle else _solve_contracted(into, root, parent, cycle)
 
 
 def _cycle(parent: Sequence[int], root: int) -> list[int]:
@@ -149,7 +149,9 @@ def _cycle(parent: Sequence[int], root: int) -> list[int]:
     return []
 
 
-def _opened(into: list[list[float]], root: int, parent: list[int], cycle: list[int]) -> list[int]:
+def _solve_contracted(
+    into: list[list[float]], root: int, parent: list[int], cycle: list[int]
+) -> list[int]:
     """Contract a cycle to one rank, solve, and open it where the solution enters it."""
     n, inside = len(into), set(cycle)
     kept = [rank for rank in range(n) if rank not in inside]
@@ -204,10 +206,11 @@ Vector = npt.NDArray[np.float64]
 EdgeIndices = npt.NDArray[np.intp]
 """Places of edges; also of each rank the number of its part, one row per constraint."""
 
+# Up to so many ranks all constraints are listed: 127 cuts, 4139 partitions.
 LISTED = 8
-"""Up to so many ranks all constraints are listed: 127 cuts, 4139 partitions."""
 # Relative to the rate: a constraint missed by less is kept.
 _NEAR = 1e-9
+# The length of an edge that is not there; finite, because differences of lengths are formed.
 _LONG = 1e30
 
 

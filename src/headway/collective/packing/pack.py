@@ -39,20 +39,20 @@ from headway.collective.packing.tree import Packing, WeightedTree
 from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
+# Relative: less than this is rounding.
 RATE_ROUNDING = 1e-9
-"""Relative: less than this is rounding."""
+# Length of an edge that is thinner than the weight aimed at; chance makes up to 1.
 _THIN = 8.0
-"""Length of an edge that is thinner than the weight aimed at; chance makes up to 1."""
+# Weight of a constraint without slack, against those with less than is aimed at.
 _TIGHT = 1e6
-"""Weight of a constraint without slack, against those with less than is aimed at."""
+# Trees looked at for each one taken; of them proven; how often anew where none may be taken.
 _CANDIDATES, _TRIED, _ROUNDS = 12, 3, 8
-"""Trees looked at for each one taken; of them proven; how often anew where none may be taken."""
 # Trees * edges * ranks after which no further attempt begins: this takes some seconds.
 _EFFORT = 200_000
 # How far a flatter tree is preferred to a heavier one, for each level.
 _FLAT = 0.05
+# How far chance prefers a lighter tree, after the first attempt.
 _SPREAD = 0.3
-"""How far chance prefers a lighter tree, after the first attempt."""
 
 
 class TakenTree(NamedTuple):
@@ -124,19 +124,20 @@ def _attempt(
     total, widest = state.rate, _widest(problem)
     spread = min(spread, _SPREAD)
     while state.rate > RATE_ROUNDING * total:
+        # Not even trees as heavy as can be would beat the best attempt so far.
         if len(state.taken) + math.ceil(state.rate / widest - RATE_ROUNDING) > most:
             return ()
-        following = _following(problem, state, random, spread)
+        following = _with_one_more_tree(problem, state, random, spread)
         if following is None:
             break
         state = following
     return state.taken
 
 
-def _following(
+def _with_one_more_tree(
     problem: PackingProblem, state: PackingState, random: np.random.Generator, spread: float
 ) -> PackingState | None:
-    """With one more tree; None: none was found (rounding has used up the slack)."""
+    """The state with one more tree; None: none was found, as rounding has used up the slack."""
     for _ in range(_ROUNDS):  # each may learn constraints
         found = [
             (
@@ -242,6 +243,7 @@ def best_weights(uses: Vector, capacity: Vector) -> Vector:
         falling = [s for s in range(trees) if table[-1, s] < -_PIVOT_ROUNDING]
         if not falling:
             break
+        # Bland's rule: the smallest index, so that the simplex cannot cycle.
         column = min(falling, key=outside.__getitem__)
         row = _leaving(table, column, inside)
         _pivot(table, row, column)
@@ -312,9 +314,6 @@ TOLERANCE = 0.01
 
 def highest_rate(graph: LinkGraph, direction: Direction, root: int = 0) -> float:
     """What no packing exceeds, in the unit of the links' rates.
-
-    Args:
-        root: Of a broadcast or a reduction.
 
     Raises:
         PlanError: The graph is not joined, or has one rank.
@@ -404,12 +403,12 @@ def with_best_weights(
     return replace(packing, trees=tuple(found))
 
 
-# Links that have become slower or faster: which, and a packing for what is measured now.
+# Links that have become slower or faster: which ones, and a packing for the measured rates.
 
 
+# Share of its rate that a link may drift before the trees are weighed anew; links measured again
+# on a quiet machine differ by some percent.
 DRIFT_THRESHOLD = 0.2
-"""Share of its rate that a link may drift before the trees are weighed anew; links measured again
-on a quiet machine differ by some percent."""
 _REPACK_ATTEMPTS = 4
 
 

@@ -15,8 +15,8 @@ from headway.collective.nodes import Parents, children, depths
 from headway.collective.topology import Direction, LinkGraph
 from headway.errors import PlanError
 
+# Relative: rounding of sums.
 _NEAR = 1e-9
-"""Relative: rounding of sums."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class WeightedTree:
     """A spanning tree.
 
     Attributes:
-        parent: Of each rank; None: the root.
         weight: What flows along it per second, in the unit of the links' rates.
     """
 
@@ -56,7 +55,6 @@ class Packing:
     """Trees that share a link graph.
 
     Attributes:
-        direction: Which way data goes along each tree.
         bound: The highest rate of any packing: for a broadcast the least of the minimum cuts from
             the root, for an all-reduce the least of (rate across a partition) / (parts - 1).
     """

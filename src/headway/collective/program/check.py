@@ -111,10 +111,6 @@ def add_terms(first: list[Run], second: list[Run]) -> list[Run]:
     return found
 
 
-# Whether a program does what its collective asks for, on every transport: all problems
-# together.
-
-
 PROGRAM_RULES: Mapping[str, str] = MappingProxyType(
     {
         "malformed": "peers, buffers and spans exist; no span is empty; sizes agree",
@@ -130,8 +126,7 @@ PROGRAM_RULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name of each rule, and what it demands."""
-_MOST = 12
-"""Problems that one message shows."""
+_LISTED_PROBLEMS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,6 @@ class ProgramProblem:
     Attributes:
         rule: Of `PROGRAM_RULES`.
         place: Of the step; -1: the rank as a whole.
-        text: What is wrong, with the numbers.
     """
 
     rule: str
@@ -155,7 +149,7 @@ class ProgramProblem:
 
 
 def check_program(program: CollectiveProgram) -> None:
-    """Raise unless a program is right.
+    """Raise unless a program is correct.
 
     Raises:
         PlanError: With one line per problem, the first dozen of them.
@@ -163,19 +157,19 @@ def check_program(program: CollectiveProgram) -> None:
     found = program_problems(program)
     if not found:
         return
-    lines = [str(problem) for problem in found[:_MOST]]
-    if len(found) > _MOST:
-        lines.append(f"and {len(found) - _MOST} more")
+    lines = [str(problem) for problem in found[:_LISTED_PROBLEMS]]
+    if len(found) > _LISTED_PROBLEMS:
+        lines.append(f"and {len(found) - _LISTED_PROBLEMS} more")
     raise PlanError(
         f"the program {program.name} does not carry out {program.op} of {program.elements} "
         f"elements on {program.ranks} ranks",
         problems=lines,
-        fix="Mend the generator that made it; headway.collective.program.check has the rules.",
+        fix="Correct the generator that made it; headway.collective.program.check has the rules.",
     )
 
 
 def program_problems(program: CollectiveProgram) -> tuple[ProgramProblem, ...]:
-    """Everything that is wrong, by rank and step; empty: the program is right."""
+    """Everything that is wrong, by rank and step; empty for a correct program."""
     if len(program.steps) != program.ranks or len(program.scratch) != program.ranks:
         text = f"steps of {len(program.steps)} and scratch of {len(program.scratch)} ranks"
         return (ProgramProblem("malformed", 0, -1, f"{text}, not of {program.ranks}"),)
@@ -320,7 +314,7 @@ def _races(rank: int, steps: tuple[Step, ...]) -> Iterator[ProgramProblem]:
 
 
 def _followed(program: CollectiveProgram, *, sound: bool) -> Iterator[ProgramProblem]:
-    """Messages, waiting, and, where all else is sound, what arrives."""
+    """Problems of messages and waiting, and, where there are no others, of the results."""
     partners = program.partners()
     unmatched = list(_unmatched(program, partners))
     yield from unmatched
@@ -352,7 +346,7 @@ def _unmatched(
 
 
 class _Symbolic:
-    """Carries a program out on sums of contributions instead of numbers."""
+    """Executes a program on sums of contributions instead of numbers."""
 
     def __init__(self, program: CollectiveProgram, partners: Mapping[Place, Place]) -> None:
         self.program = program

@@ -38,7 +38,6 @@ class CollectiveTask:
     """One operation on buffers of exact sizes.
 
     Attributes:
-        ranks: Among how many, 0 to ranks - 1.
         shares: reduce_scatter, all_gather: elements of each rank's part of the whole; others: the
             whole as one number.
         table: all_to_all: row i holds how many elements rank i has for each rank.
@@ -73,7 +72,6 @@ class CollectiveTask:
 
         Args:
             elements: Of the whole: of all_to_all what each rank has for all ranks.
-            root: broadcast, reduce: by default rank 0.
 
         Raises:
             ValueError: No ranks, a negative size, a root that is none or is not there.
@@ -260,7 +258,6 @@ class CollectiveProgram:
 
     Attributes:
         scratch: Elements of each rank's "tmp".
-        name: Of the algorithm, for people.
     """
 
     collective: CollectiveTask
@@ -279,10 +276,6 @@ class CollectiveProgram:
     @property
     def elements(self) -> int:
         return self.collective.elements
-
-    @property
-    def root(self) -> int | None:
-        return self.collective.root
 
     def size(self, rank: int, buffer: Buffer) -> int:
         """Elements of a buffer of a rank."""

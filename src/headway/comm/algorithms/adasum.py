@@ -50,27 +50,27 @@ from headway.comm.algorithms.method import (
     split_evenly,
 )
 
+# A squared norm below the square root of the smallest normal double counts as zero.
 TINY = math.sqrt(torch.finfo(torch.float64).tiny)
-"""A squared norm below the square root of the smallest normal double counts as zero."""
 
+# Elements that are widened to float64 at a time: on a CPU they stay in the cache.
 STATISTICS_BLOCK = 2**15
-"""Elements that are widened to float64 at a time: they stay in the cache (CPU)."""
 
 
 class Float64Workspace:
-    """Room for one block of both operands in float64."""
+    """Memory for one block of both operands in float64."""
 
     def __init__(self, device: torch.device) -> None:
-        # A GPU wants few large calls.
+        # On a GPU each call costs a kernel launch, so blocks are larger.
         self.size = STATISTICS_BLOCK if device.type == "cpu" else 512 * STATISTICS_BLOCK
-        self._rooms = torch.empty((2, self.size), dtype=torch.float64, device=device)
+        self._blocks = torch.empty((2, self.size), dtype=torch.float64, device=device)
 
     def __call__(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Both in float64; valid until the next call."""
         if left.dtype == torch.float64:
             return left, right
         size = left.numel()
-        return self._rooms[0, :size].copy_(left), self._rooms[1, :size].copy_(right)
+        return self._blocks[0, :size].copy_(left), self._blocks[1, :size].copy_(right)
 
 
 def dot_and_norms(
@@ -109,14 +109,10 @@ def largest_power_of_two(size: int) -> int:
 
 
 def adasum_tree(vectors: Sequence[Tensor], pieces: Sequence[GradientSlice]) -> Tensor:
-    """The reference: what Adasum over as many ranks has to give, in one process and in float64.
+    """The reference: the Adasum of one 1-D vector per rank, in one process and in float64.
 
     With p the largest power of two, vector p + i is first combined with vector i; then neighbours
-    are combined, then neighbours of these.
-
-    Args:
-        vectors: One for each rank; 1-D, gradients only.
-        pieces: The layers; each has its own factors.
+    are combined, then neighbours of these. Each of the pieces, the layers, has its own factors.
     """
     power = largest_power_of_two(len(vectors))
     level = [vector.double() for vector in vectors]
@@ -139,17 +135,15 @@ def _pair(left: Tensor, right: Tensor, pieces: Sequence[GradientSlice]) -> Tenso
     return result
 
 
-# Adasum over ranks: recursive vector halving, distance doubling, with three dot products a
-# layer.
+# Adasum over ranks: recursive vector halving, distance doubling, three dot products per layer.
 
 
+# Whole layers are combined in groups of about this size: while one group waits for its dot
+# products, the halves of the next one keep the link busy. Smaller ones make streams to several
+# ranks share the link, which costs more than it hides.
 GROUP_BYTES = 8 * 2**20
-"""Whole layers are combined in groups of about this size: while one group waits for its dot
-products, the halves of the next one keep the link busy. Smaller ones make streams to several ranks
-share the link, which costs more than it hides."""
 
-WINDOW = 2
-"""Groups under way."""
+GROUPS_IN_FLIGHT = 2
 
 
 class Adasum(StatelessMethod):
@@ -162,7 +156,6 @@ class Adasum(StatelessMethod):
             whole layers. With few large nodes it is closer to the mean than Adasum over all ranks:
             a plan names it.
         whole: One set of factors for the whole buffer, instead of one for each of its pieces.
-        scratch: Shared by methods of one thread; None: its own.
 
     Attributes:
         coefficient: Of the last exchange, the mean over layers and levels of the two factors, each
@@ -208,7 +201,7 @@ class Adasum(StatelessMethod):
             ).rounds()
             for place, (pieces, flags) in enumerate(_groups(fused, self._whole))
         )  # fmt: skip
-        yield from pipeline_rounds(tasks, WINDOW)
+        yield from pipeline_rounds(tasks, GROUPS_IN_FLIGHT)
         if seen:
             self.coefficient = sum(seen) / len(seen)
 
@@ -283,7 +276,7 @@ class _Combination:
     def _fold(self, held: ElementSpan, circle: PeerGroup, peer: int) -> Iterator[PendingOperation]:
         """The first level, with the rank p above, where there is one."""
         if peer >= circle.size:
-            # As many rounds as the others have: the conveyor's order must be the same.
+            # As many rounds as the others have: `pipeline_rounds` must keep the same order.
             yield from (PointToPointOperations(()) for _ in range(2 if self.inside else 1))
             return
         operands = _Operands(self.flat, held, self.pieces, self.scratch, lower=True)
@@ -327,7 +320,7 @@ class _Combination:
 
         Args:
             block: The ranks that share the two operands are so many neighbours.
-            last: Sum the flags as well: now all ranks take part.
+            last: Sum the flags as well, because all ranks take part in the last level.
         """
         sums = torch.tensor(operands.sums, dtype=torch.float64, device=self.flat.device)
         layers = sums.numel()
@@ -397,13 +390,9 @@ class _Operands:
                 self.sums[place] += value
 
     def combine(self, sums: Sequence[float]) -> Iterator[float]:
-        """Write the combination to the bucket.
+        """Write the combination to the bucket, and yield the mean factor of each layer.
 
-        Args:
-            sums: Those of all ranks that share the operands.
-
-        Yields:
-            The mean factor of each layer.
+        `sums` are those of all ranks that share the operands.
         """
         for number, part in enumerate(self._parts):
             dot, first, second = sums[3 * number : 3 * number + 3]

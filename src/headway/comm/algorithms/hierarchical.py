@@ -34,21 +34,20 @@ from headway.comm.algorithms.method import (
 )
 from headway.errors import PlanError
 
+# Segments follow each other through the three phases, so that the slow link never waits for the
+# fast one; smaller ones cost more in messages than they hide.
 SEGMENT_BYTES = 2 * 2**20
-"""Segments follow each other through the three phases, so that the slow link never waits for the
-fast one; smaller ones cost more in messages than they hide."""
 
-WINDOW = 3
-"""One segment in each phase."""
+# One segment in each of the three phases keeps both links busy.
+SEGMENTS_IN_FLIGHT = 3
 
 
 class HierarchicalAllReduce(ExchangeMethod):
-    """Inside, across, inside.
+    """Reduce-scatter inside the node, `inner` across nodes, all-gather inside.
 
     Args:
         inner: What is done across nodes with each shard; it must be elementwise, as shards cut
             parameters anywhere (plain, fp16, bf16).
-        scratch: Shared by methods of one thread; None: its own.
 
     Raises:
         PlanError: `inner` is not elementwise.
@@ -65,7 +64,7 @@ class HierarchicalAllReduce(ExchangeMethod):
         self._turn = 0
         if not self._inner.elementwise:
             raise PlanError(
-                "this exchange cannot be",
+                "these exchange options cannot be combined",
                 problems=[
                     f"exchange.collective hierarchical cuts gradients anywhere, and "
                     f"{type(self._inner).__name__} needs whole ones"
@@ -91,7 +90,7 @@ class HierarchicalAllReduce(ExchangeMethod):
             self._segment(fused, span, inside, across, tag + place)
             for place, span in enumerate(spans)
         )
-        yield from pipeline_rounds(tasks, WINDOW)
+        yield from pipeline_rounds(tasks, SEGMENTS_IN_FLIGHT)
 
     def _segment(
         self, fused: FusedBuffer, span: ElementSpan, inside: PeerGroup, across: Route, tag: int

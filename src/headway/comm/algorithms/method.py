@@ -81,7 +81,6 @@ class FusedBuffer:
             compressed away, never in a norm or a selection).
         pieces: Empty for a chunk, which only an `elementwise` method gets.
         number: The bucket's number; the same on all ranks.
-        flags: One element per piece.
     """
 
     buffer: Tensor
@@ -162,11 +161,7 @@ def complete(method: ExchangeMethod, fused: FusedBuffer, route: Route) -> None:
 
 
 def finish(rounds: Iterator[PendingOperation], waiting: PendingOperation | None = None) -> None:
-    """Drive a method that is under way to its end in this thread.
-
-    Args:
-        waiting: What it waits for; None: it has not begun.
-    """
+    """Drive a method to its end in this thread; `waiting` is what it waits for if it has begun."""
     if waiting is not None:
         wait(waiting)
     for operation in rounds:
@@ -191,11 +186,7 @@ def all_reduce(buffer: Tensor, route: Route) -> dist.Work:
 
 
 def check_uniform_nodes(nodes: Nodes) -> None:
-    """A hierarchical exchange pairs the ranks of nodes by place.
-
-    Raises:
-        PlanError: The nodes have unequal numbers of ranks.
-    """
+    """Raise a PlanError unless all nodes have as many ranks, which are paired by place."""
     if not nodes.uniform:
         sizes = ", ".join(str(len(ranks)) for ranks in nodes.members)
         raise PlanError(
@@ -212,9 +203,9 @@ ElementSpan = slice
 """A part of a flat buffer: start and stop in elements."""
 
 TRANSFER_CHUNK_BYTES = 2**19
+# A large message travels in parcels of this size, so many under way: a whole one that fills the
+# socket's buffers in both directions is slower now and then, and its parts could not be used yet.
 TRANSFER_CHUNKS_IN_FLIGHT = 3
-"""A large message travels in parcels of this size, so many under way: a whole one that fills the
-socket's buffers in both directions is slower now and then, and its parts could not be used yet."""
 
 Rounds = Generator[PendingOperation, None, None]
 
@@ -278,9 +269,7 @@ def send_receive(
 def send_receive_chunked(
     circle: PeerGroup, receive: Tensor, send: Tensor, place: int, tag: int
 ) -> Generator[tuple[PointToPointOperations, ElementSpan], None, None]:
-    """Exchange two large messages with one place, parcel by parcel.
-
-    Both sides must give the same two lengths, which may differ from each other.
+    """Exchange two large messages with one place, parcel by parcel; both sides give both lengths.
 
     Yields:
         What has to be waited for, and the part of `receive` that is there after that.
@@ -304,9 +293,10 @@ def first_tag(number: int, turn: int) -> int:
 
     Args:
         number: Of the bucket, below 2^17.
-        turn: How many exchanges of this bucket were begun before, on every rank alike: chunks of
+        turn: How many exchanges of this bucket were begun before, equal on all ranks: chunks of
             one bucket that are under way together have different tags.
     """
+    # A tag has 31 bits: 17 for the bucket, 4 for the turn, 10 for the exchange itself.
     return (number << 14) + (turn % 16 << 10)
 
 
@@ -356,12 +346,9 @@ def reduce_scatter(
 ) -> Rounds:
     """Direct reduce-scatter: afterwards `flat[spans[circle.place]]` holds the sum over the circle.
 
-    Sends and receives (n - 1) / n of the spans. Terms are added in order of place, whoever owns the
-    span: the sum does not depend on where a buffer is cut. The rest of `flat` is left as it is.
-
-    Args:
-        flat: 1-D.
-        spans: Of each place; of any size.
+    Sends and receives (n - 1) / n of the spans, one for each place. Terms are added in order of
+    place, whoever owns the span: the sum does not depend on where a buffer is cut. The rest of
+    `flat` is left as it is.
     """
     own = flat[spans[circle.place]]
     received = scratch.take(own.numel() * (circle.size - 1), own)
@@ -372,19 +359,11 @@ def reduce_scatter(
         [(flat[spans[place]], place) for place in circle.others],
         tag,
     )
-    _add_in_order([*(parts.get(place, own) for place in range(circle.size))], own)
-    scratch.give(received)
-
-
-def _add_in_order(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of two or more terms, added from the left, to `out`, which is one of them.
-
-    The other terms are overwritten.
-    """
-    total = terms[0]
-    for term in terms[1:-1]:
+    total, *others = (parts.get(place, own) for place in range(circle.size))
+    for term in others[:-1]:
         total.add_(term)
-    torch.add(total, terms[-1], out=out)
+    torch.add(total, others[-1], out=own)
+    scratch.give(received)
 
 
 def all_gather(flat: Tensor, spans: Sequence[ElementSpan], circle: PeerGroup, tag: int) -> Rounds:
@@ -403,7 +382,7 @@ def pipeline_rounds(tasks: Iterable[Iterator[PendingOperation]], window: int) ->
 
     While one waits for its answer the payload of the next ones keeps the link busy. They are
     resumed in turn, so that all ranks whose tasks have the same rounds go through them in the same
-    order: nobody waits for a message that is to be sent after the one he is waiting for himself.
+    order: no rank waits for a message that its peer sends only after one that it waits for itself.
     """
     rest = iter(tasks)
     flying: deque[tuple[Iterator[PendingOperation], PendingOperation]] = deque()

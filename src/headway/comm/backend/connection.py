@@ -50,19 +50,16 @@ from headway.errors import PeerLost, Stalled
 
 _HEAD = struct.Struct("<IIQ")
 _DATA, _BYE = 0x68770001, 0x68770002
+# A receiver is woken when so much has come, or all that it needs; otherwise by every packet.
 _LOW_BYTES = 64 * 1024
-"""A receiver is woken when so much has come, or all that it needs: by every packet, otherwise."""
+# The kernel of a receiver takes so much in any case, while nobody reads.
 KERNEL_BYTES = 32 * 1024
-"""So much the kernel of a receiver takes in any case, while nobody reads."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
 _NOTHING = memoryview(bytearray())
 
 
 class MessageTransfer:
-    """A message that is sent or received.
-
-    Args:
-        tensor: Contiguous, on the CPU: what is sent, or where it is received; kept alive.
+    """A message that is sent from or received into a contiguous tensor of the CPU.
 
     Attributes:
         done: It is in the tensor, or has left it.
@@ -86,7 +83,7 @@ class MessageTransfer:
 
     @property
     def travels(self) -> bool:
-        """Whether it gets there although nobody in this process does anything for it."""
+        """Whether it is transferred although nobody in this process waits for it."""
         return self.done or (not self.sends and self.nbytes <= KERNEL_BYTES)
 
     def wait(self, timeout: timedelta) -> None:
@@ -100,11 +97,7 @@ class MessageTransfer:
 
 
 class PeerConnection:
-    """One end of a connection.
-
-    Args:
-        peer: The place of the other rank in the group.
-        connection: To it; nothing has been said on it.
+    """One end of a new connection to the rank at place `peer` of the group.
 
     Attributes:
         ended: Why nothing comes any more; "" while something may.
@@ -130,10 +123,8 @@ class PeerConnection:
         self._coming: tuple[int, MessageTransfer | bytearray] | None = None
         self._low = 1
 
-    # -- sending ----------------------------------------------------------------------------------
-
     def send(self, transfer: MessageTransfer) -> None:
-        """Begin; what the kernel takes is on its way at once."""
+        """Begin to send; what the kernel takes leaves at once."""
         self._leaving.append(transfer)
         if len(self._leaving) == 1:
             self._load()
@@ -144,7 +135,7 @@ class PeerConnection:
         self._out = [memoryview(_HEAD.pack(_DATA, first.tag, first.nbytes)), first.memory]
 
     def push(self) -> None:
-        """Hand on to the kernel what it takes."""
+        """Hand the kernel what it takes."""
         try:
             while self._leaving and not self.ended:
                 self._out = _rest(self._out, self._socket.sendmsg(self._out))
@@ -158,20 +149,18 @@ class PeerConnection:
         except OSError as error:
             self._end(error)
 
-    # -- receiving --------------------------------------------------------------------------------
-
     def receive(self, transfer: MessageTransfer) -> None:
-        """Begin; it may have come already."""
+        """Begin to receive a message, which may have come already."""
         early = self._early.get(transfer.tag)
         if early:
-            self._settle(transfer, early.popleft())
+            self._deliver(transfer, early.popleft())
             if not early:
                 del self._early[transfer.tag]
         else:
             self._wanted.setdefault(transfer.tag, deque()).append(transfer)
 
     def pull(self) -> None:
-        """Take from the kernel what somebody wants, or all, where the other end is at its end."""
+        """Take from the kernel what was asked for; everything, if the other end has finished."""
         try:
             while (self._wanted or self._coming or self.draining) and not self.ended:
                 count = self._socket.recv_into(self._room) if self._room else 0
@@ -193,7 +182,7 @@ class PeerConnection:
             if kind == _BYE:
                 self.parted = self.draining = True
             elif kind != _DATA:
-                self.ended = "sends what is no message"
+                self.ended = "sent an invalid message"
             else:
                 self._begin(tag, nbytes)
                 if self._room or self.ended:
@@ -204,7 +193,6 @@ class PeerConnection:
         self._room = memoryview(self._head)
 
     def _begin(self, tag: int, nbytes: int) -> None:
-        """Choose where the bytes of a message go."""
         transfer = self._claim(tag)
         if transfer is None:
             aside = bytearray(nbytes)
@@ -215,7 +203,7 @@ class PeerConnection:
             self.ended = _unequal(nbytes, transfer.nbytes)
 
     def _claim(self, tag: int) -> MessageTransfer | None:
-        """Who has asked first for a message with this tag."""
+        """The first transfer that waits for this tag."""
         waiting = self._wanted.get(tag)
         if not waiting:
             return None
@@ -229,12 +217,12 @@ class PeerConnection:
         (tag, what), self._coming = self._coming, None
         if isinstance(what, MessageTransfer):
             what.done = True
-        elif transfer := self._claim(tag):  # asked for while it came
-            self._settle(transfer, what)
+        elif transfer := self._claim(tag):  # requested while its bytes were arriving
+            self._deliver(transfer, what)
         else:
             self._early.setdefault(tag, deque()).append(what)
 
-    def _settle(self, transfer: MessageTransfer, came: bytearray) -> None:
+    def _deliver(self, transfer: MessageTransfer, came: bytearray) -> None:
         """Give a message that was put aside to whoever asks for it."""
         if len(came) == transfer.nbytes:
             transfer.memory[:] = came
@@ -242,16 +230,14 @@ class PeerConnection:
         else:
             self.ended = _unequal(len(came), transfer.nbytes)
 
-    # -- for poll ---------------------------------------------------------------------------------
-
     @property
     def events(self) -> int:
         """What poll should look for."""
         wants = select.POLLIN if self._wanted or self._coming else 0
         return wants | (select.POLLOUT if self._leaving else 0) | _HANG_UP
 
-    def happened(self, events: int) -> None:
-        """Act on what poll has found."""
+    def handle_events(self, events: int) -> None:
+        """Act on the events that poll has found."""
         if events & ~(select.POLLIN | select.POLLOUT):
             self.draining = True
         if events & select.POLLOUT:
@@ -259,8 +245,8 @@ class PeerConnection:
         if events & ~select.POLLOUT:
             self.pull()
 
-    def doze(self) -> None:
-        """Have poll wake us not before there is something to do."""
+    def set_low_water_mark(self) -> None:
+        """Set the kernel's low-water mark, so that poll only returns when there is work."""
         if self._coming is not None:
             need = len(self._room)
         elif self._wanted:
@@ -274,26 +260,24 @@ class PeerConnection:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, need)
             self._low = need
 
-    # -- the end ----------------------------------------------------------------------------------
-
     def _end(self, error: OSError) -> None:
         self.ended = f"is gone ({error.strerror or error})"
 
     def close(self) -> None:
-        """Say goodbye and end it; what has been handed to the kernel still arrives."""
+        """Say goodbye and close; what has been handed to the kernel still arrives."""
         if not self._leaving and not self.ended:
             with suppress(OSError):
                 self._socket.send(_HEAD.pack(_BYE, 0, 0))
         self.drop()
 
     def drop(self) -> None:
-        """End it without a word, as the death of this process would."""
+        """Close without a goodbye, as the death of this process would."""
         self.ended = self.ended or "was closed by this rank"
         self._socket.close()
 
 
 def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of some bytes, the first of which are gone."""
+    """What is left of some buffers after their first `count` bytes."""
     while parts and count >= len(parts[0]):
         count -= len(parts[0])
         parts = parts[1:]
@@ -301,14 +285,14 @@ def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unequal(came: int, expected: int) -> str:
-    return f"sends {came} bytes where {expected} were expected: the ranks' calls differ"
+    return f"sent {came} bytes where {expected} were expected: the ranks' calls differ"
 
 
-# Messages of a group over connections of its own, moved by whoever waits: no thread, no copies.
+# Messages of a group over its own connections, moved by whoever waits: no thread, no copies.
 
 
+# After a rank has vanished, the others may finish what does not depend on it for this long.
 _GRACE_SECONDS = 2.0
-"""After a rank has vanished, the others may still get so far what does not depend on it."""
 
 _SHORT_SECONDS = 5.0
 
@@ -375,7 +359,7 @@ class ConnectionMessages:
         with self._state:
             try:
                 while not transfer.done:
-                    self._turn(transfer, deadline)
+                    self._progress(transfer, deadline)
             finally:
                 self._state.notify_all()
 
@@ -391,21 +375,19 @@ class ConnectionMessages:
             self._end()
 
     def forget(self) -> None:
-        """What a forked process does with its copy: the other ranks must see who is gone."""
+        """Close the copy of a forked process: the other ranks must notice when the owner dies."""
         self._end.detach()
         for link in self._by_number.values():
             link.drop()
         for end in (self._bell, self._ringer):
             end.close()
 
-    # -- with the lock held -----------------------------------------------------------------------
-
     def _link(self, peer: int, tag: int) -> PeerConnection:
         links = self._links[peer]
         return links[tag % len(links)]
 
-    def _turn(self, transfer: MessageTransfer, deadline: float) -> None:
-        """Move something, or let another thread do so."""
+    def _progress(self, transfer: MessageTransfer, deadline: float) -> None:
+        """Move messages, or wait while another thread does."""
         limit = min(deadline, self._check(transfer))
         left = limit - monotonic()
         if left <= 0 and limit == deadline:
@@ -429,31 +411,32 @@ class ConnectionMessages:
         poll.register(self._bell, select.POLLIN)
         for number, link in self._by_number.items():
             if not link.ended:
-                link.doze()
+                link.set_low_water_mark()
                 poll.register(number, link.events)
         self._state.release()
         try:
+            # Rounded up: a wait that ended just before its deadline would be repeated in a loop.
             found = poll.poll(int(seconds * 1000) + 1)
         finally:
             self._state.acquire()
         for number, events in found:
             link_ = self._by_number.get(number)
             if link_ is not None:
-                link_.happened(events)
+                link_.handle_events(events)
             else:
                 with suppress(BlockingIOError):
                     self._bell.recv(4096)
 
     def _ring(self) -> None:
-        """Wake the thread in poll: it shall look for something else, too."""
+        """Wake the thread in poll, because the events to look for have changed."""
         with suppress(BlockingIOError):
             self._ringer.send(b"!")
 
     def _check(self, transfer: MessageTransfer) -> float:
-        """When a wait must be given up because another rank is gone: a time of `monotonic`.
+        """The `monotonic` time at which to give up because another rank is gone.
 
         Raises:
-            ConnectionBroken: It can never be done.
+            ConnectionBroken: The transfer can never be done.
         """
         now = monotonic()
         for link in self._by_number.values():
@@ -468,7 +451,6 @@ class ConnectionMessages:
 
 
 def _close(links: Sequence[PeerConnection], bells: Sequence[socket.socket]) -> None:
-    """End it without a goodbye, if there was none."""
     for link in links:
         link.drop()
     for bell in bells:
@@ -486,16 +468,16 @@ os.register_at_fork(after_in_child=_forget_all)
 # Peer discovery: the ranks of a group connect to each other through its store.
 
 
+# Secret, rank in the group.
 _HELLO = struct.Struct("<32sI")
-"""Secret, rank in the group."""
+# Calls of strangers that may wait beside those of the group.
 _STRANGERS = 128
-"""Calls of others that may wait beside those of the group."""
 
 
 def connect_peers(
     store: Any, rank: int, ranks: Sequence[int], ways: Sequence[Sequence[str]], seconds: float
 ) -> list[list[PeerConnection]] | None:
-    """For every rank of a group its connections, one for each interface; None: there is no way.
+    """For every rank of a group its connections, one for each interface; None: use Gloo's.
 
     Args:
         rank: The place of this process in the group.
@@ -532,7 +514,7 @@ def connect_peers(
 
 
 def _listen(stack: ExitStack, ways: Sequence[Sequence[str]], backlog: int) -> list[socket.socket]:
-    """A server on each interface; none at all where one of them has no address."""
+    """A server on each interface; none at all if one of them has no address."""
     servers = []
     for way in ways:
         server = next(filter(None, (_serve(host, backlog) for host in way)), None)
@@ -550,18 +532,14 @@ def _serve(host: str, backlog: int) -> socket.socket | None:
 
 
 def interface_candidates(interfaces: Sequence[str]) -> list[list[str]]:
-    """For each interface the addresses to try, as Gloo chooses them.
-
-    Args:
-        interfaces: Names; none: the one that has the address of the machine's name.
-    """
+    """For each interface the addresses to try; without names those of the machine, as in Gloo."""
     if interfaces:
         return [interface_address(name) for name in interfaces]
     return [[*host_addresses(), "127.0.0.1"]]
 
 
 def _notice(store: Any, peer: int, name: int, deadline: float) -> dict[str, Any]:
-    """What a rank has put into the store."""
+    """The addresses and the secret that a rank has put into the store."""
     try:
         store.wait([f"{peer}"], timedelta(seconds=max(deadline - monotonic(), 0.001)))
     except RuntimeError as error:
@@ -598,7 +576,7 @@ def _answer_all(
     found: list[list[PeerConnection]],
     deadline: float,
 ) -> None:
-    """Take the calls of all ranks above; whoever does not know the secret is turned away."""
+    """Accept the calls of all ranks above that know the secret."""
     missing = set(range(rank + 1, len(ranks)))
     while missing:
         left = deadline - monotonic()

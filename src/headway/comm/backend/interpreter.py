@@ -38,8 +38,8 @@ Reduction = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"
 FIRST_TAG = 1 << 30
 """Tags of programs lie from here to 2^31 - 1; below they belong to the user's own messages."""
 
+# A message is only divided among interfaces where each part has at least so many bytes.
 STRIPE_BYTES = 64 * 1024
-"""A message is only divided among interfaces where each part has at least so many bytes."""
 
 
 class MessageHandle(Protocol):
@@ -75,7 +75,7 @@ class RankOperations:
 
     @classmethod
     def of(cls, program: CollectiveProgram, rank: int) -> RankOperations:
-        """The part of a rank."""
+        """The part of a rank in a program."""
         tags = max(
             (s.tag for steps in program.steps for s in steps if isinstance(s, Recv | Send)),
             default=0,
@@ -86,7 +86,7 @@ class RankOperations:
 
     @classmethod
     def made(cls, steps: Sequence[Step], scratch: int, name: str, tags: int = 1) -> RankOperations:
-        """A part that was written for one rank alone."""
+        """From steps that were written for one rank alone."""
         waits = [place for place, step in enumerate(steps) if isinstance(step, Wait)]
         late = steps[waits[0] :] if waits else ()
         rounds = any(isinstance(step, Recv | Send) for step in late)
@@ -94,13 +94,11 @@ class RankOperations:
 
 
 class Interpreter:
-    """Carries out programs on one group.
+    """Executes programs on one group.
 
     Args:
         messages: Of the group; nothing else may use its tags from `FIRST_TAG`.
-        rank: The place of this process in the group.
-        ranks: The global ranks of the group, for messages about errors.
-        timeout_seconds: Longest wait for one program, where `finish` is not told otherwise.
+        timeout_seconds: Longest wait for one program, unless `finish` is given another one.
         stripes: Interfaces of the group; tag t travels over interface t modulo this number.
     """
 
@@ -133,7 +131,6 @@ class Interpreter:
         """Begin; all ranks begin the programs of a group in the same order.
 
         Args:
-            role: This rank's part.
             out: 1-D, contiguous, on the CPU, without gradient: the program's "out".
             given: The same of its "in", of the same dtype.
             reduction: How Combine combines; "avg" divides "out" by the number of ranks at the end.
@@ -150,6 +147,7 @@ class Interpreter:
 
     def tags(self, number: int) -> range:
         """One tag for each interface."""
+        # Numbers wrap around, so that tags stay below 2^31.
         first = FIRST_TAG + number % (FIRST_TAG // self.stripes) * self.stripes
         return range(first, first + self.stripes)
 
@@ -185,7 +183,7 @@ class ProgramExecution:
         self._works: dict[int, list[MessageHandle]] = {}
 
     def begin(self) -> None:
-        """Carry out what comes before the first wait."""
+        """Execute the steps before the first wait."""
         steps = self.role.steps
         while self._place < len(steps) and not isinstance(steps[self._place], Wait):
             self._do(steps[self._place])
@@ -199,7 +197,7 @@ class ProgramExecution:
         )
 
     def finish(self, seconds: float | None = None) -> None:
-        """Carry out the rest.
+        """Execute the rest.
 
         Args:
             seconds: The longest it may take; None: the time-out of the group.
@@ -276,7 +274,7 @@ class ProgramExecution:
                 raise self._stalled(step, allowed) from error
 
     def late(self, allowed: float) -> HeadwayError:
-        """The error of somebody who lets another thread `finish`, and waits no longer."""
+        """The error of a caller whose wait for another thread's `finish` timed out."""
         messages = (step for step in self.role.steps if isinstance(step, Recv | Send))
         return self._stalled(self._awaited or next(messages), allowed)
 
@@ -307,9 +305,9 @@ class ProgramExecution:
 class ReceiveBufferPool:
     """Memory for what programs receive and then add: kept between programs, never shared by two.
 
-    A piece that proves too small is let go, so that there are as many pieces as programs were under
-    way at once, each as large as the largest that used it. What belongs to a program that failed
-    never comes back: a late message may still be written to it.
+    A piece that proves too small is dropped, so that there are as many pieces as programs were
+    under way at once. The memory of a program that failed never comes back: a late message may
+    still be written to it.
     """
 
     def __init__(self) -> None:
@@ -328,18 +326,16 @@ class ReceiveBufferPool:
         return chosen
 
     def give(self, held: Tensor) -> None:
-        """Back from a program that is done."""
+        """Take memory back from a program that is done."""
         with self._lock:
             self._free.append(held)
 
     def clear(self) -> None:
-        """Let go of all of it."""
         with self._lock:
             self._free.clear()
 
     @property
     def num_bytes(self) -> int:
-        """That are kept."""
         return sum(held.numel() for held in self._free)
 
 

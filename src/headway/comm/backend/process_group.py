@@ -43,7 +43,7 @@ from headway.collective.program.program import (
     Step,
     Wait,
 )
-from headway.comm.backend import torch_compat as semi
+from headway.comm.backend import torch_compat as compat
 from headway.comm.backend.interpreter import (
     FIRST_TAG,
     STRIPE_BYTES,
@@ -66,42 +66,39 @@ class FinisherThread:
         self._lock = threading.Lock()
 
     def take(self, program: SharedExecution) -> None:
-        """Finish it by and by."""
+        """Queue a program to be finished."""
         with self._lock:
             if self._closed or sys.is_finalizing():
                 return
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._live, name="headway-finisher", daemon=True
+                    target=self._run, name="headway-finisher", daemon=True
                 )
                 self._thread.start()
         self._queue.put(program)
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Accept no more programs."""
         self._closed = True
         self.rest()
 
     def rest(self) -> None:
-        """End the thread until it is needed again; one that waits for a vanished rank ends with the
-        process."""
+        """End the thread until it is needed again."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            thread.join(timeout=5.0)
+            thread.join(timeout=5.0)  # one that waits for a rank that has vanished stays
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         while (program := self._queue.get()) is not None:
             program.finish()
 
 
 class SharedExecution:
-    """One program under way, for everyone who asks for its end.
+    """One program under way, for everyone who waits for it.
 
     Args:
-        running: It, begun.
-        outputs: The tensors that the operation fills.
         after: Called once when the program is through: puts results where they belong.
     """
 
@@ -119,33 +116,30 @@ class SharedExecution:
         self._seconds = seconds
         self._finisher = finisher
         self._after = after
-        self._turn = threading.Lock()
-        self._telling = threading.Lock()
+        self._execution_lock = threading.Lock()
+        self._future_lock = threading.Lock()
         self._future: Any = None
-        self._handed = False
+        self._in_finisher = False
 
     @property
     def done(self) -> bool:
         return self._running is None
 
     def finish(self, seconds: float = 0.0) -> BaseException | None:
-        """Carry out what is left, or wait for whoever does.
+        """Execute what is left, or wait for the thread that does; returns the error, if any.
 
         Args:
             seconds: Longest wait; 0: that of the operation.
-
-        Returns:
-            What went wrong.
         """
         allowed = seconds or self._seconds
-        if not self._turn.acquire(timeout=allowed):
+        if not self._execution_lock.acquire(timeout=allowed):
             running = self._running
             return self.error if running is None else running.late(allowed)
         try:
             if self._running is not None:
                 self._carry_out(self._running, allowed)
         finally:
-            self._turn.release()
+            self._execution_lock.release()
         return self.error
 
     def _carry_out(self, running: ProgramExecution, seconds: float) -> None:
@@ -156,29 +150,29 @@ class SharedExecution:
                     self._after()
         except BaseException as error:
             self.error = error
-        with self._telling:
+        with self._future_lock:
             self._running = self._after = None
             future = self._future
         if future is not None:
-            self._tell(future)
+            self._set_outcome(future)
 
     def hand_over(self) -> None:
-        """Let the finisher's thread do what is left."""
-        if self._running is not None and not self._handed:
-            self._handed = True
+        """Let the finisher's thread execute what is left."""
+        if self._running is not None and not self._in_finisher:
+            self._in_finisher = True
             self._finisher.take(self)
 
     def future(self) -> Any:
-        """Always the same one."""
-        with self._telling:
+        """The same future for all callers."""
+        with self._future_lock:
             known, self._future = self._future, self._future or torch.futures.Future()
             late = known is None and self._running is None
         if late:
-            self._tell(self._future)
+            self._set_outcome(self._future)
         self.hand_over()
         return self._future
 
-    def _tell(self, future: Any) -> None:
+    def _set_outcome(self, future: Any) -> None:
         if self.error is None:
             future.set_result(self.outputs)
         else:
@@ -186,7 +180,7 @@ class SharedExecution:
 
 
 class ProgramWork(dist.Work):
-    """A program as torch knows it; one that is dropped is finished all the same."""
+    """A program as torch's `Work`; one that nobody waits for is finished all the same."""
 
     def __init__(self, program: SharedExecution) -> None:
         super().__init__()
@@ -196,15 +190,7 @@ class ProgramWork(dist.Work):
         self._program.hand_over()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the outputs are there.
-
-        Args:
-            timeout: Longest wait; None or 0: that of the operation.
-
-        Raises:
-            Stalled: Names the rank that did not come.
-            PeerLost: Names the rank whose connection broke.
-        """
+        """Return when the outputs are there; without a timeout, within that of the operation."""
         error = self._program.finish(max(timeout.total_seconds(), 0.0) if timeout else 0.0)
         if error is not None:
             raise error
@@ -233,7 +219,7 @@ class ProgramWork(dist.Work):
 
 
 class CompoundWork(dist.Work):
-    """Several operations that were started together; done when all are."""
+    """Several operations that were started together."""
 
     def __init__(self, works: Sequence[dist.Work], outputs: list[Tensor]) -> None:
         super().__init__()
@@ -241,7 +227,7 @@ class CompoundWork(dist.Work):
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when all are done; an error is that of the first that failed."""
+        """Return when all are done; raises the first error."""
         for work in self._works:
             work.wait(timeout or timedelta(0))
         return True
@@ -250,7 +236,8 @@ class CompoundWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        states = [work.is_completed() for work in self._works]  # asks all: each is handed over
+        # A list first: asking hands each program to the finisher's thread, which all of them need.
+        states = [work.is_completed() for work in self._works]
         return all(states)
 
     def is_success(self) -> bool:
@@ -274,22 +261,18 @@ class CompoundWork(dist.Work):
         return both.then(take)
 
 
-# The backend "headway": `init_process_group("headway")` for programs that know nothing of it.
-
-
 ChooseProgram = Callable[[CollectiveTask, tuple[int, ...], int], CollectiveProgram | None]
 """(what, global ranks of the group, bytes of an element) -> how; None: the backend's own way."""
 
 Connections = Literal["own", "gloo"]
 
-EXCHANGE = "headway_exchange"
-"""Name of the backend of the exchange's own groups."""
+EXCHANGE_BACKEND = "headway_exchange"
+# Kept per group; an FSDP2 model has two per size of its units.
 _ROLES = 256
-"""Kept per group; an FSDP2 model has two per size of its units."""
 
+# Up to so many ranks, or bytes for each rank, messages go directly; beyond in a ring.
 _DIRECT_RANKS = 8
 _SMALL_SHARE = 16 * 1024
-"""Up to so many ranks, or bytes for each rank, messages go directly; beyond in a ring."""
 
 
 def register_backend(
@@ -313,55 +296,49 @@ def register_backend(
     Raises:
         UsageError: This torch has no Gloo.
     """
-    semi.register(
+    compat.register(
         partial(HeadwayGroup, interfaces=tuple(interfaces), choose=choose, connections=connections)
     )
 
 
 def register_exchange_backend(choose: ChooseProgram) -> str:
     """Name of a backend whose new groups ask `choose`; one that the user registered stays."""
-    semi.register(partial(HeadwayGroup, choose=choose), EXCHANGE)
-    return EXCHANGE
+    compat.register(partial(HeadwayGroup, choose=choose), EXCHANGE_BACKEND)
+    return EXCHANGE_BACKEND
 
 
-@semi.both_names
+@compat.both_names
 class HeadwayGroup(dist.ProcessGroup):
-    """One process group of the backend.
-
-    Args:
-        interfaces: See `register_backend`.
-        choose: See `register_backend`.
-        connections: See `register_backend`.
-    """
+    """One process group of the backend; keywords as of `register_backend`."""
 
     def __init__(
         self,
-        birth: semi.Birth,
+        info: compat.GroupInfo,
         *,
         interfaces: tuple[str, ...] = (),
         choose: ChooseProgram | None = None,
         connections: Connections = "own",
     ) -> None:
-        super().__init__(birth.rank, birth.size)  # type: ignore[call-arg]
-        self._size = birth.size
-        self._gloo = semi.make_gloo(birth, interfaces)
-        semi.adopt(self, self._gloo)
-        self._stripes = semi.num_interfaces(self._gloo)
-        self._ranks = birth.ranks
+        super().__init__(info.rank, info.size)  # type: ignore[call-arg]
+        self._size = info.size
+        self._gloo = compat.make_gloo(info, interfaces)
+        compat.adopt(self, self._gloo)
+        self._stripes = compat.num_interfaces(self._gloo)
+        self._ranks = info.ranks
         self._choose = choose
         self._finisher = FinisherThread()
-        self._links = semi.connect(birth, interfaces, own=connections == "own")
+        self._links = compat.connect(info, interfaces, own=connections == "own")
         self._interpreter = Interpreter(
             self._links or self._gloo,
-            rank=birth.rank,
-            ranks=birth.ranks,
-            timeout_seconds=birth.timeout.total_seconds(),
+            rank=info.rank,
+            ranks=info.ranks,
+            timeout_seconds=info.timeout.total_seconds(),
             stripes=self._stripes,
         )
         self._role = lru_cache(maxsize=_ROLES)(self._make_role)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch looks for this name
-        return semi.NAME
+        return compat.NAME
 
     def shutdown(self) -> None:
         self._finisher.close()
@@ -371,7 +348,7 @@ class HeadwayGroup(dist.ProcessGroup):
         self._gloo.shutdown()
 
     def choose_by(self, choose: ChooseProgram | None) -> None:
-        """Ask `choose` from now on, between two operations; all ranks at the same place."""
+        """Ask `choose` from now on; all ranks between the same two operations."""
         self._choose = choose
         self._role.cache_clear()
 
@@ -379,23 +356,21 @@ class HeadwayGroup(dist.ProcessGroup):
         """End the thread of programs that were started asynchronously, until there are more."""
         self._finisher.rest()
 
-    # -- the direct programs ----------------------------------------------------------------------
-
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        opts = semi.options("AllgatherOptions", opts)
+        opts = compat.options("AllgatherOptions", opts)
         role = self._role("all_gather", output.numel(), output.element_size())
         fits = output.numel() == self._size * given.numel()
         if role is None or not fits or not _is_dense_cpu(output, given):
-            return semi.first_of(self._gloo, *semi.ALIASES[0])(output, given, opts)
+            return compat.first_of(self._gloo, *compat.ALIASES[0])(output, given, opts)
         return self._start(role, opts, output, given=given)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        opts = semi.options("ReduceScatterOptions", opts)
+        opts = compat.options("ReduceScatterOptions", opts)
         role = self._role("reduce_scatter", given.numel(), given.element_size())
-        reduction = _supported_reduction(semi.reduction_of(opts), given)
+        reduction = _supported_reduction(compat.reduction_of(opts), given)
         fits = given.numel() == self._size * output.numel()
         if role is None or reduction is None or not fits or not _is_dense_cpu(output, given):
-            return semi.first_of(self._gloo, *semi.ALIASES[1])(output, given, opts)
+            return compat.first_of(self._gloo, *compat.ALIASES[1])(output, given, opts)
         return self._start(role, opts, output, given=given, reduction=reduction)
 
     def all_to_all_single(
@@ -406,11 +381,11 @@ class HeadwayGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Any:
-        opts = semi.options("AllToAllOptions", opts)
+        opts = compat.options("AllToAllOptions", opts)
         received = _elements(output, output_splits, self._size)
         sent = _elements(given, input_splits, self._size)
         if self._size == 1 or received is None or sent is None or not _is_dense_cpu(output, given):
-            call = semi.first_of(self._gloo, *semi.ALIASES[2])
+            call = compat.first_of(self._gloo, *compat.ALIASES[2])
             return call(output, given, output_splits, input_splits, opts)
         role = all_to_all_steps(self.rank(), sent, received)
         return self._start(role, opts, output, given=given)
@@ -427,12 +402,10 @@ class HeadwayGroup(dist.ProcessGroup):
         pairs = zip(outputs, given, strict=True)
         return CompoundWork([self.reduce_scatter_single(*pair, opts) for pair in pairs], outputs)
 
-    # -- the same with lists of tensors -----------------------------------------------------------
-
     def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None
     ) -> Any:
-        opts = semi.options("AllgatherOptions", opts)
+        opts = compat.options("AllgatherOptions", opts)
         wanted, own = outputs[0], given[0]
         role = self._role("all_gather", self._size * own.numel(), own.element_size())
         even = len(outputs) == 1 and {each.numel() for each in wanted} == {own.numel()}
@@ -444,10 +417,10 @@ class HeadwayGroup(dist.ProcessGroup):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any = None
     ) -> Any:
-        opts = semi.options("ReduceScatterOptions", opts)
+        opts = compat.options("ReduceScatterOptions", opts)
         output, parts = outputs[0], given[0]
         role = self._role("reduce_scatter", self._size * output.numel(), output.element_size())
-        reduction = _supported_reduction(semi.reduction_of(opts), output)
+        reduction = _supported_reduction(compat.reduction_of(opts), output)
         even = len(given) == 1 and {each.numel() for each in parts} == {output.numel()}
         if role is None or reduction is None or not even or not _is_dense_cpu(output, *parts):
             return self._gloo.reduce_scatter(outputs, given, opts)
@@ -455,7 +428,7 @@ class HeadwayGroup(dist.ProcessGroup):
         return self._start(role, opts, output, given=whole, reduction=reduction)
 
     def alltoall(self, outputs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
-        opts = semi.options("AllToAllOptions", opts)
+        opts = compat.options("AllToAllOptions", opts)
         if self._size == 1 or not _is_dense_cpu(*outputs, *given):
             return self._gloo.alltoall(outputs, given, opts)
         sent, received = [[t.numel() for t in tensors] for tensors in (given, outputs)]
@@ -464,17 +437,15 @@ class HeadwayGroup(dist.ProcessGroup):
         role = all_to_all_steps(self.rank(), sent, received)
         return self._start(role, opts, whole, given=packed, unpack=outputs)
 
-    # -- what is Gloo's, but for stripes and chosen programs --------------------------------------
-
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        opts = semi.options("AllreduceOptions", opts)
-        reduction = _supported_reduction(semi.reduction_of(opts), tensors[0])
+        opts = compat.options("AllreduceOptions", opts)
+        reduction = _supported_reduction(compat.reduction_of(opts), tensors[0])
         if reduction is not None and (work := self._chosen("all_reduce", tensors, opts, reduction)):
             return work
         return self._striped(self._gloo.allreduce, tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        opts = semi.options("BroadcastOptions", opts)
+        opts = compat.options("BroadcastOptions", opts)
         if work := self._chosen("broadcast", tensors, opts, "sum", opts.rootRank):
             return work
         return self._striped(self._gloo.broadcast, tensors, opts)
@@ -484,8 +455,6 @@ class HeadwayGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         return self._gloo.recv(tensors, peer, _free(tag))
-
-    # -- how -------------------------------------------------------------------------------------
 
     def _make_role(
         self, op: Op, elements: int, element_bytes: int, root: int | None = None
@@ -520,9 +489,10 @@ class HeadwayGroup(dist.ProcessGroup):
         source = None if given is None else given.detach().contiguous().view(-1)
         running = self._interpreter.start(role, out=flat, given=source, reduction=reduction)
         program = SharedExecution(
-            running, unpack or [output], semi.timeout_of(self._gloo, opts), self._finisher, after
+            running, unpack or [output], compat.timeout_of(self._gloo, opts), self._finisher, after
         )
-        if semi.is_async(opts) and (role.rounds or not running.travels):
+        # Somebody has to move it: the caller may wait late or never, and other ranks depend on it.
+        if compat.is_async(opts) and (role.rounds or not running.travels):
             program.hand_over()
         return ProgramWork(program)
 
@@ -534,11 +504,10 @@ class HeadwayGroup(dist.ProcessGroup):
         reduction: Reduction,
         root: int | None = None,
     ) -> ProgramWork | None:
-        """A program in place, if one was chosen."""
+        """An in-place program, if one was chosen."""
         tensor = tensors[0]
-        if self._choose is None or len(tensors) > 1 or not _is_dense_cpu(tensor):
-            return None
-        if not tensor.is_contiguous():
+        dense = _is_dense_cpu(tensor) and tensor.is_contiguous()
+        if self._choose is None or len(tensors) > 1 or not dense:
             return None
         role = self._role(op, tensor.numel(), tensor.element_size(), root)
         return None if role is None else self._start(role, opts, tensor, reduction=reduction)
@@ -556,7 +525,7 @@ class HeadwayGroup(dist.ProcessGroup):
 
 
 def all_to_all_steps(rank: int, sent: Sequence[int], received: Sequence[int]) -> RankOperations:
-    """One rank's part of an all_to_all: it knows no more than its own row and column of the table.
+    """One rank's part of an all_to_all; it only knows its own row and column of the table.
 
     Args:
         sent: Elements for each rank, one after the other in "in".
@@ -595,14 +564,13 @@ def _is_dense_cpu(*tensors: Tensor) -> bool:
 
 
 def _supported_reduction(reduction: Reduction | None, tensor: Tensor) -> Reduction | None:
-    """The reduction, if torch can do it in this dtype."""
     if reduction is None or not supports_reduction(tensor.dtype, reduction):
         return None
     return reduction
 
 
 def _elements(tensor: Tensor, splits: Sequence[int], size: int) -> list[int] | None:
-    """Elements for each rank; None: what the splits say does not fit the tensor."""
+    """Elements for each rank; None: the splits do not fit the tensor."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits:
         if len(splits) != size or sum(splits) != rows:
@@ -619,11 +587,7 @@ def _unpack(whole: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _free(tag: int) -> int:
-    """A tag that no program uses.
-
-    Raises:
-        UsageError: It is one of theirs.
-    """
+    """The tag, unless it is one of the programs' own."""
     if tag < FIRST_TAG:
         return tag
     raise UsageError(

@@ -52,7 +52,7 @@ _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class GroupInfo:
     """What torch says when a group is made.
 
     Attributes:
@@ -68,7 +68,7 @@ class Birth:
     timeout: timedelta
 
 
-def register(make: Callable[[Birth], dist.ProcessGroup], name: str = NAME) -> None:
+def register(make: Callable[[GroupInfo], dist.ProcessGroup], name: str = NAME) -> None:
     """Make torch call `make` for groups of the backend `name`; the last registration counts.
 
     Raises:
@@ -81,32 +81,29 @@ def register(make: Callable[[Birth], dist.ProcessGroup], name: str = NAME) -> No
             fix="Install a torch with Gloo, as from PyPI or download.pytorch.org.",
         )
 
-    def born(options: Any, _: object = None) -> dist.ProcessGroup:
+    def create(options: Any, _: object = None) -> dist.ProcessGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         return make(
-            Birth(options.store, options.group_rank, options.group_size, ranks, options.timeout)
+            GroupInfo(options.store, options.group_rank, options.group_size, ranks, options.timeout)
         )
 
-    dist.Backend.register_backend(name, born, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def make_gloo(birth: Birth, interfaces: Sequence[str]) -> Any:
-    """The Gloo group inside of one of ours.
-
-    Args:
-        interfaces: Of the network; none: those of GLOO_SOCKET_IFNAME, else what Gloo finds.
-    """
-    store = PrefixStore("gloo/", birth.store)
+def make_gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
+    """The Gloo group inside of one of ours; without interfaces on those that Gloo finds itself."""
+    store = PrefixStore("gloo/", info.store)
     kind: Any = dist.ProcessGroupGloo
     if interfaces:
         chosen = kind._Options()
         chosen._devices = [kind.create_device(interface=name) for name in interfaces]
         chosen._threads = 2 * len(interfaces)
-        chosen._timeout = birth.timeout
-        gloo = kind(store, birth.rank, birth.size, chosen)
+        chosen._timeout = info.timeout
+        gloo = kind(store, info.rank, info.size, chosen)
     else:
-        gloo = kind(store, birth.rank, birth.size, timeout=birth.timeout)
-    if torch.__version__ < "2.14":  # from then on all ranks count from zero by themselves
+        gloo = kind(store, info.rank, info.size, timeout=info.timeout)
+    # torch 2.14 counts from zero on all ranks by itself.
+    if torch.__version__ < "2.14":
         gloo._set_sequence_number_for_group()
     return gloo
 
@@ -116,26 +113,22 @@ def named_interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def connect(birth: Birth, interfaces: Sequence[str], *, own: bool) -> ConnectionMessages | None:
-    """The connections of one of our groups; None where Gloo's must do.
-
-    Args:
-        interfaces: As of `make_gloo`.
-    """
-    if birth.size == 1:
+def connect(info: GroupInfo, interfaces: Sequence[str], *, own: bool) -> ConnectionMessages | None:
+    """The connections of one of our groups; None where Gloo's are used."""
+    if info.size == 1:
         return None
     links = connect_peers(
-        PrefixStore("links/", birth.store),
-        birth.rank,
-        birth.ranks,
+        PrefixStore("links/", info.store),
+        info.rank,
+        info.ranks,
         interface_candidates(interfaces or named_interfaces()) if own else [],
-        birth.timeout.total_seconds(),
+        info.timeout.total_seconds(),
     )
     return None if links is None else ConnectionMessages(links)
 
 
 def num_interfaces(gloo: Any) -> int:
-    """Over how many a Gloo group spreads its operations."""
+    """How many interfaces a Gloo group spreads its operations over."""
     return len(gloo.options._devices)
 
 
@@ -147,7 +140,7 @@ def timeout_of(gloo: Any, opts: Any) -> float:
 
 
 def adopt(group: dist.ProcessGroup, gloo: Any) -> None:
-    """Whatever our class does not override, and torch's C++ code asks a group for, is Gloo's."""
+    """Let torch's C++ code use Gloo for whatever our class does not override."""
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, gloo)
     group._set_default_backend(kind)

@@ -20,12 +20,7 @@ from headway.comm.compress.sparsification import LargestElements, RandomK
 
 
 def make_method(compression: Compression, *, seed: int) -> ExchangeMethod:
-    """The method of one bucket.
-
-    Args:
-        compression: Which, with its amount.
-        seed: Of what is drawn at random; must be the same on all ranks.
-    """
+    """The method of one bucket; the seed of its random numbers is the same on all ranks."""
     match compression:
         case NoCompression():
             return AllReduce()

@@ -49,7 +49,6 @@ class HierarchicalTopK(ExchangeMethod):
     Args:
         density: Share of the elements of a shard that is sent, in (0, 1]; at least one.
         sampled: Choose them by MSTopK's thresholds instead of exactly.
-        scratch: Shared by methods of one thread; None: its own.
     """
 
     blocking: ClassVar[bool] = True
@@ -154,6 +153,7 @@ class HierarchicalTopK(ExchangeMethod):
             end = fused.gradients.numel()
             everything = tuple(_parts(fused.pieces, slice(0, end)))
             strays = _Residual.load(everything, fused.buffer, saved).values
+            # What belongs to this rank is in `mine` already.
             strays[own] = 0
             fused.gradients.add_(strays)
         self._saved = {}
@@ -216,8 +216,6 @@ def _parts(pieces: Sequence[GradientSlice], span: ElementSpan) -> Iterator[_Part
 
 @dataclass(frozen=True)
 class _Residual:
-    """What has not been sent of one shard."""
-
     parts: tuple[_Part, ...]
     values: Tensor
 

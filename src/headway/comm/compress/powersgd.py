@@ -37,6 +37,8 @@ class _Matrix:
 class PowerSgd(Compressor):
     """Matrices that would not become half as large, vectors and small tensors are summed whole."""
 
+    dense_in_payload = True
+
     def __init__(self, compression: PowerSgdCompression, *, seed: int = 0) -> None:
         memory = PieceMemory("q", lambda number, _: self._matrices[number].q_rm, self._load)
         super().__init__(compression, seed=seed, memory=memory)
@@ -55,6 +57,7 @@ class PowerSgd(Compressor):
         self._rest = self._left[sum(rows) :]
         self._matrices = [
             _Matrix(piece, self._residual_of(piece).view(n, m), p.view(n, rank), q.view(rank, m))
+            # Not strict: the last part of `_left` holds what is sent whole.
             for piece, (n, m), p, q in zip(
                 self._layout.packed,
                 shapes,
@@ -76,12 +79,14 @@ class PowerSgd(Compressor):
         self._dense.copy(buffer, self._rest)
         yield all_reduce(self._left, route)
         for matrix in self._matrices:
-            orthonormalise(matrix.p_nr)
+            # Householder reflections: orthonormal to rounding even where columns are parallel or
+            # zero, where Gram and Schmidt would divide by almost nothing.
+            matrix.p_nr.copy_(torch.linalg.qr(matrix.p_nr).Q)
             # (P^T M) instead of (M^T P)^T: three times as fast, M is read in its own order.
             torch.mm(matrix.p_nr.t(), matrix.m_nm, out=matrix.q_rm)
         own = self._right.clone()
         work = all_reduce(self._right, route)
-        self._leave(own)  # while the network is busy
+        self._leave(own)  # overlaps with the all-reduce
         yield work
         for matrix, source in zip(self._matrices, self._layout.sources, strict=True):
             result = buffer[source.start : source.stop].view(matrix.m_nm.shape)
@@ -98,17 +103,8 @@ class PowerSgd(Compressor):
 
     def _load(self, number: int, piece: GradientSlice, q_rm: Tensor) -> None:
         own = self._matrices[number].q_rm
-        if q_rm.shape == own.shape:  # else of another rank: start afresh
+        if q_rm.shape == own.shape:  # else it was saved with another rank: start afresh
             own.copy_(q_rm)
-
-
-def orthonormalise(columns_nr: Tensor) -> None:
-    """Replace columns by an orthonormal basis of what they span, in place.
-
-    Householder reflections: the result is orthonormal to rounding even where columns are parallel
-    or zero, where Gram and Schmidt would divide by almost nothing.
-    """
-    columns_nr.copy_(torch.linalg.qr(columns_nr).Q)
 
 
 def _product(p_nr: Tensor, q_rm: Tensor, out: Tensor) -> None:

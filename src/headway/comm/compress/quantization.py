@@ -53,24 +53,21 @@ from headway.comm.compress.compressor import (
     PieceMemory,
     exchange_payloads,
     gather_payloads,
-    own_row,
     seeded_generator,
 )
 from headway.errors import RunError
 
 
 class _SixteenBit(StatelessMethod):
-    """A bucket is rounded to 16 bits, summed, and widened again.
-
-    The wire buffers are kept for the next step: memory that is touched for the first time costs ten
-    times as much as the rounding itself.
-    """
+    """A bucket is rounded to 16 bits, summed, and widened again."""
 
     elementwise = True
     compression: ClassVar[Compression]
     wire: ClassVar[torch.dtype]
 
     def __init__(self) -> None:
+        # Wire buffers are kept for the next step: memory that is touched for the first time costs
+        # ten times as much as the rounding itself.
         self._free: dict[int, list[Tensor]] = {}
 
     @abstractmethod
@@ -126,12 +123,12 @@ class Bf16(_SixteenBit):
 # int8: 8 bits per value with a scale per 256 values, rounded at random without bias.
 
 
+# Elements that are worked on at a time: they stay in the second-level cache.
 INT8_STRIDE = 2**16
-"""Elements that are worked on at a time: they stay in the second-level cache."""
+# Slightly below 127, so that x / s + r never rounds up to 128.
 LEVELS = 126.9999
-"""A hair below 127, so that x / s + r never rounds up to 128."""
+# A block whose largest magnitude is below this counts as zero: its scale would have no inverse.
 TINIEST = 1e-30
-"""A block whose largest magnitude is below this counts as zero: its scale would have no inverse."""
 
 
 class Int8(Compressor):
@@ -152,11 +149,10 @@ class Int8(Compressor):
             self._sum = torch.empty(blocks * BLOCK)
 
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
-        summing, dense = self._start_dense(buffer, route)
         size = self._layout.size
         name = self._layout.packed[0].name
         draw = seeded_generator(self._seed, name, self._step, route.rank)
-        self._rounder.throw(draw)
+        self._rounder.draw(draw)
         if gathers_whole(route.size):
             self._rounder.encode(buffer[:size], self._payload)
             yield from gather_payloads(self._rows, self._payload, route)
@@ -168,14 +164,11 @@ class Int8(Compressor):
             yield exchange_payloads(self._rows, self._parts, route)
             decode_sum(self._rows, self._sum)
             # New numbers: with those of the first rounding the errors would not be independent.
-            self._rounder.throw(draw)
+            self._rounder.draw(draw)
             self._rounder.encode(self._sum, self._payload)
             yield from gather_payloads(self._rows, self._payload, route)
             for number, row in enumerate(self._rows):
                 decode_sum(row[None], buffer[:size][number * span : (number + 1) * span])
-        if summing is not None:
-            yield summing
-            self._dense.spread(dense, buffer)
 
 
 def _scales_and_levels(row: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,9 +189,9 @@ class _StochasticRounder:
         self._work = torch.empty(INT8_STRIDE)
         self._table = torch.empty(INT8_STRIDE)
 
-    def throw(self, draw: np.random.Generator) -> None:
+    def draw(self, generator: np.random.Generator) -> None:
         """New random numbers."""
-        draw.random(out=self._table.numpy(), dtype=np.float32)
+        generator.random(out=self._table.numpy(), dtype=np.float32)
 
     def encode(self, values: Tensor, row: Tensor) -> None:
         """Round values into a row of bytes; blocks beyond them become zero."""
@@ -240,23 +233,18 @@ def decode_sum(rows: Tensor, out: Tensor) -> None:
         out[start : start + count].copy_(total[:count])
 
 
-# Signs as bits: packing with error feedback, and unpacking through a table.
-
-
 Floats = NDArray[np.floating[Any]]
 Bytes = NDArray[np.uint8]
 
+# Values that are worked on at a time: they stay in the second-level cache.
 SIGN_STRIDE = 2**16
-"""Values that are worked on at a time: they stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BitRange:
-    """Values of one layer within a part of the packed array.
+    """Values `start` (a multiple of 8) to `stop` of a part of the packed array, of one layer.
 
     Attributes:
-        start: In values of the part; a multiple of 8.
-        stop: See `start`.
         offset: Where the range begins in the layer.
     """
 
@@ -292,9 +280,9 @@ def pack_signs(values: Floats, scale: float, bits: Bytes) -> None:
         keys: NDArray[np.int64] = here.view(integer)
         packed = np.packbits(keys >= 0)
         bits[start // 8 : start // 8 + packed.size] = packed
-        said = keys & sign
-        said |= magnitude
-        here -= said.view(values.dtype)
+        error = keys & sign
+        error |= magnitude
+        here -= error.view(values.dtype)
 
 
 def mean_magnitude(values: Floats) -> float:
@@ -308,11 +296,10 @@ def mean_magnitude(values: Floats) -> float:
 
 
 def sum_signs(rows: Sequence[tuple[Bytes, float]], out: Floats) -> None:
-    """Replace `out` by the sum over rows of scale for a bit that is set and -scale for others.
+    """Replace `out`, 8 values per byte, by the sum of scale for a set bit and -scale for others.
 
     Args:
         rows: Bits and scale of each rank, added in this order.
-        out: 8 values per byte.
     """
     tables = [_signs() * np.asarray(scale, out.dtype) for _, scale in rows]
     step = SIGN_STRIDE // 8
@@ -321,11 +308,11 @@ def sum_signs(rows: Sequence[tuple[Bytes, float]], out: Floats) -> None:
     for start in range(0, len(wide), step):
         here = wide[start : start + step]
         for number, ((bits, _), table) in enumerate(zip(rows, tables, strict=True)):
-            said = work[: len(here)] if number else here
-            # mode: without it numpy copies through a buffer to be able to take back errors.
-            np.take(table, bits[start : start + step], axis=0, out=said, mode="clip")
+            decoded = work[: len(here)] if number else here
+            # With mode="raise", the default, numpy copies through a buffer so that it can undo.
+            np.take(table, bits[start : start + step], axis=0, out=decoded, mode="clip")
             if number:
-                here += said
+                here += decoded
 
 
 def _signs() -> NDArray[np.int8]:
@@ -357,7 +344,7 @@ class Sign(Compressor):
         num_bytes = sign_bytes_per_rank(sizes, route.size)
         width = 4 * len(sizes) + num_bytes
         parts = 1 if gathers_whole(route.size) else route.size
-        self._part, self._place = 8 * num_bytes, own_row(route)
+        self._part, self._place = 8 * num_bytes, route.ranks.index(route.rank)
         self._first = self._place * self._part if parts > 1 else 0
         self._total = torch.empty(self._part, dtype=self._residual.dtype)
         self._ranges = [bit_ranges(self._layout.packed, i, self._part) for i in range(parts)]
@@ -370,7 +357,6 @@ class Sign(Compressor):
             self._server = self._residual[:0]
 
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
-        summing, dense = self._start_dense(buffer, route)
         for source, piece in zip(self._layout.sources, self._layout.packed, strict=True):
             self._residual[piece.start : piece.stop] += buffer[source.start : source.stop]
         scales = self._scales()
@@ -381,9 +367,6 @@ class Sign(Compressor):
             self._put(total, self._ranges[0], buffer)
         else:
             yield from self._scatter_gather(scales, buffer, route)
-        if summing is not None:
-            yield summing
-            self._dense.spread(dense, buffer)
 
     def _scatter_gather(
         self, scales: Tensor, buffer: Tensor, route: Route
@@ -395,7 +378,7 @@ class Sign(Compressor):
         yield exchange_payloads(self._rows, self._parts, route)
         own = self._ranges[self._place]
         decoded = self._decoded(self._rows, own)
-        for span in own:  # between the layers there is nothing
+        for span in own:  # padding between the layers is left out
             self._server[span.start : span.stop] += decoded[span.start : span.stop]
         again = torch.zeros_like(scales)
         for span in own:
@@ -412,7 +395,7 @@ class Sign(Compressor):
         )
 
     def _encode(self, values: Tensor, scales: Tensor, spans: list[BitRange], row: Tensor) -> None:
-        """Write scales and bits of values into a row; leave what they do not say in the values."""
+        """Write scales and bits of values into a row; the rounding error stays in the values."""
         head = 4 * scales.numel()
         row[:head].view(torch.float32).copy_(scales)
         bits = row[head:].numpy()
@@ -424,26 +407,24 @@ class Sign(Compressor):
             )
 
     def _decoded(self, rows: Tensor, spans: list[BitRange]) -> Tensor:
-        """[part]: the sum over rows of what they say, in order of the rows; until the next call."""
+        """[part]: the sum of the decoded rows, in their order; valid until the next call."""
         head = 4 * len(self._layout.packed)
         scales = [row[:head].view(torch.float32).tolist() for row in rows]
         bits = [row[head:].numpy() for row in rows]
         total = self._total.numpy()
         for span in spans:
             first, last = span.start // 8, -(-span.stop // 8)
-            told = [
+            signs = [
                 (own[first:last], scale[span.layer])
                 for own, scale in zip(bits, scales, strict=True)
             ]
-            sum_signs(told, total[8 * first : 8 * last])
+            sum_signs(signs, total[8 * first : 8 * last])
         return self._total
 
     def _put(self, total: Tensor, spans: list[BitRange], buffer: Tensor) -> None:
         for span in spans:
             start = self._layout.sources[span.layer].start + span.offset
             buffer[start : start + span.stop - span.start] = total[span.start : span.stop]
-
-    # -- the residual of the server ------------------------------------------------------------
 
     def _overlap(self, piece: GradientSlice) -> tuple[slice, slice]:
         """Which part of a packed parameter this rank serves, there and in `self._server`."""
@@ -468,5 +449,5 @@ class Sign(Compressor):
             there, here = self._overlap(piece)
             self._server[here] = left[there]
             left[there] = 0
-        # Of a part that another rank serves now: this rank sends it on as a worker.
+        # What another rank serves now goes there as part of this rank's next payload.
         self._residual[piece.start : piece.stop] += left

@@ -95,7 +95,7 @@ def adapt_budget(
 
 
 class AdaptiveBudget:
-    """topk whose budget wanders to the layers that need it; the total stays that of topk.
+    """The budget of topk, moved to the layers that need it; its total stays the same.
 
     The energy that a given number of values leaves unsent is least if the smallest value sent is
     the same in every layer. So after each step a layer whose smallest sent value lies above that of
@@ -156,7 +156,7 @@ class LargestElements(Compressor):
         self._gathered: list[tuple[Tensor, Tensor]] = []
 
     def _select(self, number: int, values: Tensor, k: int, add: Tensor | None) -> Tensor:
-        """int64[k]: places among `values`, to which `add` has to be added before."""
+        """int64[k]: places among `values`, after `add` has been added to them."""
         if not self._sampled:
             return top_k(values, k, add=add)
         name = self._layout.packed[number].name
@@ -179,15 +179,11 @@ class LargestElements(Compressor):
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:
         if self._budget is not None:
             self._counts = self._budget.counts([p.stop - p.start for p in self._layout.packed])
-        summing, dense = self._start_dense(buffer, route)
         self._encode(buffer)
         yield from gather_payloads(self._rows, self._payload, route)
         self._clear(buffer)
         for values, places in self._gathered:
             buffer.index_add_(0, places, values)
-        if summing is not None:
-            yield summing
-            self._dense.spread(dense, buffer)
         if self._budget is not None:
             self._budget.adapt()
 
@@ -244,6 +240,8 @@ def random_indices(seed: int, name: str, step: int, size: int, k: int) -> Tensor
 
 class RandomK(Compressor):
     """One all-reduce: the drawn values, then what is sent whole."""
+
+    dense_in_payload = True
 
     def __init__(self, compression: RandomKCompression, *, seed: int = 0) -> None:
         super().__init__(compression, seed=seed)

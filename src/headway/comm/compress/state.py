@@ -26,11 +26,7 @@ def parse_state_key(key: str) -> tuple[str, int, str]:
 
 
 def merge_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One state for one rank that takes over from several: residuals are added.
-
-    Args:
-        states: What `ExchangeMethod.state` gave on each of these ranks; not empty.
-    """
+    """One state for one rank that takes over from one or more others: residuals are added."""
     merged: dict[str, Tensor] = {}
     for state in states:
         for key, value in state.items():
@@ -46,9 +42,6 @@ def spread_states(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[di
 
     New rank r takes over the residuals of old ranks r, r + ranks, r + 2 ranks, and so on; a rank
     that is new begins with none, and with everything else from rank 0.
-
-    Args:
-        states: Of the old ranks, in order.
     """
     spread = []
     for rank in range(ranks):
@@ -77,8 +70,6 @@ def collect_state(
 
     Args:
         state: Of this rank's methods: "name/what" or "name/offset/what" -> tensor.
-        parameters: Logical name -> parameter.
-        group: All ranks; None: the world.
     """
     own = sorted({(name, what) for name, _, what in map(parse_state_key, state)})
     everywhere: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
@@ -95,12 +86,7 @@ def collect_state(
 
 
 def distribute_state(saved: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """One rank's state from a checkpoint; not collective.
-
-    Args:
-        saved: What `collect_state` returned, among other tensors.
-        ranks: That take equal shares.
-    """
+    """One rank's state from a checkpoint that `ranks` ranks share evenly; not collective."""
     found = {}
     for key, value in saved.items():
         if not key.startswith(STATE_PREFIX):

@@ -15,7 +15,7 @@ threshold is chosen, none that does not reach the lower one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from headway.errors import RunError
 MagnitudeKeys = NDArray[np.signedinteger]
 Indices = NDArray[np.int64]
 
+# Of a block of values: it stays in the second-level cache between the three passes over it.
 BLOCK_BYTES = 2**18
-"""Of a block of values: it stays in the second-level cache between the three passes over it."""
 SAMPLES = 2**15
+# Below this a whole partition is cheaper than a sample and a pass.
 SMALL = 2**14
-"""Below this a whole partition is cheaper than a sample and a pass."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INFINITE = {
@@ -201,7 +201,7 @@ def _at_least(
 
 
 def _with_zeros(nonzero: Indices, k: int, size: int) -> Indices:
-    """All that is not zero, and the first zeros up to k."""
+    """All nonzero places, and the first zeros up to k."""
     zeros = np.setdiff1d(np.arange(min(size, k + nonzero.size)), nonzero, assume_unique=True)
     return np.sort(np.concatenate((nonzero, zeros[: k - nonzero.size])))
 
@@ -215,8 +215,8 @@ def _top_k_elsewhere(values: Tensor, k: int) -> Tensor:
 
 def nan_error() -> RunError:
     return RunError(
-        "a gradient is not a number, so that its largest values cannot be told",
-        why="A compressor that sends the largest values has met a NaN.",
+        "a gradient is NaN, so that its largest values are undefined",
+        why="A compressor that sends the largest values found a NaN.",
         fix="Find where the loss or its gradient becomes NaN: a smaller learning rate, gradient "
         'clipping, or compress = "none" to go on without a selection.',
     )
@@ -229,25 +229,6 @@ SAMPLINGS = 30
 """N of the paper."""
 
 
-@dataclass(frozen=True, slots=True)
-class BisectedSelection:
-    """What MSTopK chose, with the two thresholds between which its choice is arbitrary.
-
-    Attributes:
-        indices: int64[k], ascending.
-        above: Every value of at least this magnitude is chosen; infinite where there is none.
-        below: No value of smaller magnitude is chosen.
-        count_above: How many values reach `above`: at most k.
-        count_below: How many values reach `below`: at least k.
-    """
-
-    indices: Tensor
-    above: float
-    below: float
-    count_above: int
-    count_below: int
-
-
 def ms_top_k(
     values: Tensor,
     k: int,
@@ -258,21 +239,19 @@ def ms_top_k(
 ) -> BisectedSelection:
     """k values that are about the largest, by bisection of a threshold (MSTopK).
 
-    Shi et al. 2021, "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-    Clusters", algorithm 1: the threshold t = mean + q (max - mean) is bisected by counting the
-    values that reach it; what lies between the two closest thresholds is taken as k - k1
-    neighbours in index order, from a random place. On CPUs the counts are those of the candidates
-    that a first threshold leaves, which makes them exact and cheap; elsewhere each is one pass.
+    The threshold t = mean + q (max - mean) is bisected by counting the values that reach it; what
+    lies between the two closest thresholds is taken as k - k1 neighbours in index order, from a
+    random place. On CPUs the counts are those of the candidates that a first threshold leaves,
+    which makes them exact and cheap; elsewhere each is one pass.
 
     Args:
         values: 1-D, of a floating type.
-        k: 1 to the number of values.
         samplings: N of the paper.
         add: As for `top_k`.
 
     Raises:
         RunError: A value is not finite.
-        ValueError: No such k.
+        ValueError: k is not 1 to the number of values.
     """
     check_selection(values, k)
     few = values.numel() < SMALL
@@ -295,22 +274,29 @@ def ms_top_k_by_passes(
     check_selection(values, k)
     magnitudes = values.abs()
     mean, largest = _finite(float(magnitudes.double().mean()), float(magnitudes.max()))
-    number = _ExactIn(values.dtype)
-    search = _Bisection(k, values.numel(), mean, largest)
+    search = BisectedSelection(k, values.numel(), mean, largest)
     for _ in range(samplings):
-        threshold = number(search.threshold)
+        threshold = _rounded(search.threshold, values.dtype)
         search.count(int((magnitudes >= threshold).sum()), threshold)
     sure = magnitudes >= search.above
     maybe = ((magnitudes >= search.below) & ~sure).nonzero().flatten()
     start = search.start(maybe.numel(), draw)
     extra = maybe[start : start + k - search.count_above]
-    indices = torch.cat((sure.nonzero().flatten(), extra)).sort().values
-    return search.result(indices)
+    search.indices = torch.cat((sure.nonzero().flatten(), extra)).sort().values
+    return search
 
 
 @dataclass(slots=True)
-class _Bisection:
-    """The state of algorithm 1: the closest thresholds that too few and too many values reach."""
+class BisectedSelection:
+    """Algorithm 1: the closest thresholds that too few and too many values reach, and the choice.
+
+    Attributes:
+        above: Every value of at least this magnitude is chosen; infinite where there is none.
+        below: No value of smaller magnitude is chosen.
+        count_above: How many values reach `above`: at most k.
+        count_below: How many values reach `below`: at least k.
+        indices: int64[k], ascending; empty until the bisection is over.
+    """
 
     k: int
     size: int
@@ -322,6 +308,7 @@ class _Bisection:
     below: float = 0.0
     count_above: int = 0
     count_below: int = -1
+    indices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __post_init__(self) -> None:
         self.count_below = self.size
@@ -347,16 +334,11 @@ class _Bisection:
         """Where the k - k1 neighbours begin among those between the thresholds."""
         return int(draw.integers(between - (self.k - self.count_above) + 1))
 
-    def result(self, indices: Tensor) -> BisectedSelection:
-        return BisectedSelection(
-            indices, self.above, self.below, self.count_above, self.count_below
-        )
-
 
 def _ms_top_k_of_candidates(
     values: Tensor, k: int, draw: np.random.Generator, samplings: int, add: Tensor | None
 ) -> BisectedSelection | None:
-    """None where the thresholds fall among values that are no candidates."""
+    """None where a threshold falls among values that are no candidates."""
     keys = magnitude_keys(values)
     if keys.size < SMALL:
         kept = all_candidates(keys)
@@ -367,12 +349,11 @@ def _ms_top_k_of_candidates(
     magnitudes = kept.magnitudes.view(f"f{keys.itemsize}")
     ordered = np.sort(magnitudes)
     mean, largest = _finite(kept.total / keys.size, float(ordered[-1]))
-    number = _ExactIn(values.dtype)
-    search = _Bisection(k, keys.size, mean, largest)
+    search = BisectedSelection(k, keys.size, mean, largest)
     for _ in range(samplings):
-        threshold = number(search.threshold)
-        # Below all candidates the true count is unknown but above k, and larger than the next
-        # ones: it would only matter if it were the last, and then the passes have to tell.
+        threshold = _rounded(search.threshold, values.dtype)
+        # Below all candidates the true count is unknown, but above k and larger than the next
+        # ones: it would only matter as the last one, and then the counts need whole passes.
         found = ordered.size - int(np.searchsorted(ordered, np.asarray(threshold, ordered.dtype)))
         search.count(found if threshold >= ordered[0] else keys.size, threshold)
     if search.below < ordered[0] and ordered.size < keys.size:
@@ -381,17 +362,13 @@ def _ms_top_k_of_candidates(
     maybe = np.flatnonzero((magnitudes >= search.below) & ~sure)
     start = search.start(maybe.size, draw)
     sure[maybe[start : start + k - search.count_above]] = True
-    return search.result(torch.from_numpy(kept.indices[sure]))
+    search.indices = torch.from_numpy(kept.indices[sure])
+    return search
 
 
-class _ExactIn:
-    """Rounds a number to what a type can hold, so that all comparisons mean the same."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._type = np.float32 if dtype is torch.float32 else np.float64
-
-    def __call__(self, number: float) -> float:
-        return float(self._type(number))
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A threshold as a number that the values' type can hold, so that all comparisons agree."""
+    return float(np.float32(number)) if dtype is torch.float32 else number
 
 
 def _finite(mean: float, largest: float) -> tuple[float, float]:

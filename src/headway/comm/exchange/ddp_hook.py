@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # the public name is missing in torch's annotations
 else:
     GradBucket = dist.GradBucket
 
+# Buckets in flight: one is encoded while another is on the wire.
 HOOK_LANES = 2
-"""Buckets in flight: one is encoded while another is on the wire."""
 
 BucketJob = Callable[[Route], None]
 
@@ -50,7 +50,6 @@ class HookState:
 
     Args:
         compress: A compressor as in the plan: "fp16", "mstopk:0.01", "powersgd:2".
-        ddp_model: Whose gradients are exchanged, over its own ranks.
         seed: Of random compressors; the same on all ranks.
 
     Raises:
@@ -80,7 +79,7 @@ class HookState:
         buffer = bucket.buffer()
         names = tuple(self._names[parameter] for parameter in bucket.parameters())
         if names not in self._known:
-            self._meet(names, bucket)
+            self._make_method(names, bucket)
         method, pieces = self._known[names]
         fused = FusedBuffer(buffer, pieces, bucket.index())
         future: Future[Tensor] = Future()
@@ -99,10 +98,10 @@ class HookState:
         self._lanes[bucket.index() % HOOK_LANES].put(job)
         return future
 
-    def _meet(self, names: tuple[str, ...], bucket: GradBucket) -> None:
-        """A bucket of parameters that were in other buckets so far, or in none."""
+    def _make_method(self, names: tuple[str, ...], bucket: GradBucket) -> None:
+        """Make the method of a bucket whose parameters were in other buckets, or in none."""
         for lane in self._lanes:
-            lane.rest()  # a method that is still at work would take state with it
+            lane.rest()  # the state of a method that is still at work would be lost
         state = self.state_dict()
         for known in [known for known in self._known if set(known) & set(names)]:
             del self._known[known]
@@ -144,38 +143,26 @@ def exchange_bucket(state: HookState, bucket: GradBucket) -> Future[Tensor]:
     return state.exchange(bucket)
 
 
-def communication_hook(
-    compress: str, ddp_model: DistributedDataParallel, *, seed: int = 0
-) -> tuple[HookState, Callable[[HookState, GradBucket], Future[Tensor]]]:
-    """State and hook for `ddp_model.register_comm_hook(state, hook)`; see `HookState`."""
-    return HookState(compress, ddp_model, seed=seed), exchange_bucket
-
-
 def register_comm_hook(
     ddp_model: DistributedDataParallel, compress: str, *, seed: int = 0
 ) -> HookState:
     """Let a DDP model exchange its gradients compressed; all its ranks call this together.
 
-    Args:
-        ddp_model: Without a hook so far; DDP takes one only.
-        compress: A compressor as in the plan.
-        seed: Of random compressors; the same on all ranks.
-
     Returns:
         The state; `state.state_dict()` belongs into checkpoints, `state.close()` ends its threads.
     """
-    state, hook = communication_hook(compress, ddp_model, seed=seed)
-    ddp_model.register_comm_hook(state, hook)
+    state = HookState(compress, ddp_model, seed=seed)
+    ddp_model.register_comm_hook(state, exchange_bucket)
     return state
 
 
 class _Lane:
-    """A thread with a process group of its own; runs its jobs in the order of their coming."""
+    """A thread with a process group of its own; runs its jobs in the order of arrival."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
         self._jobs: SimpleQueue[BucketJob | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name="headway-hook", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="headway-hook", daemon=True)
         self._thread.start()
 
     def put(self, job: BucketJob) -> None:
@@ -194,7 +181,7 @@ class _Lane:
         # A thread that waits for a rank that has vanished ends with the process.
         self._thread.join(timeout=5.0)
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         # The cores belong to backward; a kernel on all of them would slow it down.
         torch.set_num_threads(1)
         with torch.no_grad():

@@ -37,17 +37,12 @@ class GradientSlot:
 class GradientExchange(ABC):
     """Sums the gradients of all ranks: what the two exchanges have in common.
 
-    Life of a step: `begin`, backward passes with `arm` called before the last one, `send`,
+    Of a step: `begin`, backward passes with `arm` called before the last one, `send`,
     `receive`, `settle`. A rank without work in a ragged batch calls all but the backward passes.
-
-    Args:
-        buckets: Of all parameters that take part; see `headway.comm.tuning.autotuning`.
-        overlap: Buckets leave while the backward pass still runs.
 
     Attributes:
         factor: Gradients are multiplied by it when they enter their bucket.
         doing: Called with a text and its arguments before the training thread waits.
-        step: Number of the step, from 1.
         profile: Where it is a dictionary, seconds are noted from the start of the step until each
             gradient is there, by logical name.
     """
@@ -135,6 +130,7 @@ class GradientExchange(ABC):
         if gradient is view:  # backward has added to the view itself
             if factor != 1.0:
                 view.mul_(factor)
+        # A sparse gradient cannot be copied into a view; it can be added to it.
         elif gradient.is_sparse:
             view.zero_().add_(gradient, alpha=factor)
         elif factor == 1.0:
@@ -152,7 +148,7 @@ class GradientExchange(ABC):
                 self._depart(bucket)
 
     def _scale_late(self, bucket: Bucket) -> None:
-        """Gradients that no armed backward pass has touched: from earlier micro-batches only."""
+        """Scale the gradients that no armed backward pass has touched."""
         factor = self.factor * bucket.weight
         if factor != 1.0:
             for view, arrived, complete in zip(
@@ -223,7 +219,7 @@ class GradientExchange(ABC):
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` returned, under any cut of the buckets."""
+        """Take up what `state` returned, under any layout of the buckets."""
         for bucket in self.buckets:
             bucket.method.restore(state)
 

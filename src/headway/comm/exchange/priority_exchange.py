@@ -36,8 +36,6 @@ OptimizerSettings = list[dict[str, Any]]
 
 
 class _BucketOptimizer:
-    """The shadow of one bucket."""
-
     def __init__(self, original: Optimizer, bucket: Bucket, groups: Mapping[Tensor, int]) -> None:
         self.bucket = bucket
         self.shadows = [parameter.detach() for parameter in bucket.parameters]
@@ -52,7 +50,7 @@ class _BucketOptimizer:
         ]
 
     def link(self, original: Optimizer) -> None:
-        """Use the state that the original has; none where a parameter has not been stepped yet."""
+        """Share the state of the original, which has none for a parameter before its first step."""
         self.optimizer.state.clear()
         for parameter, shadow in zip(self.bucket.parameters, self.shadows, strict=True):
             if parameter in original.state:
@@ -69,7 +67,7 @@ class _BucketOptimizer:
                 original.state[parameter] = self.optimizer.state[shadow]
 
     def changed_settings(self, settings: OptimizerSettings) -> bool:
-        """Whether the optimiser has written into its groups: then it cannot be cut."""
+        """Whether the optimiser has written into its groups: then it cannot step by bucket."""
         return any(
             _settings(group) != settings[number]
             for number, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
@@ -77,7 +75,7 @@ class _BucketOptimizer:
 
 
 class BucketOptimizers:
-    """One shadow per bucket.
+    """One shadow optimizer per bucket.
 
     Args:
         original: The user's optimiser; its `step()` is never called with gradients.
@@ -94,11 +92,11 @@ class BucketOptimizers:
             for number, group in enumerate(original.param_groups)
             for parameter in group["params"]
         }
-        self._slices: dict[int, _BucketOptimizer] = {}
+        self._shadows: dict[int, _BucketOptimizer] = {}
         for bucket in buckets:
             known = [parameter in groups for parameter in bucket.parameters]
             if all(known):
-                self._slices[bucket.number] = _BucketOptimizer(original, bucket, groups)
+                self._shadows[bucket.number] = _BucketOptimizer(original, bucket, groups)
             elif any(known):
                 raise RunError(
                     f"the optimiser has some parameters of bucket {bucket.number} and not others",
@@ -114,7 +112,7 @@ class BucketOptimizers:
         self._settings = [_settings(group) for group in self._original.param_groups]
         if self._state is not self._original.state:  # the first time, or after load_state_dict
             self._state = self._original.state
-            for one in self._slices.values():
+            for one in self._shadows.values():
                 one.link(self._original)
 
     def step(self, bucket: Bucket, used: Sequence[bool]) -> None:
@@ -126,7 +124,7 @@ class BucketOptimizers:
         Raises:
             RunError: The optimiser keeps state in its parameter groups.
         """
-        one = self._slices.get(bucket.number)
+        one = self._shadows.get(bucket.number)
         if one is None or not any(used):
             return
         one.step(self._original, self._settings, used)
@@ -149,12 +147,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _empty_copy(original: Optimizer) -> Optimizer:
-    """An optimiser of the same class with empty state and no hooks; attributes are shared.
-
-    `copy.copy` goes through the optimiser's own __getstate__, which leaves out hooks, and leaves
-    out attributes of subclasses, which are put back here. "step" there is the wrapper that a
-    learning-rate scheduler has laid around the original.
-    """
+    """An optimiser of the same class with empty state and no hooks; attributes are shared."""
+    # `copy.copy` goes through the optimiser's own __getstate__, which leaves out hooks, and also
+    # attributes of subclasses. Of these "step" is a learning-rate scheduler's wrapper.
     shadow = copy.copy(original)
     for name, value in vars(original).items():
         if name not in vars(shadow) and name != "step":
@@ -166,8 +161,8 @@ def _empty_copy(original: Optimizer) -> Optimizer:
 class BucketUpdater:
     """Steps the parameters of landed buckets, most urgent first.
 
-    The lane's thread does it when nothing is to be sent; a bucket that the training thread stands
-    still for is left to that thread, which has nothing else to do.
+    The lane's thread does it when nothing is to be sent; a bucket that the training thread waits
+    for is left to that thread, which has nothing else to do.
 
     Args:
         urgency: Of each bucket, by number: smaller is needed earlier.
@@ -177,14 +172,15 @@ class BucketUpdater:
         self._urgency = urgency
         self._lock = threading.Lock()
         self._landed: dict[int, Bucket] = {}
-        self._usable: list[tuple[int, int]] = []  # a heap of (urgency, number); some are gone
+        # A heap of (urgency, number); some entries' buckets may have been used already.
+        self._usable: list[tuple[int, int]] = []
         self._early: list[Bucket] = []  # landed before their step was released
         self._released = 0
         self._factor = 1.0
         self._discard = False
         self._awaited = -1
         self.applied: dict[int, int] = dict.fromkeys(urgency, 0)
-        self.slices: BucketOptimizers | None = None
+        self.optimizers: BucketOptimizers | None = None
         self.tell: Callable[[], None] = lambda: None
 
     def landed(self, bucket: Bucket) -> None:
@@ -207,18 +203,16 @@ class BucketUpdater:
     def _offer(self, bucket: Bucket) -> None:
         heappush(self._usable, (self._urgency[bucket.number], bucket.number))
 
-    def _may_be_used(self, number: int) -> bool:
-        """An entry that the training thread has forestalled may meet the sums of the next step."""
-        landed = self._landed.get(number)
-        return landed is not None and landed.step <= self._released
-
     def apply_one(self) -> bool:
         """In the lane's thread: use a landed bucket; False: there is none."""
         bucket = None
         with self._lock:
             while self._usable and bucket is None:
                 _, number = heappop(self._usable)
-                if number != self._awaited and self._may_be_used(number):
+                # The training thread may have used it, and the sums of the next step be there.
+                landed = self._landed.get(number)
+                released = landed is not None and landed.step <= self._released
+                if number != self._awaited and released:
                     bucket = self._landed.pop(number)
         if bucket is None:
             return False
@@ -226,7 +220,7 @@ class BucketUpdater:
         self.tell()
         return True
 
-    def stand_still(self, bucket: Bucket, wait_for: Callable[[Callable[[], bool]], None]) -> None:
+    def wait_applied(self, bucket: Bucket, wait_for: Callable[[Callable[[], bool]], None]) -> None:
         """In the training thread: return when a released bucket has been used."""
         number = bucket.number
         self._awaited = number
@@ -237,15 +231,15 @@ class BucketUpdater:
         if mine is not None:
             with torch.no_grad():
                 self._apply(mine)
-        else:  # the other thread was about to
+        else:  # the lane's thread has taken it
             wait_for(lambda: self.applied[number] == bucket.step)
 
     def _apply(self, bucket: Bucket) -> None:
         if not self._discard:
             if self._factor != 1.0:
                 bucket.fused.gradients.mul_(self._factor)
-            assert self.slices is not None
-            self.slices.step(bucket, bucket.used)
+            assert self.optimizers is not None
+            self.optimizers.step(bucket, bucket.used)
         bucket.flight.applied = perf_counter()
         self.applied[bucket.number] = bucket.step
 
@@ -260,7 +254,6 @@ class ForwardHooks:
     if a gradient shows that one did, the run stops.
 
     Args:
-        parameters: Logical name -> parameter, of all that are exchanged.
         wait: Called with names of parameters that must be up to date when it returns.
 
     Attributes:
@@ -275,11 +268,11 @@ class ForwardHooks:
         wait: Callable[[Iterable[str]], None],
     ) -> None:
         self._wait = wait
-        # By name, not by tensor: these are looked up for every layer, and tensors hash slowly.
+        # By name, not by tensor: every layer looks them up, and tensors hash slowly.
         self._awaited = dict.fromkeys(parameters, 0)
-        self._strays: dict[str, None] = {}
+        self._unhooked: dict[str, None] = {}
         self._step = 1
-        self._forgiving = True
+        self._learning = True
         self.began = 0.0
         self.needed: dict[str, float] = {}
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
@@ -292,15 +285,15 @@ class ForwardHooks:
     def next_step(self) -> None:
         """A step is over; its updates may still be under way in the next forward pass."""
         self._step += 1
-        self._forgiving = False
+        self._learning = False
         self.began = 0.0
 
     def settled(self) -> None:
-        """All updates have been made: uses that no hook has seen are right, and are learnt."""
-        self._forgiving = True
+        """All updates have been made: uses that no hook has seen are safe, and are learnt."""
+        self._learning = True
 
     def _at_start(self, model: nn.Module, inputs: Any) -> None:
-        self._before(tuple(self._strays), model, inputs)
+        self._before(tuple(self._unhooked), model, inputs)
 
     def _before(self, own: tuple[str, ...], module: nn.Module, inputs: Any) -> None:
         if not self.began:
@@ -308,23 +301,19 @@ class ForwardHooks:
         for name in own:
             if self._awaited[name] != self._step:
                 self._awaited[name] = self._step
-                if self._forgiving:
+                if self._learning:
                     self.needed.setdefault(name, perf_counter() - self.began)
         self._wait(own)
 
     def check(self, name: str) -> None:
-        """A gradient has come: its forward pass must have awaited the parameter.
-
-        Raises:
-            RunError: It did not, and the update may still have been under way.
-        """
+        """A gradient has come: raise a RunError if its forward pass did not wait for it."""
         if self._awaited[name] == self._step:
             return
-        if name not in self._strays:
-            self._strays[name] = None
+        if name not in self._unhooked:
+            self._unhooked[name] = None
             self.needed.setdefault(name, 0.0)
         self._awaited[name] = self._step
-        if not self._forgiving:
+        if not self._learning:
             raise RunError(
                 f"{name} was read while its update may have been under way",
                 why="It is used without a call of the module that owns it, and was not used so in "
@@ -340,14 +329,10 @@ class ForwardHooks:
 
 
 class PriorityExchange(GradientExchange):
-    """Crosses the border of the step.
-
-    `release` takes the place of `receive`, `settle` and the update.
+    """Crosses the border of the step: `release` replaces `receive`, `settle` and the update.
 
     Args:
-        lane: A thread whose hooks are those of `applier`.
-        model: The whole model; gets forward hooks.
-        optimizer: Steps are made by slices of it.
+        lane: Its callbacks `landed` and `idle` are those of `applier`.
     """
 
     def __init__(
@@ -363,7 +348,7 @@ class PriorityExchange(GradientExchange):
         self._thread = lane
         self._applier = applier
         self._optimizer = optimizer
-        applier.slices = BucketOptimizers(optimizer, buckets)
+        applier.optimizers = BucketOptimizers(optimizer, buckets)
         applier.tell = lane.tell
         named = {
             name: parameter
@@ -388,22 +373,22 @@ class PriorityExchange(GradientExchange):
         for name in names:
             bucket = self._home[name]
             if self._pending(bucket):
-                self._stand_still(bucket)
+                self._wait_applied(bucket)
 
     def _pending(self, bucket: Bucket) -> bool:
-        """Its update has been released and not been made; gradients of a step may still gather."""
+        """Whether its update has been released and not been made."""
         return self._applier.applied[bucket.number] < bucket.step <= self._released
 
-    def _stand_still(self, bucket: Bucket) -> None:
+    def _wait_applied(self, bucket: Bucket) -> None:
         flight = bucket.flight
         start = perf_counter()
         flight.needed = flight.needed or start
         self.doing("waits for bucket %d (%s ...)", bucket.number, bucket.names[0])
-        self._applier.stand_still(bucket, self._thread.wait_for)
+        self._applier.wait_applied(bucket, self._thread.wait_for)
         flight.waited += perf_counter() - start
 
     def _bucket_of(self, slot: GradientSlot) -> Bucket:
-        """The bucket, opened for this step; its old content has been used by now, or is awaited."""
+        """The bucket, opened for this step once its old content has been used."""
         bucket = slot.bucket
         self.waits.check(slot.name)
         if bucket.step != self.step:
@@ -412,7 +397,7 @@ class PriorityExchange(GradientExchange):
 
     def _open(self, bucket: Bucket) -> None:
         if self._pending(bucket):
-            self._stand_still(bucket)
+            self._wait_applied(bucket)
         bucket.open(self.step)
 
     def send(self) -> None:
@@ -424,18 +409,14 @@ class PriorityExchange(GradientExchange):
         self._hide_gradients()
 
     def release(self, factor: float = 1.0, *, discard: bool = False) -> tuple[BucketTiming, ...]:
-        """Let the lane use the sums of this step; returns at once.
+        """Let the lane use the sums of this step, or discard them; returns at once.
 
-        Args:
-            discard: No update is made of them.
-
-        Returns:
-            What happened to the buckets of the step before.
+        The result is what happened to the buckets of the step before.
         """
         before, self._flights = self._flights, tuple(b.flight for b in self.buckets)
         if not discard:
-            assert self._applier.slices is not None
-            self._applier.slices.release()
+            assert self._applier.optimizers is not None
+            self._applier.optimizers.release()
             # Runs the optimiser's own hooks and counters; without gradients it changes nothing.
             self._optimizer.step()
         self._released = self.step
@@ -448,7 +429,7 @@ class PriorityExchange(GradientExchange):
         """Wait until every released update has been made."""
         for bucket in self.buckets:
             if self._pending(bucket):
-                self._stand_still(bucket)
+                self._wait_applied(bucket)
         self.waits.settled()
 
     def discard(self) -> None:

@@ -91,9 +91,6 @@ class InlineLane(Lane):
         self._rounds.clear()
 
 
-# The progress thread of an exchange: what its two lanes have in common.
-
-
 @dataclass(slots=True, eq=False)
 class ChunkTask:
     """One chunk of one bucket.
@@ -116,8 +113,8 @@ class ChunkTask:
         """Of the bucket's bytes."""
         return self.chunk.buffer.numel() / self.bucket.fused.buffer.numel()
 
-    def embark(self, place: int) -> Iterator[PendingOperation]:
-        """The method, about to be started with the route of a place in flight."""
+    def start_rounds(self, place: int) -> Iterator[PendingOperation]:
+        """The method, to be started on the route of a place in flight."""
         bucket = self.bucket
         bucket.flight.sent = bucket.flight.sent or perf_counter()
         self.leave = bucket.reserve(self.share) if bucket.reserve is not None else 0.0
@@ -126,38 +123,9 @@ class ChunkTask:
 
 @dataclass(slots=True)
 class _BucketProgress:
-    """What the training thread waits for, of one bucket."""
-
     landed_step: int = 0
     done: int = 0
     chunks: int = 1
-
-
-class ConditionGate:
-    """Where the training thread sleeps until the other thread has brought something about."""
-
-    def __init__(self) -> None:
-        self._opened = threading.Event()
-        self._condition: Callable[[], bool] | None = None
-
-    def wait_for(self, true: Callable[[], bool]) -> None:
-        """Sleep until a condition holds."""
-        self._opened.clear()
-        self._condition = true
-        while not true():
-            self._opened.wait()
-            self._opened.clear()
-        self._condition = None
-
-    def tell(self) -> None:
-        """Something has changed: wake the sleeper if it is what he waits for.
-
-        He sets his condition before he looks, and this looks after the change was made: one of the
-        two sees the other.
-        """
-        condition = self._condition
-        if condition is not None and condition():
-            self._opened.set()
 
 
 class ProgressLane(Lane):
@@ -169,7 +137,6 @@ class ProgressLane(Lane):
         landed: Called in the thread when a bucket's sum is there.
         idle: Called in the thread whenever nothing can be started: returns whether it did some
             work (and may have more).
-        threads: torch's threads for the arithmetic of this lane.
     """
 
     def __init__(
@@ -198,14 +165,13 @@ class ProgressLane(Lane):
         self._idle = idle
         self._step = 1
         self._position = 0
-        self._flying: list[ChunkTask | None] = [None] * credit
-        self._gate = ConditionGate()
+        self._in_flight: list[ChunkTask | None] = [None] * credit
+        self._opened = threading.Event()
+        self._condition: Callable[[], bool] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._live, args=(threads,), name="headway-lane", daemon=True
+            target=self._run, args=(threads,), name="headway-lane", daemon=True
         )
-
-    # -- called by the training thread ---------------------------------------------------------
 
     @abstractmethod
     def nudge(self) -> None:
@@ -215,20 +181,29 @@ class ProgressLane(Lane):
         state = self._states[bucket.number]
         self.wait_for(lambda: state.landed_step >= bucket.step)
 
-    def wait_for(self, true: Callable[[], bool]) -> None:
+    def wait_for(self, met: Callable[[], bool]) -> None:
         """Sleep until a condition holds that this lane's thread brings about.
 
         Raises:
             BaseException: What went wrong in the thread.
         """
-        if not true():
-            self._gate.wait_for(lambda: true() or self._error is not None)
+        if not met():
+            self._opened.clear()
+            self._condition = lambda: met() or self._error is not None
+            while not self._condition():
+                self._opened.wait()
+                self._opened.clear()
+            self._condition = None
         if self._error is not None:
             raise self._error
 
     def tell(self) -> None:
-        """Wake who waits, if it is for what has happened; called in this lane's thread."""
-        self._gate.tell()
+        """In this lane's thread: wake the training thread if what it waits for has happened."""
+        # It sets its condition before it looks, and this looks after the change was made: one of
+        # the two sees the other.
+        condition = self._condition
+        if condition is not None and condition():
+            self._opened.set()
 
     def close(self) -> None:
         self._stop()
@@ -239,9 +214,7 @@ class ProgressLane(Lane):
     def _stop(self) -> None:
         """Let `_work` return."""
 
-    # -- the thread --------------------------------------------------------------------------
-
-    def _live(self, threads: int) -> None:
+    def _run(self, threads: int) -> None:
         try:
             torch.set_num_threads(threads)
             with torch.no_grad():
@@ -257,14 +230,14 @@ class ProgressLane(Lane):
     def _next(self) -> int | None:
         """The place of the next chunk if it can be started, which is then in flight."""
         if self._position == len(self._tasks):
-            if any(task is not None for task in self._flying):
+            if any(task is not None for task in self._in_flight):
                 return None
             self._step, self._position = self._step + 1, 0
         task, place = self._tasks[self._position], self._position % self._credit
-        if self._flying[place] is not None or task.ready_step < self._step:
+        if self._in_flight[place] is not None or task.ready_step < self._step:
             return None
         self._position += 1
-        self._flying[place] = task
+        self._in_flight[place] = task
         return place
 
     def _count(self, bucket: Bucket) -> None:
@@ -281,11 +254,8 @@ class ProgressLane(Lane):
         self.tell()
 
 
-# The lane for methods of one round (plain and rounded sums): the least work per chunk.
-
-
 class SingleRoundLane(ProgressLane):
-    """See `ProgressLane`."""
+    """For methods of one round (plain and rounded sums): the least work per chunk."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -303,7 +273,7 @@ class SingleRoundLane(ProgressLane):
         self.nudge()
 
     def nudge(self) -> None:
-        # The thread sets this before it looks around for the last time: none of us misses it.
+        # The thread sets the flag before it looks for work a last time: no call is missed.
         if self._asleep:
             self._asleep = False
             self._bell.put(None)
@@ -316,18 +286,17 @@ class SingleRoundLane(ProgressLane):
         """Start chunks in order for as long as the next one is ready and its place is free."""
         with self._starting:
             while (place := self._next()) is not None:
-                task = self._flying[place]
+                task = self._in_flight[place]
                 assert task is not None
-                task.rounds = task.embark(place)
+                task.rounds = task.start_rounds(place)
                 task.waiting = next(task.rounds)
-
-    # -- the thread --------------------------------------------------------------------------
 
     def _work(self) -> None:
         while not self._stopping:
             self._start_all()
             self._asleep = True
-            task = self._flying[self._ended % self._credit]
+            # The oldest chunk: only its route can be used next.
+            task = self._in_flight[self._ended % self._credit]
             if task is not None:
                 self._asleep = False
             if (task is None or not _is_done(task)) and self._idle is not None and self._idle():
@@ -347,7 +316,7 @@ class SingleRoundLane(ProgressLane):
         place = self._ended % self._credit
         task.rounds = task.waiting = None
         self._ended = (self._ended + 1) % len(self._tasks)
-        self._flying[place] = None
+        self._in_flight[place] = None
         self._count(task.bucket)
 
 
@@ -355,15 +324,12 @@ def _is_done(task: ChunkTask) -> bool:
     return isinstance(task.waiting, dist.Work) and task.waiting.is_completed()
 
 
-# The lane for methods of several rounds: each is resumed as soon as its operation is done.
-
-
 _STOP = object()
 _NUDGE = object()
 
 
 class MultiRoundLane(ProgressLane):
-    """See `ProgressLane`."""
+    """For methods of several rounds: each is resumed as soon as its operation is done."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -380,8 +346,6 @@ class MultiRoundLane(ProgressLane):
 
     def _stop(self) -> None:
         self._inbox.put(_STOP)
-
-    # -- the thread --------------------------------------------------------------------------
 
     def _work(self) -> None:
         busy = False
@@ -400,10 +364,10 @@ class MultiRoundLane(ProgressLane):
             busy = self._idle is not None
 
     def _start(self, place: int) -> None:
-        task = self._flying[place]
+        task = self._in_flight[place]
         assert task is not None
         method = task.bucket.method
-        task.rounds = task.embark(place)
+        task.rounds = task.start_rounds(place)
         if method.blocking:
             finish(task.rounds)
             sleep(max(0.0, task.leave - monotonic()) if task.leave else 0.0)
@@ -412,10 +376,10 @@ class MultiRoundLane(ProgressLane):
             self._go_on(task, place)
 
     def _resume(self, place: int) -> None:
-        task = self._flying[place]
+        task = self._in_flight[place]
         assert task is not None
         assert task.waiting is not None
-        wait(task.waiting)  # is done: returns at once, and raises what went wrong
+        wait(task.waiting)  # returns at once, because it is done; raises its error
         self._go_on(task, place)
 
     def _go_on(self, task: ChunkTask, place: int) -> None:
@@ -442,5 +406,5 @@ class MultiRoundLane(ProgressLane):
         work.get_future().add_done_callback(done)
 
     def _end(self, task: ChunkTask, place: int) -> None:
-        self._flying[place] = task.rounds = None
+        self._in_flight[place] = task.rounds = None
         self._count(task.bucket)

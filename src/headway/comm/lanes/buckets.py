@@ -24,14 +24,13 @@ class BucketTiming:
     """Times are `perf_counter` seconds; 0.0: not yet.
 
     Attributes:
-        bucket: Number, in the order of the plan.
-        parameters: Logical names whose gradients it holds.
+        parameters: Logical names.
         wire_bytes: What this rank sends for it by the plan's own arithmetic.
         ready: The last of its gradients was there.
         sent: Its first byte was handed to the network.
         applied: The optimiser had used it (exchanges across the step's border; else 0.0).
         needed: The training thread asked for it.
-        waited: Seconds for which the training thread then stood still: exposed communication.
+        waited: Seconds for which the training thread then waited: exposed communication.
         name: Of what is no bucket: the all-reduce of a pipeline's stage.
     """
 
@@ -58,8 +57,6 @@ class Bucket:
 
     Attributes:
         names: Logical names of the parameters.
-        fused: Buffer, pieces and flags, as the method sees them.
-        method: How it becomes the same on all ranks; keeps state of this bucket.
         routes: One per place in flight.
         arrived: Which gradients have been put into the buffer in this step.
         missing: How many gradients have not arrived for the last time in this step.
@@ -144,7 +141,7 @@ def fuse_parameters(
     bucket_bytes: int,
     first_bytes: int | None = None,
 ) -> BucketNames:
-    """Cut parameters into buckets in the order given.
+    """Fuse parameters into buckets.
 
     Args:
         parameters: Logical name -> parameter, in the order in which gradients are expected.
@@ -154,13 +151,13 @@ def fuse_parameters(
     """
     names = list(parameters)
     sizes = [p.numel() * p.element_size() for p in parameters.values()]
-    alike: dict[Hashable, list[int]] = {}
+    by_key: dict[Hashable, list[int]] = {}
     for number, (name, parameter) in enumerate(parameters.items()):
         key = (keys[name], parameter.dtype, parameter.device)
-        alike.setdefault(key, []).append(number)
+        by_key.setdefault(key, []).append(number)
     found = [
         bucket
-        for order in alike.values()
+        for order in by_key.values()
         for bucket in fill_buckets(sizes, order, bucket_bytes, first_bytes)
     ]
     # A bucket is ready with its last gradient.

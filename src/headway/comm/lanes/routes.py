@@ -60,8 +60,8 @@ class RoutePool:
         return self.nodes.ranks if self._own is None else self._own.size
 
     def own(self) -> Route:
-        """Those ranks; all over the world's own group, unless a program carries the sums. Only for
-        the thread that uses that group."""
+        """The route of those ranks. Where these are all and no program performs the sums, it uses
+        the world's own group, hence only for the thread that uses that one."""
         if self._own is not None:
             return self._own
         if self._choose is not None:
@@ -74,10 +74,9 @@ class RoutePool:
     def get(
         self, count: int, partition: RankPartition | None = None, *, hierarchical: bool = False
     ) -> tuple[Route, ...]:
-        """`count` routes of their own; collective where they have not been made before.
+        """One route for each chunk in flight; collective where they have not been made before.
 
         Args:
-            count: How many chunks may be in flight.
             partition: Who exchanges with whom; None: as `among` says.
             hierarchical: With the groups inside and across nodes.
 
@@ -91,7 +90,7 @@ class RoutePool:
         return tuple(made[:count])
 
     def choose_by(self, choose: ChooseProgram | None) -> None:
-        """Other programs from now on; on all ranks, while nothing is under way."""
+        """Use other programs from now on; on all ranks, while nothing is under way."""
         self._choose = choose
         for group in self._carrying():
             group.choose_by(choose)
@@ -102,7 +101,7 @@ class RoutePool:
             group.rest()
 
     def _carrying(self) -> Iterator[HeadwayGroup]:
-        """The groups whose sums programs carry."""
+        """The groups that perform sums by programs."""
         for routes in self._made.values():
             for route in routes:
                 if isinstance(route.group, HeadwayGroup):
@@ -136,8 +135,7 @@ def make_route(
     Args:
         ranks: Who exchanges; None: all ranks of the world.
         hierarchical: Make the groups inside and across nodes, too.
-        choose: Of the programs that carry the sums over all of `ranks`; None: torch's own.
-        timeout: Longest wait of an operation of the groups; None: torch's half an hour.
+        choose: As of `RoutePool`, like `timeout`.
 
     Returns:
         None where this process is not one of `ranks`.
@@ -156,15 +154,14 @@ def make_route(
     )
     if hierarchical:
         check_uniform_nodes(here)
-    backend = _default_backend()
-    carried = (
-        None
-        if choose is None or dist.get_backend() == "fake"
-        else register_exchange_backend(choose)
-    )
-    group = dist.new_group(list(chosen), backend=carried or backend, timeout=timeout)
+    fake = dist.get_backend() == "fake"
+    # Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world.
+    backend = None if fake or torch.cuda.is_available() else "gloo"
+    own_backend = backend if fake or choose is None else register_exchange_backend(choose)
+    group = dist.new_group(list(chosen), backend=own_backend, timeout=timeout)
     inside = across = None
     if hierarchical:
+        # Every rank makes the groups of all nodes, its own or not: new_group is collective.
         for members in here.members:
             made = dist.new_group(list(members), backend=backend, timeout=timeout)
             inside = made if own in members and len(members) > 1 else inside
@@ -175,8 +172,3 @@ def make_route(
     if own not in chosen:
         return None
     return Route(chosen, own, group, here, inside, across)
-
-
-def _default_backend() -> str | None:
-    """Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world."""
-    return None if torch.cuda.is_available() or dist.get_backend() == "fake" else "gloo"

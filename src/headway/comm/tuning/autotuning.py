@@ -36,6 +36,7 @@ from headway.collective.compression import (
 )
 from headway.collective.model.bucket_cost import (
     ExchangeNetwork,
+    ExchangeScheme,
     bucket_traffic,
     compressed_link,
 )
@@ -43,7 +44,6 @@ from headway.collective.model.exchange_scheme import (
     CANDIDATE_COMPRESSORS,
     FIRST_BUCKET,
     TYPICAL_COMPRESSOR_SPEEDS,
-    ExchangeScheme,
     GradientLayer,
     SchemeChoice,
     rank_schemes,
@@ -207,7 +207,7 @@ def _count_bytes(
         element_bytes=bucket.fused.buffer.element_size(),
     )
     bucket.wire_bytes = round(traffic.by_rank(route.rank))
-    bucket.open(0)
+    bucket.open(0)  # renews the timing, which holds the bytes
     if routes.pace is not None:
         home = routes.nodes.inside(route.rank)
         # An emulated link slows down what leaves the node, and nothing else.
@@ -415,7 +415,7 @@ class AdaptiveExchange:
         return made
 
     def _remake(self) -> None:
-        """Put a new exchange, as it is described now, in the place of the current one."""
+        """Replace the current exchange by one for the present description and arrangement."""
         state = self.now.state()
         self.now.close()
         self.now = self._make()
@@ -429,6 +429,7 @@ class AdaptiveExchange:
                 self.flush()
                 if not self._profiled(self._step + 1):
                     self._measure()
+            # After a flush the forward hooks note when each parameter is first used.
             if self._profiled(self._step + 1):
                 self.flush()
                 self.now.profile = {}
@@ -460,7 +461,7 @@ class AdaptiveExchange:
             self.crossing.flush()
 
     def _measure(self) -> None:
-        """Re-arrange what has changed; the next time is far enough away to be worth this one."""
+        """Measure, re-arrange, and schedule the next measurement so that its cost stays small."""
         start = perf_counter()
         profile = self._shared_profile()
         self._rearrange(profile)
@@ -589,7 +590,6 @@ def _planned_chunk_order(
     link: LinkFit,
     chunk: int,
 ) -> BucketArrangement:
-    """Chunks in their planned order."""
     loads = []
     for number, bucket in enumerate(layout):
         size = sum(parameters[n].numel() * parameters[n].element_size() for n in bucket)
@@ -645,7 +645,7 @@ def measure_speeds(device: torch.device) -> dict[str, CompressorSpeed]:
 
 
 def _slowdown(compression: Compression, route: Route, device: torch.device) -> float:
-    """By how much this machine is slower than the typical one."""
+    """How many times slower this machine is than the typical one."""
     method = make_method(compression, seed=0)
     buffer = torch.randn(_SIDE * _SIDE + 1, device=device)
     buffer[-1] = 1.0
@@ -747,7 +747,7 @@ def probe_link(device: torch.device, group: dist.ProcessGroup | None = None) -> 
 def _seconds(
     count: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Of `count` all-reduces at once, on the slowest rank."""
+    """The time of `count` simultaneous all-reduces, on the slowest rank."""
     buffers = [torch.zeros(num_bytes // 4, device=device) for _ in range(count)]
     start = perf_counter()
     works = [dist.all_reduce(buffer, async_op=True, group=group) for buffer in buffers]

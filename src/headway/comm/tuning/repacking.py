@@ -113,8 +113,8 @@ def max_over_ranks(*numbers: float, device: torch.device | None = None) -> list[
 # Another program for an exchange whose links have drifted, found between two steps.
 
 
+# Steps until the first comparison: step 1 also pays for allocations.
 FIRST_VOTE = 3
-"""Steps until the first comparison: the very first one pays for allocations."""
 
 
 class LinkMonitor:
