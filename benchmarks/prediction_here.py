@@ -52,7 +52,7 @@ from headway.run.executor import Executor
 from headway.run.measure.cluster import measure_in
 from headway.run.measure.recipe_model import recipe_graph
 from headway.run.recipe.factory import load_recipe
-from headway.run.step.defaults import find_world
+from headway.run.step.setup import find_world
 from headway.units import format_seconds
 
 MODELS = "prediction_models"
@@ -111,7 +111,7 @@ def plan_of(kind: str, batch: int) -> Plan:
 
 @cache
 def captured(reference: str) -> tuple[PlanningWorkload, int]:
-    graph, samples, batch = recipe_graph(reference)
+    graph, samples, batch, _ = recipe_graph(reference)
     return PlanningWorkload(graph=graph, samples=samples), batch
 
 

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import StepCounter, Training
+from headway.run.training.loop import StepCounter, StopRequest, Training
 from language_model import BATCH, LanguageModel, Words, adamw, loss
 
 WARM = 4

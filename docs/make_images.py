@@ -68,7 +68,7 @@ def schedules_picture() -> str:
 def simulated_picture() -> str:
     """The plan of docs/simulate.md: one pipeline of it as planned, and with a slow rank."""
     machine = machine_of(of_preset("p3.16xlarge", nodes=2))
-    graph, samples, batch = recipe_graph("headway.workloads.transformer:recipe")
+    graph, samples, batch, _ = recipe_graph("headway.workloads.transformer:recipe")
     plan = pipelined(batch, processes=16, stages=4, pipeline=PipelinePlan(microbatches=4))
     work = PlanningWorkload(graph=graph, samples=samples)
     question = PlanRequest(work=work, machine=machine, devices=(16,), batch=batch)

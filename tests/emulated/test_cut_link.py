@@ -48,7 +48,7 @@ def test_a_link_that_is_cut_in_a_collective_is_named_and_no_process_stays(tmp_pa
     text = str(caught.value)
     # Whoever is first: the two directions are not cut at the same moment.
     assert re.match(
-        r"rank 0, step 3: ranks 2 and 3 on b have not been heard of for \d s"
+        r"rank 0, step 3: ranks 2 and 3 on b have sent no heartbeat for \d s"
         r"|rank [23], step 3: rank 0 on a cannot be reached from rank [23] on b",
         text,
     ), text
@@ -75,7 +75,7 @@ def test_the_command_names_the_cut_link_once(tmp_path):
         assert job.wait(timeout=patient(30)) == 5, lines
     told = [(when, line) for when, line in lines if line.startswith("HW-")]
     ((when, line),) = told
-    assert line == "HW-5001 rank 0, step 5: rank 1 on b has not been heard of for 5 s"
+    assert line == "HW-5001 rank 0, step 5: rank 1 on b has sent no heartbeat for 5 s"
     (fault,) = events(tmp_path / "run", "fault")
     print(f"from the cut to the error: {when - fault['time']:.1f} s")
     assert when - fault["time"] < LIMIT

@@ -57,7 +57,7 @@ def body(world):
         steps(COUNTED)
         torch.distributed.barrier()
         after = world.emulated.sent_to(world.node)
-        now = exchange._gradients.exchange.description
+        now = exchange._strategy.exchange.description
         shapes = [[tuple(p.shape) for p in b.parameters] for b in buckets()]
         plan = {}
         for each in shapes:
@@ -78,7 +78,7 @@ def body(world):
         }
 
     def buckets():
-        return exchange._gradients.exchange.now.buckets
+        return exchange._strategy.exchange.now.buckets
 
     steps(HEALTHY)
     first = counted()

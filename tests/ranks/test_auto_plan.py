@@ -74,7 +74,7 @@ def found_by_search(path, precision="float32"):
     """The same question, asked directly."""
     recipe = load_recipe(RECIPE, (f"precision='{precision}'",))
     cluster = read_cluster(path)
-    graph, samples, batch = recipe_graph(RECIPE)
+    graph, samples, batch, _ = recipe_graph(RECIPE)
     question = PlanRequest(
         work=PlanningWorkload(graph=graph, samples=samples),
         machine=with_measured_optimizer(machine_of(cluster), cluster, recipe),

@@ -99,7 +99,7 @@ def counting(sent):
 
 def planned(run: Executor) -> tuple[int, Traffic]:
     """Bytes of one step: what this rank sends by its buckets, and all ranks by the plan."""
-    exchange = run.gradients.exchange
+    exchange = run.strategy.exchange
     total = NOTHING
     for bucket in exchange.now.buckets:
         total += bucket_traffic(
@@ -130,13 +130,13 @@ def train(world: Any, case: str, exchange: ExchangePlan) -> list[Numbers]:
             history.append(numbers(model, made, value))
     finally:
         process_group.Interpreter = plain
-    if not run.gradients.exchange.measures:  # measuring sends, too
+    if not run.strategy.exchange.measures:  # measuring sends, too
         own, total = planned(run)
         assert sum(sent.values()) == STEPS * own
         assert sent == {
             peer: STEPS * size for (rank, peer), size in total.sent.items() if rank == world.rank
         }
-    run.gradients.close()
+    run.strategy.close()
     return history
 
 

@@ -41,7 +41,7 @@ def split(
         value = run.step(part)
         run.flush()
         history.append(numbers(model, made, value))
-    run.gradients.close()
+    run.strategy.close()
     return history
 
 

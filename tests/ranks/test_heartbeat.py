@@ -171,7 +171,7 @@ def test_a_loop_of_the_users_own_gets_an_exception(jobs):
     for rank in (0, 2):
         caught = json.loads((job.folder / f"caught-{rank}").read_text())
         assert caught["kind"] == ("Stalled" if rank == 0 else "PeerLost")
-        assert "rank 1 on node 1 has not been heard of for 3 s" in caught["text"]
+        assert "rank 1 on node 1 has sent no heartbeat for 3 s" in caught["text"]
         assert caught["time"] - float((job.folder / "when").read_text()) < LIMIT / 2
         assert job.codes[rank] == 0
 
@@ -181,9 +181,9 @@ def test_a_silent_rank_is_named_within_ten_seconds(jobs):
     job = jobs["stop"].wait()
     assert job.codes == [5, -signal.SIGKILL, 3]  # killed by rank 0, which sees its process
     assert 3 < job.seconds(0, 1, 2) < LIMIT
-    assert job.told == ["HW-5001 rank 0, step 8: rank 1 on node 1 has not been heard of for 5 s"]
+    assert job.told == ["HW-5001 rank 0, step 8: rank 1 on node 1 has sent no heartbeat for 5 s"]
     assert "The machine answers, the process does not" in job.terminal
-    assert "The last that rank 1 said" not in job.terminal
+    assert "Last report of rank 1" not in job.terminal
 
 
 def test_a_silent_rank_0_is_named_on_every_machine(jobs):
@@ -221,7 +221,7 @@ def test_a_frozen_worker_is_named_once_and_ended(tmp_path):
         launched(str(tmp_path), "stop", 1, 5.0)
     seconds = time.time() - float((tmp_path / "when").read_text())
     assert seconds < LIMIT
-    assert str(caught.value).startswith("rank 0, step 8: rank 1 has not been heard of for 5 s")
+    assert str(caught.value).startswith("rank 0, step 8: rank 1 has sent no heartbeat for 5 s")
     for rank in range(3):
         assert not alive(int((tmp_path / f"pid-{rank}").read_text()))
 

@@ -15,18 +15,13 @@ from headway.plans import PipelinePlan, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import UpdateGroupWeights, check_last_batch
-from headway.run.strategy.updater import StageUpdater, check_clip
+from headway.run.strategy.strategy import StageUpdater, check_clip
 from headway.schedule.csv_format import to_csv
 from headway.schedule.pipeline_schedule import ActionKind
-from headway.verification import (
-    Recording,
-    VerifyJob,
-    compare,
-    cut_file,
-    record_delayed,
-    record_serial,
-)
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.reference import cut_file, record_delayed, record_serial
 from support.commands import headway_here, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tables import table_without_flush
@@ -132,9 +127,7 @@ def means_of_the_batch():
 def others_step_too():
     """STEP leaves the gradients where they are."""
     original = StageUpdater.update_stage
-    StageUpdater.update_stage = lambda self, parameters, *, last: original(
-        self, parameters, last=True
-    )
+    StageUpdater.update_stage = lambda self, parameters, last: original(self, parameters, last=True)
 
 
 PLANTS = (

@@ -11,8 +11,9 @@ from headway.comm.algorithms.method import AllReduce
 from headway.comm.compress.compressor import Compressor
 from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
-from headway.verification import VerifyJob, laws_file, load_laws
-from headway.verification.distributed_run import record_in_world
+from headway.verification.distributed_run import laws_file, record_in_world
+from headway.verification.exchange_law import load_laws
+from headway.verification.recording import VerifyJob
 from support.commands import headway_here
 from support.ranks import run_ranks
 

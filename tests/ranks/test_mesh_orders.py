@@ -51,8 +51,8 @@ def split(world):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
-        history.append(flat(run.gradients.numbers(), value))
-    run.gradients.close()
+        history.append(flat(run.strategy.tensors_by_kind(), value))
+    run.strategy.close()
     return history
 
 

@@ -20,8 +20,10 @@ from headway.run.distributed.world import World
 from headway.run.pipeline.partition import partition_model, user_partition
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.factory import load_recipe
-from headway.verification import Recording, VerifyJob, compare, record_serial
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.reference import record_serial
 from support.commands import events, headway_here
 from support.cuts import Deciding, Uneven
 from support.ranks import run_ranks

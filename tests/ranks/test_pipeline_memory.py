@@ -18,15 +18,16 @@ from headway.data import Cursor, Loader, as_source
 from headway.errors import UsageError
 from headway.plans import BatchSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.step.components import check_components
+from headway.run.step.setup import check_components
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import CheckpointInventory, StepCounter, Training, train
-from headway.verification import Recording, VerifyJob, compare, record_serial
+from headway.run.training.loop import CheckpointInventory, StepCounter, StopRequest, Training, train
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.reference import record_serial
 from support.commands import events, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tiny_models import CLASSES, FEATURES, Points, cross_entropy
@@ -91,10 +92,10 @@ def measured(world: Any) -> list[tuple[int, int, int]]:
         early = live_bytes(model, optimizer)
         for _ in range(2):
             run.step(next(batches))
-        away = run.gradients.parameters.away
+        away = run.strategy.parameters.away
         assert all(torch.isnan(t).all() for t in away)
         found.append((early, live_bytes(model, optimizer), len(away)))
-        run.gradients.close()
+        run.strategy.close()
     return found
 
 
@@ -242,7 +243,7 @@ def odd(
         return {
             name: t.detach().clone()
             for name, t in tensors.items()
-            if t not in run.gradients.parameters.away
+            if t not in run.strategy.parameters.away
         }
 
     before = held()
@@ -391,7 +392,7 @@ def used_afterwards(world: Any) -> dict[str, Tensor]:
         with run.whole():
             if world.rank == 0:
                 assert not any(torch.isnan(t).any() for t in model.state_dict().values())
-        assert all(torch.isnan(t).all() for t in run.gradients.parameters.away)
+        assert all(torch.isnan(t).all() for t in run.strategy.parameters.away)
         for batch in run.batches(Points()):
             run.step(batch)
     with pytest.raises(UsageError, match="optimiser's state of its own stages"):

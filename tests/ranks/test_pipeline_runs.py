@@ -54,9 +54,9 @@ def split(world, stages, pipeline, loss, clip):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
-        history.append(flat(run.gradients.numbers(), value))
+        history.append(flat(run.strategy.tensors_by_kind(), value))
     kinds = {span.kind for span in run.record.spans}
-    run.gradients.close()
+    run.strategy.close()
     return history, kinds
 
 

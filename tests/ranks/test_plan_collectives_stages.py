@@ -59,7 +59,7 @@ def seen(world, name, pipe, clip, options):
             run.step(batch)
         if run.steps_done == 2:
             break
-    run.gradients.close()
+    run.strategy.close()
     calls = collectives_of_plan(plan, parts, rank=world.rank, clip=clip is not None)
     return list(collective_differences(calls, recorder.seen)), call_volumes(calls)
 

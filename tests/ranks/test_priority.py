@@ -111,14 +111,14 @@ def split(
         model, made, loss=loss, plan=plan, clip=clip, seed=SEED, world=World.adopt(),
         scheduler=scheduler,
     )  # fmt: skip
-    assert (run.gradients.exchange.crossing is None) == (clip is not None)
+    assert (run.strategy.exchange.crossing is None) == (clip is not None)
     history = []
     for step, part in zip(range(1, STEPS + 1), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
         if step % 3 == 0:
             run.flush()
             history.append(numbers(model, made, value))
-    run.gradients.close()
+    run.strategy.close()
     return history
 
 
@@ -235,7 +235,7 @@ def reads_late(world):
         many_steps(run, 20)
     assert 3 < run.steps_done < 15
     run.flush()
-    run.gradients.close()
+    run.strategy.close()
 
 
 def test_a_parameter_that_was_read_too_early_stops_the_run():
@@ -261,7 +261,7 @@ def diverges(world):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     run.step(next(batches))  # the user may go on
-    run.gradients.close()
+    run.strategy.close()
 
 
 def test_a_loss_that_is_not_finite_updates_nothing():
@@ -282,7 +282,7 @@ def cannot_be_cut(world):
     run = Executor(model, made, loss=cross_entropy, plan=plan, world=World.adopt())
     with pytest.raises(RunError, match="CountsInItsGroups cannot step bucket by bucket"):
         many_steps(run, 3)
-    run.gradients.exchange.close()
+    run.strategy.exchange.close()
 
 
 def test_an_optimiser_that_keeps_state_in_its_groups_is_refused():
@@ -304,7 +304,7 @@ def flights(world):
         run.step(part)
     found = run.record.flights
     names = [name for flight in found for name in flight.parameters]
-    run.gradients.close()
+    run.strategy.close()
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     for flight in found:
         assert 0 < flight.ready <= flight.sent <= flight.received <= flight.applied

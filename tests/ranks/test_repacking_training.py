@@ -58,12 +58,12 @@ def train(
         value = run.step(part)
         run.flush()
         history.append(numbers(model, made, value))
-        current = run.gradients.exchange
+        current = run.strategy.exchange
         route = current.now.buckets[0].routes[0]
         role = route.group._role("all_reduce", current.now.buckets[0].fused.buffer.numel(), 8)
         programs.append((current.description.collective, role.name))
-    remarks = [each for each in run.gradients.remarks if "re-arranged" not in each]
-    run.gradients.close()
+    remarks = [each for each in run.strategy.remarks if "re-arranged" not in each]
+    run.strategy.close()
     return history, programs, remarks
 
 
@@ -129,11 +129,11 @@ def dies(world: Any) -> str:
         if "probe" in text and (world.rank, arguments) == (1, (2,)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    exchange._gradients.exchange._links._doing = doing
+    exchange._strategy.exchange._links._doing = doing
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(PeerLost) as caught:
         exchange.step()
-    exchange._gradients.reducer._routes.rest()
+    exchange._strategy.reducer._routes.rest()
     return str(caught.value)
 
 

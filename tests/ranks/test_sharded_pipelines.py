@@ -49,7 +49,7 @@ def one(world, case, stages, pipeline, zero, shards, clip, parts):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(LENGTH), epochs=None), strict=False):
         value = run.step(part)
-        history.append(flat(run.gradients.numbers(), value))
+        history.append(flat(run.strategy.tensors_by_kind(), value))
     with run.loader(data(LENGTH), epochs=1) as loader:
         told = run.evaluate(loader)
     with run.whole() as whole:
@@ -62,8 +62,8 @@ def one(world, case, stages, pipeline, zero, shards, clip, parts):
     kept = set(map(id, model.parameters())) == {
         id(p) for group in run.optimizer.param_groups for p in group["params"]
     }
-    run.gradients.make_whole()
-    run.gradients.close()  # the model stays whole on rank 0
+    run.strategy.gather_whole()
+    run.strategy.close()  # the model stays whole on rank 0
     for name, parameter in model.named_parameters() if held else ():
         assert torch.equal(parameter, held[f"parameter {name}"])
     return history, told, held, sizes, kept
@@ -158,7 +158,7 @@ def gathers(world):
         plan = pipelined(12, processes=4, stages=2, pipeline=ONE, precision="float64", zero=zero)
         run = Executor(model, adamw(model), loss=cross_entropy, plan=plan, world=World.adopt())
         run.step(next(iter(run.batches(Points(12)))))
-        run.gradients.close()
+        run.strategy.close()
     return counts
 
 

@@ -71,7 +71,7 @@ def split(world, case, batch, microbatch, length, zero, shards, clip):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(length), epochs=None), strict=False):
         found = run.step(part)
-        history.append(flat(run.gradients.numbers(), found))
+        history.append(flat(run.strategy.tensors_by_kind(), found))
     with run.whole() as whole:
         held = flat({"parameter": dict(whole.named_parameters())}, found) if not world.rank else {}
     return history, [(tuple(p.shape), tuple(local_data(p).shape)) for p in model.parameters()], held

@@ -88,10 +88,10 @@ def one(world, case, layers, options):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
-        history.append(flat(run.gradients.numbers(), value))
+        history.append(flat(run.strategy.tensors_by_kind(), value))
     with run.loader(data(), epochs=1) as loader:
         told = run.evaluate(loader)
-    run.gradients.close()
+    run.strategy.close()
     return history, told
 
 

@@ -53,18 +53,18 @@ def one(world, case, layers, stages, pipeline, options):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         value = run.step(part)
-        history.append(flat(run.gradients.numbers(), value))
+        history.append(flat(run.strategy.tensors_by_kind(), value))
     with run.loader(data(), epochs=1) as loader:
         told = run.evaluate(loader)
     with run.whole() as whole:
         held = flat({"parameter": dict(whole.named_parameters())}, value) if not world.rank else {}
     mine = [
         (p.numel(), local_data(p).numel())
-        for n, p in run.gradients.parameters.named.items()
+        for n, p in run.strategy.parameters.named.items()
         if n in run.pipeline.homes.trained
     ]
     assert sum(own for _, own in mine) < sum(all_ for all_, _ in mine) or layers.spatial
-    run.gradients.close()
+    run.strategy.close()
     return history, told, held
 
 

@@ -14,8 +14,9 @@ from headway.plans import ExchangePlan, LayerSplit, ModuleSplit, data_parallel
 from headway.plans.plan import check_executable
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.verification import VerifyJob, laws_file, load_laws
-from headway.verification.distributed_run import record_in_world
+from headway.verification.distributed_run import laws_file, record_in_world
+from headway.verification.exchange_law import load_laws
+from headway.verification.recording import VerifyJob
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
 from support.serial import flat, largest_error, train_serially
@@ -57,11 +58,11 @@ def train(world, case, layers, batch, microbatch, clip, kept):
     history = []
     for _, part in zip(range(STEPS), run.batches(data(), epochs=None), strict=False):
         found = run.step(part)
-        history.append(flat(run.gradients.numbers(), found))
+        history.append(flat(run.strategy.tensors_by_kind(), found))
     with run.loader(data(), epochs=1) as loader:
         told = run.evaluate(loader)
-    run.gradients.close()
-    layers = getattr(run.gradients.parameters, "layers", None)
+    run.strategy.close()
+    layers = getattr(run.strategy.parameters, "layers", None)
     return history, told, layers.split.explain() if layers else ""
 
 
@@ -187,11 +188,11 @@ def rounded(world):
     )  # fmt: skip
     run = Executor(model, adamw(model), loss=speaking, plan=plan, seed=SEED, world=World.adopt())
     run.step(next(iter(run.batches(Lines()))))
-    exchange = run.gradients.exchange
+    exchange = run.strategy.exchange
     assert exchange is not None
     early = [flight.ready < exchange.now.buckets[0].flight.needed for flight in run.record.flights]
-    numbers = run.gradients.numbers()
-    run.gradients.close()
+    numbers = run.strategy.tensors_by_kind()
+    run.strategy.close()
     return [len(b.routes[0].ranks) for b in exchange.now.buckets], early, numbers["gradient"]
 
 
@@ -215,8 +216,8 @@ def autocast(world, layers, kept):
     plan = data_parallel(8, processes=world.size, precision=precision, split=layers, **kept)
     run = Executor(model, adamw(model), loss=speaking, plan=plan, seed=SEED, world=World.adopt())
     value = run.step(next(iter(run.batches(Lines()))))
-    found = flat(run.gradients.numbers(), value)
-    run.gradients.close()
+    found = flat(run.strategy.tensors_by_kind(), value)
+    run.strategy.close()
     return {name: t for name, t in found.items() if name.startswith(("loss", "gradient"))}
 
 

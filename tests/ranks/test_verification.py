@@ -22,8 +22,10 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.strategy.strategy import Strategy
-from headway.verification import Recording, VerifyJob, compare, record_serial
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.reference import record_serial
 from support.commands import headway_here
 from support.ranks import RanksFailed, run_ranks
 

@@ -54,7 +54,7 @@ PARAMETERS = 4 * sum(parameter.numel() for parameter in Stack().parameters())
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = recipe_graph(RECIPE)
+    graph, samples, batch, _ = recipe_graph(RECIPE)
     assert batch == BATCH
     work = PlanningWorkload(graph=graph, samples=samples)
     return PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch)

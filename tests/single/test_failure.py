@@ -24,16 +24,14 @@ from headway.launch.restart_policy import AttemptFacts, Restart, RestartPolicy, 
 from headway.run.distributed.failure_record import (
     FailureRecord,
     describe_failure,
-    mark_step,
     read_failures,
-    record_failure,
     root_cause,
-    step_of,
     summarize_exception,
+    write_failure,
 )
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World, translate_exception
+from headway.run.training.loop import StopRequest
 
 RANK_1 = replace(LaunchEnv.alone(), rank=1, ranks=2, attempt=3)
 
@@ -49,8 +47,10 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_a_record_comes_back_as_the_same_kind_of_error(tmp_path):
-    error = CheckpointDamaged("weights.bin is 3 bytes short", where="step-50", why="3", fix="5")
-    record_failure(tmp_path, RANK_1, 17, raised(error))
+    error = CheckpointDamaged(
+        "weights.bin is 3 bytes short", where="rank 1, step 17, step-50", why="3", fix="5"
+    )
+    write_failure(tmp_path, describe_failure(1, 3, raised(error)))
     assert os.listdir(tmp_path / "failures") == ["attempt-3-rank-00001.json"]
     (record,) = read_failures(tmp_path, 3)
     assert read_failures(tmp_path, 0) == []
@@ -69,20 +69,18 @@ def test_a_record_comes_back_as_the_same_kind_of_error(tmp_path):
     ],
 )
 def test_lists_of_problems_survive(tmp_path, error):
-    record_failure(tmp_path, RANK_1, None, error)
+    write_failure(tmp_path, describe_failure(1, 3, error))
     again = read_failures(tmp_path, 3)[0].error()
     assert type(again) is type(error)
     assert again.problems == ("a", "b")
     assert str(again) == str(error).replace(error.where, f"rank 1, {error.where}")
 
 
-def test_a_foreign_exception_names_the_users_line_and_step():
+def test_a_foreign_exception_names_the_users_line():
     error = ValueError("negative")
-    mark_step(error, 5)
-    mark_step(error, 6)
-    record = describe_failure(RANK_1, None, raised(error))
-    assert (record.kind, record.exit_code, record.step) == ("WorkerFailed", 3, 5)
-    assert record.where == "rank 1, step 5"
+    record = describe_failure(1, 3, raised(error))
+    assert (record.kind, record.exit_code, record.step) == ("WorkerFailed", 3, None)
+    assert record.where == "rank 1"
     assert record.why.startswith("ValueError: negative (")
     assert "test_failure.py:" in record.why
     assert record.why.endswith("in raised)")
@@ -95,7 +93,7 @@ def test_the_line_inside_torch_is_not_the_one_that_is_named():
 
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Sequential().apply(lambda module: loss())
-    assert "test_failure.py" in describe_failure(RANK_1, 1, caught.value).why
+    assert "test_failure.py" in describe_failure(1, 3, caught.value).why
 
 
 def test_of_a_long_text_the_beginning_is_shown():
@@ -106,26 +104,17 @@ def test_of_a_long_text_the_beginning_is_shown():
     ]  # fmt: skip
 
 
-def test_a_step_noted_on_a_cause_counts():
-    cause = ValueError()
-    mark_step(cause, 9)
-    error = RuntimeError()
-    error.__cause__ = cause
-    assert step_of(error) == 9
-    assert step_of(ValueError()) is None
-
-
 def test_where_is_not_said_twice():
     known = WorkerFailed("bad", where="rank 1, step 17")
-    record = describe_failure(RANK_1, None, known)
+    record = describe_failure(1, 3, known)
     assert (record.where, record.step) == ("rank 1, step 17", 17)
-    record = describe_failure(RANK_1, None, WorkerFailed("bad", where="step 17"))
+    record = describe_failure(1, 3, WorkerFailed("bad", where="step 17"))
     assert (record.where, record.step) == ("rank 1, step 17", 17)
 
 
 def test_the_root_cause_is_the_first_primary_record():
     def record(rank: int, time: float, error: BaseException) -> FailureRecord:
-        return replace(describe_failure(RANK_1, 1, error), rank=rank, time=time)
+        return replace(describe_failure(1, 3, error), rank=rank, time=time)
 
     lost = record(0, 1.0, PeerLost("gone"))
     assert lost.secondary
@@ -135,7 +124,6 @@ def test_the_root_cause_is_the_first_primary_record():
     assert root_cause([late, early, twin]) is twin
     assert root_cause([lost]) is None
     assert root_cause([]) is None
-    assert describe_failure(RANK_1, 1, ValueError(), secondary=True).secondary
 
 
 # -- policy --------------------------------------------------------------------------------------
@@ -148,7 +136,7 @@ def killed(attempt: int, before: int = -1, after: int = -1) -> AttemptFacts:
 
 
 def test_an_exception_stops_the_job():
-    record = describe_failure(RANK_1, 17, ValueError("bad"))
+    record = describe_failure(1, 3, WorkerFailed("bad", where="step 17"))
     facts = AttemptFacts(attempt=0, records=(record,), deaths={0: -15}, stop="SIGTERM")
     decision = RestartPolicy().decide([facts])
     assert isinstance(decision, Stop)
@@ -157,7 +145,7 @@ def test_an_exception_stops_the_job():
 
 
 def test_a_death_by_a_signal_restarts():
-    lost = replace(describe_failure(RANK_1, 17, PeerLost("gone")), rank=0)
+    lost = replace(describe_failure(1, 3, PeerLost("gone")), rank=0)
     decision = RestartPolicy().decide([replace(killed(0), records=(lost,))])
     assert decision == Restart(reason="rank 1 was killed by SIGKILL")
     only_lost = AttemptFacts(attempt=0, records=(lost,))
@@ -213,7 +201,7 @@ def test_a_signal_becomes_a_request_and_handlers_return(name):
 
 def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.distributed.stop_request.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.training.loop.monotonic", lambda: now[0])
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.1
@@ -226,7 +214,7 @@ def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
 
 def test_sigterm_may_come_again(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.distributed.stop_request.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.training.loop.monotonic", lambda: now[0])
     with StopRequest() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)

@@ -12,9 +12,15 @@ from headway.data import Cursor
 from headway.report import read_history
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
-from headway.run.step import bucket_timing as told
 from headway.run.step.record import StepRecord
-from headway.run.training.journal import Journal
+from headway.run.training.journal import (
+    Journal,
+    bucket_row,
+    bucket_spans,
+    exposed_inside,
+    overlap,
+    without_intervals,
+)
 from headway.run.training.run_directory import RunDirectory
 from headway.timeline import Span
 from support.commands import events
@@ -37,18 +43,17 @@ def work(kind, start, end):
 
 def test_overlap_is_the_hidden_part_of_the_time_in_flight():
     flights = [flight(0, sent=1.0, received=2.0), flight(1, sent=1.5, received=3.0)]
-    assert told.seconds_in_flight(flights) == 2.0
-    assert told.overlap(flights) == 1.0
+    assert overlap(flights) == 1.0
     flights[1].needed, flights[1].waited = 2.5, 0.5
-    assert told.overlap(flights) == 0.75
-    assert told.overlap([]) is None
-    assert told.overlap([flight(sent=0.0, received=0.0)]) is None
+    assert overlap(flights) == 0.75
+    assert overlap([]) is None
+    assert overlap([flight(sent=0.0, received=0.0)]) is None
 
 
 def test_waits_are_cut_out_of_the_work_that_they_interrupt():
     spans = [work("forward", 0.0, 1.0), work("backward", 1.0, 2.0), work("update", 2.0, 2.0)]
     still = [(0.4 + OFFSET, 0.5 + OFFSET), (0.9 + OFFSET, 1.2 + OFFSET)]
-    pieces = told.cut(spans, still)
+    pieces = without_intervals(spans, still)
     shape = [(s.kind, round(s.start - OFFSET, 6), round(s.end - OFFSET, 6)) for s in pieces]
     assert shape == [
         ("forward", 0.0, 0.4),
@@ -56,18 +61,18 @@ def test_waits_are_cut_out_of_the_work_that_they_interrupt():
         ("backward", 1.2, 2.0),
         ("update", 2.0, 2.0),
     ]
-    assert told.cut(spans, []) == spans
+    assert without_intervals(spans, []) == spans
     # A wait that covers a span leaves nothing of it.
-    assert told.cut([work("wait", 0.1, 0.2)], [(OFFSET, OFFSET + 1)]) == []
+    assert without_intervals([work("wait", 0.1, 0.2)], [(OFFSET, OFFSET + 1)]) == []
 
 
 def test_exposed_seconds_inside_work_are_counted_once():
     flights = [flight(0, needed=0.2, waited=0.2), flight(1, needed=0.3, waited=0.2)]
-    assert told.exposed_inside([work("forward", 0.0, 0.45)], flights, OFFSET) == pytest.approx(0.25)
+    assert exposed_inside([work("forward", 0.0, 0.45)], flights, OFFSET) == pytest.approx(0.25)
 
 
 def test_a_bucket_is_queued_then_on_its_way_then_waited_for():
-    spans = told.spans(
+    spans = bucket_spans(
         [flight(3, 1.0, 1.1, 1.5, needed=1.3, waited=0.2)], rank=1, node="step 4", offset=OFFSET
     )
     shape = [(s.lane, s.kind, round(s.start - OFFSET, 6), round(s.end - OFFSET, 6)) for s in spans]
@@ -77,11 +82,11 @@ def test_a_bucket_is_queued_then_on_its_way_then_waited_for():
         ("compute", "wait", 1.3, 1.5),
     ]
     assert {(s.label, s.rank, s.node) for s in spans} == {("bucket 3: 1 MiB", 1, "step 4")}
-    assert told.spans([flight(sent=0.0, received=0.0)], rank=0, node="", offset=0.0) == []
+    assert bucket_spans([flight(sent=0.0, received=0.0)], rank=0, node="", offset=0.0) == []
 
 
 def test_moments_of_a_row_count_from_the_beginning_of_the_step():
-    row = told.row(flight(ready=2.0, sent=2.25, received=2.5), began=1.5)
+    row = bucket_row(flight(ready=2.0, sent=2.25, received=2.5), began=1.5)
     assert (row["ready"], row["sent"], row["received"]) == (0.5, 0.75, 1.0)
     assert (row["applied"], row["needed"], row["waited"]) == (None, None, 0.0)
     assert (row["bytes"], row["wire_bytes"]) == (2**20, 2**19)

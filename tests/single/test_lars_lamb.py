@@ -16,7 +16,7 @@ from headway.checkpoint.store import CheckpointStore
 from headway.errors import RecipeError
 from headway.optim import LAMB, LARS
 from headway.optim import layerwise as multitensor
-from headway.run.step.components import check_components
+from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
 from support.tiny_models import Points, WithUnused, cross_entropy
 

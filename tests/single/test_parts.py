@@ -17,9 +17,10 @@ from headway.plans import data_parallel
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
+from headway.run.recipe.recipe import sum_and_count
 from headway.run.step.batch import resize_batch, to_device
-from headway.run.step.components import check_components, sum_and_count
 from headway.run.step.forward_pass import to_float64
+from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
 from headway.run.training.loop import Training
 from support.tiny_models import Mlp, Points, WithDropout, cross_entropy

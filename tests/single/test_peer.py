@@ -51,7 +51,7 @@ def test_silence_for_longer_than_the_patience_is_a_loss(pair):
     peer, _ = pair
     assert not peer.overdue(105.0, 5.0, "m")
     assert peer.overdue(105.1, 5.0, "m")
-    peer.forgive(105.0)
+    peer.restart_timer(105.0)
     assert not peer.overdue(109.0, 5.0, "m")
     peer.left = True
     assert not peer.overdue(999.0, 5.0, "m")
@@ -145,7 +145,7 @@ def test_states_reach_every_rank_and_goodbyes_are_no_losses():
     slow = Heartbeat(
         replace(OWN, rank=1),
         hub=connect_heartbeat("127.0.0.1", listener.notice, replace(OWN, rank=1)),
-        said=lambda: said,
+        status=lambda: said,
     )
     third = other(listener, 2)
     for thread in (hub, slow, third):
@@ -226,29 +226,29 @@ def test_silence_says_what_was_heard_last_and_is_one_ranks_to_tell(pair):
     peer, _ = pair
     peer.doing = ("data of step 3", 90.0)
     loss = silent_ranks([peer], OWN, 106.0, "host")
-    assert loss.what == "rank 1 on a has not been heard of for 6 s"
-    assert "The last that rank 1 said: data of step 3." in loss.why
+    assert loss.what == "rank 1 on a has sent no heartbeat for 6 s"
+    assert "Last report of rank 1: data of step 3." in loss.why
     assert isinstance(loss.error(), Stalled)
-    echo = RankFailure.heard(loss.message())
-    assert (echo, echo.speaks, loss.speaks) == (loss, False, True)
+    echo = RankFailure.from_message(loss.to_message())
+    assert (echo, echo.reports, loss.reports) == (loss, False, True)
     assert isinstance(echo.error(), PeerLost)
     peer.identity = OWN
     for local_rank, speaks in ((0, True), (1, False)):
         own = replace(OWN, rank=3, node=1, local_rank=local_rank, host="b")
         told = silent_ranks([peer], own, 106.0, "host")
         assert told.what == "rank 0 on a cannot be reached from rank 3 on b"
-        assert told.speaks is speaks
+        assert told.reports is speaks
 
 
 def test_an_exchange_is_not_begun_once_a_rank_is_lost():
     world = World(place=LaunchEnv.alone(), device="cpu")
-    world._lifeline._heartbeat = Heartbeat(OWN)
-    world._lifeline._heartbeat.loss = reported_failure(replace(OWN, rank=1), "no", "")
+    world._watchdog._heartbeat = Heartbeat(OWN)
+    world._watchdog._heartbeat.loss = reported_failure(replace(OWN, rank=1), "no", "")
     world.doing("data of step %d", 4)
     with pytest.raises(PeerLost, match="rank 1 failed") as caught, world.explained("x"):
         pytest.fail("began")
     assert caught.value.where == "step 4"
-    world._lifeline._heartbeat._close()
+    world._watchdog._heartbeat._close()
 
 
 def test_too_little_patience_is_refused():
@@ -263,11 +263,11 @@ def test_doing_is_put_together_only_when_asked():
             raise AssertionError("nobody asked")
 
     line = Watchdog(LaunchEnv.alone())
-    assert line.said()[2]
+    assert line.status()[2]
     line.doing("bucket %s", (Costly(),))
     line.doing("bucket %d of step %d", (3, 4))
-    assert line.said()[0] == "bucket 3 of step 4"
-    assert not line.said()[2]
+    assert line.status()[0] == "bucket 3 of step 4"
+    assert not line.status()[2]
 
 
 # -- the sockets ---------------------------------------------------------------------------------

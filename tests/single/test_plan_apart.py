@@ -27,7 +27,7 @@ MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
 
 @pytest.fixture(scope="module")
 def engine():
-    graph, samples, batch = recipe_graph("support.recipes:stack")
+    graph, samples, batch, _ = recipe_graph("support.recipes:stack")
     work = PlanningWorkload(graph=graph, samples=samples)
     return PlanSearch(PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch))
 
@@ -74,7 +74,7 @@ def test_cuts_tell_apart_what_degrees_do_not(engine, alike):
 
 def test_what_the_tensor_axis_splits_tells_apart():
     """Whole weights where there is room, split ones where there is not."""
-    graph, samples, batch = recipe_graph("headway.workloads.resnet:recipe")
+    graph, samples, batch, _ = recipe_graph("headway.workloads.resnet:recipe")
     work = PlanningWorkload(graph=graph, samples=samples)
     engine = PlanSearch(PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch))
     degrees = Degrees(tensor=8, data=1, pipeline=1, microbatch=16, microbatches=2)

@@ -25,7 +25,7 @@ MACHINE = machine_of(of_preset("p3.16xlarge", nodes=2))
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = recipe_graph("support.recipes:stack")[:3]
+    graph, samples, batch, _ = recipe_graph("support.recipes:stack")
     work = PlanningWorkload(graph=graph, samples=samples)
     return PlanRequest(work=work, machine=MACHINE, devices=(2,), batch=batch)
 

@@ -37,7 +37,7 @@ WORDS = ("--recipe", RECIPE, "--cluster", "p3.16xlarge", "--nodes", "2")
 
 @pytest.fixture(scope="module")
 def question():
-    graph, samples, batch = recipe_graph(RECIPE)
+    graph, samples, batch, _ = recipe_graph(RECIPE)
     assert batch == BATCH
     work = PlanningWorkload(graph=graph, samples=samples)
     return PlanRequest(work=work, machine=MACHINE, devices=(8,), batch=batch)

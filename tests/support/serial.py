@@ -23,7 +23,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> 
 
 
 def flat(numbers: Mapping[str, Mapping[str, Tensor]], loss: float) -> Numbers:
-    """What `Gradients.numbers` or `TrainingState.numbers` gives, under one kind of name, copied."""
+    """Copies of what `tensors_by_kind` of a strategy or state gives, as "kind name"."""
     found: Numbers = {"loss": torch.tensor(loss, dtype=torch.float64)}
     for kind, tensors in numbers.items():
         found.update({f"{kind} {name}": t.detach().clone() for name, t in tensors.items()})

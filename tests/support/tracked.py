@@ -248,7 +248,7 @@ def _peak_of_run(
 
 def _held(run: Executor) -> list[torch.Tensor]:
     """What a rank holds between two steps, and what will have memory in them."""
-    exchange = run.gradients.exchange
+    exchange = run.strategy.exchange
     held = [] if exchange is None else [b.fused.buffer for b in exchange.now.buckets]
     held += [*run.model.parameters(), *run.model.buffers()]
     held += [value for state in run.optimizer.state.values() for value in state.values()]

@@ -16,8 +16,8 @@ from headway.data import as_source
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.planner.guidelines.layer_algorithms import Minibatch, Mode, choose_minibatch
 from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.recipe import sum_and_count
 from headway.run.step.batch import example_batch, to_device
-from headway.run.step.components import sum_and_count
 from headway.run.step.randomness import seed_everything
 
 

@@ -119,7 +119,7 @@ class AutoPlanSearch:
         Raises:
             HeadwayError: As `find`; on all ranks.
         """
-        from headway.run.distributed.process_groups import broadcast_from_rank0
+        from headway.run.distributed.world import broadcast_from_rank0
         from headway.run.measure.cluster import measure_in
 
         run = RunDirectory(directory)

@@ -18,7 +18,7 @@ from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
 from headway.cost.transformer import Machine
 from headway.graph.annotations import ForcedChoices
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.run.measure.recipe_model import annotated_recipe_graph
+from headway.run.measure.recipe_model import recipe_graph
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 
@@ -56,7 +56,7 @@ def capture_workload(recipe: str | Recipe, overrides: Sequence[str] = ()) -> Rec
         PlanError: The model cannot be captured, or its annotations contradict each other.
         RecipeError: The recipe cannot be used.
     """
-    graph, samples, batch, annotations = annotated_recipe_graph(recipe, overrides)
+    graph, samples, batch, annotations = recipe_graph(recipe, overrides)
     loaded = load_recipe(recipe, overrides)
     work = PlanningWorkload(
         graph=graph,

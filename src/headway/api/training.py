@@ -295,7 +295,7 @@ def default_plan(source: RecipeDocument | RecipeReference | Recipe, ranks: int) 
             split=source.split,
         )
     else:
-        from headway.run.step.defaults import recipe_plan  # imports torch, as the object has done
+        from headway.run.step.setup import recipe_plan  # imports torch, as the object has done
 
         made = recipe_plan(source, None, ranks)
     check_executable(made)

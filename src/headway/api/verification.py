@@ -22,7 +22,9 @@ from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.run.recipe.check import check_recipe
 
 if TYPE_CHECKING:
-    from headway.verification import Comparison, Law, Recording, VerifyJob
+    from headway.verification.compare import Comparison
+    from headway.verification.exchange_law import Law
+    from headway.verification.recording import Recording, VerifyJob
 
 _LOG = logging.getLogger("headway")
 
@@ -145,7 +147,7 @@ def verify(
         raise UsageError(f"--steps {steps}: at least 1")
     start_forkserver(1, ("headway.verification",))  # its imports run beside the one here
     with gc_paused():
-        from headway.verification import VerifyJob  # imports torch
+        from headway.verification.recording import VerifyJob
     given = Path(plan) if isinstance(plan, str) else plan
     job = VerifyJob(recipe=reference, overrides=overrides, steps=steps, plan=given)
     result = VerificationResult(_verify_split_runs(job, counts, microbatches, on_run), steps)
@@ -161,15 +163,11 @@ def _verify_split_runs(
     pieces: bool,
     on_run: Callable[[EquivalenceResult], None] | None,
 ) -> tuple[EquivalenceResult, ...]:
-    from headway.verification import (
-        Recording,
-        compare,
-        cut_file,
-        laws_file,
-        load_laws,
-        record_serial,
-        record_split,
-    )
+    from headway.verification.compare import compare
+    from headway.verification.distributed_run import laws_file, record_split
+    from headway.verification.exchange_law import load_laws
+    from headway.verification.recording import Recording
+    from headway.verification.reference import cut_file, record_serial
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
@@ -196,7 +194,8 @@ def _verify_split_runs(
 
 def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording:
     """What one process makes of the table and the cut of a split run."""
-    from headway.verification import Recording, cut_file, record_delayed
+    from headway.verification.recording import Recording
+    from headway.verification.reference import cut_file, record_delayed
 
     stages = json.loads(cut_file(split).read_text(encoding="utf-8"))
     target = split.with_name(f"delayed-{processes}.safetensors")

@@ -38,11 +38,7 @@ class ProcessThrottle:
 
 
 def stop_and_continue(pid: int, factor: float) -> None:
-    """Stop and continue a process, this one's parent, as long as it lives.
-
-    Args:
-        factor: As in `ProcessThrottle`.
-    """
+    """Stop and continue a process, this one's parent, as long as it lives."""
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     while not ended and os.getppid() == pid:

@@ -72,7 +72,6 @@ class NodeShaping:
     """The limits of one node's sending side.
 
     Attributes:
-        interface: Name of the interface inside of the node.
         rate: Bytes per second of the interface; None: no limit.
         peers: Address of every other node -> bytes per second to it; None: no own limit.
     """
@@ -158,9 +157,7 @@ class EmulatedNode:
     """A node that exists.
 
     Attributes:
-        address: Of its interface `eth0`.
         port: Name of the other end of its cable, at the switch.
-        shape: The limits that its interface began with.
     """
 
     name: str
@@ -221,20 +218,6 @@ class EmulatedCluster:
         facts = command_json("ip", "-s", "link", "show", port, namespace=self.hub)[0]["stats64"]
         return int(facts["rx"]["bytes"]), int(facts["tx"]["bytes"])
 
-    def all_counters(self) -> dict[str, tuple[int, int]]:
-        """`counters` of every node, at one time."""
-        found = {
-            facts["ifname"]: facts["stats64"]
-            for facts in command_json("ip", "-s", "link", "show", namespace=self.hub)
-        }
-        return {
-            node.name: (
-                int(found[node.port]["rx"]["bytes"]),
-                int(found[node.port]["tx"]["bytes"]),
-            )
-            for node in self.nodes
-        }
-
     def sent_to(self, name: str) -> dict[str, int]:
         """Bytes that a node has sent to each other node, as its shaper counts them."""
         node = self.node(name)
@@ -254,24 +237,17 @@ class EmulatedCluster:
         Args:
             rate: Bytes per second; None: the interfaces alone are the limit.
         """
-        self.set_end(first, second, rate)
-        self.set_end(second, first, rate)
-
-    def set_end(self, sender: str, receiver: str, rate: float | None) -> None:
-        """`set_link` for one direction."""
-        node = self.node(sender)
-        commands = node.shape.limit(self.node(receiver).address, rate)
-        run_batch("tc", commands, namespace=node.namespace)
+        for node, peer in self._both_ends(first, second):
+            run_batch("tc", node.shape.limit(peer.address, rate), namespace=node.namespace)
 
     def cut(self, first: str, second: str) -> None:
         """From now on nothing passes between two nodes; senders get no error."""
-        self.cut_end(first, second)
-        self.cut_end(second, first)
+        for node, peer in self._both_ends(first, second):
+            run_batch("tc", node.shape.cut(peer.address), namespace=node.namespace)
 
-    def cut_end(self, sender: str, receiver: str) -> None:
-        """`cut` for one direction."""
-        node = self.node(sender)
-        run_batch("tc", node.shape.cut(self.node(receiver).address), namespace=node.namespace)
+    def _both_ends(self, first: str, second: str) -> tuple[tuple[EmulatedNode, EmulatedNode], ...]:
+        one, other = self.node(first), self.node(second)
+        return (one, other), (other, one)
 
 
 def interface_bytes(interface: str = INTERFACE) -> tuple[int, int]:
@@ -506,7 +482,6 @@ class PacedCluster:
 
         Args:
             rate: Bytes per second; None: as it was in the beginning.
-            folder: As for `pace`.
         """
         from headway.comm.traffic_shaper import TrafficShaper  # here: `comm` imports torch
 

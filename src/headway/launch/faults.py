@@ -29,9 +29,7 @@ class FaultAction:
     """What is done at a step.
 
     Attributes:
-        text: The fault as the user wrote it, for the history.
         late: Also done at a later step, should the run begin there.
-        ends: Nodes of the link that is changed.
         rate: New bytes per second of the link; None: as in the cluster.
         factor: How much slower the rank becomes; 1: not any more. None: it stays as it is.
     """
@@ -53,7 +51,6 @@ def fault_actions(
     """What a fault means, in order; a slow link that recovers is two deeds.
 
     Args:
-        fault: Checked by `check_faults`.
         emulated: The links; None where only ranks can fail.
     """
     text = str(fault)

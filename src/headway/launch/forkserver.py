@@ -35,7 +35,6 @@ def start_forkserver(
     """Start the forkserver if it does not run yet; returns at once, the imports go on beside.
 
     Args:
-        processes: How many workers will share the cores.
         preload: Modules to import besides torch; one that does not exist is ignored.
         threads: See `threads_for`. The forkserver keeps the environment of its start, and OpenMP
             reads OMP_NUM_THREADS when torch is loaded.

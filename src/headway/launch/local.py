@@ -21,7 +21,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +31,20 @@ from headway.launch.forkserver import gc_paused, restored_environment, start_for
 from headway.launch.preflight import check_processes, threads_for
 from headway.launch.restart_policy import AttemptFacts, Restart, RestartPolicy, explain_deaths
 from headway.launch.worker import Job, has_reported, noted_deaths, noted_stop, run_worker
-from headway.run.distributed.failure_record import FailureRecord, read_failures
+from headway.run.distributed.failure_record import read_failures
 
 _KILL_SECONDS = 2.0
 _NOISY = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptEnd:
-    """How an attempt ended.
-
-    Attributes:
-        results: What the entry returned, by rank; None where a rank returned nothing.
-        silent: Ranks that left neither a result nor a failure.
-        stop: Name of the signal that asked the launcher, or a worker, to stop, or None.
-        records: Failures that the ranks wrote down.
-        deaths: Ranks that ended without a word -> exit status where known (negative: a signal).
-    """
-
-    results: list[Any]
-    silent: tuple[int, ...]
-    stop: str | None
-    records: tuple[FailureRecord, ...]
-    deaths: Mapping[int, int | None]
-
-
 def run_attempt(
     job: Job, processes: int, *, shutdown_seconds: float, monitor_seconds: float
-) -> AttemptEnd:
+) -> AttemptFacts:
     """Start the workers and wait for their end.
 
     Args:
         job: For every worker; its outbox exists and is empty.
-        shutdown_seconds: After a signal, so long until workers that go on are killed.
-        monitor_seconds: How often the agent looks at its workers.
+        shutdown_seconds: After a signal, kill workers that still run after this long.
 
     Raises:
         RunError: The workers could not be started.
@@ -95,7 +75,9 @@ def run_attempt(
     return _ending(job, processes, statuses, stop)
 
 
-def _ending(job: Job, processes: int, statuses: Mapping[int, int], stop: str | None) -> AttemptEnd:
+def _ending(
+    job: Job, processes: int, statuses: Mapping[int, int], stop: str | None
+) -> AttemptFacts:
     results = [_result(job.outbox, rank) for rank in range(processes)]
     silent = [rank for rank in range(processes) if not has_reported(job.outbox, rank)]
     deaths: dict[int, int | None] = {
@@ -105,8 +87,9 @@ def _ending(job: Job, processes: int, statuses: Mapping[int, int], stop: str | N
     for rank in noted_deaths(job.outbox):
         if rank in silent:
             deaths.setdefault(rank, None)
-    return AttemptEnd(
-        results=results,
+    return AttemptFacts(
+        attempt=job.attempt,
+        results=tuple(results),
         silent=tuple(silent),
         stop=stop or noted_stop(job.outbox),
         records=tuple(read_failures(job.outbox, job.attempt)),
@@ -214,8 +197,6 @@ class LaunchResult:
         results: What the entry returned, by rank; None for a rank that was killed because it did
             not stop in time.
         stopped_by: Name of the signal that stopped the job, or None when it is complete.
-        attempts: How often the workers were started.
-        killed: Ranks that did not stop in time after the signal.
     """
 
     results: list[Any]
@@ -245,18 +226,13 @@ def launch_local(
     Args:
         entry: A function of a module, or "module:function": then this process need not import
             what only the workers need (it is sent to them by name in any case).
-        processes: Number of workers; more than cores is a warning.
         directory: The run directory: failures are recorded there, its newest checkpoint is the
             measure of progress. None: no record, no progress.
-        policy: None: `RestartPolicy()`.
         preload: Modules that the warm process imports besides torch.
         threads: Of each worker; None: OMP_NUM_THREADS, or its share of the cores.
         first_attempt: Number of the first attempt (a resumed run goes on counting).
-        emulated: The nodes that the workers pretend to be on, with as many ranks as `processes`.
         progress: Returns the newest checkpoint's step, -1 for none; None: looks in `directory`.
         on_restart: Called before a restart with the number of the new attempt and the reason.
-        shutdown_seconds: After a signal, so long until workers that go on are killed.
-        monitor_seconds: How often the agent looks at its workers.
 
     Returns:
         The results, also after an orderly stop by a signal (SIGTERM, Ctrl-C).
@@ -293,40 +269,28 @@ def launch_local(
                 shutdown_seconds=shutdown_seconds,
                 monitor_seconds=monitor_seconds,
             )
-            history.append(
-                AttemptFacts(
-                    attempt=attempt,
-                    records=ending.records,
-                    deaths=ending.deaths,
-                    progress_before=before,
-                    progress_after=newest(),
-                    stop=ending.stop,
-                )
-            )
-            finished = _judge(history, ending, policy or RestartPolicy())
+            history.append(replace(ending, progress_before=before, progress_after=newest()))
+            finished = _judge(history, policy or RestartPolicy())
             if finished is not None:
                 return finished
             if on_restart is not None:
                 on_restart(attempt + 1, explain_deaths(history[-1]))
 
 
-def _judge(
-    history: list[AttemptFacts], ending: AttemptEnd, policy: RestartPolicy
-) -> LaunchResult | None:
+def _judge(history: list[AttemptFacts], policy: RestartPolicy) -> LaunchResult | None:
     """The result if the job is over, None for a restart; raises the root cause."""
-    attempts = len(history)
-    if not ending.silent and not ending.records:
-        return LaunchResult(results=ending.results, stopped_by=ending.stop, attempts=attempts)
-    decision = policy.decide(history)
-    if isinstance(decision, Restart):
-        return None
-    if decision.error is not None:
-        raise decision.error
+    last = history[-1]
+    if last.silent or last.records:
+        decision = policy.decide(history)
+        if isinstance(decision, Restart):
+            return None
+        if decision.error is not None:
+            raise decision.error
     return LaunchResult(
-        results=ending.results,
-        stopped_by=ending.stop,
-        attempts=attempts,
-        killed=ending.silent,
+        results=list(last.results),
+        stopped_by=last.stop,
+        attempts=len(history),
+        killed=last.silent,
     )
 
 

@@ -92,7 +92,6 @@ def run_batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
     """Run many commands of `ip` or `tc` in one process.
 
     Args:
-        tool: "ip" or "tc".
         lines: One command each, without the tool's name.
 
     Raises:

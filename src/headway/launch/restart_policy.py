@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headway.errors import HeadwayError, WorkerFailed
 from headway.run.distributed.failure_record import FailureRecord, root_cause
@@ -16,16 +17,19 @@ from headway.run.distributed.failure_record import FailureRecord, root_cause
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What is known of an attempt that did not complete.
+    """How an attempt ended.
 
     Attributes:
+        results: What the entry returned, by rank; None where a rank returned nothing.
+        silent: Ranks that left neither a result nor a failure.
         deaths: Ranks that ended without a word -> their exit status where it is known (negative:
             the number of the signal).
         progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
-        stop: Name of the signal that asked for the end, or None.
     """
 
     attempt: int
+    results: tuple[Any, ...] = ()
+    silent: tuple[int, ...] = ()
     records: tuple[FailureRecord, ...] = ()
     deaths: Mapping[int, int | None] = field(default_factory=dict)
     progress_before: int = -1
@@ -53,17 +57,13 @@ class RestartPolicy:
     """Restart after deaths from outside; stop after errors, which would come again.
 
     Attributes:
-        limit: So many restarts in a row may bring no new checkpoint; 0: never restart.
+        limit: Give up after this many restarts in a row without a new checkpoint; 0: never restart.
     """
 
     limit: int = 3
 
     def decide(self, history: Sequence[AttemptFacts]) -> Restart | Stop:
-        """Judge the last attempt of `history`.
-
-        Args:
-            history: All attempts of this launch, none of which completed, oldest first.
-        """
+        """Judge the last attempt of `history`."""
         last = history[-1]
         root = root_cause(last.records)
         if root is not None:

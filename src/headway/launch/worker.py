@@ -33,8 +33,8 @@ from headway.run.distributed.failure_record import (
     FAILURES_FOLDER,
     FailureRecord,
     describe_failure,
-    record_failure,
     should_report,
+    write_failure,
 )
 from headway.run.distributed.launch_env import ATTEMPT, NODE, LaunchEnv
 
@@ -45,11 +45,7 @@ _POLL_SECONDS = 0.1
 
 
 def watch_others(outbox: Path, place: LaunchEnv) -> None:
-    """Start the watching thread of this worker.
-
-    Args:
-        outbox: Directory of this attempt that all workers share.
-    """
+    """Start the watching thread of this worker."""
     write_note(outbox / f"pid-{place.rank:05d}", str(os.getpid()).encode())
     watcher = _Watcher(outbox, place)
     threading.Thread(target=watcher.run, name="headway-watch", daemon=True).start()
@@ -165,9 +161,7 @@ class Job:
     Attributes:
         entry: Called as entry(place, *arguments); a text is "module:function".
         outbox: Private directory of this attempt: results, failures, process ids.
-        directory: The run directory, which gets a copy of the failures; None: none.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
-        emulated: The nodes that the workers pretend to be on; None: they are on one machine.
     """
 
     entry: Callable[..., Any] | str
@@ -226,17 +220,14 @@ def run_rank_here(
     communication library could wait for ranks that are gone.
 
     Args:
-        entry: Called as entry(place, *arguments); its result is returned.
-        place: From `Place.here()`.
-        directory: The run directory, which gets the failure's record; None: none.
         tell: Called with an error that began in this rank (not with its echo in other ranks).
     """
 
     def report(error: BaseException) -> FailureRecord:
-        record = describe_failure(place, None, error)
+        record = describe_failure(place.rank, place.attempt, error)
         if directory is not None:
             with contextlib.suppress(OSError):
-                record_failure(directory, place, None, error)
+                write_failure(directory, record)
         if should_report(record, error):
             tell(record.error())
         return record
@@ -251,11 +242,7 @@ def run_rank_here(
 
 
 class WorkerExit:
-    """Reports one error and ends the process, whichever thread comes first with one.
-
-    Args:
-        report: Writes the error down and tells it; returns its record.
-    """
+    """Reports one error and ends the process, whichever thread comes first with one."""
 
     def __init__(self, report: Callable[[BaseException], FailureRecord]) -> None:
         self._report = report
@@ -302,11 +289,12 @@ def _undisturbed() -> Iterator[None]:
 
 def _report(job: Job, place: LaunchEnv, error: BaseException) -> FailureRecord:
     """Write the failure down, for the launcher and in the run directory (its disk may be full)."""
+    record = describe_failure(place.rank, place.attempt, error)
     for directory in (job.outbox, job.directory):
         if directory is not None:
             with contextlib.suppress(OSError):
-                record_failure(directory, place, None, error)
-    return describe_failure(place, None, error)
+                write_failure(directory, record)
+    return record
 
 
 def _unless_exit(error: BaseException) -> BaseException:

@@ -2,13 +2,21 @@
 
 from headway.collective.compression import Compression, parse_compression
 from headway.plans.batch import BatchSplit
-from headway.plans.build import data_parallel, data_parallel_groups, pipelined, with_collective
 from headway.plans.exchange import ExchangePart, ExchangePlan
 from headway.plans.explain import explain, plan_difference
 from headway.plans.layer_split import LayerSplit, ModuleSplit
 from headway.plans.mesh import Axis, Mesh
 from headway.plans.pipeline import PipelinePlan
-from headway.plans.plan import Layout, MemoryPolicy, Plan, Synchrony
+from headway.plans.plan import (
+    Layout,
+    MemoryPolicy,
+    Plan,
+    Synchrony,
+    data_parallel,
+    data_parallel_groups,
+    pipelined,
+    with_collective,
+)
 
 __all__ = [
     "Axis",

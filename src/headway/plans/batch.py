@@ -23,7 +23,6 @@ class BatchSplit:
     """The global batch and the largest number of samples in one forward pass.
 
     Attributes:
-        samples: Samples of the global batch of one optimiser step.
         microbatch: Most samples that a rank passes through the model at once; None: its share.
         parts: In place of it: the number of micro-batches of a share, as long as there are samples.
         shares: Samples of each rank of the data axis, for unequal devices; empty: even.
@@ -64,11 +63,7 @@ class BatchSplit:
         )
 
     def passes(self, ranks: int, samples: int | None = None) -> int:
-        """The most micro-batches that any rank has of a batch.
-
-        Args:
-            samples: As for `share`.
-        """
+        """The most micro-batches that any rank has of a batch."""
         holders = range(ranks) if self.shares else range(1)  # of even shares the first is largest
         most = max(len(self.share(rank, ranks, samples)) for rank in holders)
         return len(self.microbatches(range(most)))
@@ -107,7 +102,6 @@ class BatchSplit:
         1 rank x 2 micro-batches x 2 samples + 1 rank x (1 micro-batch x 2 samples + ...)".
 
         Args:
-            tokens: Tokens of one sample, where the batch was stated in tokens.
             pipe: Ranks of a pipeline, which works on a share together.
         """
         shapes = Counter(
@@ -136,7 +130,6 @@ def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int,
     """Shares in whole samples; empty where the batch falls into even parts.
 
     Args:
-        batch: Samples.
         shares: In proportion, as for `data_parallel`.
 
     Raises:

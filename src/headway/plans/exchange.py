@@ -43,7 +43,6 @@ class ExchangePart:
 
     Attributes:
         parameters: A pattern as in file names: "*.bias", "blocks.0.*".
-        compress: See `Exchange.compress`.
         ranks: Node groups (MLSL): these parameters are combined inside each of these groups of
             ranks only, instead of over the whole axis; the groups must be a partition of the ranks.
     """

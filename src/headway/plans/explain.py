@@ -9,11 +9,7 @@ from headway.plans.plan import SHARD_AXIS, Plan
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:
-    """Sentences that say what the plan does.
-
-    Args:
-        tokens: Tokens of one sample, where the batch was stated in tokens.
-    """
+    """Sentences that say what the plan does."""
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     lines = [

@@ -30,8 +30,6 @@ class ModuleSplit:
 
     Attributes:
         modules: A pattern of names: "blocks.*.mlp".
-        tensor: As `LayerSplit.tensor`.
-        form: As `LayerSplit.form`.
     """
 
     modules: str

@@ -14,19 +14,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
-from headway.plans.batch import BatchSplit
-from headway.plans.exchange import ExchangePlan
+from headway.plans.batch import BatchSplit, whole_shares
+from headway.plans.exchange import AllReduceName, ExchangePlan
 from headway.plans.layer_split import SPACE, TENSOR, LayerSplit
-from headway.plans.mesh import Mesh
+from headway.plans.mesh import Axis, Mesh
 from headway.plans.pipeline import PIPE_AXIS, PipelinePlan
 from headway.plans.prediction import Prediction
+from headway.plans.tensor_layout import divisors
 
 Zero = Literal[0, 1, 2, 3]
 """See `plan.MemoryPolicy`."""
@@ -35,11 +38,7 @@ SHARD_AXIS = "shard"
 
 
 def sharding_problems(zero: int, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
-    """Why a plan's sharding cannot be, one line each.
-
-    Args:
-        zero: As `MemoryPolicy.zero`.
-    """
+    """Why a plan's sharding cannot be, one line each."""
     if not zero:
         if mesh.degree(SHARD_AXIS) > 1:
             yield (
@@ -94,7 +93,6 @@ class MemoryPolicy:
     """What is kept where.
 
     Attributes:
-        precision: The arithmetic type of the forward pass.
         zero: What the ranks of the data axis (of the axis "shard", where the mesh has one) keep a
             part of instead of all: 0 nothing, 1 the optimiser's state, 2 gradients as well, 3
             parameters, too. Source: Rajbhandari et al. 2020 (ZeRO), section 5.
@@ -313,6 +311,148 @@ def _layout_problems(plan: Plan) -> list[str]:
                 found.append(f"{place}: {axis} is not an axis of the mesh")
             if word != "copy":
                 found.append(f"{place}: {word!r} on {axis}: no mechanism yet; only copy")
+    return found
+
+
+def data_parallel(
+    batch: int,
+    *,
+    processes: int,
+    microbatch: int | None = None,
+    precision: Literal["float32", "float64", "bfloat16"] = "float32",
+    exchange: ExchangePlan | None = None,
+    shares: Sequence[float] = (),
+    zero: Zero = 0,
+    shards: int | None = None,
+    split: LayerSplit | None = None,
+) -> Plan:
+    """The plan in which every rank works through the whole model with its share of each batch.
+
+    Args:
+        batch: Samples of the global batch.
+        microbatch: Most samples in one forward pass of one rank; more are accumulated.
+        shares: Of unequal devices: how much of each batch every rank takes, in proportion; in
+            samples where they add up to the batch. Empty: all as much.
+        shards: Ranks that lie next to each other and keep the state together (hybrid sharding); the
+            rest are copies of them. None: all.
+        split: How layers are split, by ranks that lie next to each other and share their samples.
+
+    Raises:
+        PlanError: Such a plan cannot exist.
+    """
+    return pipelined(
+        batch,
+        processes=processes,
+        stages=1,
+        microbatch=microbatch,
+        precision=precision,
+        exchange=exchange,
+        shares=shares,
+        zero=zero,
+        shards=shards,
+        split=split,
+    )
+
+
+def _data_axes(ranks: int, shards: int | None) -> tuple[Axis, ...]:
+    """The axes over which a batch is shared: one, or copies of groups that keep state together.
+
+    Raises:
+        PlanError: The groups are no whole number.
+    """
+    if shards is None or shards == ranks:
+        return (Axis(name="data", size=ranks),)
+    if shards < 1 or ranks % shards:
+        raise PlanError(
+            "this plan cannot exist",
+            problems=[f"{ranks} ranks are no whole number of groups of {shards}"],
+            fix=f"Let shards be one of {', '.join(map(str, divisors(ranks)))}.",
+        )
+    return (Axis(name="data", size=ranks // shards), Axis(name=SHARD_AXIS, size=shards))
+
+
+def pipelined(
+    batch: int,
+    *,
+    processes: int,
+    stages: int,
+    pipeline: PipelinePlan | None = None,
+    microbatch: int | None = None,
+    precision: Literal["float32", "float64", "bfloat16"] = "float32",
+    exchange: ExchangePlan | None = None,
+    shares: Sequence[float] = (),
+    zero: Zero = 0,
+    shards: int | None = None,
+    split: LayerSplit | None = None,
+) -> Plan:
+    """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
+
+    Args:
+        processes: Number of ranks; a multiple of `stages`.
+        stages: Ranks of one pipeline; neighbours lie next to each other. 1: the model is not cut,
+            and the plan is that of `data_parallel`.
+        microbatch: Most samples in one forward pass; decides the number of micro-batches where
+            `pipeline` does not.
+        exchange: Of the copies; with more than one stage the default is the only one yet.
+
+    Raises:
+        PlanError: Such a plan cannot exist.
+    """
+    layers = split or LayerSplit()
+    what = "ranks that split layers" if stages == 1 else "ranks of a pipeline"
+    copies = data_parallel_groups(processes, stages * layers.ranks, what)
+    whole = whole_shares(batch, shares, copies)
+    axes: tuple[Axis, ...] = ()
+    pipe, parts = PipelinePlan(), None
+    if stages > 1:
+        axes, pipe = (Axis(name=PIPE_AXIS, size=stages),), pipeline or pipe
+        share = max(whole, default=-(-batch // copies))
+        if pipe.microbatches is None and microbatch and not pipe.table:
+            pipe = replace(pipe, microbatches=-(-share // microbatch))
+        parts = pipe.parts(stages, min(whole, default=batch // copies))
+    plan = Plan(
+        mesh=Mesh(axes=(*_data_axes(copies, shards), *axes, *layers.axes)),
+        batch=BatchSplit(
+            samples=batch,
+            microbatch=microbatch if stages == 1 else None,  # else in the number of parts
+            parts=parts,
+            shares=whole,
+        ),
+        split=layers,
+        pipeline=pipe,
+        exchange=exchange or ExchangePlan(),
+        memory=MemoryPolicy(precision=precision, zero=zero),
+    )
+    plan.check()
+    return plan
+
+
+def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pipeline") -> int:
+    """The number of groups; refuse processes that make no whole number of them.
+
+    Raises:
+        PlanError: With the nearest number of processes that does.
+    """
+    if ranks < 1 or processes % ranks:
+        raise PlanError(
+            "this plan cannot exist",
+            problems=[f"{processes} processes are no multiple of {ranks} {what}"],
+            fix=f"Start {max(1, processes // max(ranks, 1)) * max(ranks, 1)} processes.",
+        )
+    return processes // ranks
+
+
+def with_collective(
+    plan: Plan, collective: AllReduceName, carrier: AllReduceOptions | None
+) -> Plan:
+    """The same plan with another path of its exchange.
+
+    Raises:
+        PlanError: Says by name what of the plan does not go with it.
+    """
+    exchange = replace(plan.exchange, collective=collective, carrier=carrier)
+    found = replace(plan, exchange=exchange)
+    found.check()
     return found
 
 

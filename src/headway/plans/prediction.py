@@ -38,8 +38,6 @@ class Prediction:
             where the model is not cut.
         message: Seconds by which each message of the filling and draining shows.
         cluster: Hash of the cluster's text.
-        device: Kind of device that it is for.
-        asked: None: not known.
     """
 
     seconds: float

@@ -31,7 +31,6 @@ class TensorGrid:
     """A grid of ranks that split layers, by the sizes of its axes.
 
     Attributes:
-        form: How a linear layer is carried out.
         sizes: Axis -> ranks along it; the last one's neighbours are neighbouring ranks.
     """
 

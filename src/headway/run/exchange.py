@@ -21,11 +21,10 @@ from headway.errors import PlanError, UsageError
 from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
-from headway.run.step import components
-from headway.run.step.defaults import find_world
 from headway.run.step.record import StepRecord
-from headway.run.strategy import select as strategies
+from headway.run.step.setup import check_components, find_world
 from headway.run.strategy.step_context import TrainingSetup
+from headway.run.strategy.strategy import data_parallel_strategy
 
 
 class Exchange:
@@ -38,15 +37,14 @@ class Exchange:
 
     Args:
         model: Any module; its parameters and buffers become those of rank 0.
-        optimizer: Any torch optimiser over its parameters.
-        description: The plan's `Exchange`, instead of the choices.
+        description: The plan's exchange, in place of the choices.
         world: The processes; found in the environment or in torch.distributed if not given.
         choices: Fields of `headway.plans.ExchangePlan`: compress, reduce, collective, priority,
             bucket.
 
     Raises:
         PlanError: These choices cannot be combined.
-        RecipeError: The optimiser cannot be used; see `headway.run.step.components`.
+        RecipeError: The optimiser cannot be used; see `headway.run.step.setup.check_components`.
         UsageError: An unknown choice, or both a description and choices.
     """
 
@@ -74,14 +72,14 @@ class Exchange:
                 problems=["exchange.values updates: only headway's own step can take it back"],
                 fix="Use headway.Executor.",
             )
-        components.check_components(model, optimizer, None, ranks)
+        check_components(model, optimizer, None, ranks)
         self._optimizer = optimizer
         self._synchronized = False
         self._accumulating = False
         self._joining = False
         if ranks > 1:
             replica_sync.sync_initial_state(model, self.world)
-        self._gradients = strategies.data_parallel(
+        self._strategy = data_parallel_strategy(
             TrainingSetup(
                 model=model,
                 optimizer=optimizer,
@@ -105,9 +103,9 @@ class Exchange:
     def _begin(self) -> None:
         self._synchronized = False
         self._record = StepRecord(samples=1)
-        self._gradients.begin(self._record, 1, f"step {self.steps_done + 1}")
+        self._strategy.begin(self._record, 1, f"step {self.steps_done + 1}")
         if not self._accumulating:
-            self._gradients.arm()
+            self._strategy.arm()
 
     @property
     def flights(self) -> tuple[BucketTiming, ...]:
@@ -117,12 +115,12 @@ class Exchange:
     @property
     def remarks(self) -> list[str]:
         """Sentences that say how the exchange has been re-arranged."""
-        return self._gradients.remarks
+        return self._strategy.remarks
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to the gradients; the next one outside sends them."""
-        exchange = self._gradients.exchange
+        exchange = self._strategy.exchange
         self._accumulating = True
         if exchange is not None:
             exchange.now.disarm()
@@ -130,7 +128,7 @@ class Exchange:
             yield
         finally:
             self._accumulating = False
-            self._gradients.arm()
+            self._strategy.arm()
 
     def synchronize(self) -> None:
         """Wait for the mean gradients in `parameter.grad`, to clip or look at them before `step`.
@@ -138,8 +136,8 @@ class Exchange:
         Parameters that no rank has used have no gradient then.
         """
         if not self._synchronized:
-            self._gradients.send()
-            self._gradients.receive()
+            self._strategy.send()
+            self._strategy.receive()
             self._synchronized = True
 
     def step(self) -> None:
@@ -156,18 +154,18 @@ class Exchange:
     def _step(self, *, active: bool) -> bool:
         """One step; whether any rank had a batch for it (known only while joining)."""
         going = True
-        crosses = self._gradients.crosses and not self._synchronized
+        crosses = self._strategy.crosses and not self._synchronized
         if not self._synchronized:
-            self._gradients.send()
+            self._strategy.send()
         if self._joining:
             going = self._anybody(active)
         if crosses:
-            self._gradients.hand_over()
+            self._strategy.hand_over()
         else:
             if not self._synchronized:
-                self._gradients.receive()
+                self._strategy.receive()
             self._optimizer.step()
-            self._gradients.skip()
+            self._strategy.skip()
         self.steps_done += going
         self._last = self._record.flights
         self._begin()
@@ -191,23 +189,23 @@ class Exchange:
         """Whether any rank still has batches; collective."""
         count = torch.tensor(float(active), device=self.world.device)
         if self.world.ranks > 1:
-            with self._gradients.exchanging():
+            with self._strategy.exchanging():
                 dist.all_reduce(count)
         return bool(count > 0)
 
     def flush(self) -> None:
         """Wait until every update has been made (priority); call it before you read parameters."""
-        self._gradients.flush()
+        self._strategy.flush()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Residuals and factors of this rank's compressors; empty for exact exchanges."""
         self.flush()
-        exchange = self._gradients.exchange
+        exchange = self._strategy.exchange
         return exchange.state() if exchange is not None else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up what `state_dict` returned on this rank."""
-        exchange = self._gradients.exchange
+        exchange = self._strategy.exchange
         if exchange is not None:
             exchange.restore(state)
 
@@ -215,7 +213,7 @@ class Exchange:
         """Finish what is under way; take the hooks off the model and the optimiser."""
         for guard in self._guards:
             guard.remove()
-        self._gradients.close()
+        self._strategy.close()
 
     def __enter__(self) -> Exchange:
         return self

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,7 @@ from headway.plans import Plan
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import PipelineRunner, check_last_batch
-from headway.run.recipe.recipe import Loss
-from headway.run.step import components
+from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import (
     PaddingBatch,
     RankLoader,
@@ -41,7 +41,6 @@ from headway.run.step.batch import (
     spatial_loss,
     to_device,
 )
-from headway.run.step.defaults import find_world, resolve_plan
 from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -50,8 +49,9 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.run.step.record import StepRecord
-from headway.run.strategy.select import make_strategy
+from headway.run.step.setup import check_components, find_world, resolve_plan
 from headway.run.strategy.step_context import TrainingSetup
+from headway.run.strategy.strategy import make_strategy
 
 Kind = Literal[
     "clear",
@@ -122,7 +122,6 @@ def compile_step(
 
     Args:
         num_microbatches: Of this rank in this step; 0 where a ragged batch leaves it without work.
-        clip: Whether the recipe limits the norm of the gradients.
         passes: The most micro-batches that any rank has in this step; None: as this one.
     """
     if plan.pipe_degree > 1:
@@ -176,7 +175,6 @@ class Executor:
 
     Args:
         model: Any module; it is used as it is and keeps its names.
-        optimizer: Any torch optimiser over the model's parameters.
         loss: See `headway.run.recipe.recipe.Loss`; `headway.criterion` makes one of a torch
             criterion.
         plan: A plan, or the path of a plan file.
@@ -187,7 +185,7 @@ class Executor:
     Raises:
         PlanError: The plan cannot exist, or is for another number of processes.
         RecipeError: The optimiser or the scheduler cannot be used; see
-            `headway.run.step.components`.
+            `headway.run.step.setup.check_components`.
         UsageError: Not exactly one of `plan` and `batch` is given.
     """
 
@@ -206,7 +204,7 @@ class Executor:
     ) -> None:
         self.world = world or find_world()
         self.plan = resolve_plan(plan, batch, self.world.ranks)
-        components.check_components(model, optimizer, scheduler, self.world.ranks)
+        check_components(model, optimizer, scheduler, self.world.ranks)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -229,11 +227,11 @@ class Executor:
         self._dtype = float_dtype(self.plan.memory.precision)
         if self._dtype is not None:
             to_float64(self.model)
-        components.move_optimizer_state(optimizer)
+        move_optimizer_state(optimizer)
         if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
         self._spare = PaddingBatch(self.plan)
-        self.gradients = make_strategy(
+        self.strategy = make_strategy(
             TrainingSetup(
                 model=self.model,
                 optimizer=optimizer,
@@ -251,11 +249,11 @@ class Executor:
                 probe=self._probe,
             ),
         )
-        self.gradients.follow()
+        self.strategy.follow()
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
             "idle": self._idle, "tally": self._tally, "backward": self._backward,
-            **{kind: partial(_carry_out, getattr(self.gradients, kind)) for kind in _PLAIN},
+            **{kind: partial(_carry_out, getattr(self.strategy, kind)) for kind in _PLAIN},
         }  # fmt: skip
 
     # -- the public loop ---------------------------------------------------------------------
@@ -298,7 +296,7 @@ class Executor:
     @property
     def pipeline(self) -> PipelineRunner | None:
         """None where the model is not cut."""
-        return self.gradients.pipeline
+        return self.strategy.pipeline
 
     def step(self, batch: RankBatch) -> float:
         """One optimiser step; returns the loss of the global batch.
@@ -331,13 +329,13 @@ class Executor:
             batches: As `loader` makes it: all ranks of a pipeline read the same.
         """
         self.flush()
-        self.gradients.parameters.share_buffers()
+        self.strategy.parameters.share_buffers()
         sums = self._sums if self.pipeline is None else self.pipeline.evaluate
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             self._spare.note(batch)
             self.cut(batch)
-            with components.evaluating(self.model), torch.no_grad():
+            with evaluating(self.model), torch.no_grad():
                 totals += sums(batch) * self.plan.counts(self.world.rank)
         self.world.sum(totals, f"validation of step {self.steps_done + 1}")
         return float(totals[0] / totals[1]), int(totals[2])
@@ -353,7 +351,7 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
-        self._sites = self.gradients.prepare(batch) or self._sites
+        self._sites = self.strategy.prepare(batch) or self._sites
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -363,26 +361,26 @@ class Executor:
             if run.world.rank == 0:
                 torch.save(model.state_dict(), "model.pt")
         """
-        self.gradients.make_whole()
+        self.strategy.gather_whole()
         try:
-            yield self.gradients.parameters.whole
+            yield self.strategy.parameters.whole
         finally:
-            self.gradients.parameters.let_go()
+            self.strategy.parameters.release_whole()
 
     def flush(self) -> None:
         """Wait until every update has been made (priority); call it before you read parameters."""
-        self.gradients.flush()
+        self.strategy.flush()
 
     def close(self) -> None:
         """Take the hooks off the model and leave the world; collective.
 
         A model that was cut into stages is whole on rank 0 then, and refuses to be used elsewhere.
         """
-        self.gradients.make_whole()
+        self.strategy.gather_whole()
         self._leave()
 
     def _leave(self) -> None:
-        self.gradients.close()
+        self.strategy.close()
         self.world.leave()
 
     def __enter__(self) -> Executor:
@@ -406,11 +404,11 @@ class Executor:
         assert self._batch is not None
         self._shares, self._counts = [], []
         own = sum(len(micro.positions) for micro in self._batch.micros)
-        self.gradients.begin(self.record, own, f"step {self.steps_done + 1}")
+        self.strategy.begin(self.record, own, f"step {self.steps_done + 1}")
 
     def _forward(self, instruction: Instruction) -> None:
         micro = self._micro(instruction)
-        with self.gradients.exchanging(), self._randomness(micro, drawing=True):
+        with self.strategy.exchanging(), self._randomness(micro, drawing=True):
             total, count = self._sum_and_count(micro)
         share = total / self.record.samples
         self._loss_of[instruction.microbatch or 0] = share
@@ -418,18 +416,18 @@ class Executor:
         self._counts.append(count)
 
     def _idle(self, instruction: Instruction) -> None:
-        with self.gradients.exchanging(), self._randomness(self._micro(instruction), drawing=True):
+        with self.strategy.exchanging(), self._randomness(self._micro(instruction), drawing=True):
             total, _ = self._sum_and_count(self._micro(instruction))
         self._loss_of[instruction.microbatch or 0] = total * 0.0
 
     def _tally(self, _: Instruction) -> None:
-        self.gradients.tally(self._shares, self._counts, vote=self.wants_stop)
+        self.strategy.tally(self._shares, self._counts, vote=self.wants_stop)
 
     def _backward(self, instruction: Instruction) -> None:
         loss = self._loss_of.pop(instruction.microbatch or 0)
         recomputes = self._sites is not None and self._sites.in_backward
         with (
-            self.gradients.exchanging(),
+            self.strategy.exchanging(),
             self._randomness(self._micro(instruction), drawing=recomputes),
         ):
             loss.backward()
@@ -459,9 +457,9 @@ class Executor:
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch as a sum and what it is a sum over."""
         data = self._prepare(micro.data)
-        with self._arithmetic(), self.gradients.reducer.calling():
+        with self._arithmetic(), self.strategy.reducer.calling():
             value = self._loss(self.model, data)
-        return components.sum_and_count(value, len(micro.positions))
+        return sum_and_count(value, len(micro.positions))
 
     def _prepare(self, data: Any) -> Any:
         return to_device(data, self.world.device, self._dtype)
@@ -488,7 +486,7 @@ class Executor:
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
         """Look once how random draws depend on the batch; without doubt, or with a warning."""
-        with self._arithmetic(), self.gradients.reducer.calling():
+        with self._arithmetic(), self.strategy.reducer.calling():
             sites = probe_random_draws(self.model, loss or self._loss, data, resize_batch)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
@@ -502,3 +500,21 @@ _PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update
 
 def _carry_out(do: Callable[[], None], _: Instruction) -> None:
     do()
+
+
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Give state that the optimiser has made already the device and type of its parameters."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and back in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -32,10 +32,7 @@ class Difference:
     """One tensor of both runs.
 
     Attributes:
-        step: Optimiser step, from 1.
-        name: Logical name.
         error: Largest absolute difference over the scale; infinite where one run lacks the tensor.
-        note: What is wrong where no number can say it.
     """
 
     step: int
@@ -81,7 +78,6 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
 
     Args:
         serial: The reference; its order of execution names the first difference.
-        tolerance: Largest error that counts as equal.
     """
     scales = _scales(serial)
     slack = _slack(serial, split, scales)

@@ -18,9 +18,9 @@ from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.step.defaults import recipe_plan
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
+from headway.run.step.setup import recipe_plan
 from headway.run.strategy.parameters import HeldParameters
 from headway.verification.exchange_law import ExchangeLawMonitor, save_laws
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
@@ -61,18 +61,18 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
         for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
             run.cut(batch)  # split layers have no exchange before
-            exchange = run.gradients.exchange
+            exchange = run.strategy.exchange
             if watch and exchange:
                 watch.before_step(exchange.now)
                 exchange.on_made = watch.before_step
             loss = run.step(batch)
-            run.gradients.show()
-            recorder.take(step, loss, run.gradients.numbers())
+            run.strategy.show()
+            recorder.take(step, loss, run.strategy.tensors_by_kind())
             if watch and exchange:
                 watch.after_step(step, exchange.now)
-            run.gradients.hide()
-            _same_everywhere(run.gradients.parameters, world, step)
-    run.gradients.close()
+            run.strategy.hide()
+            _same_everywhere(run.strategy.parameters, world, step)
+    run.strategy.close()
     if world.rank == 0:
         recorder.recording().save(target)
         if watch:

@@ -39,7 +39,6 @@ class Law:
     """One bucket in one step.
 
     Attributes:
-        step: From 1.
         error: Largest deviation over the largest element.
     """
 
@@ -107,11 +106,7 @@ class ObservedMethod(ExchangeMethod):
 
 @dataclass(slots=True)
 class ExchangeLawMonitor:
-    """Watches an exchange; `after_step` judges. Collective.
-
-    Attributes:
-        description: The plan's.
-    """
+    """Watches an exchange; `after_step` judges. Collective."""
 
     description: ExchangePlan
     laws: list[Law] = field(default_factory=list)

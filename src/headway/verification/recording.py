@@ -21,7 +21,7 @@ from headway.plans import Plan
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
-from headway.run.step.components import check_components
+from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
@@ -33,10 +33,8 @@ class VerifyJob:
 
     Attributes:
         recipe: As for `headway train`, or a `Recipe` that pickles.
-        overrides: "key=value" changes to the recipe.
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
-        plan: A plan or its file; None: data parallelism over all ranks.
     """
 
     recipe: str | Recipe
@@ -98,8 +96,7 @@ class Recorder:
         """Record a step that has just been done.
 
         Args:
-            loss: Of the global batch.
-            numbers: As `TrainingState.numbers` gives them; gradients must still be there.
+            numbers: As `TrainingState.tensors_by_kind` gives them; gradients must still be there.
         """
         self._put(step, "loss", "loss", torch.tensor(loss, dtype=torch.float64))
         for kind in KINDS[1:]:

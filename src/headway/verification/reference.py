@@ -26,10 +26,8 @@ from headway.parallel.pipeline.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
-from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.recipe import Recipe, sum_and_count
 from headway.run.step.batch import resize_batch, to_device
-from headway.run.step.components import sum_and_count
-from headway.run.step.defaults import recipe_plan
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -38,6 +36,7 @@ from headway.run.step.randomness import (
     probe_random_draws,
     seed_everything,
 )
+from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
@@ -62,7 +61,7 @@ def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | No
             trained.model, recipe.loss, loss_inputs(micros[0]), resize_batch
         )
         loss = _step(recipe, trained, micros, shares[0], sites)
-        recorder.take(step, loss, trained.numbers())
+        recorder.take(step, loss, trained.tensors_by_kind())
     recorder.recording().save(target)
 
 
@@ -144,11 +143,7 @@ def save_cut(stages: ModelStages, target: Path) -> None:
 def record_delayed(
     _: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int, stages: Sequence[Sequence[str]]
 ) -> None:
-    """Run the recipe by its plan's table in one process, in float64; save the recording.
-
-    Args:
-        stages: For each stage the names of its parameters.
-    """
+    """Run the recipe by its plan's table in one process, in float64; save the recording."""
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, ranks)
     trained = build_training_state(recipe, to_float64(build_model(recipe)))
@@ -163,7 +158,7 @@ def record_delayed(
         loss = _Step(recipe, trained, table, stages, sites).run(batches)
         if trained.scheduler is not None:
             trained.scheduler.step()
-        recorder.take(step, loss, trained.numbers())
+        recorder.take(step, loss, trained.tensors_by_kind())
     recorder.recording().save(target)
 
 

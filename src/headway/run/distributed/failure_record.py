@@ -12,20 +12,15 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import headway
 from headway import errors
 from headway.errors import HeadwayError, PeerLost, WorkerFailed
 
-if TYPE_CHECKING:
-    from headway.run.distributed.launch_env import LaunchEnv
-
 FAILURES_FOLDER = "failures"
-_STEP = "headway_step"
 _SPEAKS = "headway_speaks"
 _ELSEWHERE = "headway_told_elsewhere"
 _OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
@@ -38,11 +33,9 @@ class FailureRecord:
     Attributes:
         step: The optimiser step that was being computed; None: outside of the steps.
         kind: Name of the class of errors.py that explains it.
-        what: See `HeadwayError`, as are `where` (already with rank and step), `why`, `fix`.
-        code: "HW-...".
-        secondary: The rank only noticed that another one failed.
+        what: See `HeadwayError`, as are `where` (with rank and step), `why` and `fix`.
+        secondary: The rank only noticed the failure of another one.
         time: Unix seconds.
-        trace: The stack trace, for developers.
     """
 
     rank: int
@@ -70,23 +63,6 @@ class FailureRecord:
         return error
 
 
-def mark_step(error: BaseException, step: int) -> None:
-    """Note on an exception in which optimiser step it was raised; the first note holds."""
-    if not hasattr(error, _STEP):
-        setattr(error, _STEP, step)
-
-
-def step_of(error: BaseException) -> int | None:
-    """The step noted on an exception, or on one that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None:
-        step = getattr(seen, _STEP, None)
-        if isinstance(step, int):
-            return step
-        seen = seen.__cause__
-    return None
-
-
 def mark_as_job_error(error: HeadwayError) -> HeadwayError:
     """Mark an error as the one that the user is told, although it began in another rank."""
     setattr(error, _SPEAKS, True)
@@ -104,22 +80,19 @@ def should_report(record: FailureRecord, error: BaseException) -> bool:
     return not record.secondary or getattr(error, _SPEAKS, False) is True
 
 
-def describe_failure(
-    place: LaunchEnv, step: int | None, error: BaseException, *, secondary: bool = False
-) -> FailureRecord:
+def describe_failure(rank: int, attempt: int, error: BaseException) -> FailureRecord:
     """The record of an exception; anything but a HeadwayError becomes a WorkerFailed."""
     known = error if isinstance(error, HeadwayError) else _explained(error)
     noted = re.search(r"\bstep (\d+)", known.where)
-    if step is None:
-        step = int(noted.group(1)) if noted else step_of(error)
-    where = f"rank {place.rank}" if step is None else f"rank {place.rank}, step {step}"
+    step = int(noted.group(1)) if noted else None
+    where = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
     if known.where.startswith(where):
         where = known.where
-    elif known.where and known.where not in (f"step {step}", f"rank {place.rank}"):
+    elif known.where and known.where not in (f"step {step}", f"rank {rank}"):
         where = f"{where}, {known.where}"
     return FailureRecord(
-        rank=place.rank,
-        attempt=place.attempt,
+        rank=rank,
+        attempt=attempt,
         step=step,
         kind=type(known).__name__,
         what=known.what,
@@ -128,7 +101,7 @@ def describe_failure(
         fix=known.fix,
         code=known.code,
         exit_code=known.exit_code,
-        secondary=secondary or isinstance(error, PeerLost) or hasattr(error, _ELSEWHERE),
+        secondary=isinstance(error, PeerLost) or hasattr(error, _ELSEWHERE),
         time=time.time(),
         trace="".join(traceback.format_exception(error)),
         problems=tuple(getattr(known, "problems", ())),
@@ -151,31 +124,18 @@ def _explained(error: BaseException) -> WorkerFailed:
     return WorkerFailed("an exception stopped this rank", why=why)
 
 
-def record_failure(
-    directory: Path,
-    place: LaunchEnv,
-    step: int | None,
-    error: BaseException,
-    secondary: bool = False,
-) -> FailureRecord:
-    """Write the record of an exception to DIRECTORY/failures.
-
-    Args:
-        place: Of this rank; its attempt and rank name the file.
-        step: None: the step noted by `mark_step`, if any.
-        secondary: The rank only noticed another one's failure; always so for PeerLost.
+def write_failure(directory: Path, record: FailureRecord) -> None:
+    """Write a record to DIRECTORY/failures.
 
     Raises:
         OSError: The disk is full or the directory cannot be written.
     """
-    record = describe_failure(place, step, error, secondary=secondary)
     folder = directory / FAILURES_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"attempt-{record.attempt}-rank-{record.rank:05d}.json"
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     aside.replace(path)
-    return record
 
 
 def read_failures(directory: Path, attempt: int) -> list[FailureRecord]:
@@ -189,11 +149,6 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     """The first primary record by time, then rank; None where all are secondary."""
     primary = [record for record in records if not record.secondary]
     return min(primary, key=lambda record: (record.time, record.rank), default=None)
-
-
-def failed_ranks(records: Sequence[FailureRecord]) -> tuple[int, ...]:
-    """The ranks that have a record, ascending."""
-    return tuple(sorted({record.rank for record in records}))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -1,18 +1,16 @@
-"""Heartbeat: detects a lost rank while main threads compute, and says who it was and why.
+"""Heartbeat: detects a lost rank while main threads compute, and says which one it was and why.
 
-A thread of each rank beats once a second on a connection of its own to rank 0, and rank 0 beats
-back. Rank 0 alone judges the others and sends its verdict to all; they judge only rank 0. A closed
-connection is noticed at once, a cut or frozen one by its silence. Nothing here blocks, so a dead
-network cannot hold up the judge, and a process that stood still itself (a suspended machine, a
-debugger on all ranks) judges nobody for that time. Beats are single bytes; a rank that has been at
-one thing for more than a second also says what, for messages about a stall.
+A thread of each rank sends a heartbeat to rank 0 once a second on a connection of its own, and rank
+0 answers. Rank 0 alone declares others lost and sends its verdict to all; they watch only rank 0.
+Heartbeats are single bytes; a rank that has been doing one thing for more than a second also says
+what it is doing, for messages about a stall.
 
-`HeartbeatConnection` tells a cut network from a frozen process: the other machine's kernel
+`HeartbeatConnection` distinguishes a cut network from a frozen process: the other machine's kernel
 acknowledges what is sent as long as it can be reached (TCP_INFO), and this machine's kernel knows
 what a process on it does (/proc). Both are evidence only; other systems have silence alone.
 
-`RankFailure` is the verdict, given once for the whole job, by rank 0 or by those whom rank 0 has
-left, and sent as JSON. One rank (where rank 0 is lost: one on each machine) reports it to the user.
+`RankFailure` is the verdict, given once for the whole job and sent as JSON. One rank reports it to
+the user; where rank 0 is lost, one on each machine.
 """
 
 from __future__ import annotations
@@ -38,23 +36,23 @@ from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.launch_env import LaunchEnv
 
 _CHUNK = 65536
-_UNACKED = 24
-_RETRANSMITS = 2
-"""Offsets in Linux's struct tcp_info."""
+# Offsets of tcpi_unacked and tcpi_retransmits in Linux's struct tcp_info (linux/tcp.h).
+_UNACKED, _RETRANSMITS = 24, 2
+# Below this silence /proc and TCP_INFO are not even read.
 _SUSPICIOUS_SECONDS = 2.0
+# Code may hold Python's lock (a large pickle, a compiler), which stops this thread, too.
 _LENIENCE = 10.0
 _BUSY_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Who a process is.
+    """A process of the job, as the others know it.
 
     Attributes:
-        node: Number of its machine, as the launcher counts.
         host: Name of its machine, as the launcher calls it, or else the machine itself.
         machine: The same text for all processes that can see each other in /proc; "" elsewhere.
-        started: When it started, in the kernel's count; tells it from a later process of its id.
+        started: Start time in the kernel's clock ticks, because process ids are used again.
     """
 
     rank: int
@@ -84,18 +82,18 @@ class ProcessIdentity:
 
 
 class HeartbeatConnection:
-    """A connection to another rank; used by the heartbeat's thread only.
+    """A connection to another rank; only the heartbeat's thread uses it.
 
     Attributes:
-        link: The socket, which never blocks.
         identity: Who it is; None until it has said so.
-        heard: When something came from it, in `time.monotonic` seconds.
-        doing: What it has been doing for more than a second, and since when; "" where it moves on.
+        heard: When something last arrived from it, in `time.monotonic` seconds.
+        doing: What it has done for more than a second, and since when; "" while it progresses.
         preparing: It has not begun its first step.
-        left: It said goodbye: nothing is expected of it any more.
+        left: It said goodbye: no more heartbeats are expected.
     """
 
     def __init__(self, link: socket.socket, now: float) -> None:
+        # Nothing here may block: a dead network must not stop the thread that detects it.
         link.setblocking(False)
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,22 +107,20 @@ class HeartbeatConnection:
         self._out = b""
         self._cpu: tuple[float, float] | None = None
 
-    # -- the line ----------------------------------------------------------------------------
-
     def send(self, message: Mapping[str, Any] | None = None) -> None:
-        """Send a message, or without one a beat: a single byte."""
+        """Send a message; without one, a heartbeat of a single byte."""
         text = b"" if message is None else json.dumps(message).encode()
         self._out += text + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what the network did not take yet."""
+        """Send what the socket's buffer had no room for."""
         if self._out:
             with suppress(OSError):
                 self._out = self._out[self.link.send(self._out) :]
 
     def receive(self, now: float) -> list[dict[str, Any]] | None:
-        """The messages that have come (a beat is an empty one); None: the connection is closed."""
+        """The messages that have arrived (a heartbeat is empty); None: the connection is closed."""
         try:
             data = self.link.recv(_CHUNK)
         except BlockingIOError:
@@ -144,25 +140,21 @@ class HeartbeatConnection:
         return messages
 
     def take_beat(self, message: Mapping[str, Any], now: float) -> None:
-        """Note what a beat says: nothing (it moves on), or what it has been doing for how long."""
+        """Note what the rank is doing, and for how long; nothing while it progresses."""
         self.preparing = bool(message.get("preparing"))
         self.doing = (str(message.get("doing", "")), now - float(message.get("seconds", 0.0)))
 
-    def forgive(self, now: float) -> None:
-        """Begin to count anew: this process stood still itself."""
+    def restart_timer(self, now: float) -> None:
+        """Measure silence from now on: this process stood still itself."""
         self.heard, self._cpu = now, None
 
-    # -- the evidence ------------------------------------------------------------------------
-
     def overdue(self, now: float, patience: float, machine: str) -> bool:
-        """Whether it is to be given up: silent for longer than its excuses last.
+        """Whether the rank has been silent for too long.
 
         Args:
             now: `time.monotonic` seconds.
-            patience: Seconds of silence without an excuse. Where its machine answers, a process
-                that prepares (reads data, builds a model) or computes has ten times as much: code
-                may hold Python's lock.
-            machine: Of this process, see `ProcessIdentity.machine`.
+            patience: Seconds of silence that are allowed. A process that prepares (reads data,
+                builds a model) or computes gets ten times as much while its machine answers.
         """
         silent = now - self.heard
         if self.left or self.identity is None or silent < min(patience / 2, _SUSPICIOUS_SECONDS):
@@ -181,10 +173,11 @@ class HeartbeatConnection:
         except OSError:
             return None
         (unacknowledged,) = struct.unpack_from("=I", info, _UNACKED)
+        # Unacknowledged alone is normal for a round trip; sent again as well, nobody answers.
         return not (unacknowledged and info[_RETRANSMITS])
 
     def busy(self, now: float, machine: str) -> bool:
-        """Whether it is a process of this machine that computes, or waits for a core or a disk."""
+        """Whether it is a process of this machine that computes or waits for a core or a disk."""
         if not self.is_here(machine):
             return False
         assert self.identity is not None
@@ -192,23 +185,19 @@ class HeartbeatConnection:
         if self._cpu is None:
             self._cpu = (now, seconds)
         since, before = self._cpu
+        # R: running or waiting for a core; D: uninterruptible, as a rule in a disk access.
         return state in ("R", "D") or seconds - before > _BUSY_SHARE * (now - since)
 
     def is_here(self, machine: str) -> bool:
-        """Whether its process lives, and this one can see it."""
+        """Whether its process is alive and visible in this machine's /proc."""
         known = self.identity
         if known is None or not machine or known.machine != machine:
             return False
         return bool(known.started) and _facts(known.pid)[2] == known.started
 
 
-def hello_message(identity: ProcessIdentity, token: str) -> dict[str, Any]:
-    """What a rank says first."""
-    return {"hello": asdict(identity), "token": token}
-
-
-def read_identity(message: Mapping[str, Any]) -> ProcessIdentity | None:
-    """Who says hello; None where it is none."""
+def _read_identity(message: Mapping[str, Any]) -> ProcessIdentity | None:
+    """The sender of a hello; None where the message is none."""
     try:
         return ProcessIdentity(**message["hello"])
     except (KeyError, TypeError):
@@ -218,6 +207,8 @@ def read_identity(message: Mapping[str, Any]) -> ProcessIdentity | None:
 def _facts(pid: int) -> tuple[str, float, str]:
     """State letter, CPU seconds and start of a process; empty where it is gone or unknown."""
     try:
+        # proc(5): behind the command's name, which may contain spaces and brackets itself, stand
+        # the state (field 3), user and system time (14, 15) and the start (22).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return fields[0], seconds, fields[19]
@@ -225,26 +216,23 @@ def _facts(pid: int) -> tuple[str, float, str]:
         return "", 0.0, ""
 
 
-# The loss of a rank: who, how it was noticed, and the error that says so.
-
-
 FailureKind = Literal["silent", "gone", "failed"]
 MachineNaming = Literal["", "node", "host"]
 """How machines are named: not at all (there is one), by number, by host name."""
-_RESUME = "Then go on with --resume."
+_RESUME = "Then rerun with --resume."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """Why the job cannot go on.
+    """Why the job cannot continue.
 
     Attributes:
-        kind: "silent": nothing was heard for too long; "gone": the connection was closed without a
-            word; "failed": the rank said so itself.
+        kind: "silent": no heartbeat for too long; "gone": the connection closed unexpectedly;
+            "failed": the rank itself reported an error.
         what: See `HeadwayError`, as are `why` and `fix`.
-        first: This rank has found it out itself.
-        speaks: This rank tells it to the user.
-        frozen: Process ids on this machine of silent ranks, which nobody else would end.
+        detected: This rank detected the failure itself.
+        reports: This rank reports it to the user.
+        frozen: Process ids of silent ranks on this machine, which nobody else would end.
     """
 
     kind: FailureKind
@@ -252,26 +240,22 @@ class RankFailure:
     what: str
     why: str = ""
     fix: str = ""
-    first: bool = field(default=False, compare=False)
-    speaks: bool = field(default=False, compare=False)
+    detected: bool = field(default=False, compare=False)
+    reports: bool = field(default=False, compare=False)
     frozen: tuple[int, ...] = field(default=(), compare=False)
 
     def error(self, where: str = "") -> HeadwayError:
-        """The error to raise: silence is a wait without an end, the rest is a lost peer.
-
-        Args:
-            where: "step 17".
-        """
-        kind = Stalled if self.kind == "silent" and self.first else PeerLost
+        """The error to raise: `Stalled` where this rank waited in vain, else `PeerLost`."""
+        kind = Stalled if self.kind == "silent" and self.detected else PeerLost
         error = kind(self.what, where=where, why=self.why, fix=self.fix)
-        return mark_as_job_error(error) if self.speaks else error
+        return mark_as_job_error(error) if self.reports else error
 
-    def message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """The verdict for the other ranks."""
         return {name: asdict(self)[name] for name in ("kind", "ranks", "what", "why", "fix")}
 
     @classmethod
-    def heard(cls, verdict: Mapping[str, Any]) -> RankFailure:
+    def from_message(cls, verdict: Mapping[str, Any]) -> RankFailure:
         """The verdict of another rank."""
         kind: FailureKind = verdict["kind"]
         return cls(
@@ -284,22 +268,18 @@ class RankFailure:
 
 
 def silent_ranks(
-    peers: Collection[HeartbeatConnection], own: ProcessIdentity, now: float, spread: MachineNaming
+    peers: Collection[HeartbeatConnection], own: ProcessIdentity, now: float, naming: MachineNaming
 ) -> RankFailure:
-    """Nothing is heard of some ranks.
-
-    Args:
-        now: `time.monotonic` seconds.
-    """
+    """The failure of ranks without a heartbeat."""
     seconds = min(now - peer.heard for peer in peers)
-    names = name_rank_machines((_known(peer) for peer in peers), spread)
+    names = name_rank_machines((_known(peer) for peer in peers), naming)
     to_hub = own.rank != 0
     if to_hub:
-        what = f"{names} cannot be reached from {name_rank_machines([own], spread)}"
-        why = f"Nothing has been heard of it for {seconds:.0f} s. "
+        what = f"{names} cannot be reached from {name_rank_machines([own], naming)}"
+        why = f"No heartbeat has arrived for {seconds:.0f} s. "
     else:
         have = "has" if len(peers) == 1 else "have"
-        what = f"{names} {have} not been heard of for {seconds:.0f} s"
+        what = f"{names} {have} sent no heartbeat for {seconds:.0f} s"
         why = ""
     answers = {peer.answers() for peer in peers}
     why += _reason(answers)
@@ -309,10 +289,10 @@ def silent_ranks(
         ranks=tuple(sorted(_known(peer).rank for peer in peers)),
         what=what,
         why="\n  ".join([why, *words[:4]]),
-        fix="Look at these processes, their machine and its link. Code that holds Python's lock "
-        f"for long needs more --patience. {_RESUME}",
-        first=True,
-        speaks=not to_hub or _speaks_for_node(own, _known(next(iter(peers)))),
+        fix="Check these processes, their machine and its link. Code that holds Python's lock for "
+        f"long needs more --patience. {_RESUME}",
+        detected=True,
+        reports=not to_hub or _reports_for_node(own, _known(next(iter(peers)))),
         frozen=tuple(
             _known(peer).pid
             for peer in peers
@@ -322,45 +302,45 @@ def silent_ranks(
 
 
 def closed_connection(
-    peer: HeartbeatConnection, own: ProcessIdentity, spread: MachineNaming
+    peer: HeartbeatConnection, own: ProcessIdentity, naming: MachineNaming
 ) -> RankFailure:
-    """A connection was closed without a word."""
+    """The failure of a rank whose connection closed without a goodbye."""
     lost = _known(peer)
     return RankFailure(
         kind="gone",
         ranks=(lost.rank,),
-        what=f"{name_rank_machines([lost], spread)} vanished",
-        why="Its connection was closed without a word: the process was killed, or it crashed.",
+        what=f"{name_rank_machines([lost], naming)} vanished",
+        why="Its connection closed unexpectedly: the process was killed, or it crashed.",
         fix="Its own error, or the signal that killed it (see dmesg), is the cause. " + _RESUME,
-        first=True,
-        speaks=own.rank == 0 or _speaks_for_node(own, lost),
+        detected=True,
+        reports=own.rank == 0 or _reports_for_node(own, lost),
     )
 
 
-def reported_failure(rank: ProcessIdentity, text: str, spread: MachineNaming) -> RankFailure:
-    """A rank has said that it ends with an error; it tells that itself."""
+def reported_failure(rank: ProcessIdentity, text: str, naming: MachineNaming) -> RankFailure:
+    """The failure of a rank that has announced its own error, and reports it itself."""
     return RankFailure(
         kind="failed",
         ranks=(rank.rank,),
-        what=f"{name_rank_machines([rank], spread)} failed: {text}",
+        what=f"{name_rank_machines([rank], naming)} failed: {text}",
         fix="Its own error is the cause.",
     )
 
 
-def name_rank_machines(ranks: Iterable[ProcessIdentity], spread: MachineNaming) -> str:
+def name_rank_machines(ranks: Iterable[ProcessIdentity], naming: MachineNaming) -> str:
     """ "rank 1"; in a job of several machines "rank 1 on node-a and ranks 2 and 3 on node-b"."""
     known = sorted(ranks, key=lambda identity: identity.rank)
-    if not spread:
+    if not naming:
         return name_ranks(identity.rank for identity in known)
     places: dict[str, list[int]] = {}
     for identity in known:
-        place = identity.host if spread == "host" else f"node {identity.node}"
+        place = identity.host if naming == "host" else f"node {identity.node}"
         places.setdefault(place, []).append(identity.rank)
     return " and ".join(f"{name_ranks(ranks)} on {place}" for place, ranks in places.items())
 
 
 def machine_naming(ranks: Iterable[ProcessIdentity]) -> MachineNaming:
-    """How machines are to be named in a job of these ranks."""
+    """How machines are named in a job of these ranks."""
     known = list(ranks)
     if len({identity.host for identity in known}) > 1:
         return "host"
@@ -369,21 +349,21 @@ def machine_naming(ranks: Iterable[ProcessIdentity]) -> MachineNaming:
 
 def _reason(answers: set[bool | None]) -> str:
     if answers == {False}:
-        return "What is sent there is not acknowledged: the network is cut, or the machine is down."
+        return "Nothing sent there is acknowledged: the network is cut, or the machine is down."
     if answers == {True}:
         return (
-            "The machine answers, the process does not: it was stopped, it swaps, or its code "
-            "holds Python's lock."
+            "The machine answers, the process does not: it was stopped, it is swapping, or its "
+            "code holds Python's lock."
         )
     return "It was killed or stopped, or its network is cut."
 
 
 def _last_words(peer: HeartbeatConnection) -> str:
-    return f"The last that rank {_known(peer).rank} said: {peer.doing[0]}."
+    return f"Last report of rank {_known(peer).rank}: {peer.doing[0]}."
 
 
-def _speaks_for_node(own: ProcessIdentity, hub: ProcessIdentity) -> bool:
-    """Of those whom rank 0 has left, the first of each machine tells it there."""
+def _reports_for_node(own: ProcessIdentity, hub: ProcessIdentity) -> bool:
+    """Where rank 0 is lost, the first remaining rank of each machine reports it there."""
     return own.local_rank == (1 if own.node == hub.node else 0)
 
 
@@ -392,38 +372,30 @@ def _known(peer: HeartbeatConnection) -> ProcessIdentity:
     return peer.identity
 
 
-# Every rank hears of every other one, whatever their main threads are doing.
-
-
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.25
 _STOOD_STILL_SECONDS = 2.0
+# Ranks that fell silent this shortly after each other belong to one verdict.
 _TOGETHER_SECONDS = 1.5
-"""Ranks that fell silent this shortly after each other belong to one verdict."""
+# Where a link is cut in the middle, rank 0, which sees most, must be the first to judge.
 _AFTER_RANK_0_SECONDS = 0.75
-"""Where a link is cut in the middle, rank 0, who sees most, is to speak first."""
 _CONNECT_SECONDS = 5.0
 
 StatusSource = Callable[[], tuple[str, float, bool]]
-"""What a rank is doing, since when (`time.monotonic`), and whether it still prepares."""
+"""What a rank is doing, since when (`time.monotonic`), and whether it is still preparing."""
 
 
 @dataclass(frozen=True)
 class HeartbeatListener:
-    """Where rank 0 waits for the others.
-
-    Attributes:
-        socket: Bound to a free port of all interfaces.
-        token: What the ranks of this job know.
-    """
+    """Rank 0's listening socket, and the token that the ranks of this job know."""
 
     socket: socket.socket
     token: str
 
     @classmethod
     def open(cls) -> HeartbeatListener:
-        """Listen at a free port."""
+        """Listen on a free port of all interfaces."""
         if socket.has_dualstack_ipv6():
             server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         else:
@@ -446,18 +418,17 @@ def connect_heartbeat(host: str, notice: str, own: ProcessIdentity) -> Heartbeat
     port, token = notice.split()
     link = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
     peer = HeartbeatConnection(link, time.monotonic())
-    peer.send(hello_message(own, token))
+    peer.send({"hello": asdict(own), "token": token})
     return peer
 
 
 class Heartbeat:
-    """The thread of one rank; `start`, then `stop` in the end.
+    """The heartbeat thread of one rank.
 
     Args:
-        listener: Of rank 0.
-        hub: Of the others: the connection to rank 0.
+        hub: The connection to rank 0; None on rank 0.
         patience: Seconds of silence until a rank is lost.
-        on_loss: Called once, in the thread, when somebody is lost.
+        on_loss: Called once, in the thread, when a rank is lost.
     """
 
     def __init__(
@@ -467,7 +438,7 @@ class Heartbeat:
         listener: HeartbeatListener | None = None,
         hub: HeartbeatConnection | None = None,
         patience: float = HEARTBEAT_TIMEOUT_SECONDS,
-        said: StatusSource = lambda: ("", time.monotonic(), False),
+        status: StatusSource = lambda: ("", time.monotonic(), False),
         on_loss: Callable[[RankFailure], None] = lambda loss: None,
     ) -> None:
         self.loss: RankFailure | None = None
@@ -475,7 +446,7 @@ class Heartbeat:
         self._own = own
         self._listener = listener
         self._patience = patience + (_AFTER_RANK_0_SECONDS if listener is None else 0.0)
-        self._said = said
+        self._status = status
         self._on_loss = on_loss
         self._peers: list[HeartbeatConnection] = [] if hub is None else [hub]
         self._states: dict[int, tuple[str, float]] = {}
@@ -495,16 +466,12 @@ class Heartbeat:
         _close_in_children(self)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         atexit.register(self.stop)
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """End the thread; the others hear a goodbye, or with `failure` why this rank fails.
-
-        Args:
-            failure: One line about this rank's own error.
-        """
+        """End the thread with a goodbye, or with a line that says why this rank fails."""
         if self._ended or (failure is not None and self.loss is not None):
             return
         self._farewell = {"bye": 1} if failure is None else {"failed": failure}
@@ -515,16 +482,12 @@ class Heartbeat:
             self._thread.join(_BEAT_SECONDS)
 
     def beat_now(self) -> None:
-        """Have the thread say at once what this rank does, and not at its next second."""
+        """Report what this rank is doing at once, not at the next second."""
         with suppress(OSError):
             self._wake.send(b"\0")
 
     def states(self, seconds: float = 1.0) -> dict[int, tuple[str, float]]:
-        """What the ranks do and for how many seconds; "" for those that move on.
-
-        Args:
-            seconds: Longest wait for rank 0, which knows.
-        """
+        """What the ranks are doing and for how many seconds; "" for those that progress."""
         if self._listener is None:
             self._answered.clear()
             self._question = True
@@ -534,7 +497,7 @@ class Heartbeat:
         return self._known_states(time.monotonic())
 
     def close_copies(self) -> None:
-        """In a forked child: it must not hold the connections open when this rank dies."""
+        """Close a forked child's copies, which would hold the connections open after a death."""
         sockets = [self._wake, self._woken, *(peer.link for peer in list(self._peers))]
         if self._listener is not None:
             sockets.append(self._listener.socket)
@@ -551,15 +514,17 @@ class Heartbeat:
             now = time.monotonic()
             for key, _ in ready:
                 self._take(key, now)
+            # A process that stood still itself (a suspended machine, a debugger on all ranks)
+            # cannot tell whether the others did: it judges nobody for that time.
             if now - last > _STOOD_STILL_SECONDS:
                 for peer in self._peers:
-                    peer.forgive(now)
+                    peer.restart_timer(now)
             last = now
             if now >= beat:
                 self._beat(now)
                 beat = now + _BEAT_SECONDS
             if self.loss is None:
-                self._judge(now)
+                self._check_silence(now)
         if self.loss is None:
             self._say_goodbye()
         else:
@@ -567,7 +532,7 @@ class Heartbeat:
         self._close()
 
     def _beat(self, now: float) -> None:
-        text, since, preparing = self._said()
+        text, since, preparing = self._status()
         long = text and now - since > _BEAT_SECONDS
         facts: dict[str, Any] = {"doing": text, "seconds": now - since} if long else {}
         if preparing:
@@ -576,8 +541,7 @@ class Heartbeat:
             peer.send(facts or None)
 
     def _take(self, key: selectors.SelectorKey, now: float) -> None:
-        """Something is ready: a word to the thread, a new connection, or a message."""
-        if key.fileobj is self._woken:
+        if key.fileobj is self._woken:  # this rank's own main thread wants something
             with suppress(BlockingIOError):
                 self._woken.recv(64)
             self._beat(now)
@@ -588,9 +552,9 @@ class Heartbeat:
         elif isinstance(key.data, HeartbeatConnection):
             self._hear(key.data, now)
         else:
-            self._welcome(now)
+            self._accept(now)
 
-    def _welcome(self, now: float) -> None:
+    def _accept(self, now: float) -> None:
         assert self._listener is not None
         with suppress(OSError):
             link, _ = self._listener.socket.accept()
@@ -602,36 +566,38 @@ class Heartbeat:
         messages = peer.receive(now)
         if messages is None:
             if peer.identity is not None and not peer.left:
-                # A frozen process that somebody else has just given up and killed was silent.
+                # A frozen process that its launcher has just killed counts as silent.
                 quiet = now - peer.heard > max(self._patience - _TOGETHER_SECONDS, _BEAT_SECONDS)
-                loss = silent_ranks([peer], self._own, now, self._spread()) if quiet else None
-                self._lose(loss or closed_connection(peer, self._own, self._spread()))
+                loss = silent_ranks([peer], self._own, now, self._naming()) if quiet else None
+                self._declare_lost(loss or closed_connection(peer, self._own, self._naming()))
             self._drop(peer)
             return
         for message in messages:
             if peer.identity is None and not self._introduced(peer, message):
                 return
-            self._obey(peer, message, now)
+            self._handle(peer, message, now)
 
     def _introduced(self, peer: HeartbeatConnection, message: dict[str, Any]) -> bool:
-        """Whether a connection says who it is; a stranger is turned away."""
+        """Whether a connection identifies itself; one without the job's token is closed."""
         known = self._listener is None or secrets.compare_digest(
             str(message.get("token")), self._listener.token
         )
-        peer.identity = read_identity(message) if known else None
+        peer.identity = _read_identity(message) if known else None
         if peer.identity is None:
             self._drop(peer)
         elif self._listener is not None:
             peer.send({"hello": asdict(self._own)})
         return peer.identity is not None
 
-    def _obey(self, peer: HeartbeatConnection, message: dict[str, Any], now: float) -> None:
+    def _handle(self, peer: HeartbeatConnection, message: dict[str, Any], now: float) -> None:
         if "verdict" in message:
             with suppress(KeyError, TypeError, ValueError):
-                self._lose(RankFailure.heard(message["verdict"]))
+                self._declare_lost(RankFailure.from_message(message["verdict"]))
         elif "failed" in message:
             assert peer.identity is not None
-            self._lose(reported_failure(peer.identity, str(message["failed"]), self._spread()))
+            self._declare_lost(
+                reported_failure(peer.identity, str(message["failed"]), self._naming())
+            )
         elif "bye" in message:
             peer.left = True
         elif "ask" in message:
@@ -648,9 +614,9 @@ class Heartbeat:
         self._peers.remove(peer)
         peer.link.close()
 
-    # -- judging -----------------------------------------------------------------------------
+    # -- deciding -----------------------------------------------------------------------------
 
-    def _judge(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         for peer in self._peers:
             peer.flush()
         machine = self._own.machine
@@ -658,23 +624,22 @@ class Heartbeat:
             return
         shorter = max(self._patience - _TOGETHER_SECONDS, 0.0)
         late = [peer for peer in self._peers if peer.overdue(now, shorter, machine)]
-        self._lose(silent_ranks(late, self._own, now, self._spread()))
+        self._declare_lost(silent_ranks(late, self._own, now, self._naming()))
 
-    def _lose(self, loss: RankFailure) -> None:
-        """The first loss counts; rank 0 tells it to all, also to those that are given up."""
-        if self.loss is not None:
+    def _declare_lost(self, loss: RankFailure) -> None:
+        if self.loss is not None:  # the first one is the cause; what follows are its effects
             return
         self.loss = loss
-        if self._listener is not None:
+        if self._listener is not None:  # to lost ranks, too: a slow one learns why it must end
             for peer in self._partners():
-                peer.send({"verdict": loss.message()})
+                peer.send({"verdict": loss.to_message()})
         self.lost.set()
 
     def _say_goodbye(self) -> None:
         if self._listener is not None and self._farewell and "failed" in self._farewell:
             text = self._farewell["failed"]
-            loss = reported_failure(self._own, text, self._spread())
-            self._farewell = {"verdict": loss.message()}
+            loss = reported_failure(self._own, text, self._naming())
+            self._farewell = {"verdict": loss.to_message()}
         for peer in self._partners():
             peer.send(self._farewell)
 
@@ -689,15 +654,15 @@ class Heartbeat:
             self._listener.socket.close()
 
     def _partners(self) -> list[HeartbeatConnection]:
-        """Those to talk to: everybody who has said who it is, and rank 0 in any case."""
+        """All ranks that have identified themselves, and rank 0 in any case."""
         return [p for p in self._peers if p.identity is not None or self._listener is None]
 
-    def _spread(self) -> MachineNaming:
+    def _naming(self) -> MachineNaming:
         known = [peer.identity for peer in self._peers if peer.identity is not None]
         return machine_naming([self._own, *known])
 
     def _known_states(self, now: float) -> dict[int, tuple[str, float]]:
-        text, since, _ = self._said()
+        text, since, _ = self._status()
         states = {self._own.rank: (text, now - since)}
         for peer in list(self._peers):
             if peer.identity is not None:
@@ -706,7 +671,8 @@ class Heartbeat:
 
 
 def _close_in_children(heartbeat: Heartbeat) -> None:
-    """Data-loading children are forked: with a copy of the connection they would hide a death."""
+    # Data-loading children are forked: with a copy of the connection they would hide a death. A
+    # weak reference, because functions registered here are never removed.
     reference = weakref.ref(heartbeat)
 
     def close() -> None:

@@ -31,10 +31,7 @@ class LaunchEnv:
     """The place of this process in its world.
 
     Attributes:
-        rank: 0 to ranks - 1.
-        ranks: Number of processes of the whole world.
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
-        local_ranks: Number of processes on this machine.
         attempt: How often the launcher has restarted the workers; agents of several machines may
             count differently (`World.join` agrees on one number).
         launcher: "headway", "torchrun", "environment", "mpi", "slurm" or "alone".
@@ -42,10 +39,10 @@ class LaunchEnv:
         agent_store: A store of the launching agent already listens at the meeting point (else
             rank 0 opens one there).
         node_name: What the launcher calls this machine; empty: nothing, see `node`.
-        pace: Given by an emulation without root: the file by which the ranks of this node share
-            one interface, and its rate in bytes per second, for `comm.pacing.Pace.of`.
-        emergency: Reports an error and ends this process, from any thread; does not return. Given
-            by who called the rank's program; None: nobody, the program is the user's own.
+        pace: In an emulation without root, the file through which the ranks of this node share one
+            interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
+        emergency: Reports an error and ends this process, from any thread; does not return. Set by
+            whoever called the rank's program; None in a program of the user's own.
     """
 
     rank: int
@@ -83,9 +80,6 @@ class LaunchEnv:
     @classmethod
     def here(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
         """Read the place of this process.
-
-        Args:
-            environ: The environment variables; None: those of the process.
 
         Raises:
             UsageError: Variables are missing, are no numbers, or contradict each other.
@@ -300,7 +294,6 @@ def expand_slurm_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str
 
     Args:
         text: The list; several bracket groups in one name are multiplied out.
-        name: The variable that it came from, for the message.
 
     Raises:
         UsageError: The text is no such list.

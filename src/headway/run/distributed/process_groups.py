@@ -10,26 +10,20 @@ belongs to a checkpoint that may be written meanwhile.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from headway.collective.nodes import Nodes
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
-from headway.errors import HeadwayError, WorkerFailed
 from headway.plans import Plan
-from headway.plans.layer_split import TENSOR
-from headway.plans.tensor_layout import TensorGrid
-from headway.run.distributed.failure_record import mark_reported_elsewhere, summarize_exception
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -53,73 +47,6 @@ def find_nodes(world: World) -> Nodes:
     names: list[str | None] = [None] * world.ranks
     dist.all_gather_object(names, own, group=world.side_group)
     return Nodes.of([str(name) for name in names])
-
-
-# The mesh of a plan as torch's, with one axis taken apart into finer ones.
-
-
-def refined_mesh(
-    plan: Plan, world: World, name: str, axes: Mapping[str, int], *, first: bool = False
-) -> DeviceMesh:
-    """All ranks, in the order of the plan; collective.
-
-    Args:
-        axes: Names and sizes that take its place, the last one innermost.
-        first: Those come first among the mesh's dims; what lies where stays as it is.
-    """
-    found: dict[str, int] = {}
-    for axis in plan.mesh.axes:
-        found |= axes if axis.name == name else {axis.name: axis.size}
-    ranks = torch.arange(plan.ranks, dtype=torch.int).view(*found.values())
-    names = list(found)
-    if first:
-        order = sorted(names, key=lambda one: one not in axes)
-        ranks = ranks.permute([names.index(one) for one in order]).contiguous()
-        names = order
-    return DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(names))
-
-
-def grid_axes(grid: TensorGrid) -> dict[str, int]:
-    """Names and sizes of the dims that take the place of the axis of the tensor split."""
-    return {f"{TENSOR}_{axis}": size for axis, size in grid.sizes}
-
-
-# What rank 0 finds out counts for all ranks, and so does its error.
-
-
-Result = TypeVar("Result")
-
-
-def broadcast_from_rank0(
-    rank: int, find: Callable[[], Result], exchanging: AbstractContextManager[None]
-) -> Result:
-    """The same on all ranks; collective.
-
-    Args:
-        find: Called on rank 0 alone; its result travels pickled.
-
-    Raises:
-        HeadwayError: What `find` raised on rank 0. Another exception, of the user's code, is raised
-            there as it is, and a `WorkerFailed` on the other ranks.
-    """
-    found: list[Any] = [None]
-    cause: Exception | None = None
-    if rank == 0:
-        try:
-            found = [find()]
-        except HeadwayError as error:
-            found, cause = [error], error
-        except Exception as error:
-            # It may not be picklable, and its class may not exist elsewhere: its text travels.
-            found, cause = [WorkerFailed(summarize_exception(error), where="rank 0")], error
-    with exchanging:
-        dist.broadcast_object_list(found, src=0)
-    if cause is not None:
-        raise cause
-    if isinstance(found[0], HeadwayError):
-        raise mark_reported_elsewhere(found[0])
-    result: Result = found[0]
-    return result
 
 
 # Tensors that lie on different ranks, sent from one rank to another on the default group.
@@ -168,7 +95,6 @@ def copy_to_holders(
 
     Args:
         pairs: (owner, holder) -> names, in an order that is the same on all ranks.
-        tensors: By name; those of the holder are changed.
     """
     for (source, target), names in pairs.items():
         chosen = [tensors[name].detach() for name in names]

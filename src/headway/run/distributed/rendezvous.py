@@ -37,7 +37,6 @@ class RendezvousResult:
     Attributes:
         store: The fresh store; rank 0 hosts it.
         attempt: The highest restart count that any rank was told.
-        notice: What rank 0 wanted all to know.
     """
 
     store: TCPStore
@@ -49,9 +48,7 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     """Wait until all ranks have arrived in one fresh store; collective.
 
     Args:
-        place: Of this rank, with ranks > 1.
         seconds: Longest wait for all ranks together.
-        notice: Of rank 0: a text for all.
 
     Raises:
         Stalled: Names the ranks that have not arrived.

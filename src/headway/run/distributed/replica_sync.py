@@ -76,11 +76,7 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
 
 
 def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) -> dict[str, int]:
-    """Of what this rank has of each parameter: "name" or, of a part, "name at (0, 4)".
-
-    Args:
-        parameters: By logical name; whole, or in parts.
-    """
+    """Of what this rank has of each parameter: "name" or, of a part, "name at (0, 4)"."""
     found = {}
     for name, parameter in parameters.items():
         if parameter not in away:

@@ -2,14 +2,11 @@
 
 A world of one rank has no process group and no store. Larger ones use torch's own process groups
 (gloo on CPUs, NCCL beside it on GPUs). What torch raises when an exchange breaks becomes one of two
-errors: a peer vanished (`PeerLost`), or somebody does not come (`Stalled`).
+errors: a rank was lost (`PeerLost`), or one does not arrive (`Stalled`).
 
-`Watchdog`: after the loss of a rank this process ends within seconds, and the reason is reported
-before. A main thread that comes to an exchange raises there; one that waits in an exchange is
-released by breaking its connections; one that does neither (slow user code, a hang) is ended. A
-thread that waits inside gloo cannot be interrupted, but a connection that closes makes torch raise
-as if the peer had died. Only sockets opened since the watchdog started and not owned by a socket
-object of Python are closed; on Linux only.
+`Watchdog`: after the loss of a rank this process reports the reason and ends within seconds. A main
+thread that comes to an exchange raises there; one that waits in an exchange is released by breaking
+its connections; one that does neither (slow user code, a hang) is ended.
 """
 
 from __future__ import annotations
@@ -21,18 +18,23 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from headway.errors import HeadwayError, PeerLost, Stalled, UsageError
-from headway.run.distributed.failure_record import name_ranks, summarize_exception
+from headway.errors import HeadwayError, PeerLost, Stalled, UsageError, WorkerFailed
+from headway.run.distributed.failure_record import (
+    mark_reported_elsewhere,
+    name_ranks,
+    summarize_exception,
+)
 from headway.run.distributed.heartbeat import (
     HEARTBEAT_TIMEOUT_SECONDS,
     Heartbeat,
@@ -58,11 +60,12 @@ def open_sockets() -> dict[int, str]:
 
 
 def break_connections(kept: frozenset[str]) -> int:
-    """End all connections of foreign code that are not among `kept`; returns how many.
+    """Shut down torch's connections, all but the identities in `kept`; returns how many.
 
-    Args:
-        kept: Identities of sockets that are left alone.
+    On Linux only; elsewhere nothing is known of the sockets of foreign code.
     """
+    # A thread that waits inside gloo cannot be interrupted, but a connection that closes makes
+    # torch raise as if the peer had died. Sockets that Python owns are not torch's.
     # Not isinstance: it asks objects for their __class__, which runs code of lazy ones.
     of_python = {
         thing.fileno() for thing in gc.get_objects() if issubclass(type(thing), socket.socket)
@@ -82,18 +85,15 @@ def break_connections(kept: frozenset[str]) -> int:
     return broken
 
 
-# What a rank does when another one is lost: it raises in its main thread, or ends the process.
-
-
 MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
+# For the main thread to notice a closed connection, or its own error, before it is made to.
 _BY_ITSELF_SECONDS = 1.0
-"""For the main thread to notice a closed connection, or its own error, before it is made to."""
+# For the main thread to report once its connections are broken.
 _LET_GO_SECONDS = 1.5
-"""For the main thread to report once its connections are broken."""
 
 
 def check_heartbeat_timeout(seconds: float) -> None:
-    """Refuse a patience in which a few lost packets would end a job.
+    """Refuse a time-out within which a few lost packets would end a job.
 
     Raises:
         UsageError: Less than two seconds, and not 0 (no heartbeat).
@@ -101,22 +101,18 @@ def check_heartbeat_timeout(seconds: float) -> None:
     if seconds and not seconds >= MIN_HEARTBEAT_TIMEOUT_SECONDS:
         raise UsageError(
             f"a patience of {seconds:g} s is too short",
-            why="Ranks beat once a second.",
-            fix=f"Give at least {MIN_HEARTBEAT_TIMEOUT_SECONDS:g} s, or 0 to rely on "
-            "time-outs alone.",
+            why="Ranks send a heartbeat once a second.",
+            fix=f"Give at least {MIN_HEARTBEAT_TIMEOUT_SECONDS:g} s, or 0 to rely on the "
+            "time-outs of exchanges alone.",
         )
 
 
 class Watchdog:
-    """One rank's, for as long as its world lasts.
-
-    Args:
-        place: Where this rank is; its `emergency` ends the process.
-    """
+    """Ends this process when another rank is lost; one for each world."""
 
     def __init__(self, place: LaunchEnv) -> None:
         self._place = place
-        self._said: tuple[str, tuple[object, ...], float] = ("", (), time.monotonic())
+        self._status: tuple[str, tuple[object, ...], float] = ("", (), time.monotonic())
         self._begun = False
         self._waiting = 0
         self._over = threading.Event()
@@ -130,13 +126,10 @@ class Watchdog:
         notice: str,
         patience: float = HEARTBEAT_TIMEOUT_SECONDS,
     ) -> None:
-        """Begin to hear of the other ranks; later connections may be broken to let go of torch.
+        """Start the heartbeat. Connections opened later may be broken to release the main thread.
 
         Args:
-            listener: Of rank 0.
-            host: Where the others reach rank 0.
-            notice: What rank 0's listener wants them to know; "": there is no heartbeat.
-            patience: Seconds of silence until a rank is lost.
+            notice: Port and token of rank 0's listener; "": there is no heartbeat.
         """
         self._kept = frozenset(open_sockets().values())
         if not notice:
@@ -158,29 +151,29 @@ class Watchdog:
             listener=listener,
             hub=hub,
             patience=patience,
-            said=self.said,
+            status=self.status,
             on_loss=self._end_all,
         )
         self._heartbeat.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Say goodbye to the others, or with `failure` why this rank ends."""
+        """Say goodbye to the other ranks, or with `failure` why this one ends."""
         if failure is None:
             self._over.set()
         if self._heartbeat is not None:
             self._heartbeat.stop(failure)
 
     def doing(self, text: str, arguments: tuple[object, ...]) -> None:
-        """Note what this rank does; the text is put together only if somebody asks."""
-        self._said = (text, arguments, time.monotonic())
+        """Note what this rank is doing; the text is formatted only when it is asked for."""
+        self._status = (text, arguments, time.monotonic())
         if not self._begun:
             self._begun = True
             if self._heartbeat is not None:
                 self._heartbeat.beat_now()
 
-    def said(self) -> tuple[str, float, bool]:
-        """What this rank does, since when, and whether it still prepares."""
-        text, arguments, since = self._said
+    def status(self) -> tuple[str, float, bool]:
+        """What this rank is doing, since when, and whether it is still preparing."""
+        text, arguments, since = self._status
         return (text % arguments if arguments else text), since, not self._begun
 
     @contextmanager
@@ -202,25 +195,23 @@ class Watchdog:
         return None if loss is None else self._error(loss)
 
     def states(self) -> dict[int, str]:
-        """What each rank has been doing for how long; without those that nothing is known of."""
+        """What each rank has been doing for how long, as far as that is known."""
         if self._heartbeat is None:
             return {}
         found = self._heartbeat.states().items()
         return {rank: f"{text}, for {seconds:.0f} s" for rank, (text, seconds) in found if text}
 
     def _error(self, loss: RankFailure) -> HeadwayError:
-        step = re.search(r"\bstep \d+", self.said()[0])
+        step = re.search(r"\bstep \d+", self.status()[0])
         error = loss.error(where=step.group() if step else "")
         error.__dict__["frozen"] = loss.frozen
         return error
 
     def _end_all(self, loss: RankFailure) -> None:
-        """In the heartbeat's thread: see to it that this process ends.
-
-        After a silence the launcher's way is taken at once: the main thread's own report could
-        come too late, when the end of frozen siblings has been noticed already.
-        """
+        """In the heartbeat's thread: make sure that this process ends."""
         error = self._error(loss)
+        # After a silence report at once: by the time the main thread does, the launcher may have
+        # noticed the end of frozen siblings already, and would name those.
         if loss.kind == "silent" and self._place.emergency is not None:
             self._place.emergency(error)
         if loss.kind != "silent" and self._over.wait(_BY_ITSELF_SECONDS):
@@ -231,12 +222,9 @@ class Watchdog:
         if self._place.emergency is not None:
             self._place.emergency(error)
         elif self._waiting:
-            # A program of the user's own that even a broken connection does not let go.
+            # A program of the user's own, with a main thread that even this has not released.
             os.write(2, f"{error.code} {error}\n".encode())
             os._exit(error.exit_code)
-
-
-# The processes that train together, as one of them sees them: ranks, device, groups, store.
 
 
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -251,13 +239,13 @@ _EXCHANGE = re.compile(
     r"gloo|nccl|c10d|connection|socket|wait timeout|pair closure|store|pipe", re.IGNORECASE
 )
 _FAREWELL_SECONDS = 2.0
+# For rank 0's verdict to arrive after an exchange broke.
 _NEWS_SECONDS = 1.0
-"""For rank 0's word who it was, after an exchange broke."""
 _MOST_STATES = 8
 
 
 class World:
-    """A context manager; leaving it in order destroys the process groups.
+    """The processes that train together, as one of them sees them; a context manager.
 
     Attributes:
         place: Where this process is; its `attempt` is the same on all ranks.
@@ -284,11 +272,11 @@ class World:
         self.store = store
         self.side_group = side_group
         self.timeout_seconds = timeout_seconds
-        self._lifeline = Watchdog(place)
+        self._watchdog = Watchdog(place)
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """Of this process, from 0."""
         return self.place.rank
 
     @property
@@ -309,12 +297,10 @@ class World:
         """Meet the other ranks; collective.
 
         Args:
-            place: From `Place.here()`.
             device: "cpu", "cuda", or "auto" (GPUs where every rank of the machine has one).
-            timeout_seconds: Longest wait for another rank in an exchange.
             join_seconds: Longest wait for all ranks to arrive; None: `timeout_seconds`.
-            patience_seconds: Of which nothing is heard for so long, that rank is lost (a slow one
-                is not: it goes on beating); 0: only time-outs notice.
+            patience_seconds: Declare a rank lost after this long without a heartbeat (slow ranks
+                still send them); 0: only time-outs detect a loss.
 
         Raises:
             UsageError: No such device, or a process group exists already, or no patience.
@@ -349,17 +335,14 @@ class World:
             store=meeting.store,
             timeout_seconds=timeout_seconds,
         )
-        world._lifeline.start(listener, meeting.store.host, meeting.notice, patience_seconds)
+        world._watchdog.start(listener, meeting.store.host, meeting.notice, patience_seconds)
         with world.explained("making the process groups"):
             world._make_groups(meeting.store)
         return world
 
     @classmethod
     def adopt(cls) -> World:
-        """The world of the process group that the user's own program has made; collective.
-
-        Leaving it leaves the program's group alone.
-        """
+        """The world of a process group that the user's program has made, and keeps; collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
         return cls(
@@ -372,10 +355,10 @@ class World:
         )
 
     def leave(self) -> None:
-        """Leave in order: all ranks, then rank 0, which hosts the store. May be called again."""
+        """Leave in order: all other ranks, then rank 0, which hosts the store; idempotent."""
         if self.store is None:
             return
-        self._lifeline.stop()
+        self._watchdog.stop()
         self._farewell()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -395,24 +378,23 @@ class World:
         if error is None:
             self.leave()
         elif not isinstance(error, PeerLost):
-            self._lifeline.stop(summarize_exception(error).partition("\n")[0])
+            self._watchdog.stop(summarize_exception(error).partition("\n")[0])
 
     def doing(self, text: str, *arguments: object) -> None:
-        """Say what this rank does from now on; costs no more than an assignment.
+        """Note what this rank does from now on, for errors about a stall; costs an assignment.
 
         Args:
-            text: "waits for bucket %d (%s) of step %d"; read if a rank is missed somewhere.
-            arguments: For the text, as in `logging`.
+            text: "waits for bucket %d (%s) of step %d", with `arguments` as in `logging`.
         """
-        self._lifeline.doing(text, arguments)
+        self._watchdog.doing(text, arguments)
 
     def lost(self, seconds: float = 0.0) -> HeadwayError | None:
-        """The error of a rank that has been lost, if there is one."""
-        return self._lifeline.lost(seconds)
+        """The error of a lost rank, if there is one; waits for it up to `seconds`."""
+        return self._watchdog.lost(seconds)
 
     def states(self) -> dict[int, str]:
-        """What each rank has been doing for how long, as far as it stands still."""
-        return self._lifeline.states()
+        """See `Watchdog.states`."""
+        return self._watchdog.states()
 
     def sum(self, tensor: torch.Tensor, doing: str) -> None:
         """Sum a small tensor of the host over all ranks, in place; collective."""
@@ -436,9 +418,6 @@ class World:
     def explained(self, doing: str) -> Iterator[None]:
         """Turn torch's errors of broken or late exchanges into PeerLost or Stalled.
 
-        Args:
-            doing: What the exchange is for: "the exchange of step 17".
-
         Raises:
             HeadwayError: A rank has been lost already.
         """
@@ -446,7 +425,7 @@ class World:
         if lost is not None:
             raise lost
         try:
-            with self._lifeline.waiting():
+            with self._watchdog.waiting():
                 yield
         except RuntimeError as error:
             known = translate_exception(error, self, doing)
@@ -455,14 +434,7 @@ class World:
             raise known from error
 
     def missing(self, waiting_for: str, *, grace_seconds: float = 2.0) -> tuple[int, ...]:
-        """After a time-out: which ranks do not wait, as this one does; not collective.
-
-        Every rank whose exchange timed out notes in the store what it waits for; after a short
-        grace those without a note are the ones that somebody waits for.
-
-        Args:
-            grace_seconds: For the notes of the others.
-        """
+        """After a time-out: the ranks that do not wait, as this one does; not collective."""
         found: list[tuple[int, ...]] = []
 
         def look() -> None:
@@ -475,6 +447,8 @@ class World:
         return found[0] if found else (0,)
 
     def _without_note(self, waiting_for: str, grace_seconds: float) -> tuple[int, ...]:
+        # Every rank whose exchange timed out notes in the store what it waits for; after a short
+        # grace period those without a note are the ones that the others wait for.
         if self.store is None:
             return ()
         try:
@@ -502,10 +476,9 @@ class World:
         self.side_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _farewell(self) -> None:
-        """Say goodbye; rank 0 waits shortly for the goodbyes of the others, who need its store."""
-        if self.store is None:
-            return
+        assert self.store is not None
         try:
+            # Rank 0 waits for the others: they need its store until they have left.
             self.store.set(f"left/{self.rank}", "")
             deadline = time.monotonic() + _FAREWELL_SECONDS
             keys = [f"left/{rank}" for rank in range(self.ranks)]
@@ -516,10 +489,10 @@ class World:
 
 
 def translate_exception(error: RuntimeError, world: World, doing: str) -> HeadwayError | None:
-    """What an exception of torch.distributed means; None: no trouble with other ranks.
+    """What an exception of torch.distributed means; None: the other ranks are not its cause.
 
     Args:
-        world: Asked who is lost, or after a time-out who is missing; this takes up to 5 s.
+        world: Asked which rank is lost or, after a time-out, missing; this takes up to 5 s.
     """
     text = str(error)
     if not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):
@@ -536,7 +509,7 @@ def translate_exception(error: RuntimeError, world: World, doing: str) -> Headwa
 
 
 def _stalled(world: World, doing: str) -> Stalled:
-    """Nobody is lost, and yet nothing moves: who is missing, and what those do instead."""
+    """The error of a time-out without a lost rank: who is missing, and what those do instead."""
     missing = world.missing(doing)
     states = world.states()
     who = f"{name_ranks(missing)} did not come" if missing else "the exchange took too long"
@@ -547,13 +520,13 @@ def _stalled(world: World, doing: str) -> Stalled:
     return Stalled(
         f"{doing}: {who}",
         why="\n  ".join([why, *lines]),
-        fix="Look for what those ranks do instead (slow data, a hang, another number of "
+        fix="Check what those ranks do instead (slow data, a hang, a different number of "
         "batches), or allow more time (--timeout, timeout_seconds).",
     )
 
 
 def _first_line(text: str) -> str:
-    """The first line without gloo's "[path/to/file.cc:123]" in front and advice behind."""
+    """The first line, without gloo's prefix "[path/to/file.cc:123]" and its advice."""
     line = text.strip().partition("\n")[0].partition(" This is typically")[0]
     return re.sub(r"^(\[[^\]]*\]\s*)+", "", line)
 
@@ -578,3 +551,38 @@ def _device(place: LaunchEnv, wish: str) -> torch.device:
         where=f"rank {place.rank}",
         fix="Start fewer processes, or use --device cpu.",
     )
+
+
+Result = TypeVar("Result")
+
+
+def broadcast_from_rank0(
+    rank: int, find: Callable[[], Result], exchanging: AbstractContextManager[None]
+) -> Result:
+    """Compute something on rank 0, and give its result or its error to all ranks; collective.
+
+    Args:
+        find: Called on rank 0 alone; its result travels pickled.
+
+    Raises:
+        HeadwayError: What `find` raised on rank 0. Another exception, of the user's code, is raised
+            there as it is, and a `WorkerFailed` on the other ranks.
+    """
+    found: list[Any] = [None]
+    cause: Exception | None = None
+    if rank == 0:
+        try:
+            found = [find()]
+        except HeadwayError as error:
+            found, cause = [error], error
+        except Exception as error:
+            # It may not be picklable, and its class may not exist elsewhere: its text travels.
+            found, cause = [WorkerFailed(summarize_exception(error), where="rank 0")], error
+    with exchanging:
+        dist.broadcast_object_list(found, src=0)
+    if cause is not None:
+        raise cause
+    if isinstance(found[0], HeadwayError):
+        raise mark_reported_elsewhere(found[0])
+    result: Result = found[0]
+    return result

@@ -38,7 +38,7 @@ from headway.run.executor import Executor
 from headway.run.step.memory import keep_freed_memory
 
 _WIDTH, _SAMPLES = 4, 2
-"""Numbers of a tensor; samples of a micro-batch."""
+"""TensorsByKind of a tensor; samples of a micro-batch."""
 _DATA = ((1, 1), (49, 1), (1, 8))
 """Trained tensors and micro-batches of steps without a pipeline."""
 _PIPES = (2, 8)
@@ -86,7 +86,7 @@ def idle_steps(world: World) -> Iterator[dict[IdleStep, Visit]]:
         yield {step: partial(_visit, run, batches) for step, run, batches in made}
     finally:
         for _, run, _ in made:
-            run.gradients.close()
+            run.strategy.close()
 
 
 def _which(ranks: int) -> Iterator[tuple[IdleStep, Plan]]:
@@ -132,11 +132,6 @@ def measure(
     place: LaunchEnv, device: str, timeout_seconds: float, seconds: float = ROUNDS_SECONDS
 ) -> list[RankReadings]:
     """Measure as one rank of the world found at `place`; collective.
-
-    Args:
-        place: From `Place.here()`.
-        device: "cpu", "cuda" or "auto".
-        seconds: For what devices do; see `rounds.in_rounds`.
 
     Returns:
         The readings of all ranks, in order of rank, on every rank.

@@ -40,7 +40,7 @@ from headway.plans import Plan
 from headway.plans.layer_split import SPACE, TENSOR
 from headway.run.pipeline.partition import partition_model
 from headway.run.recipe.factory import load_recipe
-from headway.run.recipe.recipe import Loss
+from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import (
     SpatialInputs,
     dry_run_spatial_context,
@@ -48,7 +48,6 @@ from headway.run.step.batch import (
     resize_batch,
     to_device,
 )
-from headway.run.step.components import sum_and_count
 from headway.run.step.forward_pass import autocast, float_dtype, to_float64
 from headway.run.strategy.split_layers import infer_plan_split, with_split_inputs
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
@@ -67,7 +66,6 @@ def dry_run(
 
     Args:
         model: Whole, in training mode; it is not changed, and may be on the meta device.
-        data: Of a micro-batch of any size.
 
     Raises:
         PlanError: The model cannot be split or cut so, or only by what is measured.
@@ -77,9 +75,6 @@ def dry_run(
 
 def dry_run_recipe(plan: Plan, reference: str, ranks: Sequence[int]) -> list[StagesBySamples]:
     """The same of a recipe's model, rank by rank.
-
-    Args:
-        reference: As for `headway train`.
 
     Raises:
         PlanError: As of `dry_run`.

@@ -45,7 +45,6 @@ class ModelCosts:
     """A recipe's model as equal layers.
 
     Attributes:
-        batch: Samples of the recipe's global batch.
         forward: Seconds of the forward of one layer for one sample.
         activation: Bytes that go from a layer to the next, per sample; the most anywhere.
         held: Bytes that a layer keeps for its backward, per sample.
@@ -75,7 +74,6 @@ def measure_model_costs(reference: str, ranks: int) -> ModelCosts:
     """What the layers of a model cost.
 
     Args:
-        reference: As for `headway train`.
         ranks: Most stages that the model may be cut into.
 
     Raises:
@@ -133,24 +131,12 @@ CAPTURE_SAMPLES = 64
 
 def recipe_graph(
     reference: str | Recipe, overrides: Sequence[str] = ()
-) -> tuple[ModelGraph, int, int]:
-    """A recipe's model, folded; samples of the batch it was captured with, and of the global one.
-
-    Args:
-        reference: As for `load_recipe`; so are `overrides`.
-
-    Raises:
-        PlanError: The model cannot be captured.
-        RecipeError: The recipe cannot be used.
-    """
-    graph, samples, batch, _ = annotated_recipe_graph(reference, overrides)
-    return graph, samples, batch
-
-
-def annotated_recipe_graph(
-    reference: str | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[ModelGraph, int, int, Annotations]:
-    """As `recipe_graph`, and what the recipe's model says of its parts.
+    """A recipe's model as a fused graph, and the annotations of its modules.
+
+    Returns:
+        The graph, samples of the batch it was captured with, samples of the global batch, and the
+        annotations.
 
     Raises:
         PlanError: The model cannot be captured, or its annotations make no sense.
@@ -171,7 +157,6 @@ def check_stage_boundaries(recipe: Recipe, at: Sequence[str], samples: int) -> N
 
     Args:
         at: Modules with which the second and all later stages begin.
-        samples: Of a micro-batch.
 
     Raises:
         PlanError: The forward cannot be followed, or not be cut there.
@@ -186,9 +171,6 @@ def check_stage_boundaries(recipe: Recipe, at: Sequence[str], samples: int) -> N
 def fsdp_parameter_groups(reference: str) -> list[list[str]]:
     """Names of the parameters that FSDP2 gathers together where state is kept in parts, group by
     group; all others are in one more.
-
-    Args:
-        reference: As for `headway train`.
 
     Raises:
         RecipeError: The recipe cannot be used.

@@ -27,7 +27,7 @@ from headway.parallel.pipeline.partition.stage_modules import balanced_partition
 from headway.parallel.pipeline.runtime.stage_profile import measure_unit_seconds
 from headway.parallel.pipeline.stages import ModelStages
 from headway.plans import PipelinePlan
-from headway.run.distributed.process_groups import broadcast_from_rank0
+from headway.run.distributed.world import broadcast_from_rank0
 from headway.run.recipe.recipe import Loss
 from headway.run.recipe.user_code import (
     call_user_function,
@@ -56,10 +56,7 @@ def partition_model(
     """The stages of a model; collective where they are balanced by time.
 
     Args:
-        model: The whole model, on its device.
-        loss: The recipe's.
         data: Of one micro-batch, the same on all ranks.
-        arithmetic: The context of a forward pass (autocast).
 
     Raises:
         PlanError: The model cannot be cut there; a chain by hand is wrong.
@@ -110,9 +107,6 @@ def user_partition(
     reference: str, model: nn.Module, stages: int
 ) -> Sequence[Sequence[str | nn.Module]]:
     """The chain that the user's function makes of a model, checked.
-
-    Args:
-        reference: "module:function".
 
     Raises:
         RecipeError: The function is missing or raises.

@@ -12,15 +12,15 @@ group. `PipelineEvaluation` runs forward passes only, with the model in eval mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
@@ -41,9 +41,8 @@ from headway.plans.pipeline import PIPE_AXIS
 from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
 from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
-from headway.run.recipe.recipe import Loss
+from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import SpatialInputs, spatial_context
-from headway.run.step.components import sum_and_count
 from headway.run.step.forward_pass import ForwardPass
 from headway.run.step.randomness import StageRandomness
 from headway.run.step.record import PipelineTrace, StageGradientSum, StepRecord
@@ -57,9 +56,8 @@ from headway.schedule.pipeline_schedule import (
 )
 
 if TYPE_CHECKING:
+    from headway.parallel.fsdp import ShardedParameterSite
     from headway.run.distributed.world import World
-    from headway.run.strategy.stage_parameters import StageParameters
-    from headway.run.strategy.updater import Updater
 
 
 class PipelineEvaluation:
@@ -67,9 +65,6 @@ class PipelineEvaluation:
 
     Args:
         table: The lowered table of a step; its forwards are used.
-        loss: The recipe's.
-        arithmetic: The context of a forward pass (autocast).
-        doing: Told the action for which this rank is about to wait.
     """
 
     def __init__(
@@ -95,7 +90,6 @@ class PipelineEvaluation:
 
         Args:
             micros: Of this rank's pipeline, the same on all its ranks; any number of them.
-            prepare: Puts the data of a micro-batch on the device.
         """
         self._totals = torch.zeros(3, dtype=torch.float64)
         for first in range(0, len(micros), self._most):
@@ -130,9 +124,6 @@ class UpdateGroupWeights:
 
     def begin(self, batch: RankBatch) -> None:
         """A step of the recipe begins.
-
-        Args:
-            batch: Of this rank's pipeline.
 
         Raises:
             PlanError: Copies of the pipeline have different numbers of micro-batches.
@@ -203,9 +194,6 @@ def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
 def check_last_batch(plan: Plan, length: int) -> None:
     """Look at the ragged batch before the first step, not at the end of the first epoch.
 
-    Args:
-        length: Samples of an epoch.
-
     Raises:
         PlanError: As `microbatch_sizes`.
     """
@@ -230,16 +218,26 @@ def _unknown_count() -> RecipeError:
 # A step of a pipeline: the plan's schedule over the user's model, as one instruction.
 
 
+class StageWeights(Protocol):
+    """The parameters of this rank's stages, as its strategy holds them (`StageParameters`)."""
+
+    # A protocol, because the room of the strategies imports this one.
+    @property
+    def own(self) -> tuple[Any, ...]: ...
+    def keep_own(
+        self, ownership: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
+    ) -> Mapping[str, ShardedParameterSite]: ...
+    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]: ...
+    def at(self, stage: int) -> AbstractContextManager[None]: ...
+    def entering(self, model: Any) -> Any: ...
+
+
 class PipelineRunner:
     """All steps of a pipeline on this rank.
 
-    Args:
-        plan: With an axis "pipe".
-        remark: Told what the user should know about the cut.
-
     Attributes:
         losses: Of the last step: shares of the global loss, of the micro-batches that end here.
-        homes: Who holds what; None before the model is cut.
+        ownership: Who holds what; None before the model is cut.
     """
 
     def __init__(
@@ -250,8 +248,8 @@ class PipelineRunner:
         *,
         seed: int,
         remark: Callable[[str], None],
-        weights: StageParameters,
-        updater: Updater,
+        weights: StageWeights,
+        update_stage: Callable[[Iterable[nn.Parameter], bool], None],
     ) -> None:
         self._forward = forward
         self._plan = plan
@@ -259,7 +257,7 @@ class PipelineRunner:
         self._seed = seed
         self._remark = remark
         self._weights = weights
-        self._updater = updater
+        self._update_stage = update_stage
         rank = world.rank
         self._inputs = (
             SpatialInputs(plan, spatial_context(plan, world)) if plan.split.spatial else None
@@ -272,7 +270,7 @@ class PipelineRunner:
         )
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
-        self.homes: ParameterOwnership | None = None
+        self.ownership: ParameterOwnership | None = None
         self._stages: ModelStages | None = None
         self._randomness: StageRandomness | None = None
         self._sums: StageGradientSync | None = None
@@ -296,8 +294,6 @@ class PipelineRunner:
 
         Args:
             batch: Of this rank's pipeline; it may be empty in a ragged global batch.
-            record: Is told what was done when.
-            node: "step 12".
         """
         assert self._randomness is not None
         self._batch = batch
@@ -399,8 +395,8 @@ class PipelineRunner:
         self._syncs = tuple(
             a.stage for a in table.order[self._team.rank] if a.kind == ActionKind.SYNC
         )
-        self.homes = parameter_ownership(stages, full, self._copies, self._world.rank)
-        kept = self._weights.keep_own(self.homes, stages, loss, data)
+        self.ownership = parameter_ownership(stages, full, self._copies, self._world.rank)
+        kept = self._weights.keep_own(self.ownership, stages, loss, data)
         self._team = replace(self._team, own=self._team.own + self._weights.own)
         self._team = self._with_streams(table)
         self._sums = StageGradientSync(stages, table, self._team, copies=self._copies, kept=kept)
@@ -458,7 +454,7 @@ class PipelineRunner:
         def step(stage: int) -> None:
             made[stage] += 1
             last = made[stage] % steps[stage] == 0
-            self._updater.update_stage(stages[stage].parameters.values(), last=last)
+            self._update_stage(stages[stage].parameters.values(), last)
 
         assert self._randomness is not None
         calls = PipelineCallbacks(

@@ -58,10 +58,6 @@ def resolve_batch(recipe: StatesBatch) -> int:
 def steps_per_epoch(recipe: StatesStop, length: int) -> int:
     """Optimiser steps of one pass over the data; the ragged last batch counts unless dropped.
 
-    Args:
-        recipe: States the global batch.
-        length: Samples of the training data.
-
     Raises:
         DataError: The data does not fill one batch.
     """
@@ -80,9 +76,6 @@ def stop_steps(recipe: StatesStop, length: int) -> int:
 
     Samples and tokens are rounded up to whole batches; ragged last batches are counted as what they
     are, so that the run ends with the first step at which the amount has been consumed.
-
-    Args:
-        length: Samples of the training data.
 
     Raises:
         RecipeError: The rule is not an amount, or is in tokens of unknown number.

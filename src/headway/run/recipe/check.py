@@ -40,7 +40,6 @@ class CheckedRecipe:
     Attributes:
         document: The checked document; for a function, the document that stands for it.
         name: The run's name, as far as it is known without running the user's code.
-        file: The .toml file, if there is one.
         folders: Where the user's modules are looked for, before the installed packages.
         keys: Of [exchange] and [pipeline], the keys that are given; the rest is the function's.
     """
@@ -66,10 +65,6 @@ class CheckedRecipe:
 
 def check_recipe(reference: str, overrides: Sequence[str] = ()) -> CheckedRecipe:
     """Find and check a recipe without running the user's code.
-
-    Args:
-        reference: A path to a .toml file, "module:function", or a bundled workload's name.
-        overrides: "key=value" each.
 
     Raises:
         RecipeError: Nothing has this name, or one thing that it names does not exist.

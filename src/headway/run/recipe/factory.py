@@ -74,9 +74,6 @@ def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recip
 def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """A recipe with overrides laid over its scalar fields, [exchange] and [pipeline].
 
-    Args:
-        overrides: "key=value" each.
-
     Raises:
         DocumentError: The overrides have problems; all are listed.
         RecipeError: One is for the arguments of a function, and there is none.

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from headway.data.source import Source
+from headway.errors import RecipeError
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
 from headway.plans.plan import Zero
 from headway.run.recipe.user_code import describe_value
@@ -125,3 +126,38 @@ def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
             `Loss` that returns (sum, count).
     """
     return _CriterionLoss(function)
+
+
+def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
+    """What a loss returned, as a sum and what it is a sum over.
+
+    Args:
+        value: A mean over the samples, or a pair (sum, count).
+
+    Raises:
+        RecipeError: It is neither.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value * samples, float(samples)
+    if isinstance(value, tuple) and len(value) == 2:
+        total, count = value
+        if isinstance(total, Tensor) and total.numel() == 1 and _is_count(count):
+            return total, count
+    raise RecipeError(
+        f"the loss returned {_described(value)}",
+        why="It must return the mean over the samples of the batch, a tensor with one number, or a "
+        "pair (sum, count).",
+        fix="For example loss.mean(), or (loss.sum(), mask.sum()).",
+    )
+
+
+def _is_count(count: Any) -> bool:
+    return count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(map(_described, value)) or 'nothing'}"
+    return "None" if value is None else f"a {type(value).__name__}"

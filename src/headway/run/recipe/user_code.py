@@ -60,7 +60,6 @@ def resolve_reference(reference: str, *, where: str = "") -> Any:
 
     Args:
         reference: "package.module:name" or "module:Class.method".
-        where: The place that holds the reference, for messages.
 
     Raises:
         RecipeError: The module or the attribute does not exist, or the module raises on import.
@@ -101,12 +100,6 @@ def call_user_function(
     function: Callable[..., Any], *values: Any, where: str = "", **arguments: Any
 ) -> Any:
     """Call the user's function; what it raises becomes a `RecipeError` at the user's line.
-
-    Args:
-        function: A function or class of the user.
-        values: Positional arguments, given by headway.
-        where: The place that asked for the call, for messages about the arguments.
-        arguments: Keyword arguments, given by the user.
 
     Raises:
         RecipeError: The arguments do not fit, or the function raises.
@@ -166,8 +159,6 @@ class UserCall:
     """A call of the user's function that is still to be made; its text form is what was asked for.
 
     Attributes:
-        function: A function or class of the user.
-        where: The place that asked for it, for messages.
         folders: Importable while the call is made.
     """
 
@@ -206,7 +197,6 @@ def describe_recipe(recipe: Any, reference: Any) -> dict[str, str]:
     """Every field of a recipe as text, for recipe.json of the run directory.
 
     Args:
-        recipe: A `Recipe`.
         reference: What named it; "" is written where that was a `Recipe` object, too.
     """
     facts = {

@@ -37,7 +37,7 @@ from headway.parallel.split_tensor import SpatialAxis
 from headway.plans import BatchSplit, Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.plan import SHARD_AXIS
-from headway.run.distributed.process_groups import refined_mesh
+from headway.run.distributed.device_mesh import refined_mesh
 from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import share_of_memory
 
@@ -143,8 +143,7 @@ def rank_loader(
 
     Args:
         source: From `rank_source`.
-        alone: Other ranks do not come: no store.
-        options: See `headway.data.Loader`.
+        alone: Only this rank calls it: no store.
     """
     again = alone or options.get("workers") or plan.batch.shares
     if isinstance(source, SlabSource) and source.cut.parts > 1 and plan.split.spatial and not again:
@@ -248,7 +247,7 @@ def spatial_context(plan: Plan, world: World) -> SpatialContext:
     sizes = plan.split.spatial
     axes = {f"{SPACE}_{number}": size for number, size in enumerate(sizes)}
     with world.explained("making the groups that split samples"):
-        mesh = refined_mesh(plan, world, SPACE, axes)
+        mesh = refined_mesh(plan, world.device, SPACE, axes)
         groups = {
             number - len(sizes): mesh.get_group(name)
             for number, (name, size) in enumerate(axes.items())
@@ -272,11 +271,7 @@ def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
 
 
 def dry_run_spatial_context(plan: Plan, rank: int, tell: CallListener) -> SpatialContext:
-    """As `spatial_context`; nothing is moved.
-
-    Args:
-        plan: Splits samples.
-    """
+    """As `spatial_context`; nothing is moved."""
     sizes = plan.split.spatial
     place = plan.mesh.coordinate(rank)[SPACE]
     axes, left = {}, place
@@ -298,9 +293,6 @@ class SpatialInputs:
 
     Those are tensors with at least one dimension, the samples, in front of the split ones: [N, C,
     D, H, W] and labels [N, D, H, W], but not targets [N, 4].
-
-    Args:
-        plan: Splits samples.
     """
 
     def __init__(self, plan: Plan, context: SpatialContext) -> None:

@@ -21,9 +21,7 @@ class ForwardPass:
     """What a strategy needs that looks at the model, cuts it, or runs it by itself.
 
     Attributes:
-        loss: The recipe's.
         arithmetic: The context of a forward pass (autocast).
-        prepare: Puts the data of a micro-batch on the device.
         probe: Finds the random draws of the whole model, from the data of a micro-batch and a loss.
     """
 

@@ -39,11 +39,7 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def share_of_memory(local_ranks: int) -> int:
-    """Bytes that a rank may fill with samples: half of its share of what this machine gives.
-
-    Args:
-        local_ranks: Processes of the job on this machine.
-    """
+    """Bytes that a rank may fill with samples: half of its share of what this machine gives."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = Path("/sys/fs/cgroup/memory.max")
     text = container.read_text().strip() if container.is_file() else ""
@@ -75,11 +71,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Give what is free to the kernel, once: after something large has been freed for good.
-
-    Returns:
-        Whether the C library can.
-    """
+    """Give what is free to the kernel, once: after something large has been freed for good."""
     trim = _malloc("malloc_trim")
     if trim is None:
         return False
@@ -134,11 +126,7 @@ class PartialModelGuard:
         optimizer.register_state_dict_pre_hook(lambda _: _refuse_optimizer())
 
     def close(self, *, whole: bool) -> None:
-        """The executor leaves.
-
-        Args:
-            whole: The model is complete on this rank.
-        """
+        """The executor leaves."""
         self._optimizer.register_step_pre_hook(lambda *_: _refuse_optimizer())
         if whole:
             for handle in self._of_model:

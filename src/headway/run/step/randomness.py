@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.data import RankBatch
 from headway.parallel.pipeline.stages import ModelStages
-from headway.run.recipe.recipe import Recipe
-from headway.run.step.components import sum_and_count
+from headway.run.recipe.recipe import Recipe, sum_and_count
 
 _MASK = (1 << 64) - 1
 
@@ -109,8 +108,6 @@ def probe_random_draws(
 
     Args:
         model: In training mode. Its buffers and gradients are left as they were.
-        loss: The recipe's loss.
-        data: One micro-batch, on the model's device.
         resize: (data, n) -> a micro-batch of n samples made from the samples of `data`.
     """
     try:
@@ -177,7 +174,6 @@ class _Recorder(TorchDispatchMode):
     """Notes the shape of the result of every operator that may draw, and whether it did.
 
     Attributes:
-        forward: How many there are in the forward pass.
         again: Backward runs parts of the forward pass again, or may do so.
     """
 
@@ -234,7 +230,6 @@ def count_draws_before(
 
     Args:
         run: A forward pass; calls its argument at those moments.
-        model: Its buffers are left as they were.
     """
     found: list[int] = []
     recorder = _Recorder()
@@ -274,9 +269,7 @@ class LogicalRandomness(TorchDispatchMode):
     """Draws random numbers by sample while it is active.
 
     Args:
-        sites: From `probe_random_draws`.
         positions: For each sample of the micro-batch, its key: position in the epoch.
-        epoch: Part of every sample's key.
     """
 
     def __init__(self, sites: RandomDraws, positions: Sequence[int], epoch: int) -> None:
@@ -421,12 +414,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class StageRandomness:
-    """Contexts in which stages are carried out.
-
-    Args:
-        stages: The same model, cut.
-        run_all: Runs all stages once, one after the other.
-    """
+    """Contexts in which stages are carried out."""
 
     def __init__(
         self, sites: RandomDraws, stages: ModelStages, run_all: Callable[[], object], seed: int

@@ -31,11 +31,7 @@ _UPDATES = {**_KINDS, ActionKind.STEP: "update"}
 
 @dataclass(frozen=True, slots=True)
 class StageGradientSum:
-    """The gradients of a stage that are summed over its copies.
-
-    Attributes:
-        parameters: Their logical names.
-    """
+    """The gradients of a stage that are summed over its copies."""
 
     parameters: tuple[str, ...]
     num_bytes: int
@@ -47,10 +43,8 @@ class StageMessage:
     """One end of a message; times are `perf_counter` seconds.
 
     Attributes:
-        peer: Global rank of the other end.
         start: It was handed over; at the receiver: asked for, it may have left later.
         end: It had been handed over; at the receiver: it was there.
-        waited: Seconds for which the receiver stood still.
     """
 
     action: Action
@@ -213,11 +207,9 @@ class StepRecord:
     """What one step did; filled while it runs.
 
     Attributes:
-        loss: Of the global batch; the same number on every rank.
         samples: Of the global batch.
         norm: Global norm of the gradients before clipping; None where nothing is clipped.
         votes: How many ranks asked to stop after this step.
-        messages: Between the stages of a pipeline, as this rank saw them.
         spans: Seconds on the wall clock, for the timeline.
         flights: What happened to the buckets of the exchange that ended in this step (across the
             border: of the step before), in `perf_counter` seconds.

@@ -7,31 +7,57 @@ model that is cut into stages see `stage_parameters`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from headway.parallel.fsdp import full_tensor_of, squared_gradient_norm
+from headway.checkpoint.staging import local_data
+from headway.errors import PlanError
+from headway.parallel import ModelStages
+from headway.parallel.fsdp import (
+    ShardedParameterSite,
+    full_tensor_of,
+    rebind_optimizer_parameters,
+    squared_gradient_norm,
+)
+from headway.parallel.pipeline.grad_sync.zero import ShardedStageParameters, ShardingRanks
+from headway.parallel.tensor import ParameterPlacement, SplitDecisions
+from headway.parallel.tensor.model.parameters import install_parameter_access
+from headway.plans import Plan
+from headway.plans.layer_split import TENSOR
+from headway.plans.pipeline import PIPE_AXIS
+from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed import replica_sync
+from headway.run.distributed.device_mesh import grid_axes
+from headway.run.distributed.process_groups import copy_to_holders, gather_to_rank0
+from headway.run.distributed.world import broadcast_from_rank0
+from headway.run.recipe.recipe import Loss
 from headway.run.step.memory import (
+    PartialModelGuard,
     fill_meta_copy,
     give_back_freed_memory,
     meta_copy,
+    release_storage,
     require_meta_copy,
 )
-from headway.run.strategy.training_state import LogicalLayout
+from headway.run.strategy.split_layers import SplitLayers, infer_plan_split, with_split_inputs
 
 if TYPE_CHECKING:
+    from headway.run.pipeline.partition import ParameterOwnership
     from headway.run.strategy.split_layers import SplitLayers
     from headway.run.strategy.step_context import StepContext
 
-Numbers = Mapping[str, Mapping[str, Tensor]]
-"""Kind -> logical name -> tensor; see `TrainingState.numbers`."""
+TensorsByKind = Mapping[str, Mapping[str, Tensor]]
+"""Kind -> logical name -> tensor; see `TrainingState.tensors_by_kind`."""
 
 
 class HeldParameters(ABC):
@@ -41,7 +67,7 @@ class HeldParameters(ABC):
         named: What the optimiser has, by logical name; whole, or in parts.
         sources: Where backward leaves the gradients, by logical name.
         layers: Split ones, whose parameters are held otherwise than they are saved; None: none are.
-        whole: The model; after `make_whole` it is whole on rank 0.
+        whole: The model; after `gather_whole` it is whole on rank 0.
     """
 
     named: Mapping[str, nn.Parameter]
@@ -64,11 +90,7 @@ class HeldParameters(ABC):
         """Forget gradients that the optimiser does not see."""
 
     def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
-        """Give the optimiser's parameters the gradients, once they are summed.
-
-        Args:
-            reuse: Gradients have the same memory in each step.
-        """
+        """Give the optimiser's parameters the gradients, once they are summed."""
         if self.layers is not None:
             self.layers.collect(trained, reuse=reuse)
 
@@ -77,16 +99,16 @@ class HeldParameters(ABC):
         """Limit the global norm, to which every element counts once; returns it as it was."""
 
     @abstractmethod
-    def complete(self, numbers: Numbers) -> Numbers:
-        """Numbers of all parameters, whole and of all ranks, on rank 0; collective."""
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
+        """TensorsByKind of all parameters, whole and of all ranks, on rank 0; collective."""
 
     @abstractmethod
-    def make_whole(self) -> None:
-        """Put the whole model on rank 0, until `let_go`; collective."""
+    def gather_whole(self) -> None:
+        """Put the whole model on rank 0, until `release_whole`; collective."""
 
     @abstractmethod
-    def let_go(self) -> None:
-        """Undo `make_whole`."""
+    def release_whole(self) -> None:
+        """Undo `gather_whole`."""
 
     @abstractmethod
     def share_buffers(self) -> None:
@@ -115,13 +137,13 @@ class WholeParameters(HeldParameters):
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(trained.values(), limit))
 
-    def complete(self, numbers: Numbers) -> Numbers:
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
         return numbers
 
-    def make_whole(self) -> None:
+    def gather_whole(self) -> None:
         pass
 
-    def let_go(self) -> None:
+    def release_whole(self) -> None:
         pass
 
     def share_buffers(self) -> None:
@@ -136,7 +158,6 @@ class ShardedParameters(HeldParameters):
 
     Args:
         form: The model before FSDP2 has sharded it, without memory; None: `divide` takes it.
-        layers: Of split layers: nothing is named before `divide`.
     """
 
     def __init__(
@@ -184,14 +205,14 @@ class ShardedParameters(HeldParameters):
             square = float(squared_gradient_norm(gradients))
         return limit_norm(square, gradients.values(), limit)
 
-    def complete(self, numbers: Numbers) -> Numbers:
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
             for kind, name, _, full in completed(numbers, self.layers):
                 found.setdefault(kind, {})[name] = full
         return found
 
-    def make_whole(self) -> None:
+    def gather_whole(self) -> None:
         """A second model, whole, on rank 0: this one's modules work on parts."""
         form = require_meta_copy(self._form, self._model)
         first = self._context.world.rank == 0
@@ -202,7 +223,7 @@ class ShardedParameters(HeldParameters):
         if first:
             self.whole = whole_model(form, self._model, self.named, found)
 
-    def let_go(self) -> None:
+    def release_whole(self) -> None:
         self.whole = self._model
 
     def share_buffers(self) -> None:
@@ -213,15 +234,11 @@ class ShardedParameters(HeldParameters):
 
 
 def completed(
-    numbers: Numbers,
-    layout: LogicalLayout | None,
+    numbers: TensorsByKind,
+    layout: SplitLayers | None,
     holds: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Kind, name, name of the parameter, all of the tensor: one after the other; collective.
-
-    Args:
-        holds: Whether this rank has parts of a parameter: else it is left out here.
-    """
+    """Kind, name, name of the parameter, all of the tensor: one after the other; collective."""
     for kind, tensors in numbers.items():
         for name, tensor in tensors.items():
             owner = name.rpartition(".")[0] if kind == "optimizer" else name
@@ -240,8 +257,6 @@ def whole_model(
     """A model with these tensors, frozen and in training or eval mode as another one.
 
     Args:
-        form: From `meta_copy`.
-        named: The parameters of the other one.
         tensors: All of it; the new model takes their memory.
     """
     filled = fill_meta_copy(
@@ -255,14 +270,290 @@ def whole_model(
 
 
 def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> float:
-    """Scale gradients down to the largest norm; returns it as it was.
-
-    Args:
-        square: Of the norm of all of them, over all ranks.
-    """
+    """Scale gradients down to the largest norm; returns it as it was."""
     norm = math.sqrt(square)
     factor = limit / (norm + 1e-6)  # as `torch.nn.utils.clip_grad_norm_`
     if factor < 1.0:
         for gradient in gradients:
             gradient.mul_(factor)
     return norm
+
+
+class StageParameters(HeldParameters):
+    """Those of the stages that this rank holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        context: StepContext,
+        layers: SplitLayers | None,
+    ) -> None:
+        self.ownership: ParameterOwnership | None = None
+        self.layers = layers
+        self.named = self.sources = dict(model.named_parameters())
+        self.whole = model
+        self._model = model
+        self._optimizer = optimizer
+        self._plan = plan
+        self._context = context
+        self._form: nn.Module | None = None
+        self._guard: PartialModelGuard | None = None
+        self._shards: ShardedStageParameters | None = None
+
+    # -- once ------------------------------------------------------------------------------------
+
+    def keep_own(
+        self, ownership: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
+    ) -> Mapping[str, ShardedParameterSite]:
+        """The model has been cut: let go of what other ranks hold; collective.
+
+        Returns:
+            Where parameters are kept in parts, by name.
+        """
+        decisions: SplitDecisions | None = None
+        if self.layers is not None:
+            self._form = meta_copy(self._model)
+            decisions = broadcast_from_rank0(
+                self._context.world.rank,
+                lambda: infer_plan_split(self._plan, self._model, loss, data),
+                self._context.exchanging(),
+            )
+        self.ownership = ownership
+        self._guard = PartialModelGuard(self._model, self._optimizer)
+        self.release_whole()
+        self._split_own(stages, ownership, decisions)
+        give_back_freed_memory()
+        return {} if self._shards is None else self._shards.places
+
+    def _split_own(
+        self, stages: ModelStages, ownership: ParameterOwnership, decisions: SplitDecisions | None
+    ) -> None:
+        """Cut what is left by layers, and that by rows; the optimiser has the parts."""
+        names = {parameter: name for name, parameter in self.named.items()}
+        layers = self.layers
+        with self._context.exchanging():
+            if layers is not None and decisions is not None:
+                self._context.remarks += self._split_layers(layers, stages, ownership, decisions)
+            if self._plan.memory.zero:
+                grid = self._plan.split.grid
+                rows = sharded_rows(self._plan, ownership, self.named)
+                axes = None if layers is None or grid is None else grid_axes(grid)
+                self._shards = ShardedStageParameters(stages, rows, axes)
+        if layers is not None:
+            if self._shards is not None:
+                _place_rows(layers, self._shards)
+            layers.rebind(self._optimizer, names)
+            self.named, self.sources = layers.named, layers.leaves
+        elif self._shards is not None:
+            self.named = self.sources = dict(self._model.named_parameters())
+            rebind_optimizer_parameters(self._optimizer, names, self.named)
+
+    def _split_layers(
+        self,
+        layers: SplitLayers,
+        stages: ModelStages,
+        ownership: ParameterOwnership,
+        decisions: SplitDecisions,
+    ) -> list[str]:
+        _check_islands(stages, decisions)
+        away = frozenset(name for name in self.named if not ownership.holds(name))
+        # A stage is not called as a module whose weights could be gathered ahead.
+        remarks = layers.apply(self._model, decisions, ahead=False, away=away)
+        assert layers.split is not None
+        for stage in (*stages, *(stages.evaluating or ())):
+            install_parameter_access(
+                stage.module, layers.split.context, layers.split.keys, root=None
+            )
+        return remarks
+
+    # -- to the pipeline -------------------------------------------------------------------------
+
+    def entering(self, model: Any) -> Any:
+        """What a loss calls in place of the model, or of a stage."""
+        return model if self.layers is None else with_split_inputs(model, self.layers.split)
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """What values between stages refer to; see `headway.parallel.PipelineRanks`."""
+        split = None if self.layers is None else self.layers.split
+        return () if split is None else (split.context,)
+
+    def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
+        """Inside, this rank's stages have their weights; collective where those are in parts.
+
+        Args:
+            each_action: All copies carry out the same actions: weights that are in parts too
+                (ZeRO 3) are gathered by each action of a stage (`at`).
+        """
+        if self._shards is None:
+            return contextlib.nullcontext()
+        return self._shards.gathered(each_action=each_action and self._plan.memory.zero == 3)
+
+    def at(self, stage: int) -> AbstractContextManager[None]:
+        """Around one action of a stage."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.at(stage)
+
+    # -- to the strategy -------------------------------------------------------------------------
+
+    @property
+    def away(self) -> frozenset[Tensor]:
+        if self.ownership is None:
+            return frozenset()
+        return frozenset(t for name, t in self._tensors().items() if not self.ownership.holds(name))
+
+    def clear(self) -> None:
+        if self.layers is not None:
+            self.layers.clear()
+        elif self._shards is not None:
+            for parameter in self.named.values():
+                parameter.grad = None
+
+    def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
+        assert self.ownership is not None
+        found = {name: self.named[name].grad for name in self.ownership.trained}
+        gradients = {name: grad for name, grad in found.items() if grad is not None}
+        square = torch.zeros((), dtype=torch.float64)
+        for name, gradient in gradients.items():
+            norm = torch.linalg.vector_norm(local_data(gradient)).double().cpu()
+            holders = len(self.ownership.trainers[name]) * self._plan.mesh.degree(TENSOR)
+            # Each of the holders adds its part: a whole tensor counts `holders` times, a sharded
+            # one as often as it has copies.
+            square += norm.square() * shard_count(gradient) / holders
+        with self._context.exchanging():
+            dist.all_reduce(square)
+        return limit_norm(float(square), gradients.values(), limit)
+
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
+        found: dict[str, dict[str, Tensor]] = {}
+        with self._context.exchanging():
+            gathered = gather_to_rank0(self._owned(numbers), self._context.world)
+        for key, tensor in gathered.items():
+            kind, _, name = key.partition("/")
+            found.setdefault(kind, {})[name] = tensor
+        return found
+
+    def _owned(self, numbers: TensorsByKind) -> dict[str, Tensor]:
+        """What this rank owns, whole; all ranks that have parts of it come here together."""
+        holds = (lambda name: True) if self.ownership is None else self.ownership.holds
+        return {
+            f"{kind}/{name}": full.to_dense() if full.is_sparse else full
+            for kind, name, owner, full in completed(numbers, self.layers, holds)
+            if self._owns(owner)
+        }
+
+    def _owns(self, name: str) -> bool:
+        first = not self._plan.mesh.coordinate(self._context.world.rank).get(TENSOR, 0)
+        return first and (self.ownership is None or self.ownership.owns(name))
+
+    def gather_whole(self) -> None:
+        if self.ownership is None or self._guard is None:
+            return
+        if self.layers is not None:
+            self._make_copy()
+            return
+        with self._context.exchanging():
+            if self._shards is not None:
+                self._shards.gather()
+            tensors = self._tensors()
+            own = {name: tensor for name, tensor in tensors.items() if self.ownership.owns(name)}
+            found = gather_to_rank0(own, self._context.world)
+        for name in (name for name in found if not self.ownership.holds(name)):
+            tensors[name].data = found[name].data
+        self._guard.lifted = self._context.world.rank == 0
+
+    def _make_copy(self) -> None:
+        """A second model, whole, on rank 0: the stages' modules work on parts."""
+        form = require_meta_copy(self._form, self._model)
+        tensors = {**self.named, **dict(self._model.named_buffers())}
+        with torch.no_grad():
+            found = self.complete({"": tensors})
+        if self._context.world.rank == 0:
+            self.whole = whole_model(form, self._model, self.named, found[""])
+
+    def release_whole(self) -> None:
+        if self._shards is not None:
+            self._shards.release()
+        self.whole = self._model
+        if self._guard is not None:
+            self._guard.lifted = False
+        for tensor in self.away:
+            release_storage(tensor)
+            self._optimizer.state.pop(tensor, None)
+
+    def share_buffers(self) -> None:
+        if self.ownership is not None:
+            with self._context.exchanging(), torch.no_grad():
+                copy_to_holders(self.ownership.copied(), self._tensors(), self._context.world)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model."""
+        return dict((*self._model.named_parameters(), *self._model.named_buffers()))
+
+    def close(self) -> None:
+        """After `gather_whole` the model stays whole on rank 0."""
+        if self._guard is not None:
+            self._guard.close(whole=self._guard.lifted)
+        self.ownership = self._guard = self._shards = None
+
+
+def _check_islands(stages: ModelStages, decisions: SplitDecisions) -> None:
+    """What enters and leaves a module with a grid of its own passes through a call of it."""
+    calls = {call for stage in stages for call in stage.calls}
+    problems = [
+        f"split.by: {island} is no call of a stage: the cut goes through the inside of it"
+        for island in decisions.islands
+        if not any(island == call or island.startswith(f"{call}.") for call in calls)
+    ]
+    if problems:
+        raise PlanError(
+            "the stages cannot be split so",
+            problems=problems,
+            fix="Name smaller modules in split.by, or modules to cut at in pipeline.cut.",
+        )
+
+
+def _place_rows(layers: SplitLayers, shards: ShardedStageParameters) -> None:
+    """Parts of layers are cut once more, by rows."""
+    assert layers.split is not None
+    for name, mesh in shards.meshes.items():
+        copies = [n for n in mesh.mesh_dim_names or () if n.startswith("copies_")]
+        inner = (*(Replicate() for _ in copies), Shard(0))
+        layers.split.homes[name] = ParameterPlacement(layers.grid, mesh, inner)
+
+
+def shard_count(tensor: Tensor) -> int:
+    """Into how many a tensor is cut, over the ranks that have it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(n) for n, p in enumerate(tensor.placements) if p.is_shard())
+
+
+def sharded_rows(
+    plan: Plan, ownership: ParameterOwnership, parameters: Mapping[str, Tensor]
+) -> dict[str, ShardingRanks]:
+    """Who keeps what in parts, of what this rank trains: see `ShardedStageParameters`.
+
+    Those are the ranks of the axis "shard"; without that axis, all that train a parameter. With
+    ZeRO 3 they are the same stage's, where it has copies: they come to the same action together.
+    What a rank holds for evaluation only, and what has no rows, stays whole.
+    """
+    mesh, found = plan.mesh, {}
+    if mesh.degree(SHARD_AXIS) > 1:
+        apart = tuple(name for name in mesh.names if name != SHARD_AXIS)
+    else:
+        apart = (PIPE_AXIS,) if plan.memory.zero == 3 and plan.data_degree > 1 else ()
+    for name, ranks in ownership.trainers.items():
+        here = ownership.rank in ranks and set(ranks) == set(ownership.holders[name])
+        if not here or not parameters[name].dim():
+            continue
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(ranks):
+            place = mesh.coordinate(rank)
+            first = rank - place.get(TENSOR, 0)
+            rows.setdefault(tuple(place[axis] for axis in apart), []).append(first)
+        if len(next(iter(rows.values()))) > 1:
+            found[name] = tuple(map(tuple, rows.values()))
+    return found

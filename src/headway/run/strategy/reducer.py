@@ -1,7 +1,7 @@
 """Reducers: who sums the gradients of a step over the ranks.
 
-`BucketReducer` sums them in buckets, `FsdpReducer` leaves it to FSDP2. `LocalReducer` has nothing
-to sum: one rank alone, or a pipeline whose table sums over the copies of its stages (SYNC).
+`BucketReducer` sums them in buckets. `LocalReducer` takes what backward has left: summed by FSDP2,
+by the table of a pipeline over the copies of its stages (SYNC), or of one rank alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Reducer(ABC):
-    """Sums gradients of shares of the global batch; one method for each instruction it is part of.
+    """Sums gradients over the ranks; one method for each instruction that it takes part in.
 
     Attributes:
         exchange: The exchange of buckets; None where gradients are summed otherwise.
@@ -38,7 +38,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
-        """What is trained has changed.
+        """Parameters have been frozen or thawed.
 
         Args:
             sources: Logical name -> where backward leaves the gradient.
@@ -54,16 +54,15 @@ class Reducer(ABC):
 
         Args:
             factor: This rank's gradients are multiplied by it before they are summed.
-            trained: As the optimiser has them.
         """
 
     @abstractmethod
     def arm(self) -> None:
-        """Gradients of the next backward pass may leave."""
+        """Gradients of the next backward pass may be sent."""
 
     @abstractmethod
     def send(self) -> None:
-        """Hand over all gradients that have not left."""
+        """Send all gradients that have not been sent."""
 
     @abstractmethod
     def receive(self) -> Sequence[BucketTiming]:
@@ -75,72 +74,48 @@ class Reducer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way; take the hooks off the model."""
+        """Finish the exchange in progress and remove the hooks from the model."""
 
 
 class LocalReducer(Reducer):
-    """Gradients stay where backward has left them."""
+    """Gradients stay where backward has left them; FSDP2, if there is any, has summed them there.
 
-    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
-        pass
-
-    def calling(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
-        _forget(trained)
-
-    def arm(self) -> None:
-        pass
-
-    def send(self) -> None:
-        pass
-
-    def receive(self) -> Sequence[BucketTiming]:
-        return ()
-
-    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
-        _multiply(factor, trained)
-
-    def close(self) -> None:
-        pass
-
-
-class FsdpReducer(Reducer):
-    """FSDP2 sums gradients in the backward pass, into the parts that each rank keeps.
+    Without FSDP2 there is nothing to sum (one rank), or the pipeline's table does it (SYNC).
 
     Args:
-        zero: 1 to 3, see `headway.plans.MemoryPolicy`.
         weight: Of the gradients of what is not sharded.
-        counted: How often each gradient counts in the sums: ranks that share a sample.
+        gradient_copies: Ranks that contribute the gradient of the same sample to a sum.
     """
 
     def __init__(
-        self, context: StepContext, zero: Zero, *, weight: float, counted: int = 1
+        self, context: StepContext, zero: Zero = 0, *, weight: float = 1.0, gradient_copies: int = 1
     ) -> None:
         self._context = context
         self._zero = zero
         self._weight = weight
-        self._counted = counted
+        self._gradient_copies = gradient_copies
         self._state: ShardedState | None = None
 
     def shard(self, model: nn.Module, optimizer: Optimizer | None, mesh: DeviceMesh) -> None:
         """Shard the model in place; collective.
 
         Args:
-            optimizer: None: it follows otherwise.
+            optimizer: None: it gets the sharded parameters from the caller.
         """
         assert self._zero
-        self._state = ShardedState(model, optimizer, mesh, self._zero, counted=self._counted)
+        self._state = ShardedState(
+            model, optimizer, mesh, self._zero, counted=self._gradient_copies
+        )
 
     def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
-        pass
+        pass  # nothing is registered per parameter
 
     def calling(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._state is None else self._state.called()
 
     def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
-        _forget(trained)
+        for parameter in trained:
+            parameter.grad = None
         if self._state is not None:
             self._state.begin()
 
@@ -149,7 +124,7 @@ class FsdpReducer(Reducer):
             self._state.arm()
 
     def send(self) -> None:
-        pass
+        pass  # backward has sent what there is to send
 
     def receive(self) -> Sequence[BucketTiming]:
         if self._state is not None:
@@ -158,7 +133,9 @@ class FsdpReducer(Reducer):
         return ()
 
     def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
-        _multiply(factor, trained)
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def close(self) -> None:
         pass
@@ -168,8 +145,6 @@ class BucketReducer(Reducer):
     """Gradients are summed in buckets, as the plan's exchange says.
 
     Args:
-        routes: The groups over which it sums.
-        description: The plan's exchange.
         crossing: Model and optimiser, where steps cross their border (priority).
     """
 
@@ -249,14 +224,3 @@ class BucketReducer(Reducer):
     def close(self) -> None:
         self.follow({})
         self._routes.rest()
-
-
-def _forget(trained: Collection[nn.Parameter]) -> None:
-    for parameter in trained:
-        parameter.grad = None
-
-
-def _multiply(factor: float, trained: Collection[nn.Parameter]) -> None:
-    for parameter in trained:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)

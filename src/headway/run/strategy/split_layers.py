@@ -1,8 +1,7 @@
 """Layers that are split over ranks which share their samples (tensor parallelism).
 
-The modules hold their parts as plain parameters, so that whoever sums gradients treats them as
-those of a smaller model. The optimiser has DTensors over the same memory, which know what they are
-parts of.
+The modules hold their parts as plain parameters, so that reducers treat them as those of a smaller
+model. The optimiser has DTensors over the same memory, which know the whole that they are parts of.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from headway.parallel.tensor.model.split_model import SplitModel, apply_split_de
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.tensor_layout import TensorGrid
-from headway.run.distributed.process_groups import grid_axes, refined_mesh
+from headway.run.distributed.device_mesh import grid_axes, refined_mesh
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
 def infer_plan_split(
     plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any], data: Any
 ) -> SplitDecisions:
-    """How a plan splits a model, which is not changed.
-
-    Args:
-        data: Of a micro-batch, whole.
+    """Decide how a plan splits a model, without changing it.
 
     Raises:
         PlanError: It cannot be split.
@@ -46,7 +42,7 @@ def infer_plan_split(
 
 
 class SplitLayers:
-    """Of this rank.
+    """The split layers of this rank.
 
     Args:
         meshes: For each grid of the plan all ranks; the grid's axes come first.
@@ -77,7 +73,7 @@ class SplitLayers:
             return cls(
                 plan,
                 {
-                    one: refined_mesh(plan, world, TENSOR, grid_axes(one), first=True)
+                    one: refined_mesh(plan, world.device, TENSOR, grid_axes(one), first=True)
                     for one in grids
                     if one is not None
                 },
@@ -95,9 +91,7 @@ class SplitLayers:
         """Split what this rank holds, in place; returns remarks.
 
         Args:
-            ahead: Weights are gathered before they are needed.
-            placement: Of the parameters that are cut on a grid.
-            away: Names of the parameters that this rank does not hold.
+            ahead: Gather weights before they are needed.
         """
         placements = {plan: placement(grid) for plan, grid in self.grids.items()}
         self.split = apply_split_decisions(
@@ -114,7 +108,7 @@ class SplitLayers:
         return [f"not split: {name} ({why})" for name, why in decisions.left.items()]
 
     def rebind(self, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        """Give the optimiser the parts of what it has had whole.
+        """Replace the optimiser's whole parameters by this rank's parts.
 
         Args:
             names: What it has -> logical name.
@@ -131,12 +125,11 @@ class SplitLayers:
         return nn.Parameter(self.split.wrapped(name, leaf), leaf.requires_grad)
 
     def follow(self) -> None:
-        """What is frozen: the user freezes what the modules hold."""
+        """Freeze or thaw the optimiser's DTensors as the user has done with the modules'."""
         for name, leaf in self.leaves.items():
             self.named[name].requires_grad_(leaf.requires_grad)
 
     def clear(self) -> None:
-        """Forget all gradients."""
         for name, leaf in self.leaves.items():
             self.named[name].grad = leaf.grad = None
 
@@ -144,8 +137,8 @@ class SplitLayers:
         """Give the optimiser's parameters the gradients of the modules'.
 
         Args:
-            reuse: The gradients have the same memory in each step (in buckets): so have the
-                DTensors over it. Else keeping them would keep the memory.
+            reuse: Gradients have the same memory in each step (buckets), so that the DTensors over
+                it can be kept. Else keeping them would keep the memory.
         """
         assert self.split is not None
         for name, parameter in trained.items():
@@ -153,6 +146,7 @@ class SplitLayers:
             if gradient is None:
                 parameter.grad = None
                 continue
+            # A DTensor over the same memory as in the last step need not be made again.
             known = self._wrapped.get(name)
             if known is None or known[0] is not gradient:
                 known = gradient, self.split.wrapped(name, gradient)
@@ -161,7 +155,7 @@ class SplitLayers:
             parameter.grad = known[1]
 
     def logical(self, name: str, tensor: Tensor) -> Tensor:
-        """In the order of the unsplit model; collective in the group."""
+        """A tensor in the order of the unsplit model; collective in the group."""
         return tensor if self.split is None else self.split.logical(name, tensor)
 
     def held(self, name: str, tensor: Tensor) -> Tensor:
@@ -170,13 +164,11 @@ class SplitLayers:
 
 
 def with_split_inputs(model: Any, split: SplitModel | None) -> Any:
-    """What a loss calls in place of a model whose layers are split: it cuts inputs by samples."""
+    """The object that a loss calls in place of a split model: it cuts inputs by samples."""
     return model if split is None else _SplitInputsModel(model, split.context)
 
 
 class _SplitInputsModel:
-    """The model, to a loss."""
-
     def __init__(self, model: Any, context: Any) -> None:
         self._model = model
         self._context = context

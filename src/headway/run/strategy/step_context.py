@@ -26,18 +26,16 @@ from headway.run.step.record import StepRecord
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
-_MOST_BUCKETS = 4
-"""Buckets that a stall names."""
+_MOST_BUCKETS = 4  # that a stall names
 
 
 class StepContext:
-    """The step that is under way on this rank.
+    """The step in progress on this rank.
 
     Attributes:
-        record: Is filled; its `samples` are those of the global batch.
         samples: Of this rank.
         doing: "step 12".
-        remarks: Sentences for the journal: what has been re-arranged.
+        remarks: Sentences for the journal about changes of the exchange.
         waiting: Lines that say what a broken exchange waits for.
     """
 
@@ -50,12 +48,12 @@ class StepContext:
         self.waiting: Callable[[], Iterable[str]] = tuple
 
     def wait_for(self, text: str, *arguments: object) -> None:
-        """Say for what this rank is about to wait."""
+        """Note what this rank is about to wait for."""
         self.world.doing(f"{text} of {self.doing}", *arguments)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Explains torch's errors of a broken exchange; a stall also says what buckets wait for."""
+        """Explain torch's errors of a broken exchange; a stall also lists the waiting buckets."""
         try:
             with self.world.explained(f"the exchange of {self.doing}"):
                 yield
@@ -70,7 +68,6 @@ class TrainingSetup:
     """What is trained, by which plan.
 
     Attributes:
-        clip: Largest global norm of the gradients.
         weight: This rank's gradients are multiplied by it before they are summed.
     """
 
@@ -85,7 +82,7 @@ class TrainingSetup:
 
     @property
     def share(self) -> float:
-        """The weight of one rank's loss: ranks that share a sample all hold the whole of it."""
+        """The weight of a rank's loss: all ranks that share a sample compute the whole of it."""
         return self.weight / self.plan.mesh.degree(SPACE)
 
 
@@ -95,7 +92,6 @@ class StepReduction:
     Args:
         shares: Of this rank's micro-batches: loss sum divided by the samples of the global batch.
         counts: What the loss of each micro-batch is a sum over.
-        vote: Whether this rank wants to stop after the step.
     """
 
     def __init__(

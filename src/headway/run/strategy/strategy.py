@@ -2,44 +2,157 @@
 
 A strategy has a reducer (who sums gradients), parameters (what a rank holds of them) and an updater
 (when the optimiser steps). It has one method for each instruction of a step program that follows
-the forward passes. A new way to split a model is a new value of one of the three; see `select`.
+the forward passes. A new way to split a model is a new value of one of the three; `make_strategy`
+chooses them.
+
+`StepUpdater` updates all parameters at the end of a step. `StageUpdater` is for schedules without a
+flush: a STEP in the table updates one stage by the gradients of its group. Sources: PipeDream
+(Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2021).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.optim import Optimizer
 
 from headway.comm.compress.state import collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch
-from headway.errors import Diverged
+from headway.errors import Diverged, PlanError
+from headway.optim import fit_exchange
+from headway.parallel.tensor import ParameterPlacement, ProcessGrid, SplitDecisions
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE
+from headway.plans.plan import SHARD_AXIS, check_executable
+from headway.run.distributed.device_mesh import state_mesh
+from headway.run.distributed.process_groups import exchange_routes
+from headway.run.distributed.world import broadcast_from_rank0
+from headway.run.pipeline.step import PipelineRunner
+from headway.run.step.forward_pass import ForwardPass
+from headway.run.step.memory import give_back_freed_memory, meta_copy
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.record import StepRecord
-from headway.run.strategy.parameters import HeldParameters, Numbers
-from headway.run.strategy.reducer import Reducer
+from headway.run.strategy.parameters import (
+    HeldParameters,
+    ShardedParameters,
+    StageParameters,
+    TensorsByKind,
+    WholeParameters,
+)
+from headway.run.strategy.reducer import BucketReducer, LocalReducer, Reducer
+from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
-from headway.run.strategy.updater import Updater
 
-if TYPE_CHECKING:
-    from headway.run.pipeline.step import PipelineRunner
+
+class Updater(ABC):
+    """Steps the optimiser with summed gradients."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Update all parameters, at the end of a step."""
+
+    @abstractmethod
+    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
+        """Update a stage, at a STEP of the pipeline's table.
+
+        Args:
+            last: The stage's last STEP in the table: its gradients stay until the next step of the
+                recipe, for the user to look at.
+        """
+
+    @abstractmethod
+    def diverged(self, what: str, where: str) -> Diverged:
+        """The error of a loss or a norm that is not finite."""
+
+
+class StepUpdater(Updater):
+    """One step of the optimiser per step of the recipe."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
+        pass  # `update` steps all stages at once
+
+    def diverged(self, what: str, where: str) -> Diverged:
+        return Diverged(
+            what,
+            where=where,
+            why="The update was not made: parameters are those of the step before.",
+            fix="Lower the learning rate, clip the gradients, or check this batch's data.",
+        )
+
+
+class StageUpdater(Updater):
+    """Each stage is updated by the table, several times per step of the recipe."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def update(self) -> None:
+        pass  # the table has made the updates
+
+    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
+        stage = set(parameters)
+        everything = (p for group in self._optimizer.param_groups for p in group["params"])
+        # An optimiser updates whatever has a gradient: set those of other stages aside.
+        aside = {p: p.grad for p in everything if p.grad is not None and p not in stage}
+        for parameter in aside:
+            parameter.grad = None
+        self._optimizer.step()
+        if not last:
+            for parameter in stage:
+                parameter.grad = None
+        for parameter, gradient in aside.items():
+            parameter.grad = gradient
+
+    def diverged(self, what: str, where: str) -> Diverged:
+        return Diverged(
+            what,
+            where=where,
+            why="The schedule has no flush: stages have been updated, and no checkpoint was saved.",
+            fix="Lower the learning rate, or check this batch's data; then rerun with --resume, "
+            "from the last checkpoint.",
+        )
+
+
+def check_clip(plan: Plan, clip: float | None) -> None:
+    """Refuse to clip gradients under a plan without a flush.
+
+    Raises:
+        PlanError: The norm over all stages is never known: each stage updates itself.
+    """
+    if clip is not None and not plan.flushes:
+        raise PlanError(
+            "the gradients of this plan cannot be clipped",
+            problems=[
+                f"clip is {clip:g}, the limit of the norm over all stages; "
+                f"{plan.pipeline.schedule} updates each stage by itself, without a flush"
+            ],
+            fix="Leave out clip, or use a schedule with a flush, such as 1f1b.",
+        )
 
 
 class Strategy:
-    """Of one rank, for as long as an executor lives.
+    """From the gradients of one rank to its updated parameters.
 
     Args:
         divide: Splits or cuts the model by the first batch; returns the random draws of the whole
-            model if it has looked for them. None: the model stays as it is.
+            model if it has probed them. None: the model stays as it is.
 
     Attributes:
-        pipeline: Runs all micro-batches; None: the model is not cut, the executor does.
+        pipeline: Runs all micro-batches; None: the model is not cut, the executor runs them.
     """
 
     def __init__(
@@ -74,12 +187,12 @@ class Strategy:
 
     @property
     def crosses(self) -> bool:
-        """Whether steps cross their border: the exchange makes the update (priority)."""
+        """Whether the exchange makes the update, while the next step begins (priority)."""
         return self.exchange is not None and self.exchange.crossing is not None
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences for the journal: what has been re-arranged."""
+        """See `StepContext.remarks`."""
         return self._context.remarks
 
     @property
@@ -90,13 +203,13 @@ class Strategy:
     # -- between steps ---------------------------------------------------------------------------
 
     def prepare(self, batch: RankBatch | None) -> RandomDraws | None:
-        """Split or cut the model by its first batch; collective. Nothing at later batches.
+        """Split or cut the model by its first batch; does nothing later. Collective.
 
         Args:
-            batch: Only that of rank 0 is looked at, and of those that share its samples.
+            batch: Only that of rank 0, and of ranks that share its samples, is used.
 
         Returns:
-            The random draws of the whole model, where this has looked for them.
+            The random draws of the whole model, where this has probed them.
 
         Raises:
             PlanError: The model cannot be split so.
@@ -109,7 +222,7 @@ class Strategy:
         return draws
 
     def follow(self) -> None:
-        """Exchange the gradients of what is trained now; some may have been frozen or thawed."""
+        """Exchange the gradients of all parameters that are trainable now."""
         self.parameters.follow()
         trained = {name: p for name, p in self.parameters.named.items() if p.requires_grad}
         known = self._trained
@@ -120,45 +233,45 @@ class Strategy:
         self.reducer.follow({name: sources[name] for name in trained})
 
     def flush(self) -> None:
-        """Wait until every update has been made; needed before parameters are read elsewhere."""
+        """Wait until every update has been made; call it before parameters are read."""
         if self.exchange is not None:
             with self.exchanging():
                 self.exchange.flush()
 
-    def make_whole(self) -> None:
-        """Put the whole model on rank 0, until `parameters.let_go`; collective."""
+    def gather_whole(self) -> None:
+        """Gather the whole model on rank 0, until `parameters.release_whole`; collective."""
         self.flush()
-        self.parameters.make_whole()
+        self.parameters.gather_whole()
 
-    def numbers(self) -> Numbers:
-        """What a step has left, complete on rank 0: see `TrainingState.numbers`; collective."""
+    def tensors_by_kind(self) -> TensorsByKind:
+        """The tensors of a step, complete on rank 0: see `TrainingState.tensors_by_kind`."""
         setup, layout = self._setup, self.parameters.layers
         trained = TrainingState(setup.model, setup.optimizer, setup.scheduler, layout=layout)
-        return self.parameters.complete(trained.numbers())
+        return self.parameters.complete(trained.tensors_by_kind())
 
     def close(self) -> None:
-        """Finish what is under way; take the hooks off the model."""
+        """Finish the exchange in progress and remove the hooks from the model."""
         self.flush()
         self.reducer.close()
         self._trained = {}
         self.parameters.close()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What compressors have kept back, for a checkpoint; collective."""
+    def exchange_state(self) -> dict[str, Tensor]:
+        """Residuals of the compressors, for a checkpoint; collective."""
         if self.exchange is None or self._setup.plan.exchange.exact:
             return {}
         with self.exchanging():
             return collect_state(self.exchange.state(), self._trained)
 
-    def take_up(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with what `tensors` returned, among other tensors of a checkpoint."""
+    def restore_exchange(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore the residuals that are among the tensors of a checkpoint."""
         state = distribute_state(saved, self._context.world.ranks)
         if not state:
             return
         if self.exchange is None or self._setup.plan.exchange.exact:
             self.remarks.append(
-                "the checkpoint holds gradients that a compressor had kept back; this exchange "
-                "has no compressor, so they are lost"
+                "the checkpoint holds residuals of a compressor; this exchange has no compressor, "
+                "so they are lost"
             )
         else:
             self.exchange.restore(state)
@@ -166,13 +279,7 @@ class Strategy:
     # -- the instructions ------------------------------------------------------------------------
 
     def begin(self, record: StepRecord, samples: int, doing: str) -> None:
-        """A step begins: forget the last one's gradients.
-
-        Args:
-            record: Is filled; its `samples` are those of the global batch.
-            samples: Of this rank.
-            doing: "step 12".
-        """
+        """Begin a step: drop the gradients of the last one."""
         context = self._context
         context.record, context.samples, context.doing = record, samples, doing
         self.follow()
@@ -193,11 +300,11 @@ class Strategy:
             )
 
     def arm(self) -> None:
-        """Gradients of the next backward pass may leave."""
+        """Send each gradient as soon as the next backward pass has made it."""
         self.reducer.arm()
 
     def send(self) -> None:
-        """Hand over all gradients that have not left."""
+        """Send all gradients that have not been sent."""
         self.reducer.send()
 
     def receive(self) -> None:
@@ -213,31 +320,29 @@ class Strategy:
             self.reducer.scale(factor, self._trained.values())
 
     def clip(self) -> None:
-        """Limit the global norm."""
+        """Limit the global norm of the gradients."""
         assert self._setup.clip is not None
-        self._note_norm(self.parameters.clip(self._trained, self._setup.clip))
-
-    def _note_norm(self, norm: float) -> None:
+        norm = self.parameters.clip(self._trained, self._setup.clip)
         self._context.record.norm = norm
         if not math.isfinite(norm):
             raise self._diverged(f"the norm of the gradients is {norm}")
 
     def update(self) -> None:
-        """The optimiser's and the scheduler's step."""
+        """Step the optimiser and the scheduler."""
         self.updater.update()
         self._schedule()
 
     def settle(self) -> None:
-        """All but the optimiser's step, which a pipeline's table has made."""
+        """Step the scheduler only: the pipeline's table has made the updates."""
         self._read_tally()
         self._schedule()
 
     def release(self) -> None:
-        """Hand the update over to the exchange, once the loss is known to be finite."""
+        """Let the exchange make the update, once the loss is known to be finite."""
         self.hand_over(self._read_tally())
 
     def hand_over(self, factor: float = 1.0) -> None:
-        """Let the exchange make the update; the next forward pass may begin."""
+        """Let the exchange make the update, without reading the step reduction."""
         if self.exchange is not None:
             assert self.exchange.crossing is not None
             with self.exchanging():
@@ -245,25 +350,25 @@ class Strategy:
         self._schedule()
 
     def show(self) -> None:
-        """Put the gradients of the last update into `parameter.grad`, where priority took them."""
+        """Put the gradients of the last update back into `parameter.grad` (priority)."""
         if self.exchange is not None and self.exchange.crossing is not None:
             self.flush()
             self.exchange.now.settle()
 
     def hide(self) -> None:
-        """Undo `show`; the next step must not add to them."""
+        """Undo `show`: the next step must not add to these gradients."""
         if self.exchange is not None and self.exchange.crossing is not None:
             for parameter in self._trained.values():
                 parameter.grad = None
 
     def skip(self) -> None:
-        """The update has been made by somebody else: with `priority`, the lane must not make it."""
+        """Discard the update that the exchange would make: the caller has made it (priority)."""
         if self.exchange is not None and self.exchange.crossing is not None:
             with self.exchanging():
                 self.exchange.crossing.discard()
 
     def propose(self) -> None:
-        """Make this rank's own update, and put it where the gradients were."""
+        """Make this rank's own update and exchange it in place of the gradients."""
         assert self._deltas is not None
         factor = self._read_tally() * self._factor()
         self._deltas.propose(self._current, self._trained.values(), factor)
@@ -274,8 +379,6 @@ class Strategy:
         self._deltas.adopt(self._current)
         self._schedule()
 
-    # -- small parts -----------------------------------------------------------------------------
-
     @property
     def _current(self) -> GradientExchange | None:
         return None if self.exchange is None else self.exchange.now
@@ -285,16 +388,16 @@ class Strategy:
             self._setup.scheduler.step()
 
     def _factor(self) -> float:
-        """By which this rank's gradients, shares of the global mean, enter the exchange."""
+        # This rank's gradients are shares of the global mean; "sum" wants all ranks' sum of means.
         match self._setup.plan.exchange.reduce:
             case "sum":
                 return self._setup.share * self._context.world.ranks
-            case "adasum" if self._context.samples:  # of the ranks' own means
+            case "adasum" if self._context.samples:  # combines the ranks' own means
                 return self._setup.share * self._context.record.samples / self._context.samples
         return self._setup.share
 
     def _read_tally(self) -> float:
-        """What the sums must be multiplied by, where the global count is only known now.
+        """The factor from the sums to the mean over the global count, which is known only now.
 
         Raises:
             Diverged: The loss is not finite.
@@ -305,9 +408,157 @@ class Strategy:
             share, count, record.votes = self._tally.read()
         record.loss = share * (record.samples / count) if count else math.nan
         if not math.isfinite(record.loss):
-            self.skip()
+            self.skip()  # else the lane would apply these gradients while the error is raised
             raise self._diverged(f"the loss is {record.loss}")
         return record.samples / count
 
     def _diverged(self, what: str) -> Diverged:
         return self.updater.diverged(what, self._context.doing)
+
+
+def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
+    """The reducer, parameters and updater that a plan needs; collective.
+
+    The model is sharded in place under ZeRO; it is split or cut at its first batch.
+
+    Raises:
+        PlanError: The executor does not support the plan, or cannot clip gradients under it.
+    """
+    plan = setup.plan
+    check_executable(plan)
+    check_clip(plan, setup.clip)
+    if plan.pipe_degree > 1:
+        return _pipeline_parallel(setup, forward)
+    if plan.split.tensor:
+        return _tensor_parallel(setup, forward)
+    return _sharded(setup) if plan.memory.zero and plan.ranks > 1 else data_parallel_strategy(setup)
+
+
+def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
+    """The strategy of ranks that have the whole model and sum gradients in buckets."""
+    context = StepContext(setup.world)
+    return Strategy(
+        setup,
+        context,
+        parameters=WholeParameters(setup.model, context),
+        reducer=_bucket_reducer(setup, context),
+        updater=StepUpdater(setup.optimizer),
+    )
+
+
+def _bucket_reducer(setup: TrainingSetup, context: StepContext) -> Reducer:
+    plan = setup.plan
+    routes = exchange_routes(plan, setup.world) if plan.exchange_degree > 1 else None
+    _fit_optimizer(setup)
+    if routes is None:
+        return LocalReducer(context)
+    # With priority steps cross their border, but a clipped norm needs all gradients together.
+    crosses = plan.exchange.priority and setup.clip is None
+    crossing = (setup.model, setup.optimizer) if crosses else None
+    return BucketReducer(context, routes, plan.exchange, seed=setup.seed, crossing=crossing)
+
+
+def _fit_optimizer(setup: TrainingSetup) -> None:
+    fit_exchange(setup.optimizer, setup.plan.exchange, ranks=setup.plan.exchange_degree)
+
+
+def _sharded(setup: TrainingSetup) -> Strategy:
+    context, plan, model = StepContext(setup.world), setup.plan, setup.model
+    reducer = LocalReducer(
+        context, plan.memory.zero, weight=setup.share, gradient_copies=plan.mesh.degree(SPACE)
+    )
+    form = meta_copy(model)
+    with setup.world.explained("sharding the model's state"):
+        reducer.shard(model, setup.optimizer, state_mesh(plan, setup.world.device))
+    give_back_freed_memory()
+    _fit_optimizer(setup)
+    return Strategy(
+        setup,
+        context,
+        parameters=ShardedParameters(model, context, form=form),
+        reducer=reducer,
+        updater=StepUpdater(setup.optimizer),
+    )
+
+
+def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
+    context, plan, model = StepContext(setup.world), setup.plan, setup.model
+    layers = SplitLayers.of(plan, setup.world)
+    parameters = ShardedParameters(model, context, layers=layers)
+    zero = plan.memory.zero if plan.data_degree > 1 else 0
+    dims = (plan.exchange.axis, SHARD_AXIS) if zero else ()
+    data_dims = tuple(name for name in dims if plan.mesh.degree(name) > 1)
+    buckets = _bucket_reducer(setup, context)
+    fsdp = LocalReducer(context, zero, weight=setup.share) if zero else None
+
+    def look(batch: RankBatch | None) -> tuple[SplitDecisions, RandomDraws]:
+        assert batch is not None
+        data = forward.prepare(batch.micros[0].data)
+        decisions = infer_plan_split(plan, model, forward.loss, data)
+        return decisions, forward.probe(data, forward.loss)
+
+    def divide(batch: RankBatch | None) -> RandomDraws:
+        # The draws are those of the unsplit model: rank 0 looks for them before it is split.
+        found = broadcast_from_rank0(setup.world.rank, lambda: look(batch), context.exchanging())
+        decisions, draws = found
+
+        def split() -> list[str]:
+            # FSDP2 gathers weights ahead, and a part that is away cannot be gathered further.
+            remarks = layers.apply(
+                model,
+                decisions,
+                ahead=not zero,
+                placement=lambda grid: _placement(layers, grid, data_dims),
+            )
+            if fsdp is not None:
+                fsdp.shard(model, None, layers.meshes[layers.grid.plan][data_dims])
+            return remarks
+
+        parameters.divide(setup.optimizer, split)
+        return draws
+
+    return Strategy(
+        setup,
+        context,
+        parameters=parameters,
+        reducer=fsdp or buckets,
+        updater=StepUpdater(setup.optimizer),
+        divide=divide,
+    )
+
+
+def _placement(
+    layers: SplitLayers, grid: ProcessGrid, data_dims: tuple[str, ...]
+) -> ParameterPlacement:
+    """The placement of parameters on a grid and, with sharded state, on the data axes."""
+    if not data_dims:
+        return ParameterPlacement.of(grid)
+    names = tuple(grid.held_on.mesh_dim_names or ()) + data_dims
+    inner = (*(Replicate() for _ in data_dims[1:]), Shard(0))
+    return ParameterPlacement(grid, layers.meshes[grid.plan][names], inner)
+
+
+def _pipeline_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
+    context, plan, world = StepContext(setup.world), setup.plan, setup.world
+    layers = SplitLayers.of(plan, world) if plan.split.tensor else None
+    parameters = StageParameters(setup.model, setup.optimizer, plan, context, layers)
+    _fit_optimizer(setup)
+    updater = StepUpdater(setup.optimizer) if plan.flushes else StageUpdater(setup.optimizer)
+    pipeline = PipelineRunner(
+        forward,
+        plan,
+        world,
+        seed=setup.seed,
+        remark=context.remarks.append,
+        weights=parameters,
+        update_stage=updater.update_stage,
+    )
+    return Strategy(
+        setup,
+        context,
+        parameters=parameters,
+        reducer=LocalReducer(context),
+        updater=updater,
+        pipeline=pipeline,
+        divide=pipeline.cut,
+    )

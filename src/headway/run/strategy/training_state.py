@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +24,10 @@ from headway.checkpoint.format import Manifest, TensorEntry
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
 
+if TYPE_CHECKING:
+    from headway.run.strategy.split_layers import SplitLayers
+
 Facts = dict[str, Any]
-
-
-class LogicalLayout(Protocol):
-    """Where parameters are held otherwise than they are named and saved."""
-
-    @property
-    def named(self) -> Mapping[str, nn.Parameter]:
-        """What the optimiser has, by logical name."""
-
-    def logical(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or something of its shape, in the order of the unsplit model."""
-
-    def held(self, name: str, tensor: Tensor) -> Tensor:
-        """The inverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +43,7 @@ class TrainingState:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     away: frozenset[Tensor] = frozenset()
-    layout: LogicalLayout | None = None
+    layout: SplitLayers | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Logical name -> the live tensor; tied tensors once, under their first name."""
@@ -63,7 +52,7 @@ class TrainingState:
             state = {name: self.layout.logical(_name(name), t) for name, t in state.items()}
         return {**model_tensors(self.model, self.away), **state}
 
-    def numbers(self) -> dict[str, dict[str, Tensor]]:
+    def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """What there is to compare after a step: kind -> logical name -> live tensor.
 
         Kinds: gradient, parameter, buffer, optimizer.
@@ -149,7 +138,7 @@ class TrainingState:
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
 
-    def _laid_out(self, layout: LogicalLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _laid_out(self, layout: SplitLayers, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What has been read, as it is held; parameters are filled."""
         for name, parameter in layout.named.items():
             if parameter in self.away:
@@ -169,11 +158,7 @@ def _name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str, Tensor]:
-    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once.
-
-    Args:
-        away: Tensors of it that are left out.
-    """
+    """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

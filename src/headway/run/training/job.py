@@ -27,19 +27,15 @@ class TrainJob:
     Attributes:
         recipe: Path of a recipe.toml, "module:function", a bundled workload, or a `Recipe` that
             pickles.
-        overrides: "key=value" changes to the recipe.
         directory: The run directory; all ranks must see it.
         plan: A plan or its file; None: data parallelism over all ranks.
-        find: Called on every rank instead, in the world that has been joined: the plan, the same
-            on all ranks, or None.
+        find: Called on every rank instead, in the joined world; returns the plan, the same on all
+            ranks, or None.
         collective: Put into the plan's exchange, with `carrier`; None: the plan's own.
-        carrier: See `Exchange.carrier`.
-        resume: Go on from the newest sound checkpoint of the directory.
-        device: "cpu", "cuda" or "auto".
-        patience_seconds: Of which nothing is heard for so long, that rank is lost.
+        patience_seconds: Declare a rank lost after this long without a heartbeat.
         trace_every: Steps between detailed timelines; the first steps are always traced.
-        before_step: Called on every rank before each step with the place and the step's number,
-            from 1: `launch.faults` makes things break there. None: nothing.
+        before_step: Called on every rank before each step with the launch environment and the
+            number of the step, from 1; `launch.faults` injects faults there.
     """
 
     recipe: str | Recipe

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from headway.comm.lanes.buckets import BucketTiming
 from headway.data import RankBatch
-from headway.run.step import bucket_timing as told
 from headway.run.step.memory import resident_bytes
-from headway.run.step.record import StepRecord
+from headway.run.step.record import StageMessage, StepRecord
 from headway.run.training.run_directory import EventLog, RunDirectory
 from headway.timeline import Span
+from headway.units import format_bytes
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
 _ALWAYS_TRACED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    """When a step began, in `perf_counter` seconds."""
-
-    step: int
-    time: float
 
 
 class Journal:
@@ -45,7 +37,7 @@ class Journal:
         attempt = world.place.attempt
         self._world = world
         self._trace_every = trace_every
-        self._before: _Begin | None = None
+        self._before: tuple[int, float] | None = None
         self._run: EventLog | None = None
         if world.rank == 0:
             self._run = stack.enter_context(EventLog(directory.events_file, attempt=attempt))
@@ -53,7 +45,7 @@ class Journal:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Whether this rank writes the events of the run."""
         return self._run is not None
 
     def event(self, name: str, **values: Any) -> None:
@@ -70,17 +62,10 @@ class Journal:
         waited: float,
         lr: float,
     ) -> None:
-        """A step that has been done.
-
-        Args:
-            step: Its number, from 1.
-            seconds: Its duration, with the wait for data.
-            waited: Seconds of it spent waiting for data.
-            lr: Learning rate after it.
-        """
+        """A completed step; `seconds` includes the wait for data."""
         offset = time() - perf_counter()
-        now = _Begin(step, record.spans[0].start - offset)
-        inside = told.exposed_inside(
+        now = step, record.spans[0].start - offset
+        inside = exposed_inside(
             (span for span in record.spans if span.kind in ("forward", "backward")),
             record.flights,
             offset,
@@ -110,7 +95,7 @@ class Journal:
             lr=lr,
             norm=record.norm,
             exposed=exposed if record.flights or record.messages else None,
-            overlap=told.overlap(record.flights, record.messages),
+            overlap=overlap(record.flights, record.messages),
             wire_bytes=_wire_bytes(record) or None,
         )
         self._trace_flights(now, record.flights, offset)
@@ -123,32 +108,33 @@ class Journal:
     def _trace(self, step: int, record: StepRecord, waited: float, offset: float) -> None:
         begin = record.spans[0].start
         self.span(step, "data", "data", "read the batch", begin - waited, begin)
-        still = [(start + offset, end + offset) for start, end in told.waits(record.flights)]
+        still = [(start + offset, end + offset) for start, end in bucket_waits(record.flights)]
         compute = [span for span in record.spans if span.lane == "compute"]
         others = [span for span in record.spans if span.lane != "compute"]
         rank, node = self._world.rank, f"step {step}"
         messages = [message.span(rank, offset, node) for message in record.messages]
-        self._write_spans(step, [*told.cut(compute, still), *others, *messages])
+        self._write_spans(step, [*without_intervals(compute, still), *others, *messages])
 
-    def _trace_flights(self, now: _Begin, flights: list[BucketTiming], offset: float) -> None:
-        """The exchange of this step, or of the one before where it has crossed the border.
-
-        It goes with the step that made the gradients, if that one is traced, and else with the
-        one that had to wait for them.
-        """
+    def _trace_flights(
+        self, now: tuple[int, float], flights: list[BucketTiming], offset: float
+    ) -> None:
         if not flights:
             return
-        crossed = self._before is not None and flights[0].ready < now.time
-        home = self._before if crossed and self._before is not None else now
-        group = home.step if self._traces(home.step) else now.step
+        # With priority the exchange of a step ends in the next one. It is shown with the step that
+        # made the gradients if that one is traced, else with the one that waited for them.
+        made = now
+        if self._before is not None and flights[0].ready < now[1]:
+            made = self._before
+        step, began = made
+        group = step if self._traces(step) else now[0]
         if not self._traces(group):
             return
-        made = told.spans(flights, rank=self._world.rank, node=f"step {home.step}", offset=offset)
-        self._write_spans(group, made)
+        spans = bucket_spans(flights, rank=self._world.rank, node=f"step {step}", offset=offset)
+        self._write_spans(group, spans)
         self.event(
             "exchange",
-            step=home.step,
-            buckets=[told.row(flight, home.time) for flight in flights],
+            step=step,
+            buckets=[bucket_row(flight, began) for flight in flights],
         )
 
     def _write_spans(self, step: int, spans: Iterable[Span]) -> None:
@@ -156,7 +142,7 @@ class Journal:
             self._own.write("span", step=step, **asdict(span))
 
     def span(self, step: int, lane: str, kind: str, label: str, start: float, end: float) -> None:
-        """A piece of this rank's work, outside of the step program."""
+        """A piece of this rank's work outside of the step program."""
         span = Span(
             rank=self._world.rank,
             lane=lane,
@@ -166,7 +152,7 @@ class Journal:
             end=end,
             node=f"step {step}",
         )
-        self._own.write("span", step=step, **asdict(span))
+        self._write_spans(step, [span])
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
@@ -182,6 +168,122 @@ class Journal:
 
 
 def _wire_bytes(record: StepRecord) -> int:
-    """What this rank sent."""
     sent = sum(m.num_bytes for m in record.messages if not m.is_received)
     return sent + sum(flight.wire_bytes for flight in record.flights)
+
+
+_VISIBLE_SECONDS = 50e-6
+"""Shorter pieces are neither drawn nor cut out."""
+
+
+Interval = tuple[float, float]
+
+
+def bucket_waits(flights: Iterable[BucketTiming]) -> list[Interval]:
+    """When the training thread stood still for a bucket, in `perf_counter` seconds."""
+    return [(f.needed, f.needed + f.waited) for f in flights if f.needed and f.waited > 0]
+
+
+def overlap(flights: Sequence[BucketTiming], messages: Sequence[StageMessage] = ()) -> float | None:
+    """The hidden fraction of the communication: 1 - exposed / in flight; None without any.
+
+    What comes by message counts from the moment in which it was asked for: when it left is not
+    known here.
+    """
+    received = [message for message in messages if message.is_received]
+    under_way = [(f.sent, f.received) for f in flights if f.sent and f.received]
+    flying = _total_length(merge_intervals([*under_way, *((m.start, m.end) for m in received)]))
+    if flying <= 0:
+        return None
+    still = [(m.end - m.waited, m.end) for m in received if m.waited > 0]
+    exposed = _total_length(merge_intervals([*bucket_waits(flights), *still]))
+    return min(1.0, max(0.0, 1.0 - exposed / flying))
+
+
+def exposed_inside(spans: Iterable[Span], flights: Iterable[BucketTiming], offset: float) -> float:
+    """Seconds of waits for buckets within spans of work.
+
+    Args:
+        offset: Wall clock minus `perf_counter`.
+    """
+    still = merge_intervals((start + offset, end + offset) for start, end in bucket_waits(flights))
+    return sum(
+        max(0.0, min(end, span.end) - max(start, span.start))
+        for span in spans
+        for start, end in still
+    )
+
+
+def bucket_row(flight: BucketTiming, began: float) -> dict[str, Any]:
+    """A bucket for the journal: moments in seconds since the step began, None: not yet or never."""
+    moments = ("ready", "sent", "received", "applied", "needed")
+    return {
+        "bucket": flight.bucket,
+        "parameters": list(flight.parameters),
+        "bytes": flight.num_bytes,
+        "wire_bytes": flight.wire_bytes,
+        **{name: getattr(flight, name) - began if getattr(flight, name) else None
+           for name in moments},
+        "waited": flight.waited,
+    }  # fmt: skip
+
+
+def bucket_spans(
+    flights: Iterable[BucketTiming], *, rank: int, node: str, offset: float
+) -> list[Span]:
+    """A bucket's way: queued, on its way, and the wait of the training thread for it."""
+    found = []
+    for flight in flights:
+        name = flight.name or f"bucket {flight.bucket}"
+        pieces = [("exchange", "exchange", flight.sent, flight.received)]
+        if flight.ready:
+            pieces.append(("exchange", "queued", flight.ready, flight.sent))
+        pieces += [("compute", "wait", *wait) for wait in bucket_waits([flight])]
+        for lane, kind, start, end in pieces:
+            visible = end - start > _VISIBLE_SECONDS or kind == "exchange"
+            if not (start and end >= start and visible):
+                continue
+            found.append(
+                Span(
+                    rank=rank,
+                    lane=lane,
+                    kind=kind,
+                    label=f"{name}: {format_bytes(flight.num_bytes)}",
+                    start=start + offset,
+                    end=end + offset,
+                    node=node,
+                )
+            )
+    return found
+
+
+def without_intervals(work: Iterable[Span], still: Iterable[Interval]) -> list[Span]:
+    """Spans without the intervals in which nothing was done: each becomes its pieces."""
+    holes = [hole for hole in merge_intervals(still) if hole[1] - hole[0] > _VISIBLE_SECONDS]
+    found = []
+    for span in work:
+        start = span.start
+        for low, high in holes:
+            if high <= start or low >= span.end:
+                continue
+            if low > start:
+                found.append(replace(span, start=start, end=low))
+            start = high
+        if start < span.end or start == span.start:
+            found.append(replace(span, start=start))
+    return found
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as intervals that do not overlap, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _total_length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

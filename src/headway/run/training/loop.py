@@ -3,19 +3,21 @@
 Every rank runs the same lines; what only rank 0 does (the events of the run, the showcase) goes
 through its `Journal`. A restart is a start that finds a checkpoint.
 
-`CheckpointInventory`: in a pipeline each rank has a part of the checkpoint. Ranks agree on who has
-what by one exchange on the default group, from the main thread; the side group belongs to the
-checkpoint that is being written. Names and shapes are sent again only when they change.
+`CheckpointInventory`: in a pipeline each rank has a part of the checkpoint. `StopRequest`: SIGTERM,
+SIGHUP and the first Ctrl-C set a flag that the loop reads.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter, time
+from time import monotonic, perf_counter, time
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -37,17 +39,16 @@ from headway.errors import (
 from headway.plans import BatchSplit, explain, with_collective
 from headway.run.distributed.failure_record import summarize_exception
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.stop_request import StopRequest
 from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor
 from headway.run.recipe.batch_units import stop_steps
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
 from headway.run.step.batch import NO_SHOWCASE, first_readers, rank_source, reads_sample_parts
-from headway.run.step.defaults import recipe_plan
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.memory import keep_freed_memory
 from headway.run.step.randomness import build_model, generators_restored
+from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
@@ -55,7 +56,7 @@ from headway.run.training.run_directory import RunDirectory, describe_environmen
 
 
 class CheckpointInventory:
-    """Keeps what the ranks have told each other."""
+    """What each rank holds of a checkpoint, as the ranks have reported it to each other."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -63,16 +64,14 @@ class CheckpointInventory:
         self._known: list[dict[str, HeldTensorSpec]] = [{}] * world.ranks
 
     def agree(self, tensors: Mapping[str, Tensor], facts: Facts) -> tuple[Holdings, Facts]:
-        """Who has which tensors, and the facts of all ranks together; collective.
-
-        Args:
-            tensors: What this rank has, by logical name.
-            facts: As `TrainingState.facts` gives them on this rank.
-        """
+        """Who has which tensors, and the facts of all ranks together; collective."""
         own = specs_of(tensors)
+        # Names and shapes are the bulk of it, and change only when parameters are frozen.
         news = own if own != self._told else None
         self._told = own
         found: list[Any] = [None] * self._world.ranks
+        # On the default group, from the main thread: the side group belongs to the checkpoint that
+        # may still be being written.
         with self._world.explained("agreeing on a checkpoint"):
             dist.all_gather_object(found, (news, facts["optimizer"]["scalars"]))
         self._known = [
@@ -84,12 +83,9 @@ class CheckpointInventory:
         return Holdings.of(self._known), {**facts, "optimizer": optimizer}
 
 
-# The training loop of one rank: build, resume, train, validate, save, stop in order.
-
-
 @dataclass(slots=True)
 class StepCounter:
-    """The step that is being worked on, for messages."""
+    """The step in progress, for messages."""
 
     current: int = 0
 
@@ -109,7 +105,7 @@ class Training:
         self._validation: float | None = None
 
     def run(self) -> TrainingOutcome:
-        """Everything from the recipe to the last checkpoint."""
+        """Train from the recipe to the last checkpoint."""
         self.prepare()
         with self._journal.warnings():
             total = self.begin()
@@ -127,7 +123,7 @@ class Training:
         self._open()
 
     def begin(self) -> int:
-        """Build everything, take up a checkpoint if there is one; returns the steps of the run."""
+        """Build everything and restore a checkpoint, if any; returns the steps of the run."""
         self._build()
         self._cut()
         cursor = self._restore()
@@ -147,8 +143,8 @@ class Training:
     # -- before the first step ---------------------------------------------------------------
 
     def _open(self) -> None:
-        """The run directory: rank 0 writes what is run, everybody opens the journal."""
         job, world = self._job, self._world
+        # Later attempts of the same launch go on in a directory that is already described.
         if world.rank == 0 and (world.place.attempt == 0 or job.resume):
             self._directory.check_free(resume=job.resume)
             self._directory.describe(
@@ -199,13 +195,13 @@ class Training:
             group=self._world.side_group,
             keep=recipe.checkpoint_keep,
         )
-        # After an error the peers of a save that is under way may never answer.
+        # After an error the peers of a save in progress may never answer: do not wait for them.
         self._stack.push(lambda kind, *_: self._store.close(wait=kind is None))
         if self._plan.ranks > 1 or self._plan.batch.microbatch:
             self._warn_of_batch_norm(model)
 
     def _cut(self) -> None:
-        """Each rank keeps its stages or parts of layers, before a checkpoint is read."""
+        # Before a checkpoint is read: each rank reads only what it keeps.
         self._inventory: CheckpointInventory | None = None
         if self._plan.split.tensor or (self._plan.memory.zero and self._plan.ranks > 1):
             self._inventory = CheckpointInventory(self._world)
@@ -218,7 +214,7 @@ class Training:
             with self._executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))
         self._executor.cut(first)
-        held = self._executor.gradients.parameters
+        held = self._executor.strategy.parameters
         self._trained = replace(self._trained, away=held.away, layout=held.layers)
         self._inventory = CheckpointInventory(self._world)
 
@@ -234,7 +230,7 @@ class Training:
             )
 
     def _restore(self) -> Cursor:
-        """Where to begin: the newest sound checkpoint, or the beginning."""
+        """The position to start from: that of the newest sound checkpoint, or the beginning."""
         beginning = Cursor(seed=self._recipe.seed)
         if not self._job.resume and self._world.place.attempt == 0:
             return beginning
@@ -258,7 +254,7 @@ class Training:
                 fix=f"Set seed = {cursor.seed}, or use a new run directory.",
             )
         self._trained.apply(manifest, destinations)
-        self._executor.gradients.take_up(destinations)
+        self._executor.strategy.restore_exchange(destinations)
         self._executor.steps_done = manifest.step
         self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
         return cursor
@@ -281,7 +277,7 @@ class Training:
     # -- the loop ----------------------------------------------------------------------------
 
     def _train(self, total: int) -> str | None:
-        """Step until the recipe's end or a signal; returns the signal's name."""
+        """Step until the end of the recipe or a signal; returns the signal's name."""
         run, recipe = self._executor, self._recipe
         first = run.steps_done + 1
         while run.steps_done < total:
@@ -292,8 +288,10 @@ class Training:
                 self._store.check()
             self.step()
             if run.steps_done == first:
+                # Only now the optimiser has state, so that the size of a checkpoint is known.
                 tensors, _, holdings = self._contents()
                 self._store.reserve(tensors, holdings)
+            # By the votes of all ranks, not by this rank's signal: all stop after the same step.
             stopping, last = run.record.votes > 0, run.steps_done == total
             if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
                 self._save()
@@ -325,8 +323,8 @@ class Training:
         )
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
-        """What this rank has for a checkpoint, the facts, and who has what; collective."""
-        tensors = {**self._trained.tensors(), **self._executor.gradients.tensors()}
+        """This rank's part of a checkpoint, the facts, and who holds what; collective."""
+        tensors = {**self._trained.tensors(), **self._executor.strategy.exchange_state()}
         facts = self._trained.facts()
         if self._inventory is None:
             return tensors, facts, None
@@ -334,8 +332,7 @@ class Training:
         return tensors, facts, holdings
 
     def _remark(self) -> None:
-        """What the exchange says of itself, into the journal."""
-        remarks = self._executor.gradients.remarks
+        remarks = self._executor.strategy.remarks
         while remarks:
             self._journal.event("note", step=self._executor.steps_done, text=remarks.pop(0))
 
@@ -343,7 +340,7 @@ class Training:
         step = self._executor.steps_done
         self._executor.flush()
         self._world.doing("the checkpoint of step %d", step)
-        self._executor.gradients.parameters.share_buffers()
+        self._executor.strategy.parameters.share_buffers()
         start = time()
         with self._storing():
             tensors, facts, holdings = self._contents()
@@ -387,7 +384,7 @@ class Training:
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        """A checkpoint that fails because a peer has died is not the cause of the trouble."""
+        # A checkpoint that fails because a peer has died is not the cause: report the lost peer.
         try:
             yield
         except (CheckpointError, RuntimeError) as error:
@@ -423,7 +420,7 @@ class Training:
         )
 
     def _show(self, model: torch.nn.Module) -> None:
-        """What the recipe wants to show of a trained model; on rank 0."""
+        """Write the recipe's showcase to the journal, on rank 0."""
         assert self._recipe.showcase is not None
         if self._journal.is_first:
             model.eval()
@@ -435,9 +432,6 @@ class Training:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-# One rank of `headway train`: join the world, train, leave, explain errors.
 
 
 def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
@@ -468,12 +462,62 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
         raise
     except Exception as error:
         lost = world.lost() if world is not None else None
-        if lost is not None:  # whatever a broken connection looks like from the inside
+        if lost is not None:  # the exception is what a broken connection looks like from inside
             raise lost from error
         place_in_code, source = user_frame(error)
         raise WorkerFailed(
             summarize_exception(error),
             where=f"rank {place.rank}, step {step.current}",
             why=f"Raised at {place_in_code}: {source}",
-            fix="Mend the cause, then go on with --resume.",
+            fix="Fix the cause, then rerun with --resume.",
         ) from error
+
+
+# A terminal's Ctrl-C may arrive twice: from the terminal and again from the launching agent.
+SAME_REQUEST_SECONDS = 0.5
+
+
+class StopRequest:
+    """Context manager that turns signals into a request; does nothing outside the main thread.
+
+    Attributes:
+        requested: Name of the first signal that came ("SIGTERM", "SIGINT", "SIGHUP"), else None.
+
+    Once the request is a Ctrl-C, another signal that comes more than half a second later raises
+    KeyboardInterrupt: on a second Ctrl-C the agent of the workers sends them SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._since = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            before = signal.getsignal(number)
+            # nohup: who started the job asked for it to survive the terminal.
+            if number is signal.SIGHUP and before is signal.SIG_IGN:
+                continue
+            self._previous[number] = before
+            signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, before in self._previous.items():
+            # None: a handler that C code had installed; Python can only fall back to the default.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._previous.clear()
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested = signal.Signals(number).name
+            self._since = monotonic()
+        elif self.requested == "SIGINT" and monotonic() - self._since > SAME_REQUEST_SECONDS:
+            raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from headway.plans import Plan
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths of one run, and the rule that a directory holds one run only."""
+    """Paths of one run; a directory holds one run only."""
 
     path: Path
 
@@ -50,7 +50,7 @@ class RunDirectory:
         return self.path / "ranks" / f"rank-{rank:05d}.jsonl"
 
     def check_free(self, *, resume: bool) -> None:
-        """Refuse a directory that already holds a run, unless that run is to go on.
+        """Refuse a directory that already holds a run, unless that run is resumed.
 
         Raises:
             RunDirectoryTaken: With the two ways out.
@@ -59,7 +59,7 @@ class RunDirectory:
             raise RunDirectoryTaken(
                 "already holds a run",
                 where=str(self.path),
-                fix="Go on with it by --resume, or choose another --directory.",
+                fix="Continue it with --resume, or choose another --directory.",
             )
 
     def describe(
@@ -97,20 +97,14 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-# Events of a run as JSON lines: what the report, the progress display and people read.
-
-
 class EventLog:
-    """Appends one JSON object per line; each line is on its way to the disk when `write` returns.
-
-    A file that a killed process left with half a last line is closed off first, so that the next
-    line stands alone.
-    """
+    """Appends one JSON object per line; each line is with the kernel when `write` returns."""
 
     def __init__(self, path: Path, *, attempt: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._attempt = attempt
         self._file = path.open("ab+")
+        # A killed process may have left half a line: end it, so that the next one stands alone.
         if self._file.tell() and not _ends_with_newline(path):
             self._file.write(b"\n")
 
@@ -127,7 +121,7 @@ class EventLog:
         except OSError as error:
             raise RunError(
                 f"cannot write {self._file.name}: {error.strerror}",
-                fix="Free space on this disk, then go on with --resume.",
+                fix="Free space on this disk, then rerun with --resume.",
             ) from error
 
     def close(self) -> None:

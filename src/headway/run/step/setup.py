@@ -1,23 +1,93 @@
-"""Checks and conversions of the user's model, optimiser, scheduler and loss value.
+"""What a run begins with: its world, its plan, and checks of the user's objects.
 
-Each check stands for a mistake that would otherwise end as an error of torch from deep inside a
-step, or as ranks that silently drift apart.
+The world is the process group that the program has made, else the one that the launcher's variables
+describe; the plan is the one given, one in a file, or data parallelism over all ranks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.errors import RecipeError, UsageError
+from headway.errors import PlanError, RecipeError, UsageError
+from headway.plans import Plan, data_parallel, pipelined
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.run.recipe.batch_units import resolve_batch
+from headway.run.recipe.recipe import Recipe
 from headway.run.step.memory import is_storage_released
+
+
+def find_world() -> World:
+    """The process group that the program has made, else what the launcher prepared."""
+    if dist.is_available() and dist.is_initialized():
+        return World.adopt()
+    return World.join(LaunchEnv.here(), device="auto")
+
+
+def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> Plan:
+    """The plan given, as an object or a file, or data parallelism for a batch.
+
+    Raises:
+        PlanError: It cannot exist, or is for another number of processes.
+        UsageError: Not exactly one of `plan` and `batch` is given.
+    """
+    if (plan is None) == (batch is None):
+        raise UsageError(
+            "an Executor needs exactly one of plan and batch",
+            fix="Write Executor(model, optimizer, loss=loss, batch=64) or plan='plan.json'.",
+        )
+    if batch is not None:
+        return data_parallel(batch, processes=ranks)
+    found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
+    found.check()
+    if found.ranks != ranks:
+        raise PlanError(
+            "this plan is for another number of processes",
+            problems=[f"the plan has {found.ranks} ranks; {ranks} processes run"],
+            fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
+        )
+    return found
+
+
+def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
+    """A plan, the one in a file, or data parallelism over all ranks as the recipe wants it.
+
+    Raises:
+        PlanError: The plan is for another global batch than the recipe's.
+    """
+    samples = resolve_batch(recipe)
+    if given is None:
+        return pipelined(
+            samples,
+            processes=ranks,
+            microbatch=recipe.microbatch,
+            precision=recipe.precision,
+            exchange=recipe.exchange,
+            stages=recipe.stages,
+            pipeline=recipe.pipeline,
+            shares=recipe.shares,
+            zero=recipe.zero,
+            shards=recipe.shards,
+            split=recipe.split,
+        )
+    plan = given if isinstance(given, Plan) else Plan.load(given)
+    if plan.batch.samples != samples:
+        raise PlanError(
+            "the plan is for another recipe",
+            where=str(given) if isinstance(given, Path) else "",
+            problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
+            fix="Change batch.samples of the plan, or the batch of the recipe.",
+        )
+    return plan
 
 
 def check_components(
@@ -67,60 +137,6 @@ def check_components(
                     why="Only gradients of the model's parameters are summed over the ranks.",
                     fix="Register it on the model (a loss with parameters: as a submodule).",
                 )
-
-
-def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Give state that the optimiser has made already the device and type of its parameters."""
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
-    """What a loss returned, as a sum and what it is a sum over.
-
-    Args:
-        value: A mean over the samples, or a pair (sum, count).
-        samples: Of the micro-batch.
-
-    Raises:
-        RecipeError: It is neither.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value * samples, float(samples)
-    if isinstance(value, tuple) and len(value) == 2:
-        total, count = value
-        if isinstance(total, Tensor) and total.numel() == 1 and _is_count(count):
-            return total, count
-    raise RecipeError(
-        f"the loss returned {_described(value)}",
-        why="It must return the mean over the samples of the batch, a tensor with one number, or a "
-        "pair (sum, count).",
-        fix="For example loss.mean(), or (loss.sum(), mask.sum()).",
-    )
-
-
-def _is_count(count: Any) -> bool:
-    return count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(map(_described, value)) or 'nothing'}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _required(method: Callable[..., Any]) -> str:
