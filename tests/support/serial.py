@@ -19,7 +19,7 @@ Numbers = dict[str, Tensor]
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> Numbers:
     """Loss, gradients, parameters, buffers and optimiser state by logical name."""
-    return flat(TrainingState(model, optimizer, None).numbers(), loss)
+    return flat(TrainingState(model, optimizer, None).tensors_by_kind(), loss)
 
 
 def flat(numbers: Mapping[str, Mapping[str, Tensor]], loss: float) -> Numbers:

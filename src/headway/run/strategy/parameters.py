@@ -61,12 +61,12 @@ TensorsByKind = Mapping[str, Mapping[str, Tensor]]
 
 
 class HeldParameters(ABC):
-    """Of this rank.
+    """The parameters that this rank holds.
 
     Attributes:
-        named: What the optimiser has, by logical name; whole, or in parts.
-        sources: Where backward leaves the gradients, by logical name.
-        layers: Split ones, whose parameters are held otherwise than they are saved; None: none are.
+        named: The optimiser's parameters by logical name; whole, or in parts.
+        sources: The parameters in whose `grad` backward leaves the gradients, by logical name.
+        layers: The split layers, whose parameters are not held as they are saved; None: no layer.
         whole: The model; after `gather_whole` it is whole on rank 0.
     """
 
@@ -81,22 +81,22 @@ class HeldParameters(ABC):
         """Parameters and buffers that other ranks hold, and this one does not."""
 
     def follow(self) -> None:
-        """Look at what the user has frozen or thawed."""
+        """Adopt what the user has frozen or thawed."""
         if self.layers is not None:
             self.layers.follow()
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget gradients that the optimiser does not see."""
+        """Drop gradients that the optimiser does not see."""
 
     def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
-        """Give the optimiser's parameters the gradients, once they are summed."""
+        """Give the optimiser's parameters their gradients, once these are summed."""
         if self.layers is not None:
             self.layers.collect(trained, reuse=reuse)
 
     @abstractmethod
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
-        """Limit the global norm, to which every element counts once; returns it as it was."""
+        """Limit the global norm of the gradients; returns the norm before that."""
 
     @abstractmethod
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
@@ -104,7 +104,7 @@ class HeldParameters(ABC):
 
     @abstractmethod
     def gather_whole(self) -> None:
-        """Put the whole model on rank 0, until `release_whole`; collective."""
+        """Gather the whole model on rank 0, until `release_whole`; collective."""
 
     @abstractmethod
     def release_whole(self) -> None:
@@ -112,15 +112,15 @@ class HeldParameters(ABC):
 
     @abstractmethod
     def share_buffers(self) -> None:
-        """One rank's buffers for all (running statistics differ between shares); collective."""
+        """Give all ranks the buffers of one; running statistics differ between shares."""
 
     @abstractmethod
     def close(self) -> None:
-        """The executor leaves."""
+        """Free what belongs to the executor."""
 
 
 class WholeParameters(HeldParameters):
-    """Every rank has all of them."""
+    """All parameters on every rank."""
 
     def __init__(self, model: nn.Module, context: StepContext) -> None:
         self.whole = model
@@ -154,10 +154,10 @@ class WholeParameters(HeldParameters):
 
 
 class ShardedParameters(HeldParameters):
-    """Every rank has parts of them, as DTensors.
+    """Parts of parameters on every rank, as DTensors.
 
     Args:
-        form: The model before FSDP2 has sharded it, without memory; None: `divide` takes it.
+        form: The model before FSDP2 has sharded it, without memory; None: `divide` copies it.
     """
 
     def __init__(
@@ -176,11 +176,7 @@ class ShardedParameters(HeldParameters):
         self._form = form
 
     def divide(self, optimizer: Optimizer, split: Callable[[], list[str]]) -> None:
-        """Split the layers; collective.
-
-        Args:
-            split: Changes the model; returns remarks.
-        """
+        """Split the layers by `split`, which changes the model and returns remarks; collective."""
         assert self.layers is not None
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         self._form = meta_copy(self._model)
@@ -213,7 +209,7 @@ class ShardedParameters(HeldParameters):
         return found
 
     def gather_whole(self) -> None:
-        """A second model, whole, on rank 0: this one's modules work on parts."""
+        # A second model: the modules of this one work on parts.
         form = require_meta_copy(self._form, self._model)
         first = self._context.world.rank == 0
         tensors = {**self.named, **dict(self._model.named_buffers())}
@@ -238,7 +234,7 @@ def completed(
     layout: SplitLayers | None,
     holds: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Kind, name, name of the parameter, all of the tensor: one after the other; collective."""
+    """Kind, name, name of the parameter, and the whole tensor, one by one; collective."""
     for kind, tensors in numbers.items():
         for name, tensor in tensors.items():
             owner = name.rpartition(".")[0] if kind == "optimizer" else name
@@ -254,10 +250,11 @@ def whole_model(
     named: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Tensor],
 ) -> nn.Module:
-    """A model with these tensors, frozen and in training or eval mode as another one.
+    """A model of these tensors, frozen and in training or eval mode as `model`.
 
     Args:
-        tensors: All of it; the new model takes their memory.
+        form: From `meta_copy`.
+        tensors: All parameters and buffers; the new model takes over their memory.
     """
     filled = fill_meta_copy(
         form,
@@ -270,7 +267,7 @@ def whole_model(
 
 
 def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> float:
-    """Scale gradients down to the largest norm; returns it as it was."""
+    """Scale gradients down to a norm of `limit`; returns the norm before, the root of `square`."""
     norm = math.sqrt(square)
     factor = limit / (norm + 1e-6)  # as `torch.nn.utils.clip_grad_norm_`
     if factor < 1.0:
@@ -280,7 +277,11 @@ def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> fl
 
 
 class StageParameters(HeldParameters):
-    """Those of the stages that this rank holds."""
+    """The parameters of the stages that this rank holds.
+
+    Once the model is cut, parameters, buffers and optimiser state have memory only on the ranks
+    that hold them. Layers of stages may be split as well (`SplitLayers`), and the rest sharded.
+    """
 
     def __init__(
         self,
@@ -307,13 +308,14 @@ class StageParameters(HeldParameters):
     def keep_own(
         self, ownership: ParameterOwnership, stages: ModelStages, loss: Loss, data: Any
     ) -> Mapping[str, ShardedParameterSite]:
-        """The model has been cut: let go of what other ranks hold; collective.
+        """The model has been cut: free the memory of what other ranks hold; collective.
 
         Returns:
-            Where parameters are kept in parts, by name.
+            The sites of sharded parameters, by name.
         """
         decisions: SplitDecisions | None = None
         if self.layers is not None:
+            # While the model is whole: the decisions follow its layers from the input to the loss.
             self._form = meta_copy(self._model)
             decisions = broadcast_from_rank0(
                 self._context.world.rank,
@@ -330,7 +332,7 @@ class StageParameters(HeldParameters):
     def _split_own(
         self, stages: ModelStages, ownership: ParameterOwnership, decisions: SplitDecisions | None
     ) -> None:
-        """Cut what is left by layers, and that by rows; the optimiser has the parts."""
+        """Split the layers of this rank's stages, then shard their rows."""
         names = {parameter: name for name, parameter in self.named.items()}
         layers = self.layers
         with self._context.exchanging():
@@ -371,21 +373,21 @@ class StageParameters(HeldParameters):
     # -- to the pipeline -------------------------------------------------------------------------
 
     def entering(self, model: Any) -> Any:
-        """What a loss calls in place of the model, or of a stage."""
+        """The object that a loss calls in place of the model or of a stage."""
         return model if self.layers is None else with_split_inputs(model, self.layers.split)
 
     @property
     def own(self) -> tuple[Any, ...]:
-        """What values between stages refer to; see `headway.parallel.PipelineRanks`."""
+        """The objects that values between stages refer to; see `headway.parallel.PipelineRanks`."""
         split = None if self.layers is None else self.layers.split
         return () if split is None else (split.context,)
 
     def weights(self, *, each_action: bool = False) -> AbstractContextManager[None]:
-        """Inside, this rank's stages have their weights; collective where those are in parts.
+        """Inside, this rank's stages have their weights; collective where they are sharded.
 
         Args:
-            each_action: All copies carry out the same actions: weights that are in parts too
-                (ZeRO 3) are gathered by each action of a stage (`at`).
+            each_action: All copies execute the same actions, so that each action of a stage can
+                gather sharded weights for itself (ZeRO 3, `at`).
         """
         if self._shards is None:
             return contextlib.nullcontext()
@@ -435,7 +437,7 @@ class StageParameters(HeldParameters):
         return found
 
     def _owned(self, numbers: TensorsByKind) -> dict[str, Tensor]:
-        """What this rank owns, whole; all ranks that have parts of it come here together."""
+        """The whole tensors that this rank owns; collective among the ranks with parts of them."""
         holds = (lambda name: True) if self.ownership is None else self.ownership.holds
         return {
             f"{kind}/{name}": full.to_dense() if full.is_sparse else full
@@ -464,7 +466,7 @@ class StageParameters(HeldParameters):
         self._guard.lifted = self._context.world.rank == 0
 
     def _make_copy(self) -> None:
-        """A second model, whole, on rank 0: the stages' modules work on parts."""
+        # A second model, as in `ShardedParameters`.
         form = require_meta_copy(self._form, self._model)
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with torch.no_grad():
@@ -488,18 +490,17 @@ class StageParameters(HeldParameters):
                 copy_to_holders(self.ownership.copied(), self._tensors(), self._context.world)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All parameters and buffers of the model."""
         return dict((*self._model.named_parameters(), *self._model.named_buffers()))
 
     def close(self) -> None:
-        """After `gather_whole` the model stays whole on rank 0."""
+        # After `gather_whole` the model stays whole on rank 0.
         if self._guard is not None:
             self._guard.close(whole=self._guard.lifted)
         self.ownership = self._guard = self._shards = None
 
 
 def _check_islands(stages: ModelStages, decisions: SplitDecisions) -> None:
-    """What enters and leaves a module with a grid of its own passes through a call of it."""
+    # Activations change their grid at the call of such a module, so a stage must contain the call.
     calls = {call for stage in stages for call in stage.calls}
     problems = [
         f"split.by: {island} is no call of a stage: the cut goes through the inside of it"
@@ -515,7 +516,6 @@ def _check_islands(stages: ModelStages, decisions: SplitDecisions) -> None:
 
 
 def _place_rows(layers: SplitLayers, shards: ShardedStageParameters) -> None:
-    """Parts of layers are cut once more, by rows."""
     assert layers.split is not None
     for name, mesh in shards.meshes.items():
         copies = [n for n in mesh.mesh_dim_names or () if n.startswith("copies_")]
@@ -524,7 +524,7 @@ def _place_rows(layers: SplitLayers, shards: ShardedStageParameters) -> None:
 
 
 def shard_count(tensor: Tensor) -> int:
-    """Into how many a tensor is cut, over the ranks that have it."""
+    """The number of different shards of a tensor, over the ranks that hold it."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -534,18 +534,16 @@ def shard_count(tensor: Tensor) -> int:
 def sharded_rows(
     plan: Plan, ownership: ParameterOwnership, parameters: Mapping[str, Tensor]
 ) -> dict[str, ShardingRanks]:
-    """Who keeps what in parts, of what this rank trains: see `ShardedStageParameters`.
-
-    Those are the ranks of the axis "shard"; without that axis, all that train a parameter. With
-    ZeRO 3 they are the same stage's, where it has copies: they come to the same action together.
-    What a rank holds for evaluation only, and what has no rows, stays whole.
-    """
+    """The ranks that shard each parameter that this rank trains; see `ShardedStageParameters`."""
     mesh, found = plan.mesh, {}
+    # Those are the ranks of the axis "shard"; without that axis, all that train a parameter. With
+    # ZeRO 3 they hold the same stage, where it has copies: they come to the same action together.
     if mesh.degree(SHARD_AXIS) > 1:
         apart = tuple(name for name in mesh.names if name != SHARD_AXIS)
     else:
         apart = (PIPE_AXIS,) if plan.memory.zero == 3 and plan.data_degree > 1 else ()
     for name, ranks in ownership.trainers.items():
+        # What a rank holds for evaluation only, and what has no rows, stays whole.
         here = ownership.rank in ranks and set(ranks) == set(ownership.holders[name])
         if not here or not parameters[name].dim():
             continue

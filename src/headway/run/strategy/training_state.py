@@ -4,8 +4,7 @@ Tensors: `model.<name>` for parameters and persistent buffers, `optimizer.<param
 for the optimiser's tensors, `exchange.<parameter name>/<what>` for residuals of compressors.
 Facts (plain values): the optimiser's groups and scalars, the scheduler, the cursor, the number of
 steps. Random numbers need no state: they follow from (seed, epoch, position). Nothing here knows
-about ranks, so any number of processes can resume; a rank that holds a part of the model saves and
-restores that part.
+about ranks, so any number of processes can resume.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class TrainingState:
     """The objects whose state is saved and restored.
 
     Attributes:
-        away: Parameters and buffers of the model that other ranks hold (stages of a pipeline).
-        layout: Of split layers; None: parameters are held as they are saved.
+        away: Parameters and buffers that only other ranks hold (stages of a pipeline).
+        layout: The split layers; None: parameters are held as they are saved.
     """
 
     model: nn.Module
@@ -53,10 +52,7 @@ class TrainingState:
         return {**model_tensors(self.model, self.away), **state}
 
     def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """What there is to compare after a step: kind -> logical name -> live tensor.
-
-        Kinds: gradient, parameter, buffer, optimizer.
-        """
+        """Kind (gradient, parameter, buffer, optimizer) -> logical name -> live tensor."""
         parameters = self._parameters()
         state = _optimizer_tensors(self.optimizer, self.names())
         return {
@@ -95,9 +91,9 @@ class TrainingState:
         return found or dict(self.model.named_parameters())
 
     def destinations(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Where a checkpoint's tensors go: the model's own tensors, new ones for the optimiser.
+        """The memory to read a checkpoint into: the model's own, new tensors for the optimiser.
 
-        Of what other ranks hold nothing is asked for.
+        Nothing is read of what only other ranks hold.
 
         Raises:
             CheckpointMismatch: Names, shapes or types differ; all differences are listed.
@@ -106,18 +102,18 @@ class TrainingState:
         away = targets.keys() - model_tensors(self.model, self.away).keys()
         places = {name: parameter for parameter, name in self.names().items()}
         for name, entry in manifest.tensors.items():
-            if name.startswith(
-                (STATE_PREFIX, "optimizer.")
-            ):  # of compressors; this run may have none
+            # Residuals of compressors are read even if this run has no compressor, to warn of it.
+            if name.startswith((STATE_PREFIX, "optimizer.")):
                 targets[name] = self._place(name, entry, places)
         _compare(targets, manifest)
         return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
 
     def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
-        """New memory for a tensor of a checkpoint; a form without memory where it is away."""
+        """New memory for a tensor of a checkpoint; on the meta device where it is away."""
         device = torch.device("cpu")
         if name.startswith("optimizer."):
             owner = places[_owner(name, places)]
+            # Single numbers, such as Adam's step, stay on the host, as torch keeps them.
             if owner in self.away:
                 device = torch.device("meta")
             elif isinstance(owner, DTensor) and tuple(entry.shape) == tuple(owner.shape):
@@ -128,7 +124,7 @@ class TrainingState:
         return torch.empty(entry.shape, dtype=dtype, device=device)
 
     def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Take up the optimiser's and the scheduler's state after `tensors` have been filled."""
+        """Restore optimiser and scheduler, once `tensors` have been read."""
         facts = manifest.facts
         if self.layout is not None:
             tensors = self._laid_out(self.layout, tensors)
@@ -139,7 +135,7 @@ class TrainingState:
             self.scheduler.load_state_dict(facts["scheduler"])
 
     def _laid_out(self, layout: SplitLayers, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What has been read, as it is held; parameters are filled."""
+        """Put what has been read into the layout in which this rank holds it."""
         for name, parameter in layout.named.items():
             if parameter in self.away:
                 continue
@@ -153,7 +149,7 @@ class TrainingState:
 
 
 def _name(name: str) -> str:
-    """Of the parameter to which a state of the optimiser belongs."""
+    """The parameter of an optimiser tensor; names of parameters contain dots themselves."""
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
@@ -209,8 +205,7 @@ def _plain(value: Any) -> Any:
 
 
 def _owner(name: str, places: Mapping[str, Tensor]) -> str:
-    """The parameter to which an optimiser tensor belongs; parameter names contain dots."""
-    owner = name.removeprefix("optimizer.").rpartition(".")[0]
+    owner = _name(name)
     if owner not in places:
         raise CheckpointMismatch(
             f"the checkpoint has optimiser state for {owner}, which the model does not have",
@@ -232,7 +227,7 @@ def _compare(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise CheckpointMismatch(
-            f"checkpoint of step {manifest.step} is of another model",
+            f"the checkpoint of step {manifest.step} belongs to another model",
             why="\n  ".join([*problems[:8], *more]),
             fix="Resume with the recipe that was saved, or use a new run directory.",
         )
@@ -245,7 +240,7 @@ def _restore_optimizer(
     tensors: Mapping[str, Tensor],
     away: Set[str],
 ) -> None:
-    """Rebuild what `Optimizer.load_state_dict` wants: state by position instead of by name."""
+    # `Optimizer.load_state_dict` identifies parameters by their position, not by name.
     live = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     saved = [list(group["names"]) for group in facts["groups"]]
     if live != saved:
