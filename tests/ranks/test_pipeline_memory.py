@@ -236,7 +236,7 @@ def odd(
     for batch in run.batches(Points(36)):
         run.step(batch)
     assert run.pipeline is not None
-    assert run.pipeline.homes is not None
+    assert run.pipeline.ownership is not None
 
     def held() -> dict[str, Tensor]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -260,7 +260,7 @@ def odd(
             model.eval()
             points = Points(17)
             whole = cross_entropy(model, (points.x.double(), points.y)).item()
-    return dict(run.pipeline.homes.holders), before, held(), loss, whole
+    return dict(run.pipeline.ownership.holders), before, held(), loss, whole
 
 
 DRIFTING = {

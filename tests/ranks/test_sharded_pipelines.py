@@ -57,7 +57,7 @@ def one(world, case, stages, pipeline, zero, shards, clip, parts):
     sizes = {
         name: (p.shape[0], local_data(p).shape[0])
         for name, p in model.named_parameters()
-        if name in run.pipeline.homes.trained and p.dim()
+        if name in run.pipeline.ownership.trained and p.dim()
     }
     kept = set(map(id, model.parameters())) == {
         id(p) for group in run.optimizer.param_groups for p in group["params"]

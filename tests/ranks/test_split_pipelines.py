@@ -61,7 +61,7 @@ def one(world, case, layers, stages, pipeline, options):
     mine = [
         (p.numel(), local_data(p).numel())
         for n, p in run.strategy.parameters.named.items()
-        if n in run.pipeline.homes.trained
+        if n in run.pipeline.ownership.trained
     ]
     assert sum(own for _, own in mine) < sum(all_ for all_, _ in mine) or layers.spatial
     run.strategy.close()
