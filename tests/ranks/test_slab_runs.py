@@ -165,7 +165,7 @@ def by_time(world, folder):
     )  # fmt: skip
     image = NpySlabs(folder / "slabs" / "image.npy")
     batches = run.batches(SlabSource(image, finish=lambda parts: parts[0].float()))
-    with pytest.raises(PlanError, match="no rank has one to measure it with"):
+    with pytest.raises(PlanError, match="no rank has a whole one to measure with"):
         run.step(next(batches))
 
 

@@ -64,12 +64,14 @@ class Exchange:
         problems = self.description.problems(ranks)
         if problems:
             raise PlanError(
-                "this exchange cannot be", problems=problems, fix="Change these choices."
+                "these exchange options cannot be combined",
+                problems=problems,
+                fix="Change these options.",
             )
         if self.description.values == "updates":
             raise PlanError(
-                "this exchange cannot be",
-                problems=["exchange.values updates: only headway's own step can take it back"],
+                "this exchange needs headway's own training step",
+                problems=["exchange.values updates: only headway.Executor can undo a local update"],
                 fix="Use headway.Executor.",
             )
         check_components(model, optimizer, None, ranks)
@@ -109,17 +111,17 @@ class Exchange:
 
     @property
     def flights(self) -> tuple[BucketTiming, ...]:
-        """What happened to the buckets: of the last step, of the one before it with priority."""
+        """The timing of the last step's buckets; with priority, of the step before it."""
         return tuple(self._last)
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that say how the exchange has been re-arranged."""
+        """Sentences about changes of the exchange, such as new bucket sizes."""
         return self._strategy.remarks
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients; the next one outside sends them."""
+        """Backward passes inside accumulate gradients; the next one outside sends them."""
         exchange = self._strategy.exchange
         self._accumulating = True
         if exchange is not None:
@@ -131,9 +133,9 @@ class Exchange:
             self._strategy.arm()
 
     def synchronize(self) -> None:
-        """Wait for the mean gradients in `parameter.grad`, to clip or look at them before `step`.
+        """Wait for the mean gradients in `parameter.grad`, to clip or read them before `step`.
 
-        Parameters that no rank has used have no gradient then.
+        Parameters that no rank has used have no gradient.
         """
         if not self._synchronized:
             self._strategy.send()
@@ -152,7 +154,7 @@ class Exchange:
         self._step(active=True)
 
     def _step(self, *, active: bool) -> bool:
-        """One step; whether any rank had a batch for it (known only while joining)."""
+        """Returns whether any rank had a batch for this step, which is known only in `join`."""
         going = True
         crosses = self._strategy.crosses and not self._synchronized
         if not self._synchronized:
@@ -165,6 +167,7 @@ class Exchange:
             if not self._synchronized:
                 self._strategy.receive()
             self._optimizer.step()
+            # After `synchronize` with priority the lane still has this update to make: not twice.
             self._strategy.skip()
         self.steps_done += going
         self._last = self._record.flights
@@ -173,7 +176,7 @@ class Exchange:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """A loop inside may have fewer steps on some ranks; they take part without gradients.
+        """Ranks whose loop inside ends early take part in the other ranks' steps.
 
         The mean is over all ranks, as in DDP: a rank without a batch counts as zero.
         """
@@ -204,13 +207,13 @@ class Exchange:
         return exchange.state() if exchange is not None else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state_dict` returned on this rank."""
+        """Restore what `state_dict` returned on this rank."""
         exchange = self._strategy.exchange
         if exchange is not None:
             exchange.restore(state)
 
     def close(self) -> None:
-        """Finish what is under way; take the hooks off the model and the optimiser."""
+        """Finish the exchange in progress; remove the hooks from model and optimiser."""
         for guard in self._guards:
             guard.remove()
         self._strategy.close()

@@ -1,4 +1,4 @@
-"""The executor: carries out a plan's step program, one handler per kind of instruction.
+"""The executor: runs a plan's step program, one handler per kind of instruction.
 
 `compile_step` turns a plan and the number of micro-batches into a list of instructions;
 a `Strategy` exchanges gradients and makes the update; `Executor` runs the instructions one after
@@ -75,19 +75,19 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing to do.
+    """One instruction of a step program.
 
-    Kinds, with what they mean for synchronous data parallelism:
-        clear: forget the last step's gradients.
+    Kinds:
+        clear: drop the last step's gradients.
         pipeline: forward and backward of all micro-batches through the stages of a pipeline, and
             the sums of the gradients of each stage's copies.
         forward: the loss of micro-batch `microbatch`.
         idle: a forward pass that counts nothing, in place of a micro-batch that this rank lacks
-            and another one has: where state is sharded, all ranks gather it together.
+            and another one has: sharded state is gathered by all ranks together.
         tally: start to sum loss, count and votes over all ranks.
-        arm: gradients may leave as soon as the next backward pass has made them.
+        arm: send gradients as soon as the next backward pass has made them.
         backward: the gradients of micro-batch `microbatch`, added to those before.
-        send: start the exchange of all gradients that have not left.
+        send: start the exchange of all gradients that have not been sent.
         receive: wait for the summed gradients.
         scale: divide by a global count that is only known now.
         clip: limit the global norm of the gradients.
@@ -135,6 +135,8 @@ def compile_step(
     together = plan.ranks > 1
     updates = exchange.values == "updates"
     if own:
+        # Between the last forward and the last backward pass: the step reduction overlaps with the
+        # backward pass, and gradients are complete only in the last one.
         arm = [Instruction("arm")] if together and not updates else []
         own[-1][1:1] = [Instruction("tally"), *arm]
     else:
@@ -161,9 +163,6 @@ def _ending(together: bool, updates: bool, priority: bool, clip: bool) -> list[K
 
 def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
     return [Instruction("idle" if idle else "forward", number), Instruction("backward", number)]
-
-
-# Carries out the step program, one handler for each kind of instruction.
 
 
 class Executor:
@@ -267,13 +266,13 @@ class Executor:
         workers: int = 0,
         drop_last: bool = False,
     ) -> Iterator[RankBatch]:
-        """This rank's part of every global batch, in an order that depends on the seed alone.
+        """This rank's share of every global batch, in an order that depends on the seed alone.
 
         Args:
             examples: A `Source` or any map-style torch `Dataset`.
-            epochs: How often to go through the data; None: for ever. With a cursor, counted from
-                the beginning of the run, so that a resumed loop ends where it would have ended.
-            cursor: Where to begin; at an epoch that no step has used if not given.
+            epochs: Passes over the data; None: no end. With a cursor, counted from the beginning of
+                the run, so that a resumed loop ends where it would have ended.
+            cursor: Where to begin; by default at an epoch that no step has used.
             drop_last: Leave out the ragged last batch of an epoch.
         """
         if cursor is None:
@@ -323,7 +322,7 @@ class Executor:
     def evaluate(self, batches: RankLoader) -> tuple[float, int]:
         """The mean loss over all samples of a loader and their number; equal on every rank.
 
-        Buffers become those of rank 0, resp. of the first rank that holds them.
+        Buffers become those of rank 0; in a pipeline those of the first rank that holds them.
 
         Args:
             batches: As `loader` makes it: all ranks of a pipeline read the same.
@@ -343,10 +342,10 @@ class Executor:
     def cut(self, batch: RankBatch | None) -> None:
         """Cut the model into the plan's stages, or split its layers; collective.
 
-        Each rank keeps what is its own. Done at the first step where it has not been done before.
+        The first `step` does it, too. Each rank keeps its own part.
 
         Args:
-            batch: Any that the model can be called with; only that of rank 0 is looked at.
+            batch: Any batch that the model can be called with; only that of rank 0 is used.
 
         Raises:
             PlanError: The model cannot be cut.
@@ -355,7 +354,7 @@ class Executor:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """The model, inside whole on rank 0 although no rank has all of it; collective.
+        """Inside, the model is whole on rank 0; collective.
 
         with run.whole() as model:
             if run.world.rank == 0:
@@ -374,7 +373,7 @@ class Executor:
     def close(self) -> None:
         """Take the hooks off the model and leave the world; collective.
 
-        A model that was cut into stages is whole on rank 0 then, and refuses to be used elsewhere.
+        A model that was cut into stages is whole on rank 0 then, and unusable on the other ranks.
         """
         self.strategy.gather_whole()
         self._leave()
@@ -387,7 +386,8 @@ class Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.close() if kind is None else self._leave()  # the others may never answer
+        # After an error the other ranks may never come to the collectives that gather the model.
+        self.close() if kind is None else self._leave()
 
     # -- the interpreter ---------------------------------------------------------------------
 
@@ -418,6 +418,7 @@ class Executor:
     def _idle(self, instruction: Instruction) -> None:
         with self.strategy.exchanging(), self._randomness(self._micro(instruction), drawing=True):
             total, _ = self._sum_and_count(self._micro(instruction))
+        # Times 0: backward must run, with the collectives of sharded state, and add nothing.
         self._loss_of[instruction.microbatch or 0] = total * 0.0
 
     def _tally(self, _: Instruction) -> None:
@@ -433,7 +434,7 @@ class Executor:
             loss.backward()
 
     def _pass_through(self, _: Instruction) -> None:
-        """All micro-batches through the pipeline; losses are known where a pipe ends."""
+        # Losses are known only on the ranks where a pipe ends.
         assert self._batch is not None
         assert self.pipeline is not None
         self.pipeline.run(self._batch, self.record, f"step {self.steps_done + 1}")
@@ -455,7 +456,6 @@ class Executor:
         return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
-        """The loss of a micro-batch as a sum and what it is a sum over."""
         data = self._prepare(micro.data)
         with self._arithmetic(), self.strategy.reducer.calling():
             value = self._loss(self.model, data)
@@ -469,7 +469,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _randomness(self, micro: MicroBatch, *, drawing: bool) -> Iterator[None]:
-        """Random draws inside belong to samples; every micro-batch starts from the same state."""
+        """Inside, random draws are keyed by sample."""
         assert self._batch is not None
         start = self._batch.start
         if self._sites is None:
@@ -477,6 +477,8 @@ class Executor:
         if not drawing:
             yield
             return
+        # Every micro-batch starts from the same state, so that draws have the same numbers; see
+        # `step.randomness`.
         seed_everything(self.seed, start.epoch, start.position)
         if self._mode is None or self._mode_of is not micro:
             self._mode = LogicalRandomness(self._sites, micro.positions, start.epoch)
@@ -485,7 +487,7 @@ class Executor:
             yield
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
-        """Look once how random draws depend on the batch; without doubt, or with a warning."""
+        """Probe the random draws of the model; warns where they depend on the split."""
         with self._arithmetic(), self.strategy.reducer.calling():
             sites = probe_random_draws(self.model, loss or self._loss, data, resize_batch)
         for doubt in sites.doubts:
@@ -503,14 +505,14 @@ def _carry_out(do: Callable[[], None], _: Instruction) -> None:
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Give state that the optimiser has made already the device and type of its parameters."""
+    """Move existing state of the optimiser to the device and type of its parameters."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back in the mode that it was in."""
+    """Every module in eval mode; afterwards each in its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

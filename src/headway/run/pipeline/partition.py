@@ -1,12 +1,10 @@
 """Where a model is cut into stages, and which ranks hold each parameter afterwards.
 
 Cuts are balanced by parameters or by measured time, given by name, or made by the user's function.
-All ranks cut in the same way: what only one rank can know, measured time, is decided on rank 0. The
-model and the random generators are left as they were.
+All ranks cut in the same way. The model and the random generators are left as they were.
 
-`ParameterOwnership` is data that is equal on all ranks: every parameter and buffer has an owner,
-the first rank that holds its first stage; where several ranks hold a tensor, the owner's values
-count.
+`ParameterOwnership` is equal on all ranks: every parameter and buffer has an owner, the first rank
+that holds its first stage; where several ranks hold a tensor, the owner's values count.
 """
 
 from __future__ import annotations
@@ -76,13 +74,10 @@ def partition_model(
             return cut(model, loss, data, stages=number, weights=weights, at=how.cut or None)
 
 
-# -- by measured time ----------------------------------------------------------------------------
-
-
 def _measured(
     model: nn.Module, loss: Loss, data: Any, stages: int, arithmetic: Arithmetic
 ) -> Mapping[str, float]:
-    """Seconds of the units; those of rank 0, while the others wait and leave it the machine."""
+    # On rank 0 alone: times differ between ranks, and the others, waiting, leave it the machine.
     return broadcast_from_rank0(
         dist.get_rank(),
         lambda: measure_unit_seconds(model, loss, data, stages, arithmetic=arithmetic),
@@ -91,7 +86,7 @@ def _measured(
 
 
 def _in_words(weights: Mapping[str, float], stages: int) -> str:
-    """What the even cut makes of the measured times; the names can be written down as `cut`."""
+    """A remark on the stages of the even cut, with the names to write down as `cut`."""
     names, seconds = list(weights), list(weights.values())
     starts = balanced_partition(seconds, stages)
     ends = [*starts[1:], len(names)]
@@ -100,13 +95,10 @@ def _in_words(weights: Mapping[str, float], stages: int) -> str:
     return f"cut by measured time into stages of {', '.join(times)}: cut = [{begins}]"
 
 
-# -- by hand -------------------------------------------------------------------------------------
-
-
 def user_partition(
     reference: str, model: nn.Module, stages: int
 ) -> Sequence[Sequence[str | nn.Module]]:
-    """The chain that the user's function makes of a model, checked.
+    """The checked chain of stages that the user's function makes of a model.
 
     Raises:
         RecipeError: The function is missing or raises.
@@ -149,7 +141,7 @@ def _problems(chain: object, model: nn.Module, stages: int) -> list[str]:
 
 
 def _wrong(module: object, names: list[str]) -> str:
-    """What is wrong with an entry; whose a module's parameters are is seen when it is cut."""
+    """The problem of an entry; the cut itself checks which parameters it covers."""
     if isinstance(module, nn.Module):
         return ""
     if not isinstance(module, str):
@@ -157,12 +149,9 @@ def _wrong(module: object, names: list[str]) -> str:
     return "" if module in names else f"there is no module {module}{nearest(module, names)}"
 
 
-# Who holds what of a model that is cut into stages, as data that is equal on all ranks.
-
-
 @dataclass(frozen=True)
 class ParameterOwnership:
-    """Who holds what.
+    """Which ranks hold and train the tensors of a model that is cut into stages.
 
     Attributes:
         holders: Logical name of each parameter and buffer -> the ranks that hold it, first its
@@ -180,16 +169,16 @@ class ParameterOwnership:
         return self.rank in self.holders[name]
 
     def owns(self, name: str) -> bool:
-        """Whether this rank's numbers are those that count."""
+        """Whether this rank's values are those that count."""
         return self.rank == self.holders[name][0]
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The parameters whose gradient is made here."""
+        """The parameters whose gradient this rank computes."""
         return tuple(name for name, ranks in self.trainers.items() if self.rank in ranks)
 
     def copied(self) -> dict[tuple[int, int], list[str]]:
-        """What may differ from the owner's, buffers above all: (owner, holder) -> names."""
+        """Tensors that may differ from the owner's, mostly buffers: (owner, holder) -> names."""
         found: dict[tuple[int, int], list[str]] = {}
         for name, (owner, *others) in sorted(self.holders.items()):
             if self.holders[name] != self.trainers.get(name):
@@ -201,7 +190,7 @@ class ParameterOwnership:
 def parameter_ownership(
     stages: ModelStages, schedule: PipelineSchedule, copies: Sequence[tuple[int, ...]], rank: int
 ) -> ParameterOwnership:
-    """The homes of all tensors of a model.
+    """The ownership of all tensors of a model.
 
     Args:
         copies: For each pipeline the global rank of each rank of the schedule.
@@ -216,7 +205,7 @@ def parameter_ownership(
         held = {id(t) for t in (*stage.module.parameters(), *stage.module.buffers())}
         for name in (name for number, name in names.items() if number in held):
             using.setdefault(name, {}).update(dict.fromkeys(schedule.holders(stage.number)))
-    # A loss may use buffers that no stage does, wherever it is carried out.
+    # A loss may use buffers that no stage uses, on any rank where a pipe ends.
     last, *rest = reversed(range(len(copies[0])))
     everywhere = dict.fromkeys((last, *rest))
     return ParameterOwnership(
@@ -234,7 +223,7 @@ def parameter_ownership(
 
 
 def _names(stages: ModelStages) -> dict[int, str]:
-    """Identity -> logical name of all parameters and buffers; tied ones under the first."""
+    """id() -> logical name of all parameters and buffers; tied ones under the first name."""
     model = stages.model
     return {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
 

@@ -1,12 +1,11 @@
 """One step of a pipeline: the plan's schedule over the user's model.
 
-The model is cut once, with data to call it with. All ranks of a pipeline read the same
+The model is cut once, by its first micro-batch. All ranks of a pipeline read the same
 micro-batches. After `PipelineRunner.run` with a flush, the gradients of this rank's stages are the
 sums over all micro-batches of the global batch, as in the serial run.
 
-Without a flush every update is made of a group of micro-batches, and its loss is their own mean
-(`UpdateGroupWeights`): a learning rate means what it means in a serial run whose batch is one
-group. `PipelineEvaluation` runs forward passes only, with the model in eval mode.
+Without a flush every update uses the gradients of a group of micro-batches, and its loss is the
+mean of that group (`UpdateGroupWeights`), as in a serial run whose batch is one group.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class PipelineEvaluation:
-    """One rank's part of it.
+    """Forward passes of a pipeline in eval mode, on one rank.
 
     Args:
         table: The lowered table of a step; its forwards are used.
@@ -106,11 +105,8 @@ class PipelineEvaluation:
         return total
 
 
-# What a micro-batch's loss weighs where a pipeline updates its weights within a step.
-
-
 class UpdateGroupWeights:
-    """Of one rank."""
+    """The weight of each micro-batch's loss where a pipeline updates its weights within a step."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -123,7 +119,7 @@ class UpdateGroupWeights:
         self._per_sample: dict[int, float] = {}
 
     def begin(self, batch: RankBatch) -> None:
-        """A step of the recipe begins.
+        """Begin a step of the recipe.
 
         Raises:
             PlanError: Copies of the pipeline have different numbers of micro-batches.
@@ -145,16 +141,19 @@ class UpdateGroupWeights:
         return self._known[parts]
 
     def factor(self, microbatch: int, count: Tensor | float) -> float:
-        """Makes of a share of the whole batch's mean one of the group's mean.
+        """The factor from a share of the batch's mean loss to a share of the group's mean.
 
         Args:
-            count: What its loss is a sum over; samples, or something else, such as words.
+            count: What the loss is a sum over: samples, or something else, such as words.
 
         Raises:
-            RecipeError: The group has other counts per sample elsewhere, or nobody can know.
+            RecipeError: Counts per sample differ within the group, or may do so on another rank.
         """
         group = self._group[microbatch]
         share = self._samples / self._sizes[group]
+        # Gradients leave before the counts of the other micro-batches are known: the group's mean
+        # is known only where every sample counts 1, the group is this micro-batch alone, or all
+        # counts of this rank's only pipeline are equal.
         per_sample = float(count) / self._own[microbatch]
         if per_sample == 1.0:
             known = self._per_sample.setdefault(group, 1.0) == 1.0
@@ -183,16 +182,16 @@ def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
     sizes = [[len(part) for part in split.microbatches(share)] for share in shares]
     if len({len(copy) for copy in sizes}) > 1:
         raise PlanError(
-            "a batch cannot be cut alike for all copies of the pipeline",
+            "a batch cannot be cut into the same micro-batches for all copies of the pipeline",
             problems=[f"{samples} samples give them {_listed(sizes)} micro-batches; without a "
-                      "flush all must make the same steps"],
+                      "flush all must make the same updates"],
             fix="Set drop_last = true, so that no epoch ends with a smaller batch.",
         )  # fmt: skip
     return sizes
 
 
 def check_last_batch(plan: Plan, length: int) -> None:
-    """Look at the ragged batch before the first step, not at the end of the first epoch.
+    """Check the ragged last batch before the first step, not at the end of the first epoch.
 
     Raises:
         PlanError: As `microbatch_sizes`.
@@ -207,15 +206,12 @@ def _listed(sizes: Sequence[Sequence[int]]) -> str:
 
 def _unknown_count() -> RecipeError:
     return RecipeError(
-        "this loss cannot be used with updates of several micro-batches within a step",
+        "this loss cannot be used where a step has updates from groups of micro-batches",
         why="It returns a sum and a count that differs between micro-batches; the count of all is "
         "only known after the gradients have been made.",
         fix="Return the mean over samples, or use pipedream in one pipeline, or a schedule with a "
         "flush.",
     )
-
-
-# A step of a pipeline: the plan's schedule over the user's model, as one instruction.
 
 
 class StageWeights(Protocol):
@@ -233,11 +229,11 @@ class StageWeights(Protocol):
 
 
 class PipelineRunner:
-    """All steps of a pipeline on this rank.
+    """Runs the steps of a pipeline on this rank.
 
     Attributes:
-        losses: Of the last step: shares of the global loss, of the micro-batches that end here.
-        ownership: Who holds what; None before the model is cut.
+        losses: Shares of the global loss of the last step, of the micro-batches that end here.
+        ownership: Which rank holds which parameter; None before the model is cut.
     """
 
     def __init__(
@@ -290,7 +286,7 @@ class PipelineRunner:
         return self._stages
 
     def run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
-        """Everything from the first forward to the summed gradients.
+        """Run from the first forward to the summed gradients.
 
         Args:
             batch: Of this rank's pipeline; it may be empty in a ragged global batch.
@@ -302,6 +298,7 @@ class PipelineRunner:
         self.losses, self.counts = [], []
         if self._groups is not None:
             self._groups.begin(batch)
+        # In a ragged batch copies may have different tables, so actions cannot gather together.
         ragged = batch.samples != self._plan.batch.samples
         with self._weights.weights(each_action=not ragged):
             self._run(batch, record, node)
@@ -324,7 +321,7 @@ class PipelineRunner:
         record.flights += notes.flights()
 
     def evaluate(self, batch: RankBatch) -> Tensor:
-        """Sums over what of a batch ends here: loss, what it is over, samples; in eval mode."""
+        """Sums over the micro-batches that end here: loss, count, samples; in eval mode."""
         assert self._evaluation is not None
         with self._weights.weights():
             return self._evaluation.run(batch.micros, self._forward.prepare)
@@ -334,11 +331,8 @@ class PipelineRunner:
     def cut(self, batch: RankBatch | None) -> None:
         """Cut the model by the first micro-batch of rank 0, which always has one; collective.
 
-        This rank keeps what is its own. Of a sample that is read in parts each rank gets the one
-        at its own place, so that no rank has the whole.
-
         Args:
-            batch: Only that of rank 0 is looked at, and of those that share its samples.
+            batch: Only that of rank 0, and of ranks that share its samples, is used.
 
         Raises:
             PlanError: The model cannot be cut so.
@@ -348,6 +342,8 @@ class PipelineRunner:
             self._forward.model.train()
         own = mesh.coordinate(self._world.rank).get(SPACE, 0)
         data = None
+        # Of a sample that is read in parts each rank gets the part at its own place, so that no
+        # rank needs memory for the whole sample.
         for place, source in enumerate(mesh.peers(0, SPACE)):
             found = [batch.micros[0].data if batch is not None and batch.micros else None]
             dist.broadcast_object_list(found, src=source)
@@ -359,14 +355,13 @@ class PipelineRunner:
         if in_parts and self._plan.pipeline.balance == "time":
             raise PlanError(
                 "the model cannot be cut into stages by measured time",
-                problems=["samples are read in parts, and no rank has one to measure it with"],
+                problems=["samples are read in parts, and no rank has a whole one to measure with"],
                 fix="Leave out pipeline.balance, name the cuts in pipeline.cut, or read whole "
                 "samples.",
             )
         self._cut(self._forward.prepare(data), self._in_parts if in_parts else self._forward.loss)
 
     def _in_parts(self, model: Any, data: Any) -> Any:
-        """The loss of a micro-batch that was read in parts."""
         assert self._inputs is not None
         return self._forward.loss(model, self._inputs(data))
 
@@ -434,14 +429,12 @@ class PipelineRunner:
         return self._plan.pipeline.make(self._plan.pipe_degree, parts)
 
     def _pipeline_of(self, parts: int) -> Pipeline:
-        """Of the planned number of micro-batches; in a ragged batch made when met.
-
-        Then copies may have different tables, and their sums come behind them; without a flush all
-        have the same.
-        """
         if parts not in self._pipelines:
             assert self._stages is not None
             schedule = replace(self._schedule(parts), skips=self._stages.skips)
+            # In a ragged batch copies may have different tables, and a SYNC in one would wait for a
+            # different stage in another: with a flush they sum afterwards (`_sum_late`). Without a
+            # flush all have the same table (`check_last_batch`).
             sync = "none" if schedule.flush else self._plan.pipeline.sync
             self._pipelines[parts] = self._make(self._stages, lower(schedule, sync=sync))
         return self._pipelines[parts]
@@ -486,7 +479,7 @@ class PipelineRunner:
         self._shares[microbatch] = share.detach(), count
         if groups:
             return share * groups.factor(microbatch, count)
-        return share / self._plan.mesh.degree(SPACE)  # all of them hold the whole loss
+        return share / self._plan.mesh.degree(SPACE)  # each of these ranks has the whole loss
 
     def _loss(self, model: Any, data: Any) -> Any:
         model = self._weights.entering(model)
@@ -502,7 +495,7 @@ class PipelineRunner:
         return stack
 
     def _sum_late(self) -> None:
-        """The sums over the copies of this rank's stages, where the table has none."""
+        """Sum over the copies of this rank's stages, where the table does not."""
         assert self._sums is not None
         for stage in self._syncs:
             self._sums.start(stage)
@@ -519,7 +512,7 @@ def _own(context: SpatialContext) -> tuple[Any, ...]:
 
 
 def _copies(plan: Plan, rank: int) -> list[tuple[int, ...]]:
-    """The ranks of every copy of the pipeline that has this one's parts of layers."""
+    """The ranks of every copy of the pipeline with the same parts of layers as this rank."""
     place = plan.mesh.coordinate(rank)
     apart = [
         name for name in plan.mesh.names if name not in (plan.exchange.axis, SHARD_AXIS, SPACE)
@@ -535,7 +528,7 @@ def _copies(plan: Plan, rank: int) -> list[tuple[int, ...]]:
 def _summed(
     stages: ModelStages, table: PipelineSchedule, copies: int
 ) -> dict[int, StageGradientSum]:
-    """The stages of which there are several copies."""
+    """The gradient sums of stages with several copies."""
     found = {}
     for stage in stages:
         holders = copies * len(table.holders(stage.number))
