@@ -15,42 +15,56 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.api.planning import PlanningResult, plan
-    from headway.api.simulation import SimulationResult, SimulationScenario, simulate
-    from headway.api.training import TrainingObserver, TrainingResult, train
-    from headway.api.verification import EquivalenceResult, VerificationResult, verify
-    from headway.capture.annotations import replicate, set_default_strategy, split, stage
-    from headway.channel import Channel
-    from headway.cluster import Cluster
-    from headway.comm.backend.process_group import register_backend
-    from headway.comm.exchange.ddp_hook import register_comm_hook
-    from headway.data.source import MemmapSource, Source
-    from headway.errors import (
-        CheckpointDamaged,
-        CheckpointError,
-        CheckpointMismatch,
-        DataError,
-        Diverged,
-        DocumentError,
-        HeadwayError,
-        MissingExtra,
-        NotEqual,
-        NothingFits,
-        PeerLost,
-        PlanError,
-        RecipeError,
-        RunDirectoryTaken,
-        RunError,
-        Stalled,
-        UsageError,
-        WorkerFailed,
-    )
-    from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Plan, data_parallel
-    from headway.plans.prediction import Prediction
-    from headway.run.exchange import Exchange
-    from headway.run.executor import Executor
-    from headway.run.recipe.recipe import Recipe, criterion
-    from headway.timeline import Timeline
+    from headway.api.planning import PlanningResult as PlanningResult
+    from headway.api.planning import plan as plan
+    from headway.api.simulation import SimulationResult as SimulationResult
+    from headway.api.simulation import SimulationScenario as SimulationScenario
+    from headway.api.simulation import simulate as simulate
+    from headway.api.training import TrainingObserver as TrainingObserver
+    from headway.api.training import TrainingResult as TrainingResult
+    from headway.api.training import train as train
+    from headway.api.verification import EquivalenceResult as EquivalenceResult
+    from headway.api.verification import VerificationResult as VerificationResult
+    from headway.api.verification import verify as verify
+    from headway.capture.annotations import replicate as replicate
+    from headway.capture.annotations import set_default_strategy as set_default_strategy
+    from headway.capture.annotations import split as split
+    from headway.capture.annotations import stage as stage
+    from headway.channel import Channel as Channel
+    from headway.cluster import Cluster as Cluster
+    from headway.comm.backend.process_group import register_backend as register_backend
+    from headway.comm.exchange.ddp_hook import register_comm_hook as register_comm_hook
+    from headway.data.source import MemmapSource as MemmapSource
+    from headway.data.source import Source as Source
+    from headway.errors import CheckpointDamaged as CheckpointDamaged
+    from headway.errors import CheckpointError as CheckpointError
+    from headway.errors import CheckpointMismatch as CheckpointMismatch
+    from headway.errors import DataError as DataError
+    from headway.errors import Diverged as Diverged
+    from headway.errors import DocumentError as DocumentError
+    from headway.errors import HeadwayError as HeadwayError
+    from headway.errors import MissingExtra as MissingExtra
+    from headway.errors import NotEqual as NotEqual
+    from headway.errors import NothingFits as NothingFits
+    from headway.errors import PeerLost as PeerLost
+    from headway.errors import PlanError as PlanError
+    from headway.errors import RecipeError as RecipeError
+    from headway.errors import RunDirectoryTaken as RunDirectoryTaken
+    from headway.errors import RunError as RunError
+    from headway.errors import Stalled as Stalled
+    from headway.errors import UsageError as UsageError
+    from headway.errors import WorkerFailed as WorkerFailed
+    from headway.plans import ExchangePlan as ExchangePlan
+    from headway.plans import LayerSplit as LayerSplit
+    from headway.plans import PipelinePlan as PipelinePlan
+    from headway.plans import Plan as Plan
+    from headway.plans import data_parallel as data_parallel
+    from headway.plans.prediction import Prediction as Prediction
+    from headway.run.exchange import Exchange as Exchange
+    from headway.run.executor import Executor as Executor
+    from headway.run.recipe.recipe import Recipe as Recipe
+    from headway.run.recipe.recipe import criterion as criterion
+    from headway.timeline import Timeline as Timeline
 
 
 __version__ = "0.1.0"
@@ -108,58 +122,7 @@ _HOMES = {
     "verify": "headway.api.verification",
 }
 
-__all__ = [
-    "Channel",
-    "CheckpointDamaged",
-    "CheckpointError",
-    "CheckpointMismatch",
-    "Cluster",
-    "DataError",
-    "Diverged",
-    "DocumentError",
-    "EquivalenceResult",
-    "Exchange",
-    "ExchangePlan",
-    "Executor",
-    "HeadwayError",
-    "LayerSplit",
-    "MemmapSource",
-    "MissingExtra",
-    "NotEqual",
-    "NothingFits",
-    "PeerLost",
-    "PipelinePlan",
-    "Plan",
-    "PlanError",
-    "PlanningResult",
-    "Prediction",
-    "Recipe",
-    "RecipeError",
-    "RunDirectoryTaken",
-    "RunError",
-    "SimulationResult",
-    "SimulationScenario",
-    "Source",
-    "Stalled",
-    "Timeline",
-    "TrainingObserver",
-    "TrainingResult",
-    "UsageError",
-    "VerificationResult",
-    "WorkerFailed",
-    "criterion",
-    "data_parallel",
-    "plan",
-    "register_backend",
-    "register_comm_hook",
-    "replicate",
-    "set_default_strategy",
-    "simulate",
-    "split",
-    "stage",
-    "train",
-    "verify",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -90,7 +90,6 @@ def to_type(data: object, kind: type[T], *, where: str, text: str = "") -> T:
     Args:
         data: What a TOML or JSON parser returned.
         kind: A frozen dataclass whose annotations are the schema.
-        where: Name of the document, for messages.
         text: The document's text, to find line numbers; optional.
 
     Raises:

@@ -247,7 +247,7 @@ def test_the_command_shows_what_training_would_do(tmp_path, capsys):
     times = {name: tuple(times) for name, *times in map(str.split, rows)}
     assert times["ring"] == ("10.1", "s,", "was", "1.01", "s")
     assert times["halving-doubling"][:2] == ("1.01", "s,")  # never sends from b to c
-    assert after.startswith("train re-packs: trees (5 of them, in chunks of 67.9 KiB): 41")
+    assert after.startswith("train would re-pack: trees (5 of them, in chunks of 67.9 KiB): 41")
     assert main([*words, "--change", "link b-c 0.95x"]) == 0
     assert "train" not in capsys.readouterr().out
     assert main([*words, "--change", "link b-c 0.1x", "--json"]) == 0

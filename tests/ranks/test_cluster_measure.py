@@ -74,4 +74,4 @@ def test_torchrun_and_headway_measure_alike(tmp_path):
     (tmp_path / "one.toml").write_text("nodes = 2  # mine\n")
     refused = headway(*measure, cwd=tmp_path)
     assert refused.code == 1
-    assert "one.toml: this file was written by somebody" in refused.err
+    assert "one.toml: this file was not written by headway" in refused.err

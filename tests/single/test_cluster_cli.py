@@ -59,7 +59,7 @@ def test_show_of_a_plain_file_and_as_toml(run, tmp_path):
     path.write_text("nodes = 2\n")
     code, out, _ = run("show", str(path))
     assert code == 0
-    assert "2 nodes, 2 ranks; nothing is said of devices" in out
+    assert "2 nodes, 2 ranks; no devices described" in out
     assert "no limit" in out
     assert run("show", "g4dn.metal", "--toml")[1] == to_toml(of_preset("g4dn.metal"))
 

@@ -165,8 +165,8 @@ def test_the_command_says_what_a_step_is_made_of(run):
     assert code == 0
     assert "as planned" in out
     assert "changed" not in out
-    assert "the events take the same" in out
-    assert "2 of 8 ranks were played" in out
+    assert "the simulation agrees" in out
+    assert "2 of 8 ranks were simulated" in out
     assert re.search(r"bubble +\d+\.\d%", out)
     assert "messages between stages" in out
 

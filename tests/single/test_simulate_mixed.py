@@ -159,7 +159,7 @@ def test_the_command_speaks_of_each_type(run, cluster):
     assert code == 0, err
     assert "shares or micro-batches" not in err
     assert "ranks in the order of the mesh: 2 fast, 2 slow" in out
-    assert "all 4 ranks were played" in out
+    assert "all 4 ranks were simulated" in out
     for line in ("is the fullest fast, ", "of 1 GiB", "is the fullest slow, ", "of 2 GiB"):
         assert line in out
     code, shown, _ = run(plan, *words, "--json")

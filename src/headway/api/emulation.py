@@ -129,10 +129,6 @@ def count_ranks(
 ) -> int:
     """The number of processes; that of the world which is already there cannot be changed.
 
-    Args:
-        processes: What --processes says; None: nothing.
-        cluster: The emulated one; None: none.
-
     Raises:
         UsageError: Fewer than one, or another number than cluster or world have.
     """

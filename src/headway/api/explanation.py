@@ -107,9 +107,6 @@ class PlanExplanation:
 def pricing_search(plan: Plan, target: PricingTarget, memory: str | int | None) -> PlanSearch:
     """The search that prices a plan, with its number of devices.
 
-    Args:
-        memory: Bytes of a device that may be used, or as in "80 GiB"; None: all of it.
-
     Raises:
         PlanError: The plan is of another batch than the recipe, or has more ranks than the cluster.
     """
@@ -139,7 +136,6 @@ def explain_plan(
     Args:
         plan: Of the model and cluster of `engine`.
         engine: With the plan's number of devices.
-        most: Devices of the cluster.
         kinds: The type of each rank's device, where the cluster has several.
         recipe: Of the model, without which the collectives of some plans are not known.
 
@@ -224,11 +220,7 @@ def collectives_of_step(
     """Of the ranks that share the first samples, in order; of ranks that split layers one.
 
     Args:
-        point: The plan, priced.
         recipe: Of the model, as for `headway train`; None: it is not known.
-
-    Returns:
-        Empty where they are not known.
     """
     if plan.group_degree > 1:
         return collectives_of_split_plan(plan, recipe)
@@ -302,11 +294,7 @@ def _dry_run(plan: Plan, recipe: str) -> Mapping[int, Mapping[int, Sequence[Comm
 
 
 def stage_boundaries(plan: Plan, engine: PlanSearch, point: Point) -> BoundaryTensors:
-    """The tensors that cross the borders of a plan's stages, in one micro-batch.
-
-    Args:
-        point: The plan's price, with its stages.
-    """
+    """The tensors that cross the borders of a plan's stages, in one micro-batch."""
     ranks = range(plan.data_degree)
     shares = [plan.batch.share(rank, plan.data_degree) for rank in ranks]
     sizes = {len(part) for share in shares for part in plan.batch.microbatches(share)}

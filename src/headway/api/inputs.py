@@ -59,9 +59,6 @@ def resolve_plan(plan: PlanInput) -> Plan:
 def resolve_cluster(cluster: ClusterInput, nodes: int | None = None) -> Cluster:
     """The cluster that an argument means.
 
-    Args:
-        nodes: Of a preset; None: 1.
-
     Raises:
         UsageError: No such preset; or `nodes` beside what says that itself.
         DocumentError: The file has problems; all are listed.
@@ -113,11 +110,7 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
 
 @dataclass(frozen=True)
 class PricingTarget:
-    """What a plan is priced for.
-
-    Attributes:
-        recipe: As for `load_recipe`.
-    """
+    """What a plan is priced for."""
 
     recipe: Recipe | str
     cluster: Cluster
@@ -177,7 +170,7 @@ def pricing_target(
             nodes = nodes or asked.nodes or None
             taken.append(f"--cluster {cluster}" + (f" --nodes {nodes}" if nodes else ""))
         if taken:
-            _LOG.info("as the plan says: %s", " ".join(taken))
+            _LOG.info("recorded in the plan: %s", " ".join(taken))
     if recipe is None and cluster is None:
         return None
     if recipe is None or cluster is None:
@@ -185,7 +178,7 @@ def pricing_target(
     found = resolve_cluster(cluster, nodes)
     if kept and prediction is not None and prediction.cluster not in ("", hash_of(found)):
         warnings.warn(
-            f"{cluster} is not what it was when the plan was made; its numbers count as they are",
+            f"{cluster} has changed since the plan was made; its present numbers are used",
             stacklevel=2,
         )
     return PricingTarget(recipe_reference(recipe), found)
@@ -194,7 +187,7 @@ def pricing_target(
 def missing_option_error(lacking: str) -> UsageError:
     """The error that names which of the two options is missing."""
     return UsageError(
-        f"without {lacking} a plan has no price",
+        f"without {lacking} a plan cannot be priced",
         fix="Give both: --recipe RECIPE --cluster FILE|PRESET.",
     )
 

@@ -33,12 +33,9 @@ def measure_minibatch(
     """The minibatch of one device with the shortest epoch, and how it computes each layer.
 
     Args:
-        reference: As for `headway train`.
         memory: M_GPU, bytes of the device.
         most: The largest minibatch; powers of two up to it are tried, and itself.
-        device: "cpu" or "cuda".
         seconds: For the repetitions of one measurement.
-        mode: Of the work spaces, as in `knapsack.frontier_of`.
 
     Raises:
         PlanError: No minibatch fits.

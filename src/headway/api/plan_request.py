@@ -56,8 +56,6 @@ class PlanSearchOptions:
         counts: Numbers of devices, ascending; None: the cluster's.
         memory: Bytes of a device; None: all of it.
         price: Of a device and hour; None: the cluster file's, if any.
-        force: (pattern, what).
-        runnable: Only plans that the executor can run.
         tensor: Degrees of the tensor axis that the model's annotations allow; None: any.
         seconds: Time limit of the search.
     """
@@ -216,7 +214,6 @@ def pricing_request(
 
     Args:
         devices: None: all devices of one type; of several types each whole or not at all.
-        memory: Bytes of a device that may be used; None: all of it.
         precision: Of a plan that is to be priced; None: the recipe's.
 
     Raises:
@@ -358,10 +355,6 @@ def device_prices(options: PlanSearchOptions, cluster: Cluster) -> Mapping[str, 
 def recipe_workload(recipe: str | Recipe, plan: Plan | None) -> RecipeWorkload:
     """A recipe's model and optimizer, captured.
 
-    Args:
-        recipe: As for `load_recipe`.
-        plan: That is to be priced for it.
-
     Raises:
         PlanError: The plan is of another batch, or the model cannot be captured.
         RecipeError: The recipe cannot be used.
@@ -381,7 +374,7 @@ def recipe_workload(recipe: str | Recipe, plan: Plan | None) -> RecipeWorkload:
 def note_unknown_operators(work: PlanningWorkload) -> None:
     """Log which operators can only be replicated."""
     if work.graph.unknown:
-        _LOG.info("only replicated, as no rule is known: %s", ", ".join(work.graph.unknown))
+        _LOG.info("replicated, as no sharding rule is known: %s", ", ".join(work.graph.unknown))
 
 
 def search_precision(said: str) -> str:
@@ -400,5 +393,5 @@ def training_length(recipe: Recipe) -> TrainingLength:
             stop=stop_steps(recipe, length), epoch=steps_per_epoch(recipe, length)
         )
     except HeadwayError as error:
-        _LOG.info("how long the recipe trains is not known: %s", error.what)
+        _LOG.info("the length of training is unknown: %s", error.what)
         return TrainingLength()

@@ -52,9 +52,7 @@ class AutoPlanSearch:
     """A plan that is to be found.
 
     Attributes:
-        recipe: As for `load_recipe`; so are `overrides`.
         cluster: A cluster, its cluster.toml, a preset, or "measure".
-        device: To compute on: "auto", "cpu" or "cuda".
         fallback: Whether data parallelism does where no plan is found.
     """
 
@@ -83,8 +81,6 @@ class AutoPlanSearch:
         """The plan's file, in the run directory; None: data parallelism, as no plan is found.
 
         Args:
-            run: Where plan and cluster are kept.
-            emulated: Where to measure; None: on the machine itself.
             resume: Take the plan that a run has already.
 
         Raises:
@@ -113,7 +109,6 @@ class AutoPlanSearch:
 
         Args:
             world: All its ranks measure, where the cluster is not given.
-            directory: Of the run; rank 0 keeps the plan there.
             resume: Take the plan that the run has already, as restarted workers do.
 
         Raises:
@@ -312,10 +307,10 @@ def auto_plan_summary(decision: AutoPlan) -> Iterator[str]:
         f"plan auto: {describe_degrees(point.degrees)}{_recompute_note(point)}: "
         f"{format_seconds(point.seconds)} a step predicted ({shares}), "
         f"{format_bytes(point.bytes)} of {format_bytes(question.cap)} per device; the fastest of "
-        f"{decision.outcome.considered} combinations that run today"
+        f"{decision.outcome.considered} configurations that the executor can run"
     )
     if not decision.others:
-        yield "plan auto: nothing else fits these processes"
+        yield "plan auto: no other plan fits these processes"
         return
     other = decision.others[0]
     yield (
@@ -355,9 +350,7 @@ class CollectiveOption:
     """What the command line asks for.
 
     Attributes:
-        name: Of a collective, or "auto"; None: nothing.
         cluster: That describes the network; None: not given.
-        emulate: The cluster of an emulated job.
     """
 
     name: CollectiveName | None
@@ -369,10 +362,6 @@ class CollectiveOption:
     ) -> tuple[AllReduceName | None, AllReduceOptions | None]:
         """What the exchange of the plan becomes; None: it stays what it is.
 
-        Args:
-            run: Holds the measured cluster, and the plan of a run that goes on.
-            known: The plan, if it can be known here.
-
         Raises:
             UsageError: Nothing says what the network is, or it has another number of ranks.
             PlanError: No such program there; or it does not go with the plan.
@@ -381,7 +370,9 @@ class CollectiveOption:
             return _from_resumed_run(run, known, ranks, told=told) if resume else (None, None)
         if ranks == 1 or (self.name == "auto" and known and known.exchange_degree == 1):
             if told:
-                _LOG.info("collective %s: this plan has no exchange that it could carry", self.name)
+                _LOG.info(
+                    "collective %s: this plan has no gradient exchange to use it for", self.name
+                )
             return None, None
         collective, carrier = self._found(self.name, run, known, ranks, told=told)
         if known is not None:

@@ -233,10 +233,6 @@ def search_cuttable(
     The cut is tried on the answer alone: following a model's forward takes seconds, and nearly all
     models can be cut wherever the search proposes.
 
-    Args:
-        search: Searches what the limits leave.
-        recipe: As it was loaded.
-
     Raises:
         PlanError: Without pipelines nothing fits.
     """
@@ -260,11 +256,7 @@ def search_cuttable(
 
 
 def _why_not_cuttable(recipe: Recipe, plan: Plan, samples: int) -> str:
-    """Why the executor cannot cut a recipe's model as a plan says; "" where it can.
-
-    Args:
-        samples: Of a micro-batch.
-    """
+    """Why the executor cannot cut a recipe's model as a plan says; "" where it can."""
     from headway.run.measure.recipe_model import check_stage_boundaries  # imports torch
 
     try:

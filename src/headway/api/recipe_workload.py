@@ -30,7 +30,6 @@ class RecipeWorkload:
     """What of a recipe the search needs.
 
     Attributes:
-        recipe: As it was loaded, with overrides.
         batch: Samples of the global batch.
         annotations: What the model's author says of its parts.
     """
@@ -48,9 +47,6 @@ class RecipeWorkload:
 
 def capture_workload(recipe: str | Recipe, overrides: Sequence[str] = ()) -> RecipeWorkload:
     """Capture a recipe's model and describe its optimizer.
-
-    Args:
-        recipe: As for `load_recipe`; so are `overrides`.
 
     Raises:
         PlanError: The model cannot be captured, or its annotations contradict each other.
@@ -74,7 +70,6 @@ def with_measured_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) 
 
     Args:
         cluster: Whose file may have `updates`.
-        recipe: Its model is built on the meta device for its optimiser.
     """
     device = machine.device
     described = cluster.devices.get(device.name)
@@ -96,11 +91,7 @@ def with_measured_optimizer(machine: Machine, cluster: Cluster, recipe: Recipe) 
 
 
 def optimizer_footprint(recipe: Recipe) -> OptimiserMemory:
-    """What a recipe's optimiser keeps and needs; one that is not known counts as AdamW.
-
-    Args:
-        recipe: Its model is built on the meta device.
-    """
+    """What a recipe's optimiser keeps and needs; one that is not known counts as AdamW."""
     optimizer = _meta_optimizer(recipe)
     options = optimizer.defaults
     names = {"SGD": "momentum" if options.get("momentum") else "sgd", "Adam": "adam"}

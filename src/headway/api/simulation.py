@@ -51,7 +51,6 @@ class SimulationScenario:
     """A step on some hardware.
 
     Attributes:
-        name: "as planned", "changed".
         price: Seconds that the search says; None: it has no price, or there are faults.
         caps: Bytes of a device that may be used, by type.
         kinds: The type of each rank's device; empty: there is one.
@@ -86,7 +85,6 @@ class SimulationResult:
 
     Attributes:
         plan: Hash of the plan, or the degrees of the one that was found.
-        words: The plan in words.
         scenarios: "as planned", and "changed" behind it.
     """
 
@@ -217,7 +215,7 @@ def _scenario(
             errors.append(error)
     if len(errors) > 1:
         raise UsageError(
-            f"{len(errors)} of the sentences mean nothing here",
+            f"{len(errors)} of the sentences cannot be used here",
             why="\n  ".join(f"{error.where}: {error.what}" for error in errors),
             fix="\n  ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
         )

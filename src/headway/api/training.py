@@ -359,7 +359,7 @@ def _next_free(name: str) -> Path:
         except FileExistsError:
             continue
         return path
-    raise RunDirectoryTaken("no free name for the run", where=str(RUNS / name))
+    raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
 
 
 def _train_as_rank(

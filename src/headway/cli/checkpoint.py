@@ -19,7 +19,7 @@ from headway.units import format_bytes
 
 
 def show(directory: Path, /, *, verify: bool = True, json: bool = False) -> int:
-    """What checkpoints hold, and whether they are sound.
+    """Show what checkpoints hold, and whether they are intact.
 
     Args:
         directory: A run directory, its folder checkpoints/, or one step-... folder in that.
@@ -42,7 +42,7 @@ def show(directory: Path, /, *, verify: bool = True, json: bool = False) -> int:
 
 
 def convert(source: Path, destination: Path, /) -> None:
-    """Between checkpoints and safetensors files, tensor by tensor in constant memory.
+    """Convert between checkpoints and safetensors files, tensor by tensor in constant memory.
 
     Args:
         source: A run directory, its folder checkpoints/ or one step-... folder (its model is
@@ -58,7 +58,7 @@ def convert(source: Path, destination: Path, /) -> None:
         raise UsageError(
             "one of the two must be a safetensors file",
             where=f"{source} -> {destination}",
-            fix="let the destination end in .safetensors, or give such a file as the source",
+            fix="Let the destination end in .safetensors, or give such a file as the source.",
         )
     say(f"{done.path}: {done.tensors} tensors, {format_bytes(done.bytes)}")
 

@@ -7,7 +7,7 @@ joins, and the source of every number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +21,7 @@ from headway.api.cluster_measurement import (
     write_measured,
 )
 from headway.api.emulation import count_ranks, read_emulation_options
-from headway.cli.terminal.console import say, show_error, warn
+from headway.cli.terminal.console import say, show_error, table_lines, warn
 from headway.cluster import Cluster, Level, find_cluster, read_cluster, to_toml
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS, UPLINKS
@@ -44,14 +44,14 @@ def describe_cluster(cluster: Cluster) -> str:
     kinds = {name: cluster.devices_of_ranks.count(name) for name in cluster.devices}
     mix = " + ".join(f"{number} x {name}" for name, number in kinds.items() if number)
     head = f"{count} node{'s' * (count > 1)}, {cluster.ranks} rank{'s' * (cluster.ranks > 1)}"
-    lines = [f"{head}: {mix}" if mix else f"{head}; nothing is said of devices"]
+    lines = [f"{head}: {mix}" if mix else f"{head}; no devices described"]
     lines += ["", *_devices(cluster)] if cluster.devices else []
     lines += ["", *_levels(cluster), "", *_ranks(cluster)]
     sources = [*_sources(cluster)]
     return "\n".join([*lines, *(["", "sources", *sources] if sources else [])]) + "\n"
 
 
-def _devices(cluster: Cluster) -> list[str]:
+def _devices(cluster: Cluster) -> Iterator[str]:
     rows = [("device", "reaches", "memory", "streams", "launch", "price")]
     for name, described in cluster.devices.items():
         device = device_of(described, name)
@@ -66,10 +66,10 @@ def _devices(cluster: Cluster) -> list[str]:
         )
         rows.append((name, peaks[0], *plain))
         rows += [("", peak, "", "", "", "") for peak in peaks[1:]]
-    return _aligned(rows)
+    return table_lines(rows)
 
 
-def _levels(cluster: Cluster) -> list[str]:
+def _levels(cluster: Cluster) -> Iterator[str]:
     rows = [("level", "joins", "rate of a unit", "step", "message")]
     for level in cluster.link_levels:
         message = level.alone
@@ -82,7 +82,7 @@ def _levels(cluster: Cluster) -> list[str]:
                 f"{_rate(message.rate)}, {format_seconds(message.latency)}",
             )
         )
-    return _aligned(rows)
+    return table_lines(rows)
 
 
 def _joins(level: Level) -> str:
@@ -118,19 +118,8 @@ def _sources(cluster: Cluster) -> Iterator[str]:
             yield f"  {owner}: {', '.join(numbers)}: {text}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-# `headway cluster presets | show | measure`: what a machine is, as planners see it.
-
-
 def presets() -> None:
-    """Machines and devices whose numbers are known, with the source of each."""
+    """List known machines and devices, with the source of their numbers."""
     width = max(map(len, (*PRESETS, *DATASHEETS)))
     say("machines")
     for name, preset in PRESETS.items():
@@ -152,12 +141,12 @@ def show(
     nodes: int | None = None,
     toml: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """A cluster in words: devices, levels of links, which ranks each level joins.
+    """Describe a cluster: devices, levels of links, which ranks each level joins.
 
     Args:
         cluster: A cluster.toml, or a preset such as dgx-a100.
-        nodes: Of a preset; by default 1.
-        toml: Print it as the text of a cluster.toml.
+        nodes: Number of nodes of a preset; by default 1.
+        toml: Print a cluster.toml.
     """
     found = find_cluster(cluster, nodes=nodes)
     say((to_toml(found) if toml else describe_cluster(found)).rstrip("\n"))
@@ -171,16 +160,17 @@ def measure(
     emulate: Path | None = None,
     seconds: float = 30.0,
 ) -> None:
-    """Measure devices and links of this machine, and write them as a cluster.toml.
+    """Measure the devices and links of this machine, and write a cluster.toml.
 
-    Also in a world that torchrun, srun or mpirun has started, then of all its nodes. It takes 15 to
-    25 seconds more than `--seconds`; the machine should do nothing else.
+    Under torchrun, srun or mpirun all nodes of the job are measured. It takes 15 to 25 seconds more
+    than `--seconds`; the machine should be idle.
 
     Args:
-        out: The file to write; one that was not measured is not replaced.
+        out: The file to write; a file that was not measured is not replaced.
         processes: Local processes; by default one for each GPU, else 2.
+        device: What to measure; auto: GPUs where there are some.
         emulate: A cluster.toml: measure emulated nodes and links.
-        seconds: For what devices do; more of them see more of a machine that others share.
+        seconds: Time for measuring devices; more of it averages over other load.
     """
     place = LaunchEnv.here()
     if place.rank == 0:
@@ -200,7 +190,7 @@ def measure(
 def _check_out(out: Path) -> None:
     if out.exists() and not out.read_text(encoding="utf-8").startswith(MEASURED_HEADER):
         raise UsageError(
-            "this file was written by somebody",
+            "this file was not written by headway",
             where=str(out),
             fix="Give another name: --out measured.toml",
         )

@@ -1,9 +1,8 @@
 """`headway collective show`: compare the programs of a collective on a cluster.
 
 Nothing is run: programs are generated for the cluster's links, checked and simulated. With
-    `--change`
-the same programs are simulated on links that have drifted, with the re-packing that training would
-do (`headway.collective.repacking`).
+`--change` the same programs are simulated on links that have drifted, with the re-packing that
+training would do (`headway.collective.all_reduce.repacking`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.terminal.console import say, say_json, write_file
+from headway.cli.terminal.console import say, say_json, table_lines, write_pictures
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, all_reduce_program
 from headway.collective.all_reduce.repacking import Repacking, find_repacking
 from headway.collective.program.program import ROOTED, CollectiveTask, Op, rounds
@@ -70,9 +69,10 @@ class LinkChangeEffect:
         if self.repacking is None:
             return
         if self.seconds_after is None:
-            yield f"train keeps {self.repacking.before}"
+            yield f"train would keep {self.repacking.before}"
         else:
-            yield f"train re-packs: {self.repacking.after}: {format_seconds(self.seconds_after)}"
+            seconds = format_seconds(self.seconds_after)
+            yield f"train would re-pack: {self.repacking.after}: {seconds}"
 
     def facts(self) -> dict[str, object]:
         """For `--json`."""
@@ -140,7 +140,7 @@ def _change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
     """One link, both of its directions, with another rate."""
     found = _LINK.fullmatch(sentence)
     if found is None:
-        raise _change_error(sentence, "this changes nothing")
+        raise _change_error(sentence, "not a change of a link")
     ends = [_rank(wires, name, sentence) for name in found.group(1, 2)]
     times = _TIMES.fullmatch(found[3])
     try:
@@ -171,9 +171,6 @@ def _change_error(sentence: str, why: str) -> UsageError:
     return UsageError(f"{sentence!r}: {why}", where="--change", fix=f"Write {CHANGE_SYNTAX}.")
 
 
-# `headway collective show`: the programs of a collective on a cluster, side by side.
-
-
 def show(
     *,
     cluster: Annotated[str, Parameter(alias="-c")],
@@ -193,16 +190,17 @@ def show(
 
     Args:
         cluster: A cluster.toml, a preset, or dgx-1v, dgx-1p: the NVLinks of one machine.
-        size: Bytes of the whole; of all_to_all what each rank has for all.
-        programs: Names with commas: ring, direct, halving-doubling, hierarchical, servers, trees;
-            by default all.
-        root: Of broadcast and reduce; by default rank 0.
-        nodes: Of a preset; by default 1.
+        size: Size of the whole buffer; for all_to_all what each rank sends in total.
+        programs: Comma-separated names: ring, direct, halving-doubling, hierarchical, servers,
+            trees; by default all.
+        root: Root of broadcast and reduce; by default rank 0.
+        nodes: Number of nodes of a preset; by default 1.
         element: Bytes of an element.
-        overhead: What beginning a message costs its rank; about 30 us in Python.
-        change: Links that have drifted: "link a-b 10 Mbit/s", "link a-b 0.1x"; may be repeated. The
-            programs then, and that which `headway train` would go over to.
+        overhead: Cost of starting a message, to its sender; about 30 us in Python.
+        change: Simulate drifted links, too: "link a-b 10 Mbit/s", "link a-b 0.1x"; may be repeated.
+            Shows the program to which `headway train` would switch.
         svg: Write a picture to this file.
+        png: Write a picture to this file.
     """
     if element < 1:
         raise UsageError(f"--element {element}: at least 1 byte")
@@ -256,17 +254,11 @@ def describe_programs(
 ) -> str:
     """A line for each program, the fastest first."""
     least = found[0].least
-    rows: list[tuple[str, ...]] = [
-        ("", "program", "time", "of bound", "rounds", "messages", "busiest wire")
-    ]
-    rows += [_row(one, best=not number) for number, one in enumerate(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    heads = ("", "program", "time", "of bound", "rounds", "messages", "busiest link")
+    rows = [heads, *(_row(one, best=not number) for number, one in enumerate(found))]
     head = f"{title}: no program takes less than {format_seconds(least)}"
-    return "\n".join([head, *lines, *(f"   {name}: {why}" for name, why in refused.items())])
+    reasons = (f"   {name}: {why}" for name, why in refused.items())
+    return "\n".join([head, *table_lines(rows), *reasons])
 
 
 def _row(one: PricedProgram, *, best: bool) -> tuple[str, ...]:
@@ -325,7 +317,5 @@ def _pictures(
         sent = one.program.traffic(one.played.element_bytes).sent
         shown.append(ProgramDrawing(one.name, one.seconds, sent, trees))
     names = found[0].played.wires.names
-    if svg is not None:
-        write_file(svg, programs_svg(title, shown, found[0].least, names))
-    if png is not None:
-        write_file(png, programs_png(title, shown, found[0].least, names))
+    drawing = (title, shown, found[0].least, names)
+    write_pictures((svg, lambda: programs_svg(*drawing)), (png, lambda: programs_png(*drawing)))

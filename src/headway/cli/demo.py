@@ -35,7 +35,7 @@ def demo(
     stopped = train(RECIPE, processes=processes, directory=path, overrides=overrides)
     if stopped:
         return stopped
-    say(f"\n2/3  Prove that {processes} processes compute what one computes (float64)\n")
+    say(f"\n2/3  Compare {processes} processes with the serial run (float64)\n")
     verify(RECIPE, processes=f"1,{processes}", steps=3, overrides=overrides, directory=path)
     say("\n3/3  Report\n")
     report(path)

@@ -1,8 +1,7 @@
 """`headway exchange compare`: predicted step time of each way to exchange gradients.
 
 Nothing is run: layers and link are numbers on the command line, and every row is the predicted cost
-    of
-one `Exchange`.
+of one `Exchange`.
 """
 
 from __future__ import annotations
@@ -99,13 +98,17 @@ def compare(
     The model is a chain of equal layers; the fastest rows are listed with what limits them.
 
     Args:
-        size: Of the gradients of one layer.
+        layers: Number of layers.
+        size: Size of one layer's gradients.
         link: Rate of a node's link.
         latency: Time of an all-reduce of a few bytes.
-        nodes: Over how many nodes they are spread; by default each has a node of its own.
+        forward: Time of the forward pass of the whole model, as in "30 ms".
+        backward: Time of the backward pass of the whole model.
+        ranks: Number of ranks.
+        nodes: Number of nodes that the ranks share evenly; by default one node per rank.
         inside: Rate between two ranks of one node.
-        cluster: A cluster.toml or a preset, which decides on all these: Gloo's ring and the best
-            program are played on its links.
+        cluster: A cluster.toml or a preset, in place of link, ranks and nodes: Gloo's ring and the
+            best program are simulated on its links.
         svg: Write a picture of the steps to this file.
     """
     if layers < 1 or ranks < 2:

@@ -32,87 +32,46 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "headway.cli.train:train", "Train a recipe on one process or many."),
-    Command(
-        "verify",
-        "headway.cli.verify:verify",
-        "Prove that the split run computes what the serial run computes.",
-    ),
-    Command("report", "headway.cli.report:report", "Write one HTML page about a run."),
-    Command(
-        "explain",
-        "headway.cli.explain:explain",
-        "What binds a plan, and what would change it; guidelines.",
-    ),
-    Command(
-        "simulate",
-        "headway.cli.simulate:simulate",
-        "Play a step of a plan; on other hardware, with faults.",
-    ),
-    Command("checkpoint show", "headway.cli.checkpoint:show", "What a checkpoint holds."),
-    Command(
-        "checkpoint convert",
-        "headway.cli.checkpoint:convert",
-        "Between checkpoints and safetensors files.",
-    ),
+    Command("train", "train:train", "Train a recipe on one process or many."),
+    Command("verify", "verify:verify", "Compare a split run with the serial run."),
+    Command("report", "report:report", "Write an HTML report of a run."),
+    Command("explain", "explain:explain", "A plan's bottleneck, and what would change it."),
+    Command("simulate", "simulate:simulate", "Simulate a step; on other hardware, with faults."),
+    Command("checkpoint show", "checkpoint:show", "What a checkpoint holds."),
+    Command("checkpoint convert", "checkpoint:convert", "To and from safetensors files."),
     Command(
         "plan search",
-        "headway.cli.plan.search:search_plans",
-        "The frontier of plans of a recipe on a cluster; also `headway plan RECIPE`.",
+        "plan.search:search_plans",
+        "Find plans for a recipe on a cluster; also `headway plan RECIPE`.",
     ),
-    Command("plan show", "headway.cli.plan.plan_file:show", "A plan in words."),
-    Command("plan check", "headway.cli.plan.plan_file:check", "Say whether plans can exist."),
-    Command("plan diff", "headway.cli.plan.plan_file:diff", "What differs between two plans."),
-    Command("cluster presets", "headway.cli.cluster:presets", "Machines and devices by name."),
-    Command("cluster show", "headway.cli.cluster:show", "A cluster: devices, links, ranks."),
-    Command(
-        "cluster measure",
-        "headway.cli.cluster:measure",
-        "Measure this machine and write its cluster.toml.",
-    ),
-    Command(
-        "exchange compare",
-        "headway.cli.exchange:compare",
-        "What each way of exchanging gradients would take on a link.",
-    ),
-    Command(
-        "collective show",
-        "headway.cli.collective:show",
-        "Programs of a collective on a cluster, side by side.",
-    ),
-    Command(
-        "schedule list", "headway.cli.schedule.show:list_schedules", "Pipeline schedules by name."
-    ),
-    Command(
-        "schedule show", "headway.cli.schedule.show:show", "Draw a pipeline schedule, with figures."
-    ),
-    Command(
-        "schedule compare", "headway.cli.schedule.show:compare", "All pipeline schedules, measured."
-    ),
-    Command(
-        "schedule check",
-        "headway.cli.schedule.show:check",
-        "Judge a table that was written by hand.",
-    ),
-    Command(
-        "schedule search",
-        "headway.cli.schedule.search:search",
-        "Find a shorter table for your own costs and memory.",
-    ),
+    Command("plan show", "plan.plan_file:show", "A plan in words."),
+    Command("plan check", "plan.plan_file:check", "Check that plans are legal."),
+    Command("plan diff", "plan.plan_file:diff", "What differs between two plans."),
+    Command("cluster presets", "cluster:presets", "List known machines and devices."),
+    Command("cluster show", "cluster:show", "A cluster: devices, links, ranks."),
+    Command("cluster measure", "cluster:measure", "Measure this machine; write its cluster.toml."),
+    Command("exchange compare", "exchange:compare", "Compare ways to exchange gradients."),
+    Command("collective show", "collective:show", "Compare the programs of a collective."),
+    Command("schedule list", "schedule.show:list_schedules", "List pipeline schedules."),
+    Command("schedule show", "schedule.show:show", "Draw a pipeline schedule, with figures."),
+    Command("schedule compare", "schedule.show:compare", "Compare all pipeline schedules."),
+    Command("schedule check", "schedule.show:check", "Check a hand-written schedule table."),
+    Command("schedule search", "schedule.search:search", "Find a shorter table for your costs."),
     Command(
         "schedule choose",
-        "headway.cli.schedule.choose:choose",
-        "How many stages, copies and samples of a micro-batch.",
+        "schedule.choose:choose",
+        "Choose stages, copies and micro-batch size of a Chimera pipeline.",
     ),
-    Command("demo", "headway.cli.demo:demo", "Train, verify and report a small model."),
+    Command("demo", "demo:demo", "Train, verify and report a small model."),
 )
+"""Targets are relative to headway.cli."""
 GROUPS = {
-    "checkpoint": "Look into checkpoints and convert them.",
-    "cluster": "Machines: presets, a look at them, and their measurement.",
-    "collective": "Programs of collectives: rings, trees and others on a cluster's links.",
-    "exchange": "Ways of exchanging gradients.",
+    "checkpoint": "Inspect and convert checkpoints.",
+    "cluster": "Machines: list presets, show a cluster, measure this machine.",
+    "collective": "Programs of collectives on a cluster's links.",
+    "exchange": "Ways to exchange gradients.",
     "plan": "Find plans: `headway plan RECIPE --cluster C` (options: `headway plan search "
-    "--help`). Look at plans, check and compare them.",
+    "--help`). Show, check and compare plan files.",
     "schedule": "Pipeline schedules: draw, compare, check, search and choose them.",
 }
 
@@ -233,7 +192,8 @@ def build_app() -> App:
     for command in COMMANDS:
         outer, _, name = command.words.rpartition(" ")
         parent = groups[outer] if outer else app
-        parent.command(command.target, name=name, help=command.help, help_format="plaintext")
+        target = f"headway.cli.{command.target}"
+        parent.command(target, name=name, help=command.help, help_format="plaintext")
     return app
 
 

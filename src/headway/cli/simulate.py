@@ -103,11 +103,11 @@ def scenario_lines(
     last = scenarios[-1].step
     played = len(last.accounts)
     if played < last.ranks:
-        yield f"{played} of {last.ranks} ranks were played, the others behave alike"
+        yield f"{played} of {last.ranks} ranks simulated; the others behave identically"
     else:
-        yield f"all {played} ranks were played"
+        yield f"all {played} ranks were simulated"
     if scenarios[-1].step.work.faults != NO_FAULTS and _unmoved(scenarios):
-        yield "no part of the step uses what is faulty"
+        yield "the step uses nothing that is faulty"
 
 
 def _fullest(scenario: SimulationScenario) -> Iterator[str]:
@@ -129,14 +129,14 @@ def _unmoved(scenarios: Sequence[SimulationScenario]) -> bool:
 def _decisive_line(step: SimulatedStep) -> str:
     shares = sorted(step.decided.items(), key=lambda item: -item[1])
     words = [f"{WORDS[kind]} {seconds / step.seconds:.1%}" for kind, seconds in shares]
-    return f"the chain that decides the step is {', '.join(words)}"
+    return f"the critical path of the step is {', '.join(words)}"
 
 
 def _priced(scenario: SimulationScenario) -> str:
     assert scenario.price is not None
     said = format_seconds(scenario.price)
     than = _relative_change(scenario.step.seconds, scenario.price)
-    return f"the formulas of the search say {said}; the events take " + (
+    return f"the search predicts {said}; the events take " + (
         "the same" if than == "equal" else f"{than}"
     )
 
@@ -182,24 +182,24 @@ def simulate(
     timeline: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Play a step of a plan: time, bubble, exposed communication, memory; before and after changes.
+    """Simulate a step: time, bubble, exposed communication, memory; before and after changes.
 
     Args:
         plan: A plan.json; without one, the fastest plan that the search finds.
-        recipe: As for `headway train`; its model is captured, not built in memory. By default that
-            of `headway plan --out`, which the plan's file names; so is the cluster.
+        recipe: As for `headway train`; its model is captured, not allocated. By default the recipe
+            and the cluster that `headway plan --out` recorded in the plan.
         cluster: A cluster.toml, or a preset such as dgx-a100.
-        nodes: Of a preset; by default 1.
-        devices: Without a plan: how many; by default all of the cluster.
-        memory: Of a device that may be used, as in "80 GiB"; by default all of it.
+        nodes: Number of nodes of a preset; by default 1.
+        devices: Without a plan: number of devices; by default all of the cluster.
+        memory: Memory of a device that may be used, as in "80 GiB"; by default all of it.
         change: Other hardware: "link node-node 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us",
-            "device peak 2x", "memory 2x", of one type of devices "device TYPE peak 2x"; several are
-            made together.
-        fault: "rank 3 slow 2x", "link a-b 10x slower"; several happen together.
-        share_links: Let all that a rank sends over one level of links share them evenly: messages
-            and collectives under way at the same time slow each other down.
+            "device peak 2x", "memory 2x", for one type of devices "device TYPE peak 2x"; may be
+            repeated.
+        fault: "rank 3 slow 2x", "link a-b 10x slower"; may be repeated.
+        share_links: Let messages and collectives of a rank share the bandwidth of each level of
+            links: those in flight at the same time slow each other down.
         svg: Write the timelines and the memory to this file.
-        timeline: Write a Chrome trace (Perfetto opens it) of the last step to this file.
+        timeline: Write a Chrome trace (opens in Perfetto) of the last step to this file.
     """
     result = simulate_plan(
         plan,

@@ -47,7 +47,7 @@ def train(
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
         processes: Local processes; by default those of the plan, else the recipe's stages.
         directory: The run directory; by default the next free runs/NAME-001.
-        resume: Go on from the last checkpoint; without --directory, of the newest run.
+        resume: Continue from the last checkpoint; without --directory, of the newest run.
         plan: A plan.json, or auto: the fastest that a search finds for this machine; by default
             data parallelism over all processes.
         cluster: For --plan auto and --collective: a cluster.toml or preset; by default --plan auto
@@ -55,15 +55,17 @@ def train(
         fallback: For --plan auto: train data parallel where no plan can be found.
         collective: Which all-reduce algorithm to use for gradients: auto, all_reduce,
             hierarchical, ring, direct, halving-doubling, servers, trees; by default the plan's.
-        schedule: A CSV file with the table of a pipeline, one row per rank; it decides the stages.
+        schedule: A CSV file with a pipeline schedule, one row per rank; it sets the stages.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
-        restarts: How often dead workers are started again without a new checkpoint between.
+        restarts: Most restarts of dead workers without a new checkpoint in between.
         timeout: Longest wait for another process, such as "30 s" or "5 min".
         patience: Declare a worker lost after this long without a heartbeat; "0 s": never.
         emulate: A cluster.toml: run as if on its nodes, with its links; needs root for all of it.
-        faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with --emulate,
-            "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be repeated.
+        faults: Faults to inject, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with
+            --emulate, "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be
+            repeated.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
+        device: Where to compute; auto: on GPUs where there are some.
     """
     result = train_recipe(
         recipe,

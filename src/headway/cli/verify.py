@@ -31,25 +31,25 @@ def verify(
     directory: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Prove that the split run computes what the serial run computes.
-
-    What is inexact by its plan is held against its own law instead: compressed exchanges, and
-    pipeline schedules without a flush, whose late updates one process makes again.
+    """Compare a split run with the serial run, tensor by tensor.
 
     Runs a plain serial loop and the split run in float64 from the same initial parameters and
     compares losses, gradients, updated parameters, buffers and optimiser state by logical name.
-    The steps straddle the end of an epoch, so that a ragged last batch is among them. Exits with 4
-    on a difference.
+    The steps cross the end of an epoch, so that they include a ragged last batch. Exits with 4 on a
+    difference.
+
+    Plans that are inexact by design are checked against their own law: compressed exchanges, and
+    pipeline schedules without a flush, whose delayed updates one process repeats.
 
     Args:
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
-        processes: Numbers of processes to prove, such as 1,2,4.
-        plan: Prove this plan, with its number of processes, instead.
-        microbatches: The serial run goes through the plan's micro-batches one after the other, not
-            through each global batch in one piece: for models with batch normalisation, which sees
-            one micro-batch at a time.
+        processes: Numbers of processes to compare, such as 1,2,4.
+        plan: Check this plan instead, with its number of processes.
+        steps: Optimiser steps to compare.
+        microbatches: Let the serial run, too, compute the plan's micro-batches one by one: for
+            models with batch normalisation, which sees one micro-batch at a time.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
-        directory: A run directory, in which the verdict is kept for its report.
+        directory: A run directory in which to record the verdict for its report.
     """
 
     def show(run: EquivalenceResult) -> None:
@@ -112,7 +112,7 @@ def _line(verdict: EquivalenceResult) -> str:
     comparison = verdict.comparison
     if verdict.laws:
         worst_law = max(verdict.laws, key=lambda law: law.error / law.bound)
-        return f"{verdict.processes:>9}  inexact; at its worst {worst_law}"
+        return f"{verdict.processes:>9}  inexact; worst case {worst_law}"
     errors = ["-" if error is None else f"{error:.1e}" for error in verdict.errors.values()]
     law = "law holds" if verdict.delayed else "equal"
     word = law if comparison.equal else "DIFFERENT"

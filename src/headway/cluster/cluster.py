@@ -51,7 +51,6 @@ class Pair:
     """The link between two nodes, where it differs from the usual one.
 
     Attributes:
-        nodes: The names of its two ends.
         rate: Bytes per second, of one direction.
         latency: Seconds; None: that of `between`.
     """
@@ -194,25 +193,6 @@ class Cluster:
         by_node = [self.device_of(name) for name in self.names]
         return tuple(by_node[number] for number, _ in self._places)
 
-    def price_of(self, ranks: Iterable[int]) -> Price:
-        """What an hour of these ranks costs.
-
-        Raises:
-            PlanError: Names the devices without a price.
-        """
-        devices = self.devices_of_ranks
-        names = [devices[rank] for rank in ranks]
-        prices = {name: self.devices[name].price if name else None for name in names}
-        known = [price for price in (prices[name] for name in names) if price is not None]
-        if len(known) < len(names) or not known:
-            free = sorted(name or "of no name" for name, price in prices.items() if price is None)
-            raise PlanError(
-                "what this costs is not known",
-                problems=[f"devices.{name}: no price" for name in free],
-                fix='Write price = "2.5 USD/h" below each of them in the cluster file.',
-            )
-        return Price(math.fsum(price.per_hour for price in known), known[0].currency)
-
     # -- links ---------------------------------------------------------------------------------
 
     @cached_property
@@ -296,11 +276,6 @@ class Cluster:
         known = [rate for rate in rates if rate is not None]
         return Link(rate=min(known), latency=latency) if known else None
 
-    def link_of_ranks(self, first: int, second: int) -> Link | None:
-        """The link between two ranks; None: not limited."""
-        names = self.nodes_of_ranks
-        return self.link(names[first], names[second])
-
     def _pair(self, first: str, second: str) -> Pair | None:
         ends = {first, second}
         return next((pair for pair in self.links if set(pair.nodes) == ends), None)
@@ -309,9 +284,6 @@ class Cluster:
 
     def check(self, where: str = "cluster") -> None:
         """Raise unless such a cluster can exist.
-
-        Args:
-            where: Name of the file, for the message.
 
         Raises:
             DocumentError: With one line per problem.

@@ -154,10 +154,6 @@ def _step(number: str, text: str) -> int:
 def check_faults(faults: Iterable[Fault], ranks: int, cluster: Cluster | None = None) -> None:
     """Raise unless all of them can happen.
 
-    Args:
-        faults: From `parse_fault`.
-        cluster: The emulated one; None: there are no links to change.
-
     Raises:
         UsageError: The first fault that names a rank or a node that does not exist, or a link where
             there is none to change.

@@ -111,7 +111,6 @@ class RankReadings:
     """What one rank measured.
 
     Attributes:
-        node: Its node's name.
         inside: Of the links inside its node; None: it is alone there.
         between: Of the links between nodes; None: it took no part, or there is one node.
         busy: Cores that others used before anything was measured.

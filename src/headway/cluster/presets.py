@@ -51,12 +51,7 @@ UPLINKS: Mapping[str, Uplink] = {
 
 
 class Preset(NamedTuple):
-    """A kind of node.
-
-    Attributes:
-        device: Of `DATASHEETS`.
-        uplink: Of `UPLINKS`.
-    """
+    """A kind of node."""
 
     text: str
     device: str
@@ -81,9 +76,6 @@ PRESETS: Mapping[str, Preset] = {
 
 def of_preset(name: str, *, nodes: int = 1) -> Cluster:
     """A cluster of like nodes: of_preset("dgx-a100", nodes=8).
-
-    Args:
-        name: Of `PRESETS`.
 
     Raises:
         UsageError: No such preset; names the nearest one.
@@ -138,7 +130,6 @@ def find_cluster(text: str, *, nodes: int | None = None) -> Cluster:
 
     Args:
         text: A path where it ends in .toml or exists, else a preset.
-        nodes: Of a preset; None: 1.
 
     Raises:
         UsageError: No such preset; or `nodes` for a file, which says that itself.

@@ -1,8 +1,7 @@
 """Render the report page and write all files of a report into the run directory.
 
 Safe at any moment, any number of times: each file is replaced atomically, and the run's own files
-    are
-only read. The page is one HTML file without network access or scripts; every text passes through
+are only read. The page is one HTML file without network access or scripts; every text passes through
 the template's escaping, and only our own pictures are inserted as they are.
 """
 
@@ -116,15 +115,11 @@ def _with_counts(warnings: tuple[LoggedWarning, ...]) -> list[tuple[LoggedWarnin
     return [(first[text], count) for text, count in counts.items()]
 
 
-# Writes all files of a report into the run directory.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportFiles:
     """What was written.
 
     Attributes:
-        timeline: The Chrome trace of the traced steps.
         tensorboard: The directory for `tensorboard --logdir`; None where it could not be written.
         notes: Lines for the user: what could not be read or written.
     """
@@ -137,9 +132,6 @@ class ReportFiles:
 
 def write_report(directory: Path) -> ReportFiles:
     """Write report.html, timeline.json and tensorboard/ into a run directory.
-
-    Args:
-        directory: Of a run that is finished, still running, or dead.
 
     Raises:
         UsageError: The directory is no run directory, or cannot be written.

@@ -52,8 +52,6 @@ class SimulatedCollective:
     """A program that was played.
 
     Attributes:
-        seconds: Until the last rank is done.
-        played: All tasks, for pictures and paths.
         messages: Number of the flow of each Send that crosses wires.
     """
 
@@ -90,7 +88,6 @@ def simulate_collective(
 
     Args:
         program: One that passes `check_program`.
-        host: What sums, copies and messages cost the ranks.
 
     Raises:
         PlanError: It sends between ranks that nothing joins, or waits for itself.

@@ -38,7 +38,6 @@ class MaxMinSharing:
 
     Attributes:
         rates: Of each wire, per second.
-        changed: Whether rates must be found anew before time goes on.
     """
 
     def __init__(self, rates: Mapping[int, float]) -> None:
@@ -160,8 +159,6 @@ class TaskStream:
     """What does one thing at a time, or divides itself.
 
     Attributes:
-        device: Number of the simulated device it belongs to.
-        lane: "compute" or "link".
         name: For people: "compute", "to stage 3".
         shared: Flows run side by side, each at an even share.
         rate: Of a wire what it carries per second, for `Program.flow`; 0.0: no wire.
@@ -183,7 +180,6 @@ class TaskProgram:
         seconds: For which it occupies them; on a shared stream: were it alone there; of a flow
             over wires: what it carries, in the unit of their rates.
         delay: Seconds from there until others can go on (latency of a message).
-        before: Tasks that must be done first.
         kind: As in `timeline.KINDS`, or a finer word; for accounts.
     """
 
@@ -246,7 +242,6 @@ class TaskProgram:
         Args:
             lane: An ordinary stream (a connection): of its flows one runs at a time.
             wires: Streams with a rate, at least one; all carry the flow at the same time.
-            before: Tasks that must be done first.
         """
         if not wires or not all(self.streams[wire].rate > 0 for wire in wires):
             raise ValueError(f"{label or kind}: a flow crosses wires, streams with a rate")
@@ -269,7 +264,6 @@ class TaskTimes:
         awaited: Of what it waits for, the task that was done last; NONE: it waits for nothing.
         cause: The task that decided when it started: `awaited`, or the one before it on a stream
             that was not free then.
-        order: Tasks in the order in which they became ready.
     """
 
     program: TaskProgram

@@ -24,12 +24,10 @@ class SimulatedExchange:
         timeline: Of rank 0; all ranks do the same at the same time. The exchange lane shows the
             link: a bar is the time for which a load occupies it.
         starts: When each step began, and when the last one ended.
-        bytes_sent: Bytes of all loads that went over the link.
     """
 
     timeline: Timeline
     starts: tuple[float, ...]
-    bytes_sent: float
 
     @property
     def steps(self) -> tuple[float, ...]:
@@ -46,7 +44,6 @@ def simulate_exchange(
     it ends when all sums are there.
 
     Args:
-        predicted: What is sent, and one step of it.
         steps: How many; the last one ends when all its sums have landed.
     """
     spans: list[Span] = []
@@ -66,8 +63,7 @@ def simulate_exchange(
                 spans.append(_span("compute", "wait", "all sums", clock, landed, step))
                 clock = landed
         starts.append(clock)
-    sent = sum(load.num_bytes for load in predicted.loads) * steps
-    return SimulatedExchange(Timeline.of(spans), tuple(starts), sent)
+    return SimulatedExchange(Timeline.of(spans), tuple(starts))
 
 
 def _forward_waits(predicted: ExchangePrediction) -> dict[int, tuple[float, int]]:

@@ -22,7 +22,6 @@ class RankGrid:
     """The ranks of a step.
 
     Attributes:
-        tensor: t.
         data: d, copies of the pipeline.
         pipeline: p, ranks of one pipeline.
         strides: Of the three axes in this order; None: tensor innermost, then data, then pipeline.
@@ -176,7 +175,6 @@ class RepresentativeRanks:
 
     Attributes:
         holders: Of each stage, the places that hold it.
-        everybody: Play every rank, whether others behave alike or not.
         variant: Of each copy: those with the same number have the same devices; empty: all have.
     """
 

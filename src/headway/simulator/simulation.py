@@ -68,7 +68,6 @@ class CriticalSegment:
     Attributes:
         kind: Of what is done; "" for what takes no time.
         seconds: From the moment the piece before it lets it go.
-        number: Tasks in a row of this kind.
     """
 
     kind: str
@@ -81,7 +80,6 @@ class SimulatedStep:
     """A played step.
 
     Attributes:
-        accounts: Of the ranks that were played.
         timeline: Of these ranks; on the compute lane a wait is exposed communication.
         path: What decides the step, from its start to its end.
     """

@@ -258,9 +258,6 @@ class StepTasks:
 def build_step_tasks(work: StepWork, *, everybody: bool = False) -> StepTasks:
     """The tasks of a step.
 
-    Args:
-        everybody: Play every rank, also those that behave alike.
-
     Raises:
         PlanError: The table cannot be lowered.
     """

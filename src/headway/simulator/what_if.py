@@ -39,7 +39,6 @@ def change_machine(machine: Machine, cluster: Cluster, sentences: Sequence[str])
     """A machine with other numbers.
 
     Args:
-        machine: Of `cluster`.
         sentences: See `LEGAL_CHANGES`; one after the other.
 
     Raises:
@@ -55,7 +54,6 @@ def change_device_types(
     """The same of several types of devices, on one network.
 
     Args:
-        cluster: As for `change_machine`.
         sentences: As for `change_machine`; one that names a type changes that alone.
 
     Raises:

@@ -14,6 +14,7 @@ from itertools import islice
 from headway.api.inputs import recipe_name
 from headway.api.plan_request import TrainingLength
 from headway.api.planning import PlanningResult
+from headway.cli.terminal.console import table_lines
 from headway.cluster import Cluster
 from headway.collective.collective_calls import CollectiveCalls, call_table_lines
 from headway.planner.explain.alternatives import (
@@ -116,9 +117,7 @@ def _table(result: PlanningResult) -> Iterator[str]:
                 missing_in_executor(point) or "yes",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from table_lines(rows)
 
 
 def _worth_showing(outcome: SearchResult) -> set[int]:

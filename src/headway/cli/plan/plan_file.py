@@ -10,7 +10,7 @@ from headway.plans import Plan, explain, plan_difference
 
 
 def show(file: Path, /, *, json: bool = False) -> None:
-    """A plan in words: ranks, batch, arithmetic, exchange.
+    """Describe a plan: ranks, batch, precision, exchange.
 
     Args:
         json: Print the plan as JSON, with every default and its hash.
@@ -23,7 +23,7 @@ def show(file: Path, /, *, json: bool = False) -> None:
 
 
 def check(file: Path, /, *more: Path, json: bool = False) -> int:
-    """Say whether plans can exist; all reasons against each of them are listed.
+    """Check that plans are legal; list all problems of each.
 
     Returns:
         0 where all are legal, else the exit code of the first that is not.
@@ -42,7 +42,7 @@ def check(file: Path, /, *more: Path, json: bool = False) -> int:
 
 
 def diff(old: Path, new: Path, /, *, json: bool = False) -> int:
-    """What differs between two plans, one value a line.
+    """List the differences between two plans, one per line.
 
     Returns:
         0 for equal plans, 1 otherwise, as `diff` does.

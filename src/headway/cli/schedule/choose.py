@@ -81,12 +81,14 @@ def choose(
 
     Args:
         recipe: Measure this recipe's model here, in place of the numbers that are not given.
-        ranks: P, the processes.
-        memory: Of one rank, as in "16 GiB".
-        bandwidth: Of the link between any two ranks, as in "10 Gbit/s".
-        pipes: At once, half of them in each direction.
-        mode: How it goes on where there are more micro-batches than stages.
-        recompute: Backward computes the forward again, and activations are not kept.
+        ranks: P, the number of processes.
+        memory: Memory of one rank, as in "16 GiB".
+        bandwidth: Rate of the link between any two ranks, as in "10 Gbit/s".
+        latency: Latency of that link.
+        model: Of equal layers.
+        pipes: Simultaneous pipes, half of them in each direction.
+        mode: How the schedule continues with more micro-batches than stages.
+        recompute: Recompute activations in backward instead of keeping them.
     """
     check_at_least_1(ranks=ranks, pipes=pipes)
     measured = None

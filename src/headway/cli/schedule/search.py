@@ -49,16 +49,17 @@ def search(
     out: Annotated[Path | None, Parameter(name=("--out", "--csv"))] = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Search the shortest table for your costs under a memory bound; compare it with the named.
+    """Search for the shortest table under a memory limit; compare it with the named schedules.
 
     Args:
         stages: D, the ranks of the pipeline.
-        microbatches: N, of one step; by default twice as many as ranks.
+        microbatches: N, per step; by default twice as many as ranks.
         memory: Activations that a rank may hold, in stages of 1/D of the model; by default D.
-        costs: What is done in which time.
-        placement: Where stages may lie, with commas: straight, v, loop, w hold the weights once,
-            both-directions, both-v twice. v, loop and both-v need 2D stages, w needs 4D.
-        seconds: Time limit; a search that ends before it finds the same table everywhere.
+        costs: Times and sizes of the actions.
+        placement: Comma-separated placements of stages: straight, v, loop and w hold the weights
+            once, both-directions and both-v twice. v, loop and both-v need 2D stages, w needs 4D.
+        seconds: Time limit; a search that ends before it gives the same table on any machine.
+        seed: Of the heuristics.
         out: Write the table to this file; `headway train --schedule` reads it.
     """
     costs.check()
@@ -165,8 +166,8 @@ def _verdict(
 
 def _search_note(found: ScheduleSearchResult, seconds: float, seed: int) -> str:
     if found.out_of_time:
-        return f"the limit of {seconds:g} s ended the search (seed {seed}); --seconds gives it more"
-    return f"searched to its end (seed {seed}); the same command finds the same table"
+        return f"stopped after {seconds:g} s (seed {seed}); allow more with --seconds"
+    return f"search complete (seed {seed}); the same command finds the same table"
 
 
 # ---- for machines ------------------------------------------------------------------------------

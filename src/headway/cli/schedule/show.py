@@ -22,7 +22,7 @@ from headway.cli.schedule.figures import (
     format_range,
     schedule_data,
 )
-from headway.cli.terminal.console import say, say_json, write_file
+from headway.cli.terminal.console import say, say_json, write_file, write_pictures
 from headway.errors import PlanError, UsageError
 from headway.report.trace_export import chrome_trace_json
 from headway.schedule.check import schedule_violations
@@ -36,7 +36,7 @@ _UNIT = ScheduleCosts()
 
 
 def list_schedules(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """The pipeline schedules that have a name, with what they take and who described them."""
+    """List the named pipeline schedules, with their options and sources."""
     if json:
         say_json([{"name": name, **_kind(kind)} for name, kind in SCHEDULES.items()])
         return
@@ -70,21 +70,21 @@ def show(
     torch_csv: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Draw a schedule and say what it costs: bubble, memory, messages, critical path.
+    """Draw a schedule with its figures: bubble, memory, messages, critical path.
 
     Args:
         name: One of `headway schedule list`.
         stages: D, the ranks of the pipeline.
-        microbatches: N, of one step; by default as many as ranks.
-        pipes: Of chimera: pipes at once, half of them in each direction.
-        virtual: Of looped schedules: stages per rank.
-        mode: Of chimera: direct, doubling or halving; how it goes beyond N = D.
-        recompute: Stages whose backward computes the forward again, as 0,2; "all" or "none".
-        costs: What is done in which time.
-        aligned: Draw equal slots, as the paper does, in place of time.
+        microbatches: N, per step; by default as many as ranks.
+        pipes: For chimera: simultaneous pipes, half of them in each direction.
+        virtual: For looped schedules: stages per rank.
+        mode: For chimera: direct, doubling or halving; how it continues beyond N = D.
+        recompute: Stages that recompute their forward in backward, as 0,2; "all" or "none".
+        costs: Times and sizes of the actions.
+        aligned: Draw equal slots, as in the paper, instead of times.
         svg: Write a picture to this file.
         png: Write the picture as PNG to this file.
-        timeline: Write a Chrome trace (Perfetto opens it) to this file; one unit is one second.
+        timeline: Write a Chrome trace (opens in Perfetto) to this file; one unit is one second.
         csv: Write the table to this file; `headway train --schedule` reads it.
         torch_csv: Write the table for torch's pipeline runtime to this file.
     """
@@ -176,14 +176,15 @@ def compare(
     png: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """All schedules in one table: time of a step, bubble, memory, messages.
+    """Compare all schedules in one table: step time, bubble, memory, messages.
 
     Args:
         stages: D, the ranks of the pipeline.
-        microbatches: N, of one step; by default twice as many as ranks.
-        virtual: Of looped schedules: stages per rank.
-        recompute: Stages whose backward computes the forward again, as 0,2; "all" or "none".
-        costs: What is done in which time.
+        microbatches: N, per step; by default twice as many as ranks.
+        pipes: For chimera: simultaneous pipes, half of them in each direction.
+        virtual: For looped schedules: stages per rank.
+        recompute: Stages that recompute their forward in backward, as 0,2; "all" or "none".
+        costs: Times and sizes of the actions.
         svg: Write one picture with all of them to this file.
         png: Write the picture as PNG to this file.
     """
@@ -267,12 +268,12 @@ def check(
     png: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Judge a table that was written by hand: everything that is wrong with it, by cell.
+    """Check a schedule table: every violation, by cell.
 
     Args:
         file: A CSV file, in headway's dialect or in torch's; one row per rank.
-        pipes: Of a table of torch: how many pipes it has.
-        costs: What is done in which time.
+        pipes: For a table of torch: its number of pipes.
+        costs: Times and sizes of the actions.
         svg: Write a picture of a valid table to this file.
         png: Write the picture as PNG to this file.
 
@@ -312,7 +313,4 @@ def _pictures(shown: Sequence[ScheduleFigures], svg: Path | None, png: Path | No
 
     if not shown:
         raise UsageError("there is nothing to draw: no schedule is possible with these numbers")
-    if svg is not None:
-        write_file(svg, schedule_svg(shown))
-    if png is not None:
-        write_file(png, schedule_png(shown))
+    write_pictures((svg, lambda: schedule_svg(shown)), (png, lambda: schedule_png(shown)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,6 +64,24 @@ def shown_log() -> Iterator[None]:
 class _NoteHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows in columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def write_pictures(*pictures: tuple[Path | None, Callable[[], str | bytes]]) -> None:
+    """Draw and write each picture for which the command line names a file.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    for path, draw in pictures:
+        if path is not None:
+            write_file(path, draw())
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -2,10 +2,8 @@
 
 `Progress` folds events without side effects, and `describe_event` gives the text of one event,
 beside the plan's prediction where there is one. `ProgressDisplay` follows RUN/events.jsonl and the
-file of
-rank 0 in a thread: a live line in a terminal, otherwise at most one step line every two seconds and
-    one
-line for every other event.
+file of rank 0 in a thread: a live line in a terminal, otherwise at most one step line every two
+seconds and one line for every other event.
 """
 
 from __future__ import annotations
@@ -82,9 +80,6 @@ def compare_with_prediction(
             )
         )
     return f" ({'; '.join(texts)})"
-
-
-# Progress of a run, shown from what its ranks write: RUN/events.jsonl and the file of rank 0.
 
 
 Event = Mapping[str, Any]
@@ -164,7 +159,7 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
         case "checkpoint":
             return (
                 f"{_at(event, progress)}  checkpoint {format_bytes(event['bytes'])}  "
-                f"training held up {format_seconds(event['held_seconds'])}"
+                f"training paused {format_seconds(event['held_seconds'])}"
             )
         case "showcase":
             return "\n".join(["", *(f"  {line}" for line in event["text"].splitlines()), ""])
@@ -205,7 +200,7 @@ def _started(event: Event, cause: str) -> str | None:
         return "\n".join([steps, *prediction_lines(event.get("predicted"))])
     if event["step"]:
         return None  # its "resume" event has said it
-    return f"{cause}; there is no checkpoint yet: again from step 0, attempt {event['attempt']}"
+    return f"{cause}; no checkpoint yet: restarting from step 0, attempt {event['attempt']}"
 
 
 def _resumed(event: Event, cause: str) -> str:
@@ -216,7 +211,7 @@ def _resumed(event: Event, cause: str) -> str:
 def _stopped(event: Event) -> str:
     if event["reason"] == "complete":
         return f"complete at step {event['step']}"
-    return f"stopped by {event['reason']} at step {event['step']}, in order; --resume goes on"
+    return f"stopped by {event['reason']} at step {event['step']}; continue with --resume"
 
 
 def _loss(value: float) -> str:

@@ -195,7 +195,7 @@ def _checkpoint(history: RunHistory) -> Fact | None:
         return None
     last = history.checkpoints[-1]
     held = [c.held_seconds for c in history.checkpoints if math.isfinite(c.held_seconds)]
-    detail = f"training held up {format_seconds(statistics.median(held))}" if held else ""
+    detail = f"training paused {format_seconds(statistics.median(held))}" if held else ""
     size = f"{format_bytes(last.bytes)}; " if last.bytes else ""
     return Fact("Last checkpoint", f"step {last.step}", size + detail)
 

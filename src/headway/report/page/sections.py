@@ -66,7 +66,6 @@ class ExchangeSection:
         sentence: The plan's exchange; "" where the plan cannot be read.
         step: Of the table; 0 without one.
         rows: The buckets of that step, in order of their number.
-        omitted: Buckets that the table leaves out.
         applies: The optimiser works bucket by bucket.
     """
 
@@ -79,11 +78,7 @@ class ExchangeSection:
 
 
 def exchange_section(history: RunHistory, step: int | None = None) -> ExchangeSection | None:
-    """The section; None where there was no exchange.
-
-    Args:
-        step: The traced step that is drawn elsewhere, for the table if it has buckets.
-    """
+    """The section; None where there was no exchange."""
     facts = tuple(exchange_figures(history))
     traced = _chosen(history.exchanges, step)
     if not facts and traced is None:
@@ -195,7 +190,6 @@ class PipelineSection:
     """The section of the page.
 
     Attributes:
-        sentence: The plan's pipeline.
         rows: Of each rank of the first pipeline.
         picture: SVG; None where it would be too large.
     """
@@ -212,7 +206,6 @@ class PipelineStep:
     """One step, measured or predicted; for `schedule_svg`, in milliseconds.
 
     Attributes:
-        timing: When its actions started and ended.
         word: "measured" or "predicted".
     """
 
@@ -260,11 +253,7 @@ def pipeline_section(history: RunHistory, step: int | None) -> PipelineSection |
 
 
 def compare_with_table(plan: Plan, trace: Timeline) -> tuple[PipelineStep, PipelineStep] | None:
-    """A traced step, and what the table predicts of it; None where the trace is not whole.
-
-    Args:
-        trace: Spans of all ranks of the first pipeline.
-    """
+    """A traced step, and what the table predicts of it; None where the trace is not whole."""
     ranks = plan.mesh.peers(0, PIPE_AXIS)
     rows = [_compute_actions(trace, rank) for rank in ranks]
     parts = len({a.microbatch for row in rows for a, _, _ in row if a.kind == ActionKind.FORWARD})
@@ -427,7 +416,6 @@ class PredictionSection:
     """The section of the page.
 
     Attributes:
-        facts: The step, and where the prediction comes from.
         bars: SVG: a bar per part, predicted above measured.
         timeline: SVG; None where no step was traced.
     """

@@ -73,7 +73,6 @@ def draw(
         name: Distinguishes the picture's references from those of other pictures in the page.
         size: Width and height in points; one point is one unit of the picture.
         paint: Fills the figure; all colours come from `colour`.
-        alt: What the picture shows, for those who cannot see it.
         titles: Group id (given to an artist with `set_gid`) -> text shown when the pointer rests.
     """
     import matplotlib
@@ -93,12 +92,7 @@ def draw(
 
 
 def draw_png(size: tuple[int, int], paint: Callable[[Figure, Hue], None]) -> bytes:
-    """One picture as PNG in light colours, at two pixels a point.
-
-    Args:
-        size: As in `draw`.
-        paint: Fills the figure; takes colours from the function that it is given.
-    """
+    """One picture as PNG in light colours, at two pixels a point."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -114,21 +108,25 @@ def draw_png(size: tuple[int, int], paint: Callable[[Figure, Hue], None]) -> byt
     return buffer.getvalue()
 
 
-def plain_axes(figure: Figure, *, grid: str = "y") -> Axes:
+def plain_axes(figure: Figure, *, grid: str = "y", hue: Hue = colour) -> Axes:
     """Axes without a box, with quiet grid lines behind the data."""
     axes = figure.add_subplot()
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(colour("grid"))
-    axes.tick_params(length=0, colors=colour("muted"), labelcolor=colour("muted"))
-    axes.grid(True, axis="y" if grid == "y" else "x", color=colour("grid"), linewidth=0.8)
+    axes.spines["bottom"].set_color(hue("grid"))
+    axes.tick_params(length=0, colors=hue("muted"), labelcolor=hue("muted"))
+    axes.grid(True, axis="y" if grid == "y" else "x", color=hue("grid"), linewidth=0.8)
     return axes
 
 
-def legend(axes: Axes, columns: int = 4) -> None:
-    """The legend in one line above the data, where it hides nothing."""
+def legend(axes: Axes, columns: int = 4, *, hue: Hue = colour, **options: Any) -> None:
+    """The legend in one line above the data, where it hides nothing.
+
+    Args:
+        options: Of `Axes.legend`.
+    """
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -136,8 +134,8 @@ def legend(axes: Axes, columns: int = 4) -> None:
         frameon=False,
         borderaxespad=0.2,
         handlelength=1.2,
-        columnspacing=1.2,
-        labelcolor=colour("ink"),
+        labelcolor=hue("ink"),
+        **({"columnspacing": 1.2} | options),
     )
 
 

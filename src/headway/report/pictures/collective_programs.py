@@ -7,11 +7,11 @@ on one scale per picture, and bent so that both directions are visible.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.report.pictures.canvas import NUM_SERIES, colour, draw, draw_png, plain_axes
+from headway.report.pictures.canvas import NUM_SERIES, Hue, colour, draw, draw_png, plain_axes
 from headway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _paint(
     shown: Sequence[ProgramDrawing],
     least: float,
     names: Sequence[str],
-    paint: Callable[[str], str],
+    paint: Hue,
 ) -> None:
     circles, _ = _rows(shown)
     heights = _heights(shown)
@@ -103,7 +103,7 @@ def _paint(
     for part in parts:
         part.patch.set_visible(False)
     parts[0].suptitle(title, color=paint("ink"), fontsize=12)
-    _bars(plain_axes(parts[0], grid="x"), shown, least, paint)
+    _bars(plain_axes(parts[0], grid="x", hue=paint), shown, least, paint)
     most = max((size for drawn in shown for size in drawn.sent.values()), default=1.0)
     for number, drawn in enumerate(shown):
         row, column = divmod(number, _CIRCLES)
@@ -115,9 +115,7 @@ def _paint(
         _tree(axes, parents, share, names, paint(f"series-{number % NUM_SERIES}"), paint)
 
 
-def _bars(
-    axes: Axes, shown: Sequence[ProgramDrawing], least: float, paint: Callable[[str], str]
-) -> None:
+def _bars(axes: Axes, shown: Sequence[ProgramDrawing], least: float, paint: Hue) -> None:
     """Predicted seconds, with the bound as a line."""
     from matplotlib.ticker import FuncFormatter
 
@@ -133,10 +131,6 @@ def _bars(
     axes.invert_yaxis()
     axes.set_xlim(0, max(drawn.seconds for drawn in shown) * 1.3 or 1.0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(max(0.0, value))))
-    for label in [*axes.get_xticklabels(), *axes.get_yticklabels()]:
-        label.set_color(paint("muted"))
-    axes.grid(True, axis="x", color=paint("grid"), linewidth=0.8)
-    axes.spines["bottom"].set_color(paint("grid"))
 
 
 def _places(count: int) -> list[tuple[float, float]]:
@@ -150,7 +144,7 @@ def _circle(
     drawn: ProgramDrawing,
     most: float,
     names: Sequence[str],
-    paint: Callable[[str], str],
+    paint: Hue,
 ) -> None:
     """Who sends how much to whom."""
     places = _places(len(names))
@@ -184,7 +178,7 @@ def _tree(
     share: float,
     names: Sequence[str],
     line: str,
-    paint: Callable[[str], str],
+    paint: Hue,
 ) -> None:
     """One tree; the root is the full mark."""
     places = _places(len(names))
@@ -200,7 +194,7 @@ def _ranks(
     axes: Axes,
     places: Sequence[tuple[float, float]],
     names: Sequence[str],
-    paint: Callable[[str], str],
+    paint: Hue,
     *,
     root: int | None = None,
     line: str = "",

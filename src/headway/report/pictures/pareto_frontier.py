@@ -21,6 +21,7 @@ from headway.report.pictures.canvas import (
     colour,
     draw,
     draw_png,
+    legend,
     stack_svg,
 )
 from headway.units import format_bytes, format_seconds
@@ -145,7 +146,7 @@ def _paint(figure: Figure, shown: FrontierPlot, title: str, hue: Hue) -> None:
     _allowed(axes, shown.allowed / size[0], size[1], hue)
     best = next(n for n, spot in enumerate(shown.spots) if spot.chosen)
     _ring(axes, places[best], shown.spots[best], _label_side(axes, places, best), hue)
-    _legend(axes, hue)
+    legend(axes, columns=7, hue=hue, columnspacing=1.0, fontsize=9)
 
 
 def _sizes(shown: FrontierPlot) -> list[float]:
@@ -265,17 +266,3 @@ def _label_side(axes: Axes, places: Sequence[tuple[float, float]], best: int) ->
         return outside, int(inside.all(axis=1).sum())
 
     return min(((right, up) for up in (True, False) for right in (True, False)), key=hidden)
-
-
-def _legend(axes: Axes, hue: Hue) -> None:
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=7,
-        frameon=False,
-        borderaxespad=0.2,
-        handlelength=1.2,
-        columnspacing=1.0,
-        fontsize=9,
-        labelcolor=hue("ink"),
-    )

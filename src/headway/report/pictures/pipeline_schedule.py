@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headway.report.pictures.canvas import Hue, colour, draw, draw_png
+from headway.report.pictures.canvas import Hue, colour, draw, draw_png, legend
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.timing import ScheduleTiming
 
@@ -213,17 +213,13 @@ def _legend(axes: Axes, bars: Sequence[_Bar], hue: Hue) -> None:
         if (kind, up) in styles:
             direction = f", {'up' if up else 'down'}" if both else ""
             handles.append(_patch(hue(_COLOURS[kind, up]), words.get(kind, kind) + direction))
-    axes.legend(
+    legend(
+        axes,
+        columns=4 if both and whole and split else 7,
+        hue=hue,
         handles=[*handles, _patch(hue("grid"), "idle")],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=4 if both and whole and split else 7,
-        frameon=False,
-        borderaxespad=0.2,
-        handlelength=1.2,
         columnspacing=1.0,
         fontsize=9,
-        labelcolor=hue("ink"),
     )
 
 
