@@ -87,6 +87,7 @@ def format_flops(rate: float) -> str:
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     """`value` in the first unit in which its three digits are below `step`, or in the last."""
     for unit in units[:-1]:
+        # Rounded first: 999.6 Mbit/s becomes "1 Gbit/s", never "1e+03 Mbit/s".
         if abs(float(f"{value:.3g}")) < min(step, 1000):
             return f"{_three(value)} {unit}"
         value /= step

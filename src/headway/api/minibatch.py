@@ -70,6 +70,7 @@ def _training_state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    # Lazily created optimiser state exists only after a step; the measured model stays as it was.
     with torch.no_grad():
         for parameter, old in zip(trained, before, strict=True):
             parameter.copy_(old)

@@ -118,6 +118,8 @@ class AutoPlanSearch:
         from headway.run.measure.cluster import measure_in
 
         run = RunDirectory(directory)
+        # A restarted attempt must keep the plan: checkpoints were written under it, and measuring
+        # anew could choose another one.
         again = resume or world.place.attempt > 0
         asked: list[_SearchInputs] = []
 

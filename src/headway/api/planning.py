@@ -198,6 +198,8 @@ def plan(
         try:
             return PlanSearch(question, limits.allow).run()
         except NothingFits:
+            # Only a preset says how further nodes are joined: a file that describes one node
+            # has no links between nodes, so that more devices can be offered, but not priced.
             wider = None
             if isinstance(cluster, str) and cluster in PRESETS:
                 wider = machine_of(of_preset(cluster, nodes=2)).network

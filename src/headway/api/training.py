@@ -189,6 +189,7 @@ def train(
             check_executable(known)
             default = known.ranks
     ranks = count_ranks(place, processes, default, scene.cluster)
+    # A fault that can never strike would look like a job that survived it.
     scene.check(ranks)
     if known is None:
         known = default_plan(source, ranks)

@@ -173,6 +173,7 @@ def _verify_split_runs(
         serial = Path(folder) / "serial.safetensors"
         verdicts = []
         for number, count in enumerate(counts):
+            # The serial run is the same for all counts, unless it follows their micro-batches.
             if pieces or not number:
                 ranks = count if pieces else None
                 _start(partial(record_serial, ranks=ranks), job, serial, 1)

@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Taken out here, so that it may stand anywhere and no command has to declare it.
     trace = "--trace" in words
     try:
         with warnings.catch_warnings(), shown_log():

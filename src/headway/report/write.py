@@ -1,8 +1,8 @@
 """Render the report page and write all files of a report into the run directory.
 
 Safe at any moment, any number of times: each file is replaced atomically, and the run's own files
-are only read. The page is one HTML file without network access or scripts; every text passes through
-the template's escaping, and only our own pictures are inserted as they are.
+are only read. The page is one HTML file without network access or scripts; every text passes
+through the template's escaping, and only our own pictures are inserted as they are.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ class MaxMinSharing:
         count = {wire: len(self._on[wire]) for wire in room}
         while len(shares) < len(flows):
             tightest = min(count, key=lambda wire: room[wire] / count[wire])
+            # Rounding may leave a filled wire a tiny negative rest; a rate of 0 would never end.
             share = max(room[tightest] / count[tightest], 1e-12 * self.rates[tightest])
             for number in self._on[tightest]:
                 if number in shares:
@@ -351,6 +352,7 @@ class _EngineRun:
     def run(self) -> TaskTimes:
         events, fair = self.events, self.fair
         while events or fair.changed:
+            # All flows that join or leave at one moment are counted before rates are found anew.
             if fair.changed and (not events or events[0][0] > fair.now):
                 for end, flow, version in fair.solve():
                     heappush(events, (end, flow - _LAST, -2 - version))

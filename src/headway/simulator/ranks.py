@@ -116,6 +116,8 @@ class SimulatedRanks:
                 break
             inner = level.width
         link = found.message or found.link
+        # All ranks of a stage send at the same time over the links that leave their domain: each
+        # gets its share of the collective rate, and never more than a plain message does alone.
         shared = min(float(self.grid.apart[2]), inner) / found.link.rate
         per_byte = max(1.0 / link.rate, shared)
         for path in self.faults.paths:

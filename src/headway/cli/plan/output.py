@@ -126,6 +126,7 @@ def _worth_showing(outcome: SearchResult) -> set[int]:
     """
     points = outcome.points
     costs = [outcome.question.cost(one.devices, one.seconds, one.amounts) for one in points]
+    # On devices of several types a slower plan may be cheaper; of one type it never is.
     shown: list[int] = []
     for number, point in enumerate(points):
         if all(

@@ -167,9 +167,6 @@ def _positive(name: str, text: str, parse: Callable[[str], float]) -> float:
     return value
 
 
-# ---- in words ----------------------------------------------------------------------------------
-
-
 def _describe(
     workload: EqualLayers,
     setting: ChimeraSetting,
@@ -230,9 +227,6 @@ def _recipe_lines(best: ChimeraCandidate, setting: ChimeraSetting) -> list[str]:
     if setting.recompute:
         lines.append("recompute = true")
     return lines
-
-
-# ---- for machines ------------------------------------------------------------------------------
 
 
 def _facts(candidate: ChimeraCandidate) -> dict[str, object]:

@@ -264,9 +264,6 @@ def _whole(schedule: PipelineSchedule) -> int:
     return schedule.num_microbatches // (2 if schedule.halves else 1)
 
 
-# ---- in words ----------------------------------------------------------------------------------
-
-
 def describe_schedule(found: ScheduleFigures, drawing: str) -> str:
     """Sizes, the drawing, and the figures beside their formulas."""
     schedule, stats, known = found.schedule, found.stats, found.formula
@@ -333,9 +330,6 @@ def _path(stats: ScheduleStats) -> str:
         parts[1] = f"{stats.critical_backwards} input gradients or backwards"
         parts.append(f"{stats.critical_weight_grads} weight gradients")
     return ", ".join(parts)
-
-
-# ---- for machines ------------------------------------------------------------------------------
 
 
 def schedule_data(found: ScheduleFigures) -> dict[str, object]:

@@ -106,9 +106,6 @@ def _fits(row: RivalResult, most: float) -> bool:
     return isinstance(row, ScheduleFigures) and max(row.stats.peak_activations) <= most + _ROUNDING
 
 
-# ---- in words ----------------------------------------------------------------------------------
-
-
 def _table(
     found: ScheduleSearchResult, best: ScheduleFigures, rivals: dict[str, RivalResult], most: float
 ) -> list[str]:
@@ -168,9 +165,6 @@ def _search_note(found: ScheduleSearchResult, seconds: float, seed: int) -> str:
     if found.out_of_time:
         return f"stopped after {seconds:g} s (seed {seed}); allow more with --seconds"
     return f"search complete (seed {seed}); the same command finds the same table"
-
-
-# ---- for machines ------------------------------------------------------------------------------
 
 
 def _facts(

@@ -161,9 +161,6 @@ def _with_recompute(schedule: PipelineSchedule, stages: str | None) -> PipelineS
     return replace(schedule, recompute=again)
 
 
-# ---- compare -----------------------------------------------------------------------------------
-
-
 def compare(
     *,
     stages: int = 4,
@@ -255,9 +252,6 @@ def _shortest(rows: dict[str, ScheduleFigures | PlanError]) -> list[str]:
     return [name for name, time in flushed.items() if time <= least * (1 + 1e-9)]
 
 
-# ---- check -------------------------------------------------------------------------------------
-
-
 def check(
     file: Path,
     /,
@@ -301,9 +295,6 @@ def check(
         say(f"{file}: valid")
         say(describe_schedule(found, _drawing(found, aligned=False)))
     return 0
-
-
-# ---- files -------------------------------------------------------------------------------------
 
 
 def _pictures(shown: Sequence[ScheduleFigures], svg: Path | None, png: Path | None) -> None:

@@ -344,6 +344,7 @@ def _transit(messages: Iterable[TimedAction]) -> float:
 
     A receiver that comes late, because it computes, makes a message seem slow.
     """
+    # The longer half is dominated by receivers that were still computing.
     found = sorted(end - start for action, start, end in messages if action.kind == ActionKind.RECV)
     return statistics.median(found[: (len(found) + 1) // 2]) if found else 0.0
 

@@ -51,6 +51,7 @@ NUM_SERIES = sum(name.startswith("series-") for name in COLOURS)
 
 def colour(name: str) -> str:
     """The stand-in that matplotlib is given for a named colour; `draw` replaces it."""
+    # matplotlib rejects CSS variables; this prefix occurs in no real colour of the pictures.
     return f"#0101{_NAMES.index(name):02x}"
 
 
@@ -157,6 +158,7 @@ def _settings(name: str) -> dict[Any, Any]:
 
 def _clean(svg: str, alt: str, titles: Mapping[str, str]) -> str:
     """Only the drawing: no prolog, no metadata, no rules or ids that would reach other pictures."""
+    # Several pictures share one page: ids and global style rules of one would reach the others.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)
