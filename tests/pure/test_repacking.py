@@ -262,7 +262,7 @@ def test_the_command_shows_what_training_would_do(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("sentence", "why"),
     [
-        ("b-c 1 Mbit/s", "changes nothing"),
+        ("b-c 1 Mbit/s", "not a change of a link"),
         ("link b-x 1 Mbit/s", "no rank 'x'"),
         ("link b-c fast", "fast"),
         ("link b-c 0x", "above 0"),

@@ -134,7 +134,7 @@ def test_where_nothing_better_is_found_that_is_said(run):
 def test_an_ended_search_says_so(run, facts):
     words = ("search", *UNEQUAL, "--seconds", "1e-6", "--out", "x.csv")
     assert facts(*words)["out_of_time"]
-    assert "the limit of 1e-06 s ended the search (seed 0)" in run(*words)[1]
+    assert "stopped after 1e-06 s (seed 0)" in run(*words)[1]
     assert schedule_violations(read_table(Path("x.csv"))) == ()
 
 
