@@ -124,7 +124,7 @@ def test_what_the_executor_lacks_is_named(wrong, words):
     )
     with pytest.raises(PlanError, match=words) as error:
         check_executable(plan)
-    assert "no mechanism yet" in str(error.value)
+    assert "not supported" in str(error.value)
 
 
 def test_a_grid_of_its_own_is_carried_out_in_stages_but_not_with_sharded_state():

@@ -36,14 +36,13 @@ class BatchSplit:
     def share(self, rank: int, ranks: int, samples: int | None = None) -> range:
         """The samples of `rank`, as positions in the global batch.
 
-        Uneven shares of a ragged batch are in proportion, and none is larger than that of a whole
-        batch.
-
         Args:
             samples: Samples present, where the last batch of an epoch is ragged.
         """
         count = self.samples if samples is None else samples
         if self.shares:
+            # Of a ragged batch in proportion, rounded down at both ends: shares stay contiguous,
+            # and none is larger than that of a whole batch.
             before = sum(self.shares[:rank])
             ends = (before, before + self.shares[rank])
             return range(*(count * end // self.samples for end in ends))
@@ -84,7 +83,7 @@ class BatchSplit:
         return replace(self, shares=tuple(parts)) if other.shares else self
 
     def problems(self, ranks: int) -> Iterator[str]:
-        """Why shares cannot be, one line each."""
+        """The problems of the shares, one line each."""
         if not self.shares:
             return
         if len(self.shares) != ranks:
@@ -117,6 +116,7 @@ class BatchSplit:
 
 def largest_remainder_shares(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Whole samples in proportion to weights, by the largest remainders; of equals the first."""
+    # In exact fractions: with floats, rounding could decide which rank gets a sample.
     total = sum(map(Fraction, weights))
     wanted = [samples * Fraction(weight) / total for weight in weights]
     found = [math.floor(share) for share in wanted]
@@ -127,7 +127,7 @@ def largest_remainder_shares(samples: int, weights: Sequence[float]) -> tuple[in
 
 
 def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int, ...]:
-    """Shares in whole samples; empty where the batch falls into even parts.
+    """Shares in whole samples; empty: the batch is shared evenly.
 
     Args:
         shares: In proportion, as for `data_parallel`.
@@ -141,18 +141,18 @@ def whole_shares(batch: int, shares: Sequence[float], copies: int) -> tuple[int,
     if len(shares) != copies:
         problems.append(f"{len(shares)} shares; the data axis has {copies} ranks")
     found = () if problems else largest_remainder_shares(batch, shares)
-    problems += [f"share {n} of {batch} samples is less than one" for n in _without_work(found)]
+    problems += [
+        f"share {n} of {batch} samples is less than one"
+        for n, share in enumerate(found)
+        if share < 1
+    ]
     if problems:
         raise PlanError(
-            "a batch cannot be shared like this",
+            "the batch cannot be shared like this",
             problems=problems,
             fix="Give one positive number for each rank (or copy of a pipeline), as in [2, 1].",
         )
     return found
-
-
-def _without_work(shares: Sequence[int]) -> list[int]:
-    return [number for number, share in enumerate(shares) if share < 1]
 
 
 def _term(ranks: int, sizes: tuple[int, ...], pipe: int) -> str:

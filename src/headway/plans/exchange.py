@@ -39,7 +39,7 @@ AllReduceName = Literal[
 
 @document
 class ExchangePart:
-    """Something else for the parameters whose logical name matches a pattern; first match wins.
+    """Other settings for parameters whose logical name matches a pattern; the first match wins.
 
     Attributes:
         parameters: A pattern as in file names: "*.bias", "blocks.0.*".
@@ -54,7 +54,7 @@ class ExchangePart:
 
 @document
 class ExchangePlan:
-    """The decision; the default is exact.
+    """How gradients are exchanged; the default is exact.
 
     Attributes:
         axis: The mesh axis along which gradients are exchanged.
@@ -106,7 +106,7 @@ class ExchangePlan:
 
     @property
     def bucket_bytes(self) -> int | None:
-        """None: to be fitted."""
+        """None: fitted to the link."""
         return None if self.bucket == "auto" else parse_bytes(self.bucket)
 
     @property
@@ -121,22 +121,22 @@ class ExchangePlan:
 
     @property
     def chunk_bytes(self) -> int | None:
-        """None: to be fitted."""
+        """None: fitted to the link."""
         return None if self.chunk == "auto" else parse_bytes(self.chunk)
 
     @property
     def compression(self) -> Compression | None:
-        """None: to be chosen."""
+        """None: chosen from the measured link."""
         return None if self.compress == "auto" else parse_compression(self.compress)
 
     @property
     def carried(self) -> bool:
-        """Whether a program carries the sums, on the backend headway."""
+        """Whether a collective program performs the sums, on the backend "headway"."""
         return self.collective in ALL_REDUCE_KINDS
 
     @property
     def exact(self) -> bool:
-        """Whether the result is that of the serial run, to rounding."""
+        """Whether the result equals that of the serial run, up to rounding."""
         return (
             self.reduce == "mean"
             and self.compress == "none"
@@ -148,7 +148,7 @@ class ExchangePlan:
         return next((p for p in self.parts if fnmatchcase(name, p.parameters)), None)
 
     def problems(self, ranks: int) -> list[str]:
-        """Every reason why this exchange cannot be, one line each; empty if it can."""
+        """Every problem of this exchange, one line each; empty if it is legal."""
         found = [*_sizes(self), *_compressors(self)]
         if self.credit < 1:
             found.append(f"exchange.credit is {self.credit}; at least 1")

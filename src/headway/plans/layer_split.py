@@ -26,7 +26,7 @@ Head = Literal["auto", "gathered", "samples"]
 
 @document
 class ModuleSplit:
-    """Modules that the same ranks split otherwise than the rest of the model.
+    """Modules that the same ranks split over a grid of their own.
 
     Attributes:
         modules: A pattern of names: "blocks.*.mlp".
@@ -38,17 +38,17 @@ class ModuleSplit:
 
     @property
     def grid(self) -> TensorGrid:
-        """Of the sizes.
+        """The grid of these sizes.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No grid has these sizes.
         """
         return grid_of(self.tensor, self.form)
 
 
 @document
 class LayerSplit:
-    """The decision; the default splits nothing.
+    """How layers and samples are split; the default splits nothing.
 
     Attributes:
         tensor: Ranks that split linear layers: [p] is 1-D with whole activations between the
@@ -90,18 +90,18 @@ class LayerSplit:
 
     @property
     def ranks(self) -> int:
-        """That share each sample."""
+        """Ranks that share each sample."""
         return math.prod((*self.tensor, *self.spatial))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Of the mesh."""
+        """The axes of the mesh that the split needs."""
         sizes = ((SPACE, self.spatial), (TENSOR, self.tensor))
         return tuple(Axis(name=name, size=math.prod(found)) for name, found in sizes if found)
 
     @property
     def grid(self) -> TensorGrid | None:
-        """Of the tensor split; None: there is none."""
+        """The grid of the tensor split, if any."""
         return grid_of(self.tensor, self.form) if self.tensor else None
 
     @property
@@ -110,7 +110,7 @@ class LayerSplit:
         return tuple((one.modules, one.grid) for one in self.by)
 
     def problems(self, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
-        """Why the split cannot be, one line each."""
+        """The problems of the split, one line each."""
         for name, sizes in (("split.tensor", self.tensor), ("split.spatial", self.spatial)):
             if any(size < 1 for size in sizes):
                 yield f"{name} is {list(sizes)}; sizes of at least 1"
@@ -134,12 +134,8 @@ class LayerSplit:
             yield f"exchange.reduce is {exchange.reduce!r}: with a split it can only be 'mean'"
 
     def _problems_of_others(self) -> Iterator[str]:
-        """Of `by`.
-
-        Raises:
-            ValueError: Sizes are no grid's.
-        """
         ranks = math.prod(self.tensor)
+        # Between modules of different grids activations must be whole, as only "classic" has them.
         if self.by and (self.grid is None or self.grid.form != "classic"):
             yield (
                 f"split.by: with split.tensor {list(self.tensor)} activations are nowhere whole "
@@ -156,10 +152,10 @@ class LayerSplit:
 
 
 def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
-    """The grid of sizes.
+    """The grid of these sizes.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No grid of this form has these sizes.
     """
     match sizes, form:
         case (p,), "auto" | "classic":
@@ -174,7 +170,6 @@ def grid_of(sizes: tuple[int, ...], form: Form) -> TensorGrid:
 
 
 def _exchange_problems(exchange: ExchangePlan) -> Iterator[str]:
-    """What gradients of parts of layers cannot be exchanged by."""
     kind = compressor_of(exchange.compress)
     *first, last = ELEMENTWISE_NAMES
     names = f"{', '.join(first)} or {last}"

@@ -36,7 +36,7 @@ def _whole(value: int) -> int:
 
 @document
 class PipelinePlan:
-    """Cut and schedule; without an axis "pipe" of more than one rank it has no effect.
+    """Cut and schedule of a pipeline; without effect unless the axis "pipe" has several ranks.
 
     Attributes:
         schedule: A name of `headway schedule list`.
@@ -100,6 +100,7 @@ class PipelinePlan:
     def _named(self, ranks: int, parts: int) -> PipelineSchedule:
         name, number, mode = self.schedule, parts, self.mode
         if self._halves:
+            # Halving doubles the planned micro-batches, so a whole batch has an even number.
             if parts % 2:  # a ragged batch
                 name, mode = SCHEDULES[name].variant_of or name, "direct"
             else:
@@ -144,14 +145,14 @@ class PipelinePlan:
         return schedule
 
     def parts(self, ranks: int, samples: int) -> int:
-        """Micro-batches of one step, where a pipeline has so many samples."""
+        """Micro-batches of one step of a pipeline with this many samples."""
         if self.table:
             return from_csv(self.table, where="pipeline.table").num_microbatches
         wanted = self.microbatches or 2 * ranks
         return min(wanted * (2 if self._halves else 1), samples)
 
     def problems(self, ranks: int, parts: int) -> list[str]:
-        """Every reason why this pipeline cannot be, one line each; empty if it can."""
+        """Every problem of this pipeline, one line each; empty if it is legal."""
         found = self._contradictions()
         try:
             schedule = self.make(ranks, parts)
@@ -176,7 +177,6 @@ class PipelinePlan:
         return found
 
     def _contradictions(self) -> list[str]:
-        """Of the ways to say where the model is cut, and what is computed again."""
         said = {
             "cut": self.cut,
             'balance = "time"': self.balance == "time",

@@ -38,7 +38,7 @@ SHARD_AXIS = "shard"
 
 
 def sharding_problems(zero: int, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
-    """Why a plan's sharding cannot be, one line each."""
+    """The problems of a plan's sharding, one line each."""
     if not zero:
         if mesh.degree(SHARD_AXIS) > 1:
             yield (
@@ -60,9 +60,6 @@ def sharding_problems(zero: int, mesh: Mesh, exchange: ExchangePlan) -> Iterator
             )
     if exchange.parts:
         yield f"exchange.parts: with memory.zero {zero} all gradients are summed alike"
-
-
-# The whole decision how a training step is split, as immutable data.
 
 
 PLAN_FORMAT = 1
@@ -104,7 +101,7 @@ class MemoryPolicy:
 
 @document
 class Plan:
-    """The decision; see the module's docstring. Build one with `data_parallel`."""
+    """The decision; build one with `data_parallel` or `pipelined`."""
 
     mesh: Mesh
     batch: BatchSplit
@@ -118,12 +115,14 @@ class Plan:
     prediction: Prediction | None = None
 
     def check(self) -> None:
-        """Raise unless the plan can exist.
+        """Refuse an illegal plan.
 
         Raises:
-            PlanError: With every reason.
+            PlanError: With every problem.
         """
-        problems = _problems(self)
+        # Values are compared only where their types are right: a plan that was built in Python may
+        # hold what a plan file could not.
+        problems = _wrong_types(self) or _illegal_values(self)
         if problems:
             raise PlanError(
                 "this plan cannot exist", problems=problems, fix="Correct these values of the plan."
@@ -150,15 +149,15 @@ class Plan:
 
     @property
     def exchange_degree(self) -> int:
-        """Ranks over which the exchange sums; 1 where something else has the sums: a pipeline's
-        schedule, the sharding of the state."""
+        """The ranks over which the exchange sums; 1 where it has nothing to sum."""
+        # In a pipeline the schedule sums over the copies of stages; under ZeRO, FSDP2 does.
         if self.pipe_degree > 1 or self.memory.zero:
             return 1
         return self.data_degree * self.mesh.degree(SPACE)
 
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same parts of split layers, group by group."""
+        """Groups of ranks that hold the same parts of split layers."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in range(self.ranks):
             place = self.mesh.coordinate(rank).get(TENSOR, 0)
@@ -167,35 +166,34 @@ class Plan:
 
     @cached_property
     def flushes(self) -> bool:
-        """Whether all weights change at once, at the end of a step; else a table says when."""
+        """Whether all weights are updated together, at the end of a step."""
         if self.pipe_degree == 1 or self.batch.parts is None:
             return True
         return self.pipeline.make(self.pipe_degree, self.batch.parts).flush
 
     @property
     def exact(self) -> bool:
-        """Whether a step is that of the serial run, to rounding."""
+        """Whether a step equals that of the serial run, up to rounding."""
         return self.exchange.exact and self.flushes
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the global batch a rank works on."""
+        """The number of the share of the global batch that a rank computes."""
         place = self.mesh.coordinate(rank)
         outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD_AXIS, 0)
         return outer * self.mesh.degree(SHARD_AXIS) + inner
 
     def micro_sizes(self, rank: int) -> tuple[int, ...]:
-        """Samples of each micro-batch that a rank computes of a full batch, in order.
-
-        Where state is kept in parts a rank that lacks one passes once more with its last one.
-        """
+        """Samples of each micro-batch that a rank computes of a full batch, in order."""
         share = self.batch.share(self.data_rank(rank), self.data_degree)
         found = tuple(map(len, self.batch.microbatches(share)))
+        # Sharded state is gathered by all ranks together: a rank with fewer micro-batches repeats
+        # its last one, without counting it.
         if self.pipe_degree == 1 and self.memory.zero and self.data_degree > 1:
             found += found[-1:] * (self.batch.passes(self.data_degree) - len(found))
         return found
 
     def counts(self, rank: int) -> bool:
-        """Whether the loss of a rank counts: of those that share a sample the first one's does."""
+        """Whether a rank's loss counts: it does on the first of the ranks that share a sample."""
         place = self.mesh.coordinate(rank)
         return not place.get(TENSOR, 0) and not place.get(SPACE, 0)
 
@@ -208,6 +206,7 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that name this decision, independent of the file's layout."""
+        # A prediction is no part of the decision: the same plan has others on other clusters.
         decision = self.to_dict()
         del decision["prediction"]
         canonical = json.dumps(decision, sort_keys=True, separators=(",", ":"))
@@ -229,13 +228,7 @@ class Plan:
         path.write_text(self.to_json(), encoding="utf-8")
 
 
-def _problems(plan: Plan) -> list[str]:
-    """Every reason why the plan cannot exist, one line each."""
-    return _wrong_types(plan) or _illegal_values(plan)
-
-
 def _wrong_types(plan: Plan) -> list[str]:
-    """What a plan file could not hold; a plan that was built in Python was never compared."""
     try:
         to_type(plan.to_dict(), Plan, where="plan")
     except DocumentError as error:
@@ -326,7 +319,7 @@ def data_parallel(
     shards: int | None = None,
     split: LayerSplit | None = None,
 ) -> Plan:
-    """The plan in which every rank works through the whole model with its share of each batch.
+    """The plan in which every rank computes its share of each batch with the whole model.
 
     Args:
         batch: Samples of the global batch.
@@ -385,7 +378,7 @@ def pipelined(
     shards: int | None = None,
     split: LayerSplit | None = None,
 ) -> Plan:
-    """The plan in which the model is cut into stages, and the rest of the ranks are copies of it.
+    """The plan in which the model is cut into stages, and further ranks are copies of the pipeline.
 
     Args:
         processes: Number of ranks; a multiple of `stages`.
@@ -428,7 +421,7 @@ def pipelined(
 
 
 def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pipeline") -> int:
-    """The number of groups; refuse processes that make no whole number of them.
+    """The number of groups of `ranks` processes.
 
     Raises:
         PlanError: With the nearest number of processes that does.
@@ -445,10 +438,10 @@ def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pip
 def with_collective(
     plan: Plan, collective: AllReduceName, carrier: AllReduceOptions | None
 ) -> Plan:
-    """The same plan with another path of its exchange.
+    """The same plan with another collective for its exchange.
 
     Raises:
-        PlanError: Says by name what of the plan does not go with it.
+        PlanError: Names what of the plan cannot be combined with it.
     """
     exchange = replace(plan.exchange, collective=collective, carrier=carrier)
     found = replace(plan, exchange=exchange)
@@ -456,11 +449,8 @@ def with_collective(
     return found
 
 
-# Which legal plans today's executor has no mechanism for; they can be priced and played.
-
-
 def unsupported_by_executor(plan: Plan) -> Iterator[str]:
-    """What the executor lacks, one line each; nothing: it can carry the plan out."""
+    """What the executor does not support of a plan, one line each."""
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
@@ -471,19 +461,19 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
     if zero and not plan.flushes:
         yield (
             f"memory.zero {zero} with a pipeline of {plan.pipeline.schedule}, without a flush: "
-            "several versions of the weights are whole"
+            "several versions of the weights are kept whole"
         )
 
 
 def check_executable(plan: Plan) -> None:
-    """Refuse a plan that can only be priced and played.
+    """Refuse a plan that can only be priced and simulated.
 
     Raises:
-        PlanError: With everything that the executor lacks.
+        PlanError: With everything that the executor does not support.
     """
     if problems := list(unsupported_by_executor(plan)):
         raise PlanError(
-            "today's executor cannot carry out this plan",
-            problems=[f"no mechanism yet: {problem}" for problem in problems],
+            "the executor cannot run this plan yet",
+            problems=[f"not supported: {problem}" for problem in problems],
             fix="Leave one of them out; `headway plan RECIPE --runnable` searches what can be run.",
         )

@@ -14,7 +14,7 @@ WAITS = ("bubble", "messages", "exchange")
 
 @document
 class PlanProvenance:
-    """What `headway plan` was asked, so that `explain` and `simulate` can ask it again.
+    """Recipe and cluster of a plan, so that `explain` and `simulate` can use them again.
 
     Attributes:
         recipe: As for `headway train`; a file's path goes from the folder of the plan's file.
@@ -29,7 +29,7 @@ class PlanProvenance:
 
 @document
 class Prediction:
-    """Of one step.
+    """What is predicted of one step.
 
     Attributes:
         parts: Of it: "compute", "bubble", "messages", "exchange", "update", "data",
