@@ -183,6 +183,7 @@ class SharedMemoryTransport(PollingTransport):
         if room is None or room.bytes.numel() < nbytes:
             if room is not None:
                 os.close(room.number)
+            # Twice the size, so that tensors that grow slowly do not need new memory each time.
             number, map_ = create_memory(
                 round_up_to_pages(nbytes) if room is None else 2 * round_up_to_pages(nbytes)
             )

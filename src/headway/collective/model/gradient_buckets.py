@@ -54,6 +54,7 @@ def merge_buckets(
     sums = np.concatenate([[0.0], np.cumsum([float(sizes[i]) for i in order])])
     times = np.array([ready[i] for i in order])
     late = slack * float(times[-1] - times[0])
+    # Cuts that also suit a slower link stay good until the link is measured again.
     slower = LinkFit(link.latency * SLOWER, link.seconds_per_byte * SLOWER, 0.0, link.ranks)
     ways = [_ArrivalTimes(way, sums, times) for way in (link, slower)]
     # The relative 1e-12 absorbs the rounding of sums that are formed in another order below.

@@ -69,6 +69,7 @@ class BufferContents:
     def _replace(self, start: int, stop: int, fresh: list[tuple[int, Terms | None]]) -> None:
         low = bisect_right(self._starts, start) - 1
         high = bisect_right(self._starts, stop - 1) - 1
+        # The neighbouring runs are written again, too, so that equal ones merge.
         if self._starts[low] < start:
             fresh.insert(0, (self._starts[low], self._terms[low]))
         elif low:
@@ -281,6 +282,7 @@ class _Open:
     def touching(self, span: BufferSpan) -> Iterator[tuple[int, BufferSpan]]:
         """Those with an element in common, by their place."""
         rows = self._by_start.get(span.buffer, [])
+        # No span is longer than `_longest`: those that start earlier cannot overlap.
         first = bisect_left(rows, (span.start - self._longest, 0, 0))
         for start, stop, place in rows[first : bisect_left(rows, (span.stop, 0, 0))]:
             if stop > span.start:

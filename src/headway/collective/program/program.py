@@ -152,6 +152,7 @@ def proportional_sizes(elements: int, weights: Sequence[float]) -> tuple[int, ..
     total, sizes, used, seen = sum(weights), [], 0, 0.0
     for weight in weights:
         seen += weight
+        # Rounding the running total keeps each size within one element of its share.
         upto = round(elements * seen / total)
         sizes.append(upto - used)
         used = upto
@@ -351,6 +352,7 @@ def in_order(
                 break
             order.append((rank, at[rank]))
             at[rank] += 1
+        # A rank that waits is tried again only when the rank it waits for has gone on far enough.
         waits = waiting.pop(rank, [])
         woken = [one for one in waits if at[rank] > partners[stuck[one]][1]]
         queue.extend(woken)

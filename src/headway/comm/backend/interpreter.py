@@ -318,6 +318,7 @@ class ReceiveBufferPool:
         """At least so many bytes; 1-D, uint8, undefined."""
         with self._lock:
             fitting = [held for held in self._free if held.numel() >= size]
+            # The smallest that fits; where none does, the smallest is dropped for a new one.
             chosen = min(fitting or self._free, key=Tensor.numel, default=None)
             if chosen is not None:
                 self._free = [held for held in self._free if held is not chosen]

@@ -46,6 +46,7 @@ from headway.errors import RunError
 
 def seeded_generator(seed: int, name: str, step: int = 0, rank: int = 0) -> np.random.Generator:
     """A generator of its own for one parameter (or bucket) in one step on one rank."""
+    # Not hash(name), which differs from process to process.
     words = (seed & 0xFFFFFFFFFFFFFFFF, zlib.crc32(name.encode()), step, rank)
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(words)))
 

@@ -95,6 +95,7 @@ class HookState:
             else:
                 future.set_result(buffer)
 
+        # By number, not by load: all ranks must use the same group for a bucket.
         self._lanes[bucket.index() % HOOK_LANES].put(job)
         return future
 
