@@ -110,8 +110,8 @@ def _four_digits(value: float) -> float:
 
 Point = tuple[float, float, float, float, float]
 """FLOPs, bytes without weights, bytes of weights, calls, seconds."""
+# Relative error of a time, below which no fit is better than another.
 NOISE = 0.03
-"""Relative error of a time, below which no fit is better than another."""
 _WHOLE = ("rate", "both", "call")
 _APART = ("weights", "rate", "stream", "call")
 _STREAMED = ("both", "far", "call")
@@ -219,6 +219,7 @@ def _chosen(
         inverse = np.linalg.lstsq(table, rest, rcond=None)[0]
         if (inverse <= 0).any() or (needed and inverse[names.index(needed)] < least):
             continue
+        # Akaike: an error below the noise of times must not buy another term.
         error = float(((table @ inverse - rest) ** 2).mean()) + NOISE**2
         expected = error * (count + len(names)) / max(count - len(names), 1)
         if best is None or expected < best[0] * (1 - 1e-9):
@@ -227,7 +228,6 @@ def _chosen(
 
 
 def _sets(sets: Sequence[tuple[str, ...]], count: int) -> Iterator[tuple[str, ...]]:
-    """Terms that so many points can tell apart."""
     found = dict.fromkeys(
         names
         for every in sets
@@ -294,7 +294,7 @@ def busy_warning(readings: Sequence[RankReadings]) -> str | None:
 
 
 def _usual(several: Sequence[DeviceReadings]) -> DeviceReadings:
-    """The one of middle speed."""
+    # Equal devices differ a little; the one of middle speed stands for all.
     ordered = sorted(several, key=lambda kernels: sum(s for _, s in kernels.streams))
     return ordered[len(ordered) // 2]
 
@@ -333,8 +333,8 @@ def level_of_exchanges(name: str, nodes: int | None, found: LinkReadings, stamp:
 
 
 def _rate(fit: LinkFit, times: SizeTimings) -> float:
-    """Of the fit; where no time grew with the size, that of the largest."""
     size, seconds = times[-1]
+    # Where no time grew with the size, the largest one gives the rate.
     return fit.rate if math.isfinite(fit.rate) else size / seconds
 
 
@@ -402,7 +402,7 @@ def _depth(points: Sequence[tuple[int, int, int, float]], floor: float) -> float
 
 
 def _work(seconds: float, floor: float) -> float:
-    """Of a product, without its launch; never less than a fifth of its time."""
+    # A floor may be overestimated; a product never takes less than a fifth of its time.
     return max(seconds - floor, 0.2 * seconds)
 
 

@@ -1,11 +1,10 @@
 """One device as numbers: what a matrix product, a streaming kernel and a row of launches cost.
 
-Kernels take time on the device; the host takes time to issue them. Whichever is slower decides,
-and where both take about as long they hinder each other. Every function takes numbers or
-arrays. Sources: roofline (Williams et al. 2009); floors of eager execution as in the
-measurements of vTrain (Bang et al. 2024), where they matter more than the peak. `scale_device`
-gives the device with other rates; what was measured of kinds of kernels changes with the
-datasheet's numbers.
+Kernels take time on the device; the host takes time to issue them. Whichever is slower decides, and
+where both take about as long they hinder each other. Every function takes numbers or arrays.
+
+Sources: roofline (Williams et al. 2009); floors of eager execution as in the measurements of vTrain
+(Bang et al. 2024), where they matter more than the peak.
 """
 
 from __future__ import annotations

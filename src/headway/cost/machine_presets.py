@@ -22,11 +22,11 @@ from headway.errors import PlanError
 
 T = TypeVar("T")
 
+# Of the peak: cuBLAS with large fp16 matrices under a lasting load, 250 to 270 of 312 TFLOP/s on an
+# A100; assumed, 0.03 either way.
 EFFICIENCY = 0.82
-"""Of the peak: cuBLAS with large fp16 matrices under a lasting load, 250 to 270 of 312 TFLOP/s on
-an A100; assumed, 0.03 either way."""
+# Of the datasheet's memory rate that kernels reach; assumed.
 STREAM_EFFICIENCY = 0.73
-"""Of the datasheet's memory rate that kernels reach; assumed."""
 
 Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
 """How a number is read from a machine, and written."""

@@ -1,11 +1,11 @@
 """The time of collectives on a hierarchy of links, for many groups at once.
 
 Ranks of a node are numbered consecutively. A group is a size and a stride: the tensor axis has
-stride 1, the data axis the tensor degree, and so on. A level joins units of the level below
-(ranks in a node, nodes in a cluster); groups that leave a unit side by side share its link. A
-collective costs the cheapest of its algorithms, never less than its bytes over the slowest
-link. Sources: Thakur, Rabenseifner and Gropp 2005 (ring, tree); Hockney's latency and rate per
-link.
+stride 1, the data axis the tensor degree, and so on. A level joins units of the level below (ranks
+in a node, nodes in a cluster); groups that leave a unit side by side share its link. A collective
+costs the cheapest of its algorithms, never less than its bytes over the slowest link.
+
+Sources: Thakur, Rabenseifner and Gropp 2005 (ring, tree); Hockney's latency and rate per link.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class HierarchicalNetwork:
             levelled = levelled + 2.0 * (branches - 1.0) / branches * num_bytes * per_byte
         ring = 2.0 * steps * latency + 2.0 * share * num_bytes * slowest
         tree = doublings + 2.0 * num_bytes * slowest
+        # A group of one sends nothing, whatever the formulas say.
         return np.where(n > 1, np.minimum(np.minimum(ring, tree), levelled), 0.0)
 
     def all_gather(self, num_bytes: Number, size: Number, stride: Number = 1.0) -> Number:
@@ -150,12 +151,10 @@ class HierarchicalNetwork:
 
 
 def network_of(cluster: Cluster) -> HierarchicalNetwork:
-    """The levels of a described cluster; of unequal nodes the least and the slowest count.
-
-    A link of which nothing is said costs nothing. On a switch a node has one interface for all that
-    leaves it, in a mesh a link to each other node, of which a ring uses one. A level that holds no
-    more ranks than the one inside it takes its place.
-    """
+    """The levels of a described cluster; of unequal nodes the least and the slowest count."""
+    # A link of which nothing is said costs nothing. On a switch a node has one interface for all
+    # that leaves it, in a mesh a link to each other node, of which a ring uses one. A level that
+    # holds no more ranks than the one inside it takes its place.
     usual = cluster.processes
     least = min(usual if n.processes is None else n.processes for n in cluster.nodes)
     levels = [link_level(level, least) for level in cluster.link_levels]

@@ -242,8 +242,8 @@ def _region(timing: ScheduleTiming, rank: int) -> FreeRegion:
     return FreeRegion(gaps, timing.makespan - timing.compute_end(rank))
 
 
+# State of a layer in its weights: weights, gradients, and two moments of Adam.
 ADAM = 4
-"""State of a layer in its weights: weights, gradients, and two moments of Adam."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +365,6 @@ def _depths(setting: ChimeraSetting) -> list[int]:
 
 
 def _impossible(workload: EqualLayers, setting: ChimeraSetting, stages: int) -> str:
-    """Why there cannot be so many stages; empty: there can."""
     replicas = setting.workers // stages
     if workload.layers % stages:
         return f"{stages} stages: they do not divide {workload.layers} layers"
@@ -386,10 +385,10 @@ def greedy_microbatch(workload: EqualLayers, setting: ChimeraSetting, stages: in
 
 
 def _memory(workload: EqualLayers, setting: ChimeraSetting, stages: int, microbatch: int) -> float:
-    """Bytes of the fullest worker: copies of 2f stages, and the most live activations."""
     layers = workload.layers / stages
     number = setting.batch * stages // setting.workers // microbatch
     held = workload.held * layers * microbatch
+    # Each worker has copies of 2f stages.
     weights = setting.pipes * layers * workload.state
     if not setting.recomputes:
         return weights + min(number, stages) * held

@@ -22,12 +22,12 @@ HALF_PRECISION_BYTES = 2.0
 """Bytes of a number in fp16 or bf16: weights, activations and gradients."""
 FORWARD_KERNELS, BACKWARD_KERNELS = 20.0, 36.0
 """Of a layer with fused bias, dropout and softmax, as Megatron issues it."""
+# More in each pass where the fused softmax cannot be used: scale, mask, convert, and back.
 UNFUSED_KERNELS = 10.0
-"""More in each pass where the fused softmax cannot be used: scale, mask, convert, and back."""
+# Megatron's fused softmax kernel takes (batch * heads of a rank) in multiples of this only.
 FUSED_ROWS = 4
-"""Megatron's fused softmax kernel takes (batch * heads of a rank) in multiples of this only."""
+# Bytes per parameter that ZeRO copies: gradients into buckets and out, weights too.
 COPIED = 16.0
-"""Bytes per parameter that ZeRO copies: gradients into buckets and out, weights too."""
 HEAD_KERNELS, EMBEDDING_KERNELS = 30.0, 12.0
 """Of the logits with their loss, and of the embedding; forward and backward together."""
 
@@ -251,7 +251,6 @@ def layer_seconds(
 def _products(
     model: Transformer, split: TransformerSplit, machine: Machine
 ) -> tuple[Number, Number]:
-    """Matrix products of a layer, forward and backward: four weights, each with two gradients."""
     tokens, h, t = split.microbatch * model.sequence, model.hidden, split.tensor
     shapes = (
         (h, 3.0 * h / t),
@@ -287,7 +286,6 @@ def _attention(
 
 
 def _over_tensor(model: Transformer, split: TransformerSplit, machine: Machine) -> Number:
-    """One sum of a micro-batch's activations over the tensor axis."""
     size = HALF_PRECISION_BYTES * split.microbatch * model.sequence * model.hidden
     return machine.network.all_reduce(size, split.tensor)
 

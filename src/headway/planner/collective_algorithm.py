@@ -49,15 +49,15 @@ NVLINK: Mapping[str, float] = MappingProxyType({"dgx-1p": 20e9, "dgx-1v": 25e9})
 """Bytes per second of one link in each direction, by machine: NVLink 1 of a P100, 2 of a V100."""
 INTERPRETED = HostCosts(HOST_RATE, HOST_RATE, MESSAGE_SECONDS)
 """An interpreter in Python on a processor; assumed."""
+# Into how many chunks a part is cut; the best is kept.
 PIECES = (1, 4, 16, 64)
-"""Into how many chunks a part is cut; the best is kept."""
+# More messages are not simulated, if there is a program with larger chunks.
 MOST_MESSAGES = 20_000
-"""Programs with more are not played, if there is one with larger chunks."""
+# Trees are packed into shared wires of so many ranks: every pair has a share then, and more of them
+# take too long for an interactive answer.
 MOST_PACKED = 16
-"""Ranks on shared wires into which trees are packed: every pair has a share then, and there are too
-many of them for a short answer."""
+# Smaller chunks must be faster by so much for even smaller ones to be tried.
 WORTH = 0.005
-"""By so much smaller chunks must be faster for even smaller ones to be tried."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ def _falling(
 
 def _order(priced: PricedProgram) -> tuple[float, int]:
     seconds = priced.seconds
+    # To nine digits, so that rounding of sums does not decide between equal programs.
     rounded = seconds and round(seconds, 9 - math.floor(math.log10(seconds)))
     return rounded, priced.program.messages()
 
@@ -316,9 +317,9 @@ PROGRAMS: Mapping[str, Callable[[CollectiveTask, NetworkTopology], Families]] = 
 """By name; each makes its programs for a network."""
 
 
+# 256 KiB to 16 MiB, as buckets have, from which a program's time is fitted. Buckets smaller than a
+# chunk do not lie on their line.
 SIZES = tuple(2**power for power in range(18, 25, 2))
-"""256 KiB to 16 MiB, as buckets have, from which a program's time is fitted. Buckets smaller than a
-chunk do not lie on their line."""
 
 
 @dataclass(frozen=True)

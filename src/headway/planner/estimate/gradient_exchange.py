@@ -109,6 +109,7 @@ def bucket_exchange(
         found = ExchangeSeconds(whole, whole - overlap * (whole - late), limit)
         if best is None or found.exposed < best.exposed:
             best = found
+        # All gradients in one message: larger buckets change nothing.
         if len(sizes) == 1:
             break
     assert best is not None
@@ -331,8 +332,7 @@ class ModelParameters:
         """Which part of the backward of intervals makes gradients of weights, by its FLOPs."""
         inputs, weights = (sums[stops] - sums[starts] for sums in self._gradient_flops)
         both = inputs + weights
-        found: Array = np.divide(weights, both, out=np.zeros_like(both), where=both > 0)
-        return found
+        return np.asarray(np.divide(weights, both, out=np.zeros_like(both), where=both > 0))
 
     @cached_property
     def _gradient_flops(self) -> tuple[Array, Array]:

@@ -339,6 +339,8 @@ class OperatorSetting:
     def relayout(self) -> Relayout:
         """The same for all sizes of micro-batches."""
         network = self.machine.network
+        # By identity: levels carry a dict of sources, so a network has no hash; the relayout keeps
+        # it alive.
         key = (id(network), self.tensor)
         return self.work.relayouts.setdefault(key, Relayout(network, self.tensor))
 
@@ -382,6 +384,7 @@ def legal_rules(setting: OperatorSetting, operator: Operator) -> tuple[Rule, ...
         or rule.axis != loop
         or round(sizes[rule.axis] * setting.scale) % setting.tensor == 0
     ]
+    # With one rank all rules are the same; the first is the whole operator.
     if setting.tensor == 1:
         return tuple(found[:1])
     for pattern, how in setting.force:
@@ -495,7 +498,6 @@ def _computed(setting: OperatorSetting, operator: Operator, rule: Rule) -> tuple
 
 
 def _parts_of_sum(rule: Rule) -> int:
-    """Into how many parts the summed dimension of a product is cut."""
     return rule.parts if any(placement == "P" for placement in rule.outputs) else 1
 
 
@@ -531,6 +533,7 @@ def _passes(
     def seconds(work: float, moved: float, results: float, cut: float) -> float:
         if not work and not moved:
             return 0.0
+        # The summed dimension of the product, from its FLOPs: 2 m n k over the m n results.
         depth = max(work / (2.0 * results) / cut, 1.0)
         product = work * scale / rate * (1.0 + device.depth / depth)
         fixed = min(own, moved)  # weights are read once, however many samples there are

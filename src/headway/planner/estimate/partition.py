@@ -30,10 +30,10 @@ from headway.graph.model_graph import ModelGraph, Operator
 from headway.graph.repeated_blocks import StructureHashes, find_repeated_blocks
 from headway.graph.stage_boundaries import cut_points
 
+# A sum of many floats may be off by this share.
 _ROUNDING = 1e-9
-"""Share by which a sum of many numbers may be off."""
+# Of the price of a unit, when a sum is bounded: 2 ** -12 of the bound is close enough.
 _HALVINGS = 12
-"""Of the price of a unit, when a sum is bounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ def cut_stages(
     some = some[(some >= max(least, programme.least)) & (some < most) & np.isfinite(some)]
     if not len(some):
         return None
+    # If the least bound has a cut, no other cut has a shorter longest stage.
     best = programme.solve(float(some.min()))
     if best is None:
         best = _shortest(programme, np.unique(some)[1:])
@@ -315,8 +316,7 @@ def _least_of_each(lines: IntervalsByLength, times: Array) -> Array:
 
 
 def _times_of(times: Array, classes: np.ndarray) -> Array:
-    found: Array = np.where(classes < 0, np.inf, times[classes])
-    return found
+    return np.asarray(np.where(classes < 0, np.inf, times[classes]))
 
 
 def intervals_by_length(of: np.ndarray) -> IntervalsByLength:
@@ -443,6 +443,7 @@ def interval_classes(row: tuple[LayerUnit, ...]) -> IntervalClasses:
     length = len(row)
     kinds = np.array([unit.kind for unit in row])
     of = np.full((length, length + 1), -1, dtype=np.int64)
+    # Codes of intervals of one length, built from those one unit shorter: no tuple is hashed.
     codes = np.zeros(length, dtype=np.int64)
     numbers = codes - 1
     before: list[int] = []

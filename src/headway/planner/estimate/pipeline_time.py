@@ -169,7 +169,6 @@ class Timetable:
     def _summed(
         self, done: Sequence[float], ready: dict[tuple[int, int], float], sums: Sequence[float]
     ) -> list[float]:
-        """When each rank has its sums."""
         free = list(done)
         if not any(sums):
             return free
@@ -255,8 +254,8 @@ def _peaks(
     )
 
 
+# Cells of a table that is simulated as a whole; longer ones have a steady state.
 LIMIT = 5_000
-"""Cells of a table that is played as a whole."""
 
 
 @dataclass(frozen=True)
@@ -278,24 +277,21 @@ class PeriodicTable:
         """As of `Timetable`, for all micro-batches."""
         if self.before is None:
             return self.table.peaks
+        pairs = zip(self.table.peaks, self.before.peaks, strict=True)
         return tuple(
-            now
-            if now == past
-            else tuple(
-                tuple(a + self.rounds * (a - b) for a, b in zip(x, y, strict=True))
-                for x, y in zip(now, past, strict=True)
-            )
-            for now, past in zip(self.table.peaks, self.before.peaks, strict=True)
+            tuple(self._extrapolated(x, y) for x, y in zip(now, past, strict=True))
+            for now, past in pairs
         )
 
     @property
     def computed(self) -> tuple[tuple[int, ...], ...]:
         if self.before is None:
             return self.table.computed
-        return tuple(
-            tuple(a + self.rounds * (a - b) for a, b in zip(now, past, strict=True))
-            for now, past in zip(self.table.computed, self.before.computed, strict=True)
-        )
+        pairs = zip(self.table.computed, self.before.computed, strict=True)
+        return tuple(self._extrapolated(now, past) for now, past in pairs)
+
+    def _extrapolated(self, now: Sequence[int], past: Sequence[int]) -> tuple[int, ...]:
+        return tuple(a + self.rounds * (a - b) for a, b in zip(now, past, strict=True))
 
     def in_flight(self) -> tuple[int, ...]:
         """Of each stage, on the rank that holds most micro-batches of it."""
@@ -347,6 +343,7 @@ def make_periodic_table(
     now, past = (_table(scheme, ranks, microbatches - n * round_) for n in (rounds, rounds + 1))
     if now is None or past is None:
         return None
+    # Not in its steady state yet: rounds do not repeat.
     if any(len(a) != len(b) for a, b in zip(now.peaks, past.peaks, strict=True)):
         whole = _table(scheme, ranks, microbatches)
         return None if whole is None else PeriodicTable(whole)
@@ -356,6 +353,7 @@ def make_periodic_table(
 @lru_cache(maxsize=512)
 def _table(scheme: ScheduleOption, ranks: int, microbatches: int) -> Timetable | None:
     name, virtual, pipes = scheme
+    # In closed form: the search prices thousands of 1F1B pipelines.
     if scheme == PLAIN:
         return one_f_one_b_timetable(ranks, microbatches)
     try:

@@ -41,12 +41,12 @@ from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 from headway.schedule.timing import StageMessages, StagePasses
 
+# Of the longest pipeline whose table is looked at: messages are posted four computes ahead.
 RANKS = 8
-"""Of the longest pipeline whose table is looked at: messages are posted four computes ahead."""
+# Micro-batches for each of its ranks: the table's steady state.
 ROUNDS = 3
-"""Micro-batches for each of its ranks: the table's steady state."""
+# What is received is used by the next action, which counts it.
 _STEP = {ActionKind.SEND: 1, ActionKind.POST: 1, ActionKind.RECV: -1}
-"""What is received is used by the next action, which counts it."""
 _BACK = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 _AHEAD = frozenset({ActionKind.FORWARD, ActionKind.SEND})
 _ENDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
@@ -197,8 +197,7 @@ class DeviceMemory:
             return more
         in_backward, leaving = self.messages[:, :, : more.shape[1]]
         least = np.maximum(leaving, in_backward + self.gathering * cells.params)
-        found: Array = np.maximum(more + in_backward, least + self.samples)
-        return found
+        return np.asarray(np.maximum(more + in_backward, least + self.samples))
 
     @cached_property
     def first(self) -> Array:
@@ -211,8 +210,7 @@ class DeviceMemory:
             return first
         in_backward, leaving = self.messages[..., 0].transpose(0, 2, 1)
         least = np.maximum(leaving, in_backward + self.gathering * made) + self.samples
-        found: Array = np.maximum(first + in_backward, least - made)
-        return found
+        return np.asarray(np.maximum(first + in_backward, least - made))
 
     @cached_property
     def samples(self) -> float:
@@ -288,8 +286,7 @@ class DeviceMemory:
             ended = ended + (2.0 * own + rest)[:, None]
             ended -= (degrees.microbatches == 2) * share * made  # the first one's are not there yet
             most = np.maximum(most, ended[alone].max(axis=0, initial=-np.inf))
-        found: Array = np.maximum(most - base.max(axis=0), 0.0)
-        return found
+        return np.asarray(np.maximum(most - base.max(axis=0), 0.0))
 
     def own(self, held: Array, start: int = 0) -> Array:
         """Bytes of parameters of each unit from `start` on; what is tied counts with its first
@@ -328,8 +325,8 @@ class IntervalRows:
     MORE: Final = 8
 
 
+# Up to so many numbers of micro-batches in flight each is looked up of its own.
 FEW = 8
-"""Numbers of micro-batches under way up to which each is looked up of its own."""
 
 
 class StrategiesByTime(NamedTuple):
@@ -493,18 +490,17 @@ class Pricing:
         state = params * self.memory.per_byte
         more = self.memory.moment(cells)
         own = (ahead + back, tail, state, cells.kept, ahead, forward, params, after, more)
+        # Contiguous by column: bounds and sorts read one column of all strategies at a time.
         return np.moveaxis(np.stack(own), (0, 1), (3, 1))
 
     @staticmethod
     def backward(rows: Array) -> Array:
         """Seconds of the backward pass of a micro-batch."""
-        found: Array = rows[..., IntervalRows.SECONDS] - rows[..., IntervalRows.FORWARD]
-        return found
+        return np.asarray(rows[..., IntervalRows.SECONDS] - rows[..., IntervalRows.FORWARD])
 
     def updated(self, rows: Array) -> Array:
         """Bytes while the update runs, when nothing is kept."""
-        found: Array = rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing)
-        return found
+        return np.asarray(rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing))
 
     def _in_passes(self, params: Array) -> tuple[Array, Array]:
         """(all-gather in each pass, reduce-scatter behind backward) of every micro-batch."""
@@ -695,6 +691,7 @@ class Pricing:
         last = max(sum(stage.after for stage in own) for own in hosted)
         update = float(self._update(max(sum(stage.params for stage in own) for own in hosted)))
         if not parts:
+            # One simulation; telling messages and sums from compute takes three.
             whole = book.play(work, wire, sums).finish + last + self.reading + self.host
             return CandidatePrice(seconds=whole, exchange=0.0, hidden=0.0, update=update, busy=0.0)
         bare = book.play(work).finish

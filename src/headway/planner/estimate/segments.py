@@ -47,8 +47,8 @@ from headway.planner.pareto.choice_graph import (
 )
 from headway.planner.pareto.elimination import find_weighted_bounds
 
+# What a further unit adds may differ by this share, as sums of floats do.
 _SAME = 1e-12
-"""Share by which what a further unit adds may differ, as sums of floats do."""
 
 
 @dataclass(eq=False)
@@ -137,6 +137,7 @@ class UnitChains:
 
     def join(self, pairs: Iterable[tuple[UnitChain, int]]) -> None:
         """Chains and units behind them, those of one kind and shape at once."""
+        # One product of arrays for all chains of a shape: there are thousands of them.
         groups: dict[tuple[int, tuple[int, ...]], list[UnitChain]] = {}
         for chain, kind in pairs:
             groups.setdefault((kind, chain.rows.shape), []).append(chain)
@@ -193,8 +194,7 @@ def path(
 
 def _price(rows: Array, weights: Array) -> Array:
     """(..., 2, J, A, B): what strategies (..., 2, J, A, B, 5) cost."""
-    found: Array = np.einsum("...rjabp,rjp->...rjab", rows, weights)
-    return found
+    return np.asarray(np.einsum("...rjabp,rjp->...rjab", rows, weights))
 
 
 def min_plus_product(
@@ -206,6 +206,7 @@ def min_plus_product(
         left: There may be several in front, (..., 2, J, A, B, 5).
         other: `_price` of those behind.
     """
+    # Without a tensor axis there is one placement, hence nothing to choose.
     if left.shape[-2] == 1 and right.shape[-3] == 1:
         sums = left[..., :, 0, None, :] + right[..., None, 0, :, :]
         return sums, np.zeros(sums.shape[:-1], dtype=np.int64)
@@ -274,9 +275,11 @@ def solve_unit(setting: OperatorSetting, unit: LayerUnit, weights: Array) -> Uni
     rows = np.broadcast_to(graph.evaluate(picks), (*whole, len(PARTS)))
     rows = np.moveaxis(rows, 2, 0).reshape(*weights.shape[:2], *whole[:2], len(PARTS)).copy()
     if unit.entry:
+        # With recomputation a unit keeps only what enters it, as it lies on the tensor axis.
         parts = np.array([setting.tensor if state.startswith("S") else 1 for state in entries])
         rows[1, ..., 4] = (setting.bytes_of(unit.entry) / parts)[:, None]
     else:
+        # The first unit keeps nothing: the samples are there anyway.
         rows[1, ..., 4] = 0.0
     strategies = {name: np.broadcast_to(pick, whole) for name, pick in picks.items()}
     return UnitStrategies(rows, strategies, made.rules, graph)
@@ -299,8 +302,6 @@ def _order(
 
 
 class _Graph:
-    """The graph of choices of a unit: operators, and tensors that several of them use."""
-
     def __init__(self, setting: OperatorSetting, unit: LayerUnit) -> None:
         self.setting = setting
         self.unit = unit
@@ -393,8 +394,8 @@ class _Graph:
         self.edges[source, target] = costs if before is None else before + costs
 
 
+# Room is counted so much too large, which is more than sums of floats are off.
 ROUNDING = 1e-9
-"""Room is counted so much too large, which is more than sums of floats are off."""
 
 
 class StageCapacity(NamedTuple):
@@ -429,8 +430,7 @@ class StageCapacity(NamedTuple):
     @property
     def whole(self) -> Array:
         """(kinds, 1): least seconds of all units of a kind together."""
-        found: Array = self.counts * self.seconds.min(axis=0)
-        return found
+        return np.asarray(self.counts * self.seconds.min(axis=0))
 
 
 def stage_capacity(tables: SegmentTables) -> StageCapacity:
@@ -633,6 +633,7 @@ class SegmentTables:
             doubled: (classes,) bytes of parameters that are counted more than once; the same
                 whoever asks.
         """
+        # Tables of more classes serve those of fewer: shorter intervals come first.
         known = self._cells.get(border)
         if known is None or len(doubled) > known.params.shape[1]:
             known = self._cells[border] = self._cells_of(border, doubled)
@@ -651,6 +652,7 @@ class SegmentTables:
             entry, exit_ = self.place(first, border), self.place(last, border)
             lines.append(group.rows[:, :, entry, exit_])
         every = np.stack([*lines, *(step for group in groups for step in group.steps)])
+        # Prices with equal strategies everywhere count once: all that follows grows with K.
         by_price = {every[:, :, j].tobytes(): j for j in reversed(range(every.shape[2]))}
         prices = np.sort(list(by_price.values()))
         parts = np.empty((every.shape[-1], 2, len(doubled), len(prices)))

@@ -154,6 +154,7 @@ class TransientMemory:
         """
         if setting.samples not in self._known:
             self._known[setting.samples] = self._all(setting)
+        # Whole tensors: of a tensor degree `beside` takes its share.
         whole = self._known[setting.samples]
         return whole if several else whole[[int(self.classes.of[0, -1])]]
 

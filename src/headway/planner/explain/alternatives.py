@@ -87,6 +87,8 @@ def _rules(
         solved = shared.solved(unit.kind)
         number = again * shared.weights.shape[1] + stage.price
         operators = shared.setting.work.graph.operators
+        # Strategies are solved for the first unit of a kind; operators of equal units correspond in
+        # order.
         first = next(u for u in row if u.kind == unit.kind)
         for one, other in zip(
             operators[unit.start : unit.stop], operators[first.start : first.stop], strict=True
@@ -119,7 +121,6 @@ def distinguishing_labels(heads: Sequence[Hashable], features: Sequence[PlanFeat
 
 
 def _kinds(features: Sequence[PlanFeatures], names: Sequence[str]) -> int:
-    """How many of them differ in these aspects."""
     return len({tuple(one.get(name) for name in names) for one in features})
 
 

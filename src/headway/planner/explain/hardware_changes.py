@@ -104,19 +104,11 @@ def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     for name, network in faster_networks(machine.network, question.most):
         yield name, replace(question, machine=replace(machine, network=network))
     for name, device in other_devices(machine.device):
-        twice = question.memory and 2 * question.memory
-        yield (
-            name,
-            replace(
-                question,
-                machine=replace(machine, device=device),
-                memory=twice if name == TWICE else question.memory,
-            ),
-        )
+        twice = 2 * question.memory if question.memory and name == TWICE else question.memory
+        yield name, replace(question, machine=replace(machine, device=device), memory=twice)
 
 
 def _others_of_groups(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Of each type of devices by itself."""
     # What may be used of a device's memory counts as all it has, so that twice is more.
     machines = {
         kind: replace(one, device=replace(one.device, memory=question.caps[kind]))

@@ -42,8 +42,8 @@ from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes, format_seconds
 
+# Combinations that are opened to find the least memory: their number is bounded, never the time.
 MOST = 256
-"""Combinations that are opened to find the least memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,6 @@ def _first(engine: PlanSearch, combination: Combination) -> float:
 
 
 def _second(candidate: PlanCandidate | LayoutCandidate) -> float:
-    """The same from the candidate's own tables."""
     if isinstance(candidate, LayoutCandidate):
         return candidate.bound()[1]
     rows = candidate.least_rows
@@ -150,10 +149,10 @@ def _spread(rows: Array, degrees: Degrees) -> Array:
     return np.maximum(even, fair)
 
 
+# Nodes, from the least number that can hold the parameters on, that are tried one by one.
 NUMBERS = 32
-"""Nodes, from the least number that can hold the parameters on, that are tried one by one."""
+# The least number is doubled less often than this.
 DOUBLED = 9
-"""The least number is doubled less often than this."""
 LARGER = (2, 4, 8)
 """How many times larger batches are tried."""
 
@@ -215,6 +214,7 @@ def find_relaxations(
     need = least_memory(engine.related(replace(question, memory=np.inf)))
     if need is None:
         return InfeasibilityReport(question=question, need=None, changes=())
+    # What memory alone costs: the fastest plan of the same devices without a limit.
     free = engine.related(replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
     found = list(_memory(engine, base, need))
@@ -248,7 +248,6 @@ def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Rela
 def _devices(
     engine: PlanSearch, base: float, wider: HierarchicalNetwork | None
 ) -> Iterator[Relaxation]:
-    """The least number of devices."""
     if wider is not None:
         machine = replace(engine.question.machine, network=wider)
         engine = PlanSearch(replace(engine.question, machine=machine))
@@ -377,7 +376,6 @@ def _relaxed(
     shorter: PlanRequest | None,
     hardware: bool,
 ) -> Iterator[Relaxation]:
-    """With its fastest plan."""
     point = engine.related(replace(question, objective="fastest")).run().best
     known = question.machine.network.levels[-1].width >= point.devices
     yield Relaxation(

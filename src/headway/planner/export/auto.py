@@ -1,7 +1,7 @@
 """The plan that `headway train --plan auto` takes: the fastest one that the executor can run.
 
 The search is the ordinary one over fewer combinations: those that the executor can run and the
-    recipe leaves open.
+recipe leaves open.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _others(engine: PlanSearch, chosen: Point) -> Iterator[Point]:
         if degrees == chosen.degrees:
             continue
         point = engine.candidate(degrees).fastest(engine.question.cap)
+        # Only what could run instead is an alternative.
         if point is None or missing_in_executor(point):
             continue
         key = (degrees.data, degrees.pipeline, degrees.schedule)

@@ -130,7 +130,6 @@ def _step(
 
 
 def _class_stages(search: PlanSearch, point: Point, one: CopyClass) -> tuple[StageWork, ...]:
-    """The stages of a class of copies, each on its own device."""
     on = {
         kind: stages_of(search, uniform_point(point, one, kind))
         for kind in dict.fromkeys(one.kinds)
@@ -205,6 +204,7 @@ def _stage(
         StageSegment(forward=line[0], backward=line[1], params=own)
         for line, own in zip(units, held, strict=True)
     )
+    # The host's time falls on both passes alike, as the search prices it.
     beside = pricing.host_microbatch(len(point.stages)) / 2
     forward = math.fsum(piece.forward for piece in pieces)
     backward = math.fsum(piece.backward for piece in pieces)
@@ -242,7 +242,8 @@ def _gathered(search: PlanSearch, point: Point, stage: PointStage) -> float:
 
 
 def _held(params: list[float], whole: float) -> list[float]:
-    """Bytes of parameters of each unit; what is tied counts where it is used first."""
+    """Bytes of parameters of each unit."""
+    # What is tied counts where it is used first.
     twice = sum(params) - whole
     for number in reversed(range(len(params))):
         less = min(params[number], max(twice, 0.0))
@@ -277,7 +278,6 @@ def _collectives(search: PlanSearch, point: Point) -> tuple[tuple[float, float],
 
 
 def _message(tables: SegmentTables, point: Point, number: int) -> float:
-    """Bytes that a stage hands to the next one."""
     if number + 1 == len(point.stages):
         return 0.0
     return float(tables.crossing(point.border)[point.stages[number + 1].start])

@@ -32,8 +32,8 @@ from headway.graph.model_graph import ModelGraph, Operator, TensorSpec
 from headway.planner.estimate.gradient_exchange import serial_ends
 from headway.plans.tensor_layout import divisors
 
+# A quotient this close above a whole number is that number.
 _ROUNDING = 1e-9
-"""A quotient this close above a whole number is that number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ class AdviceRequest:
         if self.devices == 1 or not sent:
             return None
         size = sum(sent) / len(sent)
+        # Two points make the line: a sum of nothing is the latency.
         empty = float(network.all_reduce(0.0, self.devices))
         slope = (float(network.all_reduce(size, self.devices)) - empty) / size
         return LinkFit(empty, slope, ranks=self.devices)
@@ -262,7 +263,6 @@ def rows_of(job: AdviceRequest) -> dict[str, paradl.ParadlRow]:
 
 
 def _layers(job: AdviceRequest) -> Iterator[paradl.ParadlLayer]:
-    """With seconds of a sample, from those of a device's share in one pass."""
     operators = job.engine.question.work.graph.operators
     times = {o.name: t for o, t in zip(operators, job.times, strict=True)}
     share = max(1, job.batch // job.devices)
@@ -371,7 +371,6 @@ def _job(search: PlanSearch, point: Point, kind: str) -> AdviceRequest:
 def _of_group(
     point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float
 ) -> Iterator[Advice]:
-    """Of the plan's own devices."""
     yield _idle(point)
     if len(jobs) > 1:
         yield _shares(point, jobs)
@@ -399,7 +398,6 @@ def _idle(point: Point) -> Advice:
 
 
 def _shares(point: Point, jobs: Mapping[str, AdviceRequest]) -> Advice:
-    """Of data parallelism over the plan's devices, in whole samples."""
     batch = next(iter(jobs.values())).batch
     each = {kind: _sample(job) for kind, job in jobs.items()}
     numbers = dict(point.amounts)

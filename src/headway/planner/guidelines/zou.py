@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
+# A quotient this close below a whole number is that number.
 _ROUNDING = 1e-9
-"""A quotient this close below a whole number is that number."""
 
 
 def efficiency(overhead: float, devices: float) -> float:

@@ -212,16 +212,14 @@ def _aligned(
     return (0, *(1 + place for place in order), last), (0, *lengths, last)
 
 
-RULES = ("edge", "merge", "contract", "node", "triangle", "bucket", "last", "condition", "fix")
-
-
 @dataclass(frozen=True, slots=True)
 class Elimination:
     """What was eliminated: a node, or with the rule "edge" one of two parallel edges.
 
     Attributes:
-        rule: One of `RULES`; "last" is the only node left of its component; "condition" is a node
-            of which every choice was tried, "fix" one of which only some were.
+        rule: As in the module's docstring; "last" is the only node left of its component;
+            "condition" is a node of which every choice was tried, "fix" one of which only some
+            were.
         node: Its name; for an edge "source -> target".
         neighbours: Nodes that it was joined to; their number is the width of the step.
     """
@@ -281,8 +279,6 @@ def order_eliminations(
 
 
 class _OrderSearch:
-    """The graph as it shrinks."""
-
     def __init__(
         self, scopes: Sequence[tuple[str, ...]], sizes: Mapping[str, int], budget: int
     ) -> None:

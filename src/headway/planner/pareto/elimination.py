@@ -137,7 +137,6 @@ def _neighbours(network: CostTables, hub: str) -> tuple[str, ...]:
 
 
 def _costs_of(network: CostTables, hub: str, chosen: dict[str, int], weight: Floats) -> Floats:
-    """Weighted costs (C,) of a hub's choices beside the choices made already."""
     total: Floats = np.zeros(network.sizes[hub])
     for scope, table in zip(network.scopes, network.tables, strict=True):
         if hub in scope and all(name == hub or name in chosen for name in scope):
@@ -256,12 +255,12 @@ def _total(
 ) -> Floats:
     """Sum of the inputs over the node and the scope, (C_v, C_1, ..., J)."""
     axes = _axes(step)
+    # Small tables first: the sums stay small as long as possible.
     small_first = sorted(step.inputs, key=lambda number: len(scopes[number]))
     total = align(inside[small_first[0]], scopes[small_first[0]], axes)
     for number in small_first[1:]:
         total = total + align(inside[number], scopes[number], axes)
-    summed: Floats = total[0]
-    return summed
+    return np.asarray(total[0])
 
 
 def _sweep(
@@ -485,8 +484,7 @@ class Incumbents:
 
     def points(self, epsilon: float = 0.0) -> Floats:
         """Their costs, divided by 1 + epsilon."""
-        scaled: Floats = self.costs / (1 + epsilon)
-        return scaled
+        return np.asarray(self.costs / (1 + epsilon))
 
     def corners(self, epsilon: float = 0.0) -> Floats:
         """Corners (m, d) of what is not within 1 + epsilon of one of them."""
@@ -509,10 +507,8 @@ def _some(points: Floats) -> Floats:
 
 
 def _most(costs: Floats) -> Floats:
-    """The largest finite cost (d,) of each objective."""
     flat = costs.reshape(-1, costs.shape[-1])
-    most: Floats = np.where(np.isfinite(flat), flat, 0.0).max(axis=0)
-    return most
+    return np.asarray(np.where(np.isfinite(flat), flat, 0.0).max(axis=0))
 
 
 _CANDIDATES = 2_000_000
@@ -600,6 +596,7 @@ class _Elimination:
 
     def carry_out(self, step: EliminationStep) -> None:
         """One step; more than two inputs of several rows are first summed in pairs."""
+        # The product of more than two long fronts would not fit into memory.
         inputs = sorted(step.inputs, key=lambda n: (self.tables[n].shape[-1], self.tables[n].size))
         while len(inputs) > 2 and self.tables[inputs[-3]].shape[-1] > 1:
             first, second = inputs.pop(-3), inputs.pop(-2)

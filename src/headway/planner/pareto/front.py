@@ -42,6 +42,7 @@ def reduce_rows(costs: Floats) -> tuple[Floats, Ints]:
         least = np.take_along_axis(costs[0], best, axis=1)
         return least[None], np.where(np.isfinite(least), best, -1)
     alive = np.isfinite(costs.sum(axis=0))
+    # Worth its three passes for long rows only; it drops most of them before they are sorted.
     if costs.shape[0] == 2 and costs.shape[2] >= _PIVOT_FROM:
         _drop_behind_pivots(costs, alive)
     picks = kept_positions(alive)
@@ -191,8 +192,7 @@ def _beaten(block: Ints, archive: Ints) -> Bools:
         return np.zeros(block.shape[1], dtype=np.bool_)
     if len(archive) == 2:  # a staircase: falling second row
         place = np.searchsorted(archive[0], block[0], side="right") - 1
-        beaten: Bools = (place >= 0) & (archive[1][np.maximum(place, 0)] <= block[1])
-        return beaten
+        return np.asarray((place >= 0) & (archive[1][np.maximum(place, 0)] <= block[1]))
     worse = np.ones((block.shape[1], archive.shape[1]), dtype=np.bool_)
     for mine, theirs in zip(block, archive, strict=True):
         worse &= mine[:, None] >= theirs[None, :]

@@ -140,6 +140,7 @@ class _FrontierSolver:
         """Adds all strategies with these choices that belong to the frontier."""
         network, order = self._network(kept)
         hull, gaps = self._hull(network, order)
+        # What lies off the hull of a large graph is counted as dropped, not sought.
         if self._hull_only(network):
             self.dropped += len(gaps.corners)
             return

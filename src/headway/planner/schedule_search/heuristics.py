@@ -225,17 +225,16 @@ def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Ran
 
 
 def _work_of_a_microbatch(problem: ListProblem) -> float:
-    """Per rank, on average."""
     return sum(problem.seconds) / (problem.layout.ranks * len(problem.entering))
 
 
 _ROUNDING = 1e-9
+# Steps after which late acceptance forgets a value.
 _MEMORY = 30
-"""Steps after which a value is forgotten by the acceptance rule."""
+# Places that an action moves at most.
 _FARTHEST = 6
-"""Places that an action moves at most."""
+# Weight of the ends of the ranks beside the makespan, which alone is flat.
 _TIE = 1e-4
-"""Weight of the ends of the ranks beside the makespan, which alone is flat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +338,6 @@ class _Climb:
         return found
 
     def _just(self, event: int, cell: int) -> bool:
-        """Whether a cell starts at the moment of an event."""
         return self.run_now.at[event] >= self.run_now.starts[cell] - _ROUNDING
 
     def _draw_move(self, tight: list[tuple[int, int]]) -> TableMove | None:

@@ -8,15 +8,17 @@ evenly a slow stage spreads over the ranks, and the more messages there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MappingProxyType
 
 from headway.documents import nearest
 from headway.errors import UsageError
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 from headway.schedule.stage_costs import StageCosts
+
+PLACEMENTS = ("straight", "v", "loop", "w", "both-directions", "both-v")
+Values = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,19 @@ def make_placement(
         UsageError: No such placement.
         ValueError: Costs of another number of stages.
     """
+    there = tuple(range(ranks))
+    back = there[::-1]
     if placement not in PLACEMENTS:
         raise UsageError(f"no placement {placement!r}{nearest(placement, list(PLACEMENTS))}")
-    pipes = PLACEMENTS[placement](ranks, microbatches)
-    return PipePlacement(placement, ranks, pipes, costs_of(len(pipes[0].placement), costs))
+    way = PLACEMENTS.index(placement)
+    mine = (there, there + back, 2 * there, 2 * (there + back), there, there + back)[way]
+    # Two copies: a pipe and its mirror image, entered from the last rank.
+    half = (microbatches + 1) // 2 if placement.startswith("both") else microbatches
+    down = SchedulePipe("d0", mine, tuple(range(half)))
+    mirrored = tuple(ranks - 1 - rank for rank in mine)
+    up = SchedulePipe("u0", mirrored, tuple(range(half, microbatches)))
+    pipes = (down, up) if up.microbatches else (down,)
+    return PipePlacement(placement, ranks, pipes, costs_of(len(mine), costs))
 
 
 def costs_of(stages: int, costs: StageCosts) -> StageCosts:
@@ -83,89 +94,37 @@ def costs_of(stages: int, costs: StageCosts) -> StageCosts:
     raise ValueError(f"costs of {costs.stages} stages cannot be cut into {stages}")
 
 
-def _straight(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    return (SchedulePipe("d0", tuple(range(ranks)), tuple(range(microbatches))),)
-
-
-def _v(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    there = tuple(range(ranks))
-    return (SchedulePipe("d0", there + there[::-1], tuple(range(microbatches))),)
-
-
-def _loop(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    return (SchedulePipe("d0", 2 * tuple(range(ranks)), tuple(range(microbatches))),)
-
-
-def _w(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    there = tuple(range(ranks))
-    return (SchedulePipe("d0", 2 * (there + there[::-1]), tuple(range(microbatches))),)
-
-
-def _both_directions(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    return _two_copies(tuple(range(ranks)), microbatches)
-
-
-def _both_v(ranks: int, microbatches: int) -> tuple[SchedulePipe, ...]:
-    there = tuple(range(ranks))
-    return _two_copies(there + there[::-1], microbatches)
-
-
-def _two_copies(placement: tuple[int, ...], microbatches: int) -> tuple[SchedulePipe, ...]:
-    """A pipe and its mirror image, entered from the last rank."""
-    half = (microbatches + 1) // 2
-    last = max(placement)
-    mirrored = tuple(last - rank for rank in placement)
-    down = SchedulePipe("d0", placement, tuple(range(half)))
-    up = SchedulePipe("u0", mirrored, tuple(range(half, microbatches)))
-    return (down, up) if up.microbatches else (down,)
-
-
-PLACEMENTS: Mapping[str, Callable[[int, int], tuple[SchedulePipe, ...]]] = MappingProxyType(
-    {
-        "straight": _straight,
-        "v": _v,
-        "loop": _loop,
-        "w": _w,
-        "both-directions": _both_directions,
-        "both-v": _both_v,
-    }
-)
-"""Name to pipes, for ranks and micro-batches."""
-
-
 def _in_halves(costs: StageCosts) -> StageCosts:
     """Of stages cut in the middle; a message has the size of its stage's, wherever the cut is."""
-
-    def cut(values: tuple[float, ...], share: float = 0.5) -> tuple[float, ...]:
-        return tuple(value * share for value in values for _ in range(2))
-
-    return replace(
+    return _recut(
         costs,
-        forward=cut(costs.forward),
-        input_grad=cut(costs.input_grad),
-        weight_grad=cut(costs.weight_grad),
-        message=cut(costs.message, 1.0),
-        sync=cut(costs.sync),
-        activation=cut(costs.activation),
-        kept=cut(costs.kept, 1.0),
-        weight=cut(costs.weight),
+        lambda values: tuple(value * 0.5 for value in values for _ in range(2)),
+        message=tuple(value for value in costs.message for _ in range(2)),
+        kept=tuple(value for value in costs.kept for _ in range(2)),
     )
 
 
 def _in_pairs(costs: StageCosts) -> StageCosts:
     """Two stages in a row become one, which sends what the second one sent."""
+    return _recut(
+        costs,
+        lambda values: tuple(a + b for a, b in list(pairwise(values))[::2]),
+        message=costs.message[1::2],
+        kept=costs.kept[::2],
+    )
 
-    def add(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(a + b for a, b in list(pairwise(values))[::2])
 
+def _recut(
+    costs: StageCosts, each: Callable[[Values], Values], *, message: Values, kept: Values
+) -> StageCosts:
     return replace(
         costs,
-        forward=add(costs.forward),
-        input_grad=add(costs.input_grad),
-        weight_grad=add(costs.weight_grad),
-        message=costs.message[1::2],
-        sync=add(costs.sync),
-        activation=add(costs.activation),
-        kept=costs.kept[::2],
-        weight=add(costs.weight),
+        forward=each(costs.forward),
+        input_grad=each(costs.input_grad),
+        weight_grad=each(costs.weight_grad),
+        message=message,
+        sync=each(costs.sync),
+        activation=each(costs.activation),
+        kept=kept,
+        weight=each(costs.weight),
     )

@@ -80,7 +80,6 @@ def _arrivals(layout: PipePlacement, pipe: SchedulePipe) -> tuple[list[float], l
 
 
 def _one_microbatch(layout: PipePlacement, pipe: SchedulePipe) -> float:
-    """There and back, and the last weight gradient."""
     last = _seconds(layout, ActionKind.INPUT_GRAD, pipe, 0) + _work_of_weights(layout, pipe, 0)
     return _arrivals(layout, pipe)[1][0] + last
 
@@ -157,10 +156,10 @@ def _named(layout: PipePlacement) -> Iterator[PipelineSchedule]:
 
 
 _ROUNDING = 1e-9
+# Tables of a placement that are kept to be varied.
 _POOL = 4
-"""Tables of a placement that are kept to be varied."""
+# How often list scheduling and local search take turns.
 _TURNS = 6
-"""How often list scheduling and local search take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +258,7 @@ class _TableSearch:
 
     def run(self) -> ScheduleSearchResult:
         starts = [self._known(layout) for _, layout in self.layouts]
+        # The trail begins with the best known table.
         self.trail = self.trail[-1:]
         for (bound, layout), pool in zip(self.layouts, starts, strict=True):
             if bound < self._makespan - _ROUNDING and not self._late():

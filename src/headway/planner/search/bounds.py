@@ -35,8 +35,8 @@ from headway.planner.search.request import PlanRequest
 from headway.planner.whale.load_balance import slowest_stage, whole_filling
 from headway.schedule.generators.registry import SCHEDULES
 
+# Up to so many samples of a micro-batch each has a bound of its own, beyond only some.
 DENSE = 1024
-"""Up to so many samples of a micro-batch each has a bound of its own, beyond only some."""
 
 
 def lower_hull_bound(seconds: Array, held: Array, cap: float) -> tuple[float, float]:

@@ -41,27 +41,27 @@ from headway.planner.whale.load_balance import DeviceShare, algorithm_1
 from headway.schedule.generators.registry import schedule_options
 from headway.units import format_bytes
 
+# A band in which no plan can be faster than a known one by more than this factor is left.
 NEAR = 1.02
-"""A band in which no plan can be faster than a known one by more than this factor is left."""
+# Combinations with another schedule than the first one of the question that are opened, those with
+# the least bounds first: their tables take time. The gap counts what is left closed.
 TABLES = 64
-"""Combinations with another schedule than the first one of the question that are opened, those with
-the least bounds first: their tables take time. The gap counts what is left closed."""
+# Of the allowed memory: plans that need less than this share count as needing it.
 LEAST = 0.02
-"""Of the allowed memory: plans that need less than this share count as needing it."""
 
 
+# Figures that are as near are equal: of such plans the one on fewest devices is of use.
 ALIKE = 1.001
-"""Figures that are as near are equal: of such plans the one on fewest devices is of use."""
+# Candidates on devices of one type that are kept for the next layout of several.
 KEPT = 24
-"""Candidates on devices of one type that are kept for the next layout of several."""
+# Plans are sought in bands of memory, each this share of the one before.
 BAND = 0.5
-"""Plans are sought in bands of memory, each this share of the one before."""
+# Shares that do not fit, after which a combination is left, without `proof`.
 MISSES = 2
-"""Shares that do not fit, after which a combination is left, without `proof`."""
+# Shares of a batch that are priced for one combination, without `proof`.
 TRIES = 6
-"""Shares of a batch that are priced for one combination, without `proof`."""
+# Other shares are priced where they are estimated to take at most so much of the best.
 WORTH = 0.99
-"""Other shares are priced where they are estimated to take at most so much of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +287,7 @@ class LayoutCandidate:
                 if misses == MISSES and best is None and not proof:
                     break
                 continue
+            # What the priced shares took above their bounds is the estimate of all others.
             factors = _class_seconds(point) / costs[:, place]
             if best is None or point.seconds < best.seconds:
                 best = point
@@ -298,7 +299,6 @@ class LayoutCandidate:
 
 
 def _class_seconds(point: Point) -> Array:
-    """(classes,): seconds of a step of each class of copies alone."""
     m = point.degrees.microbatches
     each = [[stage.seconds for stage in one.stages] for one in point.classes]
     return np.array([(m - 1) * max(own) + sum(own) for own in each])
@@ -337,6 +337,7 @@ class PlanSearch:
     def related(self, question: PlanRequest) -> PlanSearch:
         """A search of another question on the same model, machines and forced choices, with these
         tables."""
+        # Tables depend on the model, the machines and what is forced alone; points begin anew.
         other = copy.copy(self)
         other.question = question
         other.types = {kind: copy.copy(bounds) for kind, bounds in self.types.items()}
@@ -360,18 +361,21 @@ class PlanSearch:
             seconds, held = self._first_bound(combination)
             waiting.append((seconds, combination, held, False))
         considered = len(waiting)
+        # Of equal bounds the lesser combination is opened first, so that a request has one answer.
         heapq.heapify(waiting)
         bound, tables = np.inf, 0
         while waiting:
             seconds, combination, held, tight = heapq.heappop(waiting)
             if held > question.cap or not np.isfinite(seconds):
                 continue
+            # Without a plan the search goes on: a limit of time must not make a request infeasible.
             late = bool(self.points) and perf_counter() > end
             if late or self._beaten(seconds, question.cap, combination, held):
                 bound = min(bound, _bound_value(question, combination, seconds))
                 continue
             candidate = self.open(combination)
             degrees = combination.degrees
+            # Its own tables give a better bound, but take time: they are made when its turn comes.
             if not tight:
                 better = candidate.bound(question.cap)
                 line = (max(seconds, better[0]), combination, max(held, better[1]), True)
@@ -426,7 +430,6 @@ class PlanSearch:
                 yield from layout_combinations(question, amounts, len(self.row))
 
     def _degrees(self, devices: int) -> Iterator[Degrees]:
-        """On so many devices of one type."""
         question = self.question
         inner = question.machine.network.levels[0].width
         allowed = question.tensor or tuple(
@@ -499,6 +502,7 @@ class PlanSearch:
         """Adds the fastest plan of each band of memory that may hold one of use."""
         cap = self.question.cap
         least = max(candidate.bound()[1], self.question.cap * LEAST)
+        # From the whole memory down: the next band begins below what the last plan needs.
         while cap >= least:
             if not self._beaten(candidate.bound(cap)[0], cap, combination, cap):
                 known = self._known_within(cap, combination)
@@ -555,7 +559,6 @@ class PlanSearch:
         return *found, self.question.cost(point.devices, seconds, point.amounts)
 
     def _known_is(self, combination: Combination, seconds: float, held: float) -> bool:
-        """Whether a known plan is as good as one with these figures."""
         if not len(self._known):
             return False
         if self.question.objective == "fastest":
@@ -644,7 +647,6 @@ def _value(question: PlanRequest, point: Point) -> float:
 
 
 def _bound_value(question: PlanRequest, one: Point | Combination, seconds: float) -> float:
-    """What the objective counts."""
     if question.objective == "fewest-devices":
         return float(one.devices)
     if question.objective == "cheapest":

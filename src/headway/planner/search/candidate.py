@@ -53,10 +53,11 @@ from headway.planner.search.plan_point import CopyClass, Point, uniform_class
 from headway.planner.whale.load_balance import slowest_stage
 from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
 
+# Times the mean number of units of a stage: cuts with longer stages are sought later, as most plans
+# are nearly even.
 WIDTH = 4
-"""Times the mean number of units of a stage: cuts with longer stages are sought later."""
+# How often the memory of a rank with several stages is divided between them in another way.
 SHARES = 2
-"""How often the memory of a rank with several stages is divided between them in another way."""
 FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
 
@@ -203,8 +204,7 @@ class PlanCandidate:
                 held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * room.kept[again]))
                 fits = np.minimum(np.minimum(held, updated), longest / room.seconds[again])
                 places = np.maximum(places, np.nan_to_num(fits, nan=np.inf, posinf=np.inf))
-        found: Array = np.floor(places * (1.0 + ROUNDING))
-        return found
+        return np.asarray(np.floor(places * (1.0 + ROUNDING)))
 
     def _longest(self, in_flight: Array, known: float, whole: float) -> Array:
         """Seconds of a micro-batch that each stage may take at most."""
@@ -285,6 +285,7 @@ class PlanCandidate:
         value = np.inf
         for border in self.tables.borders:
             for point, sums in self._within(border, cap, value, known):
+                # A cut that is not fastest still bounds the sums of the next placement.
                 value = min(value, sums)
                 if point is not None and point.seconds < known:
                     best, known = point, point.seconds
@@ -363,6 +364,7 @@ class PlanCandidate:
         weight = max(2, chunks * (m * chunks - 1) + 1)
         if chunks * degrees.pipes == 1:  # no rank ends before its m micro-batches and its sum
             sums = min(sums, floor + (weight - 1) * known / m)
+        # Lines of short intervals exist only where every border is allowed.
         free = not self._starts and not barred
         for width in self._widths if free else (0,):
             times, picks = self._picked(border, cap, width)
@@ -720,7 +722,6 @@ class ShareCandidate:
     def _slowest_of_cells(
         self, cells: tuple[Cell, ...], border: str, caps: Mapping[str, float]
     ) -> dict[int, tuple[Array, np.ndarray]]:
-        """`_picked` of all stages with these cells."""
         stages = [s for s in self._stages if sorted(self.combination.types_of(s)) == [*cells]]
         every = np.arange(len(self.of(cells[0])._prepared(border)[0]))
         times = np.full((len(stages), len(every)), np.inf)
@@ -839,7 +840,6 @@ class ShareCandidate:
         return replace(slowest, degrees=degrees, classes=classes, amounts=self.combination.amounts)
 
     def _slowest_alone(self, border: str, steps: Mapping[Cell, PointStage]) -> Point:
-        """A step without a pipeline."""
         # The slowest update follows the slowest copy's passes and sums, and may be another copy's.
         after = max(stage.after for stage in steps.values())
         points = [
@@ -874,13 +874,11 @@ class _CellIntervals(NamedTuple):
         late = self.first is not None and under_way == self.all
         more = self.first if self.first is not None and late else self.more
         held = self.state[some] + under_way * self.kept[some] + more[some]
-        found: Array = np.maximum(held, self.updated[some])
-        return found
+        return np.asarray(np.maximum(held, self.updated[some]))
 
     def seconds_within(self, some: np.ndarray, under_way: int, cap: float) -> Array:
         fits = self.held(some, under_way) <= cap
-        found: Array = np.where(fits, self.seconds[some], np.inf)
-        return found
+        return np.asarray(np.where(fits, self.seconds[some], np.inf))
 
 
 def _together(values: tuple[Array, ...], mismatches: tuple[Array, ...]) -> tuple[Array, np.ndarray]:

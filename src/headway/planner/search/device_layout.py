@@ -18,9 +18,6 @@ from headway.planner.estimate.degrees import Degrees
 from headway.planner.search.request import PlanRequest
 from headway.plans.tensor_layout import divisors
 
-ORDERS = 24
-"""Orders of types that are tried; beyond four types only the one that is given."""
-
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class DeviceLayout:
@@ -56,6 +53,7 @@ def device_layouts(
     if sum(used.values()) != tensor * data * pipeline:
         return
     seen: set[tuple[tuple[str, ...], ...]] = set()
+    # 24 orders at most: beyond four types only the one that is given.
     tried = permutations(used) if every and len(used) <= 4 else iter([tuple(used)])
     for kinds in tried:
         cells = [kind for kind in kinds for _ in range(used[kind] // tensor)]

@@ -191,6 +191,7 @@ def point_of(plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()) -> Point
     if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
         return point
     found = _fastest_split(plan, search, degrees, kind)
+    # The search may find another cut, which would not be the price of this plan.
     return found if found is not None and _same_stages(found, point) else point
 
 
@@ -221,7 +222,6 @@ def fastest_alike(point: Point, search: PlanSearch) -> Point | None:
 
 
 def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point:
-    """On devices of several types."""
     degrees = degrees_of(plan)
     several = degrees.pipeline > 1 and degrees.schedule != PLAIN.name
     problems = [f"pipeline.schedule: {degrees.schedule}, and only 1f1b has a price"] * several
@@ -246,7 +246,6 @@ def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point
 
 
 def _copies(plan: Plan, kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """For each copy of the model the types of its stages."""
     found = {}
     for rank, kind in enumerate(kinds):
         place = plan.mesh.coordinate(rank)
@@ -341,6 +340,5 @@ def unpriced_parts(plan: Plan, *, unlike: bool = False) -> Iterator[str]:
 
 
 def _shares(plan: Plan) -> tuple[range, ...]:
-    """The samples of each data rank."""
     ranks = plan.data_degree
     return tuple(plan.batch.share(rank, ranks) for rank in range(ranks))

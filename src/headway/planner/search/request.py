@@ -255,9 +255,9 @@ def _names(work: PlanningWorkload) -> list[str]:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """Of modules, and of what they lie in."""
     outer = {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)}
     legal = sorted({*names, *outer})
+    # Names may mean a module or what it lies in; without a near one the top modules are listed.
     hint = nearest(pattern.removesuffix(".*"), legal)
     if not hint.startswith("; legal"):
         return hint

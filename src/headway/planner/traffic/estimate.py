@@ -10,10 +10,17 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
-from headway.collective.collective_calls import CollectiveCall, CollectiveCalls, Phase, merge_calls
+from headway.collective.collective_calls import (
+    CallKind,
+    CollectiveCall,
+    CollectiveCalls,
+    Phase,
+    merge_calls,
+)
 from headway.cost.network import HierarchicalNetwork
 from headway.graph.model_graph import Operator
 from headway.graph.sharding_rules import Rule
@@ -25,6 +32,28 @@ from headway.planner.estimate.segments import ENDS, SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.plan_point import CopyClass, Point, uniform_class
+
+
+def collective_call(
+    kind: str,
+    phase: str,
+    axis: str,
+    ranks: int,
+    size: float,
+    *,
+    count: int = 1,
+    beside: float = 0.0,
+) -> CollectiveCall:
+    """`size` bytes each; `beside` of them are no numbers of the model."""
+    return CollectiveCall(
+        kind=cast(CallKind, kind),
+        axis=axis,
+        ranks=ranks,
+        bytes=size,
+        count=count,
+        phase=cast(Phase, phase),
+        beside=beside,
+    )
 
 
 def collective_seconds(
@@ -122,9 +151,7 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
     axis = "data" if degrees.data > 1 else "pipe"
     ranks = degrees.data * (degrees.pipes if zero < 2 else 1)
     for size in sizes:
-        one = CollectiveCall(
-            kind="all_reduce", axis=axis, ranks=ranks, bytes=size, phase="gradients"
-        )
+        one = collective_call("all_reduce", "gradients", axis, ranks, size)
         if zero == 0:
             yield one
             continue
@@ -135,9 +162,7 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
             yield replace(one, kind="all_gather", phase="forward", count=m)
             yield replace(one, kind="all_gather", phase="backward", count=m)
     if zero in (1, 2):
-        yield CollectiveCall(
-            kind="all_gather", axis="data", ranks=degrees.data, bytes=held, phase="forward"
-        )
+        yield collective_call("all_gather", "forward", "data", degrees.data, held)
 
 
 def _microbatches_of_rank(degrees: Degrees) -> int:
@@ -164,29 +189,23 @@ def _messages(candidate: PlanCandidate, point: Point, stage: PointStage) -> list
 
 
 def _of_ties(candidate: PlanCandidate, point: Point, number: int) -> Iterator[CollectiveCall]:
-    """Sums of what several stages use."""
     starts = [other.start for other in point.stages]
     for tie in candidate.shared.ties:
         stages = {bisect_right(starts, unit) - 1 for unit in tie.units}
         if number in stages:
-            yield CollectiveCall(
-                kind="all_reduce",
-                axis="pipe",
-                ranks=len(stages),
-                bytes=tie.bytes / point.degrees.tensor,
-                phase="gradients",
+            yield collective_call(
+                "all_reduce", "gradients", "pipe", len(stages), tie.bytes / point.degrees.tensor
             )
 
 
 def _of_messages(tables: SegmentTables, point: Point, number: int) -> Iterator[CollectiveCall]:
-    """A micro-batch that goes on, and the gradient that comes back."""
     m = _microbatches_of_rank(point.degrees)
     for border, ways in ((number, ("receive", "send")), (number + 1, ("send", "receive"))):
         if not 0 < border < len(point.stages):
             continue
         size = float(tables.crossing(point.border)[point.stages[border].start])
         for kind, phase in zip(ways, ("forward", "backward"), strict=True):
-            yield CollectiveCall(kind=kind, axis="pipe", ranks=2, bytes=size, count=m, phase=phase)  # type: ignore[arg-type]
+            yield collective_call(kind, phase, "pipe", 2, size, count=m)
 
 
 def _of_tensors(tables: SegmentTables, point: Point, stage: PointStage) -> Iterator[CollectiveCall]:
@@ -200,6 +219,7 @@ def _of_tensors(tables: SegmentTables, point: Point, stage: PointStage) -> Itera
         equal[unit.kind, pair] += 1
     m = _microbatches_of_rank(point.degrees)
     strategy = again * tables.weights.shape[1] + stage.price
+    # Recomputation repeats the collectives of the forward pass.
     times = {"forward": m * (1 + again), "backward": m, "gradients": 1}
     for (kind, pair), units in equal.items():
         unit = next(unit for unit in row if unit.kind == kind)
@@ -230,9 +250,7 @@ def of_unit(
 
 def _own(setting: OperatorSetting, operator: Operator, rule: Rule) -> Iterator[CollectiveCall]:
     """What an operator itself sends: halos, statistics, gradients of whole parameters."""
-    plain = CollectiveCall(
-        kind="all_reduce", axis="tensor", ranks=setting.tensor, bytes=0, phase="forward"
-    )
+    plain = collective_call("all_reduce", "forward", "tensor", setting.tensor, 0)
     scale = setting.scale if operator.name in setting.work.batch_loops else 1.0
     passes: tuple[Phase, Phase] = ("forward", "backward")
     for phase in passes:
@@ -249,13 +267,7 @@ def _moved(
 ) -> Iterator[CollectiveCall]:
     found = setting.relayout.needed(source, target, size)
     if found is not None:
-        yield CollectiveCall(
-            kind=found.kind,  # type: ignore[arg-type]
-            axis="tensor",
-            ranks=setting.tensor,
-            bytes=found.bytes,
-            phase=phase,
-        )
+        yield collective_call(found.kind, phase, "tensor", setting.tensor, found.bytes)
 
 
 _Placed = tuple[str, str]

@@ -1,5 +1,4 @@
-"""What a plan sends, operation by operation, on one rank in one step: headway's executor, DDP,
-FSDP2.
+"""What a rank sends in one step of a plan: headway's executor, DDP and FSDP2.
 
 Of headway's executor buckets are those of the plan, payloads those of `collective.compression`,
 messages and sums those of the lowered table: nothing is decided here. Counts and bytes are those
@@ -22,7 +21,6 @@ from headway.collective.collective_calls import (
     CollectiveCalls,
     CommunicatingStage,
     Parameters,
-    Phase,
     merge_calls,
 )
 from headway.collective.compression import gathered_parts, parse_compression
@@ -32,6 +30,7 @@ from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point
+from headway.planner.traffic.estimate import collective_call
 from headway.plans import ExchangePlan, Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
@@ -73,13 +72,13 @@ def ddp_calls(
         sizes = [spec.bytes for spec in specs.values()]
         for bucket in ddp_buckets(sizes, range(len(sizes)), caps):
             size = sum(sizes[number] for number in bucket)
-            found.append(_sum("gradients", "data", ranks, size))
+            found.append(collective_call("all_reduce", "gradients", "data", ranks, size))
     return merge_calls(found)
 
 
 def _broadcast(specs: Iterable[TensorSpec], ranks: int) -> CollectiveCall:
     size = sum(spec.bytes for spec in specs)
-    return CollectiveCall(kind="broadcast", axis="data", ranks=ranks, bytes=size, phase="forward")
+    return collective_call("broadcast", "forward", "data", ranks, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +116,7 @@ def fsdp2_wrapper_calls(
     found: list[CollectiveCall] = []
     for module in modules:
         gathered, filled = padded_shard_bytes(module.parameters, ranks)
-        common = CollectiveCall(
-            kind="all_gather",
-            axis="data",
-            ranks=ranks,
-            bytes=gathered,
-            phase="forward",
-            beside=filled,
-        )
+        common = collective_call("all_gather", "forward", "data", ranks, gathered, beside=filled)
         each = microbatches if zero == 3 else 1
         found.append(replace(common, count=each))
         if zero == 3 and module.reshard:
@@ -227,14 +219,14 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
         (rows.copies, EXACT * numbers, 1),
         (rows.parts, EXACT, len(kinds) if clip else 0),
     ):
-        yield _sum("gradients", "data", ranks, size, count=times)
+        yield collective_call("all_reduce", "gradients", "data", ranks, size, count=times)
 
 
 def norm_calls(part: CommunicatingStage) -> Iterator[CollectiveCall]:
     """Of a whole model whose layers are split: the sums for the norm of its gradients."""
     for axes in {part.cuts.get(name, ()) for name in part.parameters}:
         for _, ranks in axes:
-            yield _sum("gradients", "tensor", ranks, EXACT)
+            yield collective_call("all_reduce", "gradients", "tensor", ranks, EXACT)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -256,14 +248,8 @@ def gather_calls(
 ) -> Iterator[CollectiveCall]:
     for alike in parameters_by_dtype(parameters):
         size, beside = padded_shard_bytes(alike, rows.parts)
-        yield CollectiveCall(
-            kind="all_gather",
-            axis="data",
-            ranks=rows.parts,
-            bytes=size,
-            count=times,
-            phase="forward",
-            beside=beside,
+        yield collective_call(
+            "all_gather", "forward", "data", rows.parts, size, count=times, beside=beside
         )
 
 
@@ -279,13 +265,13 @@ def reduce_scatter_calls(
             ("reduce_scatter", rows.parts, 1),
             ("all_reduce", rows.copies, rows.parts),
         ):
-            yield CollectiveCall(
-                kind=kind,  # type: ignore[arg-type]
-                axis="data" if share == 1 else "replicate",
-                ranks=ranks,
-                bytes=(size + flags) / share,
+            yield collective_call(
+                kind,
+                "gradients",
+                "data" if share == 1 else "replicate",
+                ranks,
+                (size + flags) / share,
                 count=times,
-                phase="gradients",
                 beside=(beside + flags) / share,
             )
 
@@ -341,11 +327,11 @@ def collectives_of_plan(
     by_size = parts if isinstance(parts, Mapping) else dict.fromkeys(sizes, parts)
     _refuse(plan, by_size, sizes)
     first = by_size[sizes[0]]
-    found = [_sum("tally", "world", plan.ranks, STEP_REDUCTION)]
+    found = [collective_call("all_reduce", "tally", "world", plan.ranks, STEP_REDUCTION)]
     if plan.pipe_degree > 1:
         found += _of_pipeline(plan, by_size, sizes, rank)
         if clip:
-            found.append(_sum("gradients", "world", plan.ranks, EXACT))
+            found.append(collective_call("all_reduce", "gradients", "world", plan.ranks, EXACT))
         return merge_calls(found)
     (whole,) = first
     for size in sizes:
@@ -389,20 +375,6 @@ def _refuse(
         )
 
 
-def _sum(
-    phase: Phase, axis: str, ranks: int, size: float, *, count: int = 1, beside: float = 0.0
-) -> CollectiveCall:
-    return CollectiveCall(
-        kind="all_reduce",
-        axis=axis,
-        ranks=ranks,
-        bytes=size,
-        count=count,
-        phase=phase,
-        beside=beside,
-    )
-
-
 # -- data parallelism -----------------------------------------------------------------------------
 
 
@@ -435,23 +407,23 @@ def of_exchange(
         for payload in handed:
             whole = payload.operation == "all_gather"
             for size in gathered_parts(payload.num_bytes, ranks) if whole else [payload.num_bytes]:
-                yield CollectiveCall(
-                    kind=payload.operation,
-                    axis=exchange.axis,
-                    ranks=ranks,
-                    bytes=size * (ranks if whole else 1),
-                    phase="gradients",
+                yield collective_call(
+                    payload.operation,
+                    "gradients",
+                    exchange.axis,
+                    ranks,
+                    size * (ranks if whole else 1),
                     beside=flags,
                 )
 
 
 def _buckets(exchange: ExchangePlan, parameters: Parameters) -> Iterator[tuple[list[str], str]]:
-    """Names and compressor of each, as `fuse_parameters` of `comm` fills them."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name in reversed(list(parameters)):
         part = exchange.part(name)
         text = part.compress if part and part.compress else exchange.compress
         alike.setdefault((text, parameters[name].dtype), []).append(name)
+    # Before anything is measured, as `comm/exchange` fills them.
     limit = exchange.initial_bucket_bytes
     for (text, _), names in alike.items():
         sizes = [parameters[name].bytes for name in names]
@@ -519,13 +491,7 @@ def _message(parts: Sequence[CommunicatingStage], action: Action) -> Iterator[Co
     kind: CallKind = "send" if action.kind == ActionKind.SEND else "receive"
     for size, flows in parts[early].sends[late]:
         if values or flows:
-            yield CollectiveCall(
-                kind=kind,
-                axis=PIPE_AXIS,
-                ranks=2,
-                bytes=size,
-                phase="forward" if values else "backward",
-            )
+            yield collective_call(kind, "forward" if values else "backward", PIPE_AXIS, 2, size)
 
 
 def _shared(
@@ -552,7 +518,9 @@ def _summed(parameters: Parameters, ranks: int, times: int) -> Iterator[Collecti
         specs = list(alike.values())
         flags = len(specs) * specs[0].itemsize
         size = sum(spec.bytes for spec in specs) + flags
-        yield _sum("gradients", "data", ranks, size, count=times, beside=flags)
+        yield collective_call(
+            "all_reduce", "gradients", "data", ranks, size, count=times, beside=flags
+        )
 
 
 # -- from the graph -------------------------------------------------------------------------------
