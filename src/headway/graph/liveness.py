@@ -73,12 +73,10 @@ class MemoryLedger:
         self._now[category] = self._now.get(category, 0) + size
 
     def hold(self, key: str) -> None:
-        """One holder more, of a storage that is counted."""
         if key in self._holders:
             self._holders[key] += 1
 
     def drop(self, key: str) -> None:
-        """One holder less."""
         if key not in self._holders:
             return
         self._holders[key] -= 1
@@ -99,6 +97,7 @@ class MemoryLedger:
         target = f"gradient of {parameter}"
         if target in self._holders:
             self.note(f"gradient of {parameter} is added")
+        # AccumulateGrad takes a gradient over where nobody else holds it, and copies it otherwise.
         elif self._holders[key] == 1 and self._sizes[key][0] == size:
             self.drop(key)
             self.add(target, size, "gradients")
@@ -247,7 +246,6 @@ class MicrobatchPass:
     """One micro-batch on its way through a part.
 
     Args:
-        name: Of the micro-batch.
         regions: Ranges of the part's operators that keep only what enters them.
         results: The caller keeps what leaves until the end of backward.
     """
@@ -321,6 +319,7 @@ class MicrobatchPass:
                 self.pending[tensor] = self._gradient(tensor)
                 given.append(self.pending[tensor])
                 ledger.hold(self.pending[tensor])
+        # Autograd's engine runs the backward of the newest operator first.
         for place in reversed(range(len(part.operators))):
             region = self._region(place)
             if region and place == region[1] - 1:
@@ -398,6 +397,7 @@ class MicrobatchPass:
         """A gradient meets those that are there already."""
         ledger = self.ledger
         so_far = self.pending.pop(tensor, None)
+        # Autograd adds gradients out of place: for a moment both and their sum are alive.
         if so_far is not None:
             total = self._gradient(tensor)
             ledger.note(f"sum of the gradients of {tensor}")

@@ -274,12 +274,10 @@ Dims: TypeAlias = tuple[tuple[str, ...], ...]
 
 @lru_cache(maxsize=4096)
 def parse_index(index: str) -> Dims:
-    """The dimensions of an index."""
     return tuple(() if word == "1" else tuple(word.split("*")) for word in index.split())
 
 
 def format_index(dims: Iterable[Sequence[str]]) -> str:
-    """The index of dimensions."""
     return " ".join("*".join(axes) or "1" for axes in dims)
 
 
@@ -369,7 +367,6 @@ class ModelGraph:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """All of them."""
         return {**self.inputs, **self.parameters, **self.buffers, **self.values}
 
     @cached_property

@@ -325,6 +325,7 @@ def fuse_light_operators(graph: ModelGraph) -> ModelGraph:
     for operator in graph.operators:
         if operator.kind in LIGHT_KINDS and operator.axes.known:
             state.into_producer(operator)
+    # From the end, so that a run of light operators comes to its consumer as one.
     for operator in reversed(graph.operators):
         if operator.kind in LIGHT_KINDS and operator.axes.known:
             state.into_consumer(operator)
@@ -381,6 +382,7 @@ class _Fusion:
     def _merge(
         self, to: int, gone: int, first: Operator, second: Operator, tensor: str, *, main: Operator
     ) -> None:
+        # Across the border of a repeated block equal blocks would become unequal.
         inside = self.segment[to] == self.segment[gone]
         merged = fuse_pair(first, second, tensor, main=main) if inside else None
         if merged is None:

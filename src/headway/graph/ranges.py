@@ -35,7 +35,6 @@ def range_intersection(one: Range, other: Range) -> Range:
 
 
 def range_length(held: Range) -> int:
-    """The number of elements."""
     return held[1] - held[0]
 
 

@@ -113,7 +113,7 @@ def boundary_tensors(
     """The tensors that cross cuts.
 
     Args:
-        cuts: Numbers of operators before which stages begin, ascending, as `Cut.place`.
+        cuts: Numbers of operators before which stages begin, ascending, as `CutPoint.place`.
         others: Captures of the same model with batches of other sizes.
 
     Raises:

@@ -70,9 +70,11 @@ class ShardedState:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.whole = {name: p for p, name in names.items() if p.dim() == 0}
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(self.whole.values())}
+        # Inner modules first: `fully_shard` leaves alone what a call further inside has taken.
         for module in fsdp_units(model):
             fully_shard(module, **options, reshard_after_forward=zero == 3)
         try:
+            # What the root holds is needed again at once, when backward begins.
             fully_shard(model, **options, reshard_after_forward=False)
         except (ValueError, NotImplementedError) as error:
             raise PlanError(
@@ -191,11 +193,13 @@ def rebind_optimizer_parameters(
             if state:
                 own = partial(held, names[parameter]) if held else partial(shard_like, new)
                 optimizer.state[new] = {
-                    key: own(value) if _alike(value, new) else value for key, value in state.items()
+                    key: own(value) if _has_shape_of(value, new) else value
+                    for key, value in state.items()
                 }
 
 
-def _alike(value: Any, parameter: Tensor) -> bool:
+def _has_shape_of(value: Any, parameter: Tensor) -> bool:
+    # A state of no dimension is the same on all ranks: Adam's number of steps.
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
@@ -233,6 +237,7 @@ def squared_gradient_norm(gradients: dict[str, Tensor]) -> Tensor:
         if not isinstance(gradient, DTensor):
             total += square.cpu()
             continue
+        # Not over dims of copies: each would count again.
         dims = tuple(n for n, p in enumerate(gradient.placements) if isinstance(p, Shard))
         key = (gradient.device_mesh, dims)
         spread[key] = spread.get(key, torch.zeros((), dtype=torch.float64)) + square.cpu()
@@ -298,7 +303,6 @@ def reshard_stages(stages: ModelStages) -> ModelStages:
 
 
 def fsdp_modules_in(module: nn.Module) -> list[FSDPModule]:
-    """All parts that `fully_shard` was called with."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 

@@ -16,7 +16,7 @@ from headway.parallel import layout_rules
 from headway.parallel.spatial import rules as spatial
 from headway.parallel.spatial import windows
 from headway.parallel.split_tensor import OperatorRule, SplitKind
-from headway.parallel.tensor.rules import alignment, layers, products, views
+from headway.parallel.tensor.rules import alignment, layers, products
 
 
 def _by_name(*rules: Callable[..., Any]) -> dict[str, OperatorRule]:
@@ -47,8 +47,8 @@ _LAYERS: dict[str, OperatorRule] = {
     "linear": products.linear, "addmm": products.addmm, "matmul": products.matmul,
     "einsum": products.einsum, "attention": products.attention,
     "multi_head_attention": products.multi_head_attention,
-    "reshape": views.reshape, "repeat_interleave": views.repeat_interleave,
-    "triangle": views.triangle, "cat": views.cat,
+    "reshape": alignment.reshape, "repeat_interleave": alignment.repeat_interleave,
+    "triangle": alignment.triangle, "cat": alignment.cat,
     **_by_name(
         layout_rules.reshape_as, layout_rules.t, layout_rules.unbind, layout_rules.unflatten
     ),

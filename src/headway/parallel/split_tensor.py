@@ -117,12 +117,10 @@ class RangeCut:
 
     @property
     def extent(self) -> int:
-        """Of the whole dimension."""
         return self.ranges[-1][1]
 
     @property
     def own(self) -> Range:
-        """What this rank owns."""
         return self.ranges[self.axis.rank]
 
     def __str__(self) -> str:

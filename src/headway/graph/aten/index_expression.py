@@ -31,9 +31,7 @@ class OperatorCall:
     """An operator with the specs of its tensors.
 
     Attributes:
-        kind: As in `Operator`.
         roles: Name of the argument of each input.
-        attributes: As in `Operator`.
     """
 
     kind: str
@@ -46,7 +44,7 @@ class OperatorCall:
         """Of an input.
 
         Raises:
-            Unsupported: It is not given.
+            UnsupportedCall: It is not given.
         """
         if role not in self.roles:
             raise UnsupportedCall(f"no {role}")
@@ -61,14 +59,13 @@ class OperatorCall:
         """An attribute that must be there.
 
         Raises:
-            Unsupported: It is not.
+            UnsupportedCall: It is not.
         """
         if name not in self.attributes:
             raise UnsupportedCall(f"no {name}")
         return self.attributes[name]
 
     def number(self, name: str, default: int) -> int:
-        """An attribute that is a whole number."""
         value = self.attributes.get(name, default)
         return default if value is None else int(value)
 
@@ -119,7 +116,7 @@ def axes_from_expression(call: OperatorCall, form: IndexExpression) -> OperatorA
     """The axes of a call by a form.
 
     Raises:
-        Unsupported: Form and shapes do not fit.
+        UnsupportedCall: Form and shapes do not fit.
     """
     missing = [role for role in call.roles if role not in form.inputs]
     if missing or len(form.outputs) != len(call.outputs):

@@ -62,7 +62,6 @@ class TreeSpec:
 
     @property
     def leaves(self) -> int:
-        """Their number."""
         return 1 if self.kind == "leaf" else sum(part.leaves for part in self.parts)
 
 
@@ -247,6 +246,7 @@ class ModelProxy:
         elsewhere = next((t for t in tensors if t in self._foreign), None)
         if elsewhere is not None:
             raise _forbidden_attribute(name, f"{self._foreign[elsewhere]} is in another stage.")
+        # A method of the model would run all of it, past the stages.
         if getattr(value, "__self__", None) is self._model:
             raise _forbidden_attribute(
                 name, "It is a method of the whole model, and no rank holds all of that."
@@ -277,9 +277,7 @@ def record_call(loss: LossFunction, model: nn.Module, data: Any) -> ModelCall:
     """What a loss calls the model with; nothing behind the call is run.
 
     Args:
-        loss: `loss(model, data)`.
         model: The whole model; it is not run.
-        data: Of one micro-batch.
 
     Raises:
         RecipeError: The loss does not call the model, or uses it in another way.
@@ -345,9 +343,9 @@ class StageInput:
     """A value that a stage takes.
 
     Attributes:
-        source: The stage that makes it, or INPUT.
-        leaf: Of an INPUT: the number of the leaf of the model's call; else the number of the value
-            among those that the source gives.
+        source: The stage that makes it, or MODEL_INPUT.
+        leaf: Of a MODEL_INPUT: number of the leaf of the model's call; else of the value among those
+            that the source gives.
     """
 
     name: str
@@ -372,7 +370,6 @@ class Stage:
     """A part of the model.
 
     Attributes:
-        number: From 0.
         module: Called with the values of `takes`; returns a tuple of those of `gives`, on the last
             stage the model's output. The keys of its state_dict are those of the whole model.
         takes: In the order of the module's arguments.
@@ -380,7 +377,6 @@ class Stage:
         calls: Names of the model's modules that it calls, in order.
         parameters: Logical name -> parameter; tied ones under their first name. The last stage
             also has those that no stage uses (a loss may).
-        buffers: Logical name -> buffer.
         alters: Its forward changes a value that enters it in place.
         updates: Its forward in training changes its buffers.
     """
@@ -406,7 +402,6 @@ class ModelStages:
     """All stages of a model, in the mode in which it is trained.
 
     Attributes:
-        structure: Of the model's call.
         evaluating: The stages in eval mode, cut at the same places; the same ones where the model
             does not look at its mode outside of the modules that are called.
         checks: Refuse to go on where the model has changed in a way that the stages do not see.

@@ -47,7 +47,7 @@ class RangeExchange:
     """What is wanted along one dimension.
 
     Attributes:
-        axis: The ranks that hold it; ALONE: this rank has all of it.
+        axis: The ranks that hold it; SINGLE_RANK_AXIS: this rank has all of it.
         have: By rank of the axis, what each owns.
         want: By rank, what each wants; beyond the tensor there is padding.
     """
@@ -91,28 +91,26 @@ class AxisMessages:
         self._kept: list[Tensor] = []
 
     def send(self, part: Tensor, peer: int) -> None:
-        """Add a message."""
         if self._axis.group is None:
             self._axis.tell("send", 2, part.nbytes)
         else:
             self._add(dist.isend, part.contiguous(), peer)
 
     def receive(self, into: Tensor, peer: int) -> None:
-        """Add a message to come."""
         if self._axis.group is None:
             self._axis.tell("receive", 2, into.nbytes)
         else:
             self._add(dist.irecv, into, peer)
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
-        self._kept.append(tensor)
+        self._kept.append(tensor)  # until the message has left
         self._operations.append(
             dist.P2POp(operation, tensor, group=self._axis.group, group_peer=peer)
         )
 
     def depart(self) -> None:
-        """Start all messages at once."""
         if self._operations:
+            # In one batch: NCCL may wait for ever where two ranks start theirs in different orders.
             self._works = dist.batch_isend_irecv(self._operations)
 
     def land(self) -> None:
@@ -270,6 +268,7 @@ class HaloGradientReturn:
             need = self._left.pop()
             self._sum = _own(self._sum, need)
             if not self._spare:
+                # Autograd may have given the same gradient to others as well.
                 self._sum = self._sum.clone(memory_format=torch.contiguous_format)
                 self._spare = True
             self._flight.land()
@@ -411,6 +410,7 @@ class _Fetch(Function):
         ctx.needs = needs
         kept += HaloFetch(x.detach(), needs).finish()
         box = assemble_box(kept, needs, fill)
+        # A function may not return its input itself.
         return box.view_as(box) if box is kept[0].part else box
 
     @staticmethod

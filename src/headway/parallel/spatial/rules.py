@@ -40,10 +40,9 @@ from headway.parallel.spatial.spatial_context import (
     gather,
     leave_spatial_split,
     local_part_for,
-    reduce_scatter_samples,
     result_ranges,
     splits_from_last_dim,
-    switches_to_samples,
+    sum_over_space,
 )
 from headway.parallel.split_tensor import (
     RangeCut,
@@ -130,7 +129,6 @@ def mean(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """mean, over all dimensions or some."""
     if not (dtype or input.dtype).is_floating_point:
         raise RuleRefused("torch does not define the mean of integers either")
     dims = reduced_dims(input, dim)
@@ -138,21 +136,6 @@ def mean(
     if not keepdim and dims and input.dim() - len(dims) == 2 and not {0, 1} & {*dims}:
         return sum_over_space(input, dims, keepdim, dtype=dtype) / count
     return total(input, dim, keepdim, dtype=dtype) / count
-
-
-def sum_over_space(
-    input: SplitTensor,  # noqa: A002 - torch's name
-    dims: Sequence[int],
-    keepdim: bool,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """A sum over all of space, as before a classifier: each rank gets that of its samples."""
-    held = prod(split.axis.size for split in input.splits.values())
-    alike = held < input.context.copies  # what several ranks have would count several times
-    if alike or not switches_to_samples(input) or not input.splits.keys() <= {*dims}:
-        return total(input, dims, keepdim, dtype=dtype)
-    return reduce_scatter_samples(input, input.local.sum([*dims], keepdim, dtype=dtype))
 
 
 def elementwise_loss(
@@ -207,6 +190,7 @@ def class_loss(
         return loss
     if probable:
         return loss / (input.numel() // input.shape[1])
+    # The mean over all labels that count, which is not the mean of the ranks' means.
     counted = _counted(labels, named.get("weight"), named.get("ignore_index", -100), loss)
     return loss / sum_over_axes(counted, axes)
 
@@ -220,7 +204,6 @@ def _counted(labels: Tensor, weight: Tensor | None, ignored: int, like: Tensor) 
 
 
 def one_hot(x: SplitTensor, num_classes: int = -1) -> Any:
-    """one_hot with a number of classes."""
     if num_classes < 0:
         raise RuleRefused("without num_classes it depends on the largest label")
     return x.like(F.one_hot(x.local, num_classes), x.splits)
@@ -265,6 +248,7 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """cat, along a dimension that is whole; the parts are laid out alike."""
     first = split_tensors_in(tensors)[0]
     place = dim % first.ndim - first.ndim
+    # torch.cat ignores empty tensors of one dimension.
     operands = [t for t in tensors if t.numel() or t.dim() > 1]
     target = result_splits(operands)
     if place in target:
@@ -293,7 +277,7 @@ def pad(
         extent = input.shape[dim]
         axis, ranges = result_ranges(input, dim, extent + before + after)
         have = input.splits[dim].ranges if dim in splits else ((0, extent),)
-        window = SlidingWindow(1, 1, before)
+        window = SlidingWindow(1, 1, before)  # padding is what a window of one entry would want
         needs.append(RangeExchange(dim, axis, have, tuple(window.wanted(r) for r in ranges)))
         if axis is not SINGLE_RANK_AXIS:
             splits[dim] = RangeCut(axis, ranges)
@@ -392,6 +376,7 @@ class _Normalise(Function):
         sums = torch.stack([dweight, dbias]).to(mean.dtype)
         for axis in ctx.axes:
             sums = ordered_all_reduce(sums, axis)
+        # The kernel has taken mean and variance as constants: what flows through them is added.
         if ctx.needs_input_grad[0]:
             scale = torch.rsqrt(variance + ctx.eps)
             common = (scale if weight is None else scale * weight) / count
@@ -414,6 +399,7 @@ def _update(
     running: Sequence[Tensor | None], mean: Tensor, variance: Tensor, count: Tensor, momentum: float
 ) -> None:
     """Running mean and (unbiased) variance, as torch keeps them."""
+    # Normalisation uses the biased variance, the running one is unbiased.
     unbiased = variance * (count / (count - 1))
     for held, now in zip(running, (mean, unbiased), strict=True):
         if held is not None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headway.errors import PlanError
 from headway.graph.ranges import Box, Range, SlidingWindow, balanced_ranges
+from headway.parallel.layout_rules import total
 from headway.parallel.spatial.halo_exchange import (
     SINGLE_RANK_AXIS,
     BoxRedistribution,
@@ -67,7 +68,7 @@ class SpatialContext(SplitContext):
             split of space. 0: never; ranks may then own nothing.
         overlap: Compute the inner part of a convolution while the halos are under way.
         head: Where that split ends: "samples": each rank gets whole samples, its share of them;
-            "gathered": each gets all samples; "auto": see `samples.switches`.
+            "gathered": each gets all samples; "auto": see `switches_to_samples`.
         together: All ranks of the mesh, in the order of their places along the first, second, ...
             of the dimensions that are split. Without it samples are given out where one is split.
     """
@@ -207,6 +208,7 @@ class SpatialContext(SplitContext):
         if self.together is not None:
             return self.together
         split = [axis for axis in self.axes.values() if axis.size > 1]
+        # A copy: axes are compared by identity, and a cut over samples is none of space.
         return replace(split[0]) if len(split) == 1 else None
 
     def boxes(self, shape: Sequence[int], splits: Mapping[int, RangeCut]) -> tuple[Box, ...]:
@@ -397,6 +399,21 @@ def reduce_scatter_samples(x: SplitTensor, local: Tensor) -> Any:
     have = tuple((own, *everything[1:]) for own in split.ranges)
     move = BoxRedistribution(split.axis, have, (everything,) * split.axis.size)
     return x.like(sum_into_boxes(local, move), {0: split})
+
+
+def sum_over_space(
+    input: SplitTensor,  # noqa: A002 - torch's name
+    dims: Sequence[int],
+    keepdim: bool,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """A sum over all of space, as before a classifier: each rank gets that of its samples."""
+    held = prod(split.axis.size for split in input.splits.values())
+    repeated = held < input.context.copies  # what several ranks have would count several times
+    if repeated or not switches_to_samples(input) or not input.splits.keys() <= {*dims}:
+        return total(input, dims, keepdim, dtype=dtype)
+    return reduce_scatter_samples(input, input.local.sum([*dims], keepdim, dtype=dtype))
 
 
 def _sample_split(x: SplitTensor) -> RangeCut:

@@ -45,7 +45,6 @@ from headway.parallel.spatial.halo_exchange import (
     fetch_box,
     fetch_for_operator,
 )
-from headway.parallel.spatial.rules import sum_over_space
 from headway.parallel.spatial.spatial_context import (
     IntPerDimension,
     autocast_operands,
@@ -55,6 +54,7 @@ from headway.parallel.spatial.spatial_context import (
     leave_split_if_narrow,
     result_ranges,
     return_to_spatial_split,
+    sum_over_space,
     window_ranges,
 )
 from headway.parallel.split_tensor import RangeCut, RuleRefused, SplitTensor
@@ -74,6 +74,7 @@ def overlapped_convolution(
             call.outputs[need.dim - FIRST_SPATIAL_DIM],
         )
         inner[need.dim - FIRST_SPATIAL_DIM] = _inside(window, need.own, need.have[-1][1], own)
+    # So little would be left to overlap that one convolution is cheaper than the shell's pieces.
     if any(2 * range_length(i) < range_length(o) for i, o in zip(inner, call.outputs, strict=True)):
         return call.run(assemble_box(fetching.finish(), call.needs), weight, bias)
     first = _compute(fetching.pieces, inner, call, weight, bias)
@@ -193,11 +194,13 @@ class _Convolution(Function):
             shape = list(x.shape)
             for need in call.needs:
                 shape[need.dim] = range_length(need.wish)
+            # Of the input its gradient needs the shape alone; nothing is allocated for that.
             like = x.new_empty(1).expand(shape)
             dbox = call.back(gradient, like, weight, (True, False, False))[0]
             returning = HaloGradientReturn(dbox, call.needs, spare=True)
             del dbox
         mask = (False, bool(ctx.needs_input_grad[1]), bool(ctx.needs_input_grad[2]))
+        # While the gradients of the halos travel.
         _, dweight, dbias = call.back(gradient, assemble_box(pieces, call.needs), weight, mask)
         if returning is not None:
             dx = returning.finish().contiguous()
@@ -226,7 +229,6 @@ def convolution(
     dilation: IntPerDimension = 1,
     groups: int = 1,
 ) -> Any:
-    """conv1d, conv2d, conv3d."""
     if not isinstance(input, SplitTensor) or isinstance(weight, SplitTensor):
         raise RuleRefused("its weight is split")
     count = weight.dim() - 2
@@ -251,6 +253,7 @@ def convolution(
         overlap=input.context.overlap,
     )
     x, weight, bias = autocast_operands(input.local, weight, bias)
+    # Cast before the function, so that autograd casts the gradients back.
     with torch.autocast(x.device.type, enabled=False):
         if all(range_length(out) for out in outputs) and x.shape[0]:
             local = _Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
@@ -271,7 +274,6 @@ def transposed_convolution(
     groups: int = 1,
     dilation: IntPerDimension = 1,
 ) -> Any:
-    """conv_transpose1d, conv_transpose2d, conv_transpose3d."""
     if not isinstance(input, SplitTensor) or isinstance(weight, SplitTensor):
         raise RuleRefused("its weight is split")
     count = weight.dim() - 2
@@ -308,6 +310,7 @@ def transposed_convolution(
                 box, weight, None, lists[0], native[0], native[1], groups, lists[2]
             )
             local = F.pad(local, crop) if any(crop) else local
+    # Behind the rest, so that a rank without outputs gives the bias a gradient of zeros as well.
     if bias is not None:
         local = local + bias.to(local.dtype).view(-1, *[1] * count)
     return input.like(local, splits)
@@ -407,7 +410,7 @@ def _average_pool(
 
 def _average(count: int, divisor: int, box: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
     """Sums over windows, divided."""
-    if count == 1:
+    if count == 1:  # avg_pool1d has no divisor_override
         flat = F.avg_pool2d(box[..., None], [*kernel, 1], [*stride, 1], divisor_override=divisor)
         return flat[..., 0]
     return AVERAGE[count](box, kernel, stride, divisor_override=divisor)

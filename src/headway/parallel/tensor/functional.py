@@ -52,7 +52,7 @@ class CuboidAxes:
         sums: c: X's columns are cut over it, and Y's rows scattered.
         keep: Gathered operands are kept for backward; if not, they are gathered again.
         chunks: Pieces in which rows are scattered, each while the next one is computed.
-        whole_rows: X comes gathered already, from `exchange.gathered_for_parts`.
+        whole_rows: X comes gathered already, from `grid.gather_for_partial_use`.
         ahead: Gathers the next layer's weight as well.
     """
 

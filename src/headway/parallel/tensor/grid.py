@@ -181,6 +181,7 @@ class ProcessGrid:
             out = torch.empty_like(sent[0])
             work = _REDUCE_SCATTER(out, sent.flatten(0, 1), group=self.groups[axis], async_op=True)
             return PendingCollective(work, lambda: out)
+        # Gloo's own reduce-scatter is an all-reduce, which moves twice as much.
         parts = torch.empty_like(sent)
         work = dist.all_to_all_single(parts, sent, group=self.groups[axis], async_op=True)
         return PendingCollective(work, lambda: _summed(parts, sent))
@@ -269,6 +270,7 @@ class WeightPrefetch:
     def gather(self, name: str, weight: Tensor, *, backward: bool) -> PendingCollective:
         """The whole weight of a layer; the one that followed the last time is started as well."""
         version, found = self._coming.pop(name, (-1, None))
+        # An optimiser's step or a checkpoint may have changed the weight since it was gathered.
         if found is None or version != weight._version:
             found = self._grid.gather(weight, "i")
         last = self._last.get(backward)
@@ -322,6 +324,7 @@ def copy_to_ranks(x: Tensor, grid: ProcessGrid, axes: str) -> Tensor:
     axes = _real(grid, axes)
     if not axes:
         return x
+    # view_as: a function may not return its input itself.
     return _apply(x, lambda t: t.view_as(t), lambda g: grid.all_reduce_over(_dense(g), axes))
 
 

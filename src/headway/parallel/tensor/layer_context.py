@@ -55,13 +55,13 @@ class LayerContext(SplitContext):
         companions: Names of weights whose input other weights take as well.
 
     Attributes:
-        surveys: It decides what is split, and nothing is computed.
+        infers: It decides what is split, and nothing is computed.
         ahead: Gathers the next layer's weight.
     """
 
     kind = "layers"
     remedy = "Call .full_tensor() on it before, or name this part of the model in whole=[...]."
-    surveys = False
+    infers = False
     ahead: WeightPrefetch | None = None
 
     def __init__(

@@ -42,7 +42,6 @@ class _Bucket:
 
     Attributes:
         widths: Elements of each in a row.
-        flat: This rank's row.
     """
 
     places: Sequence[ShardedParameterSite]
@@ -82,6 +81,7 @@ class ShardedGradientSync:
             group = _group(place)[0]
             together.setdefault((group.group_name, place.sharded.dtype), []).append(place)
         self._buckets = [_scatter_sums(places) for places in together.values()]
+        # A rank's row is complete, and can be summed with its copies, behind the reduce-scatter.
         for bucket in self._buckets if self._equal is not None else ():
             bucket.work.wait()
             work = dist.all_reduce(bucket.flat, group=self._equal, async_op=True)
@@ -129,6 +129,7 @@ def _padded_chunks(full: Tensor, size: int, dim: int) -> Tensor:
     """A parameter's chunks, one for each rank, each filled up to the first one's length."""
     chunks = torch.chunk(full, size, dim)
     found = full.new_zeros(size, chunks[0].numel())
+    # Of a small tensor `torch.chunk` makes fewer chunks than ranks; the other rows stay zero.
     for row, chunk in zip(found, chunks, strict=False):
         row[: chunk.numel()] = chunk.reshape(-1)
     return found
@@ -136,6 +137,7 @@ def _padded_chunks(full: Tensor, size: int, dim: int) -> Tensor:
 
 def _add_to_shards(bucket: _Bucket) -> None:
     """Add this rank's row to `.grad` of the sharded parameters that anybody used."""
+    # The flags are summed as well: 0 where no rank has used the parameter.
     used = bucket.flat[-len(bucket.places) :].tolist()
     start = 0
     for place, width, flag in zip(bucket.places, bucket.widths, used, strict=True):
@@ -193,7 +195,7 @@ class StageGradientSync:
             raise PlanError(
                 "the gradients of the stages cannot be summed",
                 problems=["fully_shard splits their parameters over copies of the pipeline"],
-                fix="Say which ranks these are: StageSums(..., copies=[...]).",
+                fix="Say which ranks these are: StageGradientSync(..., copies=[...]).",
             )
         for stage in own:
             names = stages[stage].parameters
@@ -271,7 +273,7 @@ def _by_ranks(
 
 
 def _new_groups(wanted: Iterable[ReductionGroup]) -> dict[ReductionGroup, dist.ProcessGroup]:
-    """A group for each that has several ranks; all processes make all groups, in one order."""
+    # `new_group` is collective: every process makes every group, in one order.
     several = [key for key in wanted if len(key[1]) > 1]
     every = sorted({key for found in _gathered(several) for key in found})
     groups = {key: dist.new_group(list(key[1])) for key in every}
@@ -293,6 +295,7 @@ class _FlatAllReduce:
     """One group of parameters over one group of ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        # In one order on all ranks, also where a parameter came first by another stage.
         self._parameters = [parameters[name] for name in sorted(parameters)]
         self._group = group
         self._works: list[dist.Work] = []

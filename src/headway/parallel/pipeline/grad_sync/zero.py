@@ -201,6 +201,7 @@ def _exchange(group: Iterable[_Kept], *, to_whole: bool) -> None:
 
 def _free(group: Iterable[_Kept]) -> None:
     for kept in group:
+        # The Parameter itself stays: the stage's module and graph refer to it.
         kept.whole.untyped_storage().resize_(0)
 
 
@@ -223,7 +224,7 @@ def _gather(group: list[_Kept]) -> None:
 
 
 def _fill(whole: Tensor, parts: Tensor) -> None:
-    """Autograd does not count this as a change: the numbers are those that were there before."""
+    # Autograd does not count a change of `.data`, and need not: the numbers are the ones before.
     whole.untyped_storage().resize_(whole.numel() * whole.element_size())
     for number, part in enumerate(parts):
         rows = _chunk(whole, len(parts), number)

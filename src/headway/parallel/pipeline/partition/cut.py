@@ -105,6 +105,7 @@ def _run(
     updates: dict[int, set[str]] = {}
     for stage in stages:
         before_stage(stage.number)
+        # As messages are: what a stage changes in place must not reach the stage it comes from.
         values = _copies(_entering(stage, given, call))
         inside = flatten(list(values), is_payload)[0]
         _check_whole(stage.number, inside)
@@ -207,7 +208,7 @@ def cut(
         loss: `loss(model, data)`, which calls the model once; it is unwound there.
         data: Of one micro-batch, as the loss gets it.
         stages: How many, for a cut into parts of even weight.
-        weights: Unit -> weight for the even cut, as `Stages.calls` and `list_units` name them
+        weights: Unit -> weight for the even cut, as `Stage.calls` and `list_units` name them
             (measured seconds, say); None: the number of parameters.
         at: In place of `stages`: names of the modules with which the second and all later stages
             begin, with the wildcards of a shell.
@@ -299,6 +300,7 @@ def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
     deepest = max(_level(model, name) for name, _ in model.named_modules())
     most = 0
     closed: dict[str, str] = {}
+    # Coarse calls first: what happens inside of one need not be traceable.
     for level in range(1, deepest + 1):
         found = trace_model(model, call, _at_level(model, level))
         units = [unit.name for unit in cut_units(found)]
@@ -323,6 +325,7 @@ def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> 
     mode = model.training
     with training_mode(model, not mode):
         other = trace_model(model, call, lambda name, _: name not in found.opened)
+        # The code around the calls does not look at the mode: one cut serves both.
         if str(other.graph) == str(found.graph):
             return stages
         names = node_labels(found)
@@ -408,8 +411,6 @@ def cut_module_chain(
     """Make stages of modules that are called one after the other.
 
     Args:
-        loss: As for `cut`.
-        data: As for `cut`.
         chain: For each stage its modules: names in the model, modules of it, or others whose
             parameters and buffers are all the model's (a function as a module, a new Sequential).
 
@@ -424,6 +425,7 @@ def cut_module_chain(
             parts = split_graph(trace, starts)
             examples.forget()
         stages = ModelStages(model, add_unused_parameters(model, parts), call.structure)
+        # In the other mode first: the flags that are kept are those of the mode that is run.
         with training_mode(model, not model.training):
             check_stages_match_model(stages, call)
         return check_stages_match_model(stages, call)

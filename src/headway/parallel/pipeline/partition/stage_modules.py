@@ -183,7 +183,7 @@ def balanced_partition(weights: Sequence[float], parts: int) -> list[int]:
         raise ValueError(f"{count} entries do not make {parts} parts")
     until = [0.0, *accumulate(weights)]
     limit = _solve(until, parts, lambda sum_, best: max(sum_, best))[0]
-    slack = limit * (1 + 1e-12)
+    slack = limit * (1 + 1e-12)  # sums of the same weights in another order are rounded otherwise
 
     def squares(sum_: float, best: float) -> float:
         return best + sum_ * sum_ if sum_ <= slack else float("inf")
@@ -289,6 +289,7 @@ def _exits(
     Sizes and numbers are always relayed: they are not worth an edge.
     """
     found: dict[int, dict[fx.Node, set[int]]] = {part.number: {} for part in parts}
+    # From the last stage on: a relayed value makes the stage before one that takes it in turn.
     for part in reversed(parts):
         for node in part.takes:
             if node.op == "placeholder":
@@ -358,10 +359,11 @@ class _NodeFacts:
             return False
         if not all(self._may_be_copied(n) or self.is_setting(n) for n in node.all_input_nodes):
             return False
+        # What is random is drawn once, and in the model's order.
         return not self.trace.examples.draws(node)
 
     def _may_be_copied(self, node: fx.Node) -> bool:
-        """What is computed from a parameter is not: its gradient would arise in two places."""
+        # What is computed from a parameter may not: its gradient would arise in two places.
         held = self.trace.find(str(node.target)) if node.op == "get_attr" else None
         return self._free[node] and not isinstance(held, nn.Parameter)
 

@@ -123,7 +123,6 @@ class ExampleValues:
         self._kept = None
 
     def forget(self) -> None:
-        """Free the values."""
         self._values = {n: v for n, v in self._values.items() if n.op == "placeholder"}
 
     def know(self, node: fx.Node, value: Any) -> None:
@@ -134,6 +133,7 @@ class ExampleValues:
 
     def value(self, node: fx.Node) -> Any:
         """Of a node, and so of all that it needs."""
+        # An explicit stack: recursion over a deep model's nodes would exceed Python's limit.
         waiting = [node]
         with torch.no_grad(), self._computing():
             while waiting:

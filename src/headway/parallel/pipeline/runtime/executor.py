@@ -119,8 +119,8 @@ class PipelineRanks:
         ranks: Global rank of each rank of the table.
         group: To which all of them belong; used for messages between two ranks only. None: the
             default group.
-        own: What values between stages refer to and each rank has its own of; see `links.Wire`.
-        streams: By global rank: to those with whom memory is shared; see `streams.with_streams`.
+        own: What values between stages refer to and each rank has its own of.
+        streams: By global rank: to those with whom memory is shared.
     """
 
     rank: int
@@ -131,7 +131,6 @@ class PipelineRanks:
     streams: Mapping[int, TensorStream] = field(default_factory=dict)
 
     def wire(self, rank: int) -> StageConnection:
-        """To a rank of the table."""
         peer = self.ranks[rank]
         return StageConnection(self.group, peer, self.device, self.own, self.streams.get(peer))
 
@@ -141,7 +140,6 @@ class PipelineCallbacks:
     """What the executor calls.
 
     Attributes:
-        loss: The recipe's `loss(model, data)`.
         share: (what the loss returned, micro-batch) -> the number on which backward is called.
             Called twice for a micro-batch whose forward is computed again.
         around: (stage, micro-batch, phase) -> contexts of a forward ("forward"), of one that is
@@ -205,8 +203,8 @@ class RankActions:
         self._do = self._bind()
 
     def run(self, microbatches: Sequence[Any]) -> dict[int, Tensor]:
-        """Carry it out; see `Pipeline.run`."""
         self._stages.check()
+        # Bound calls hold these lists: they are filled anew and never replaced.
         self._data[:] = microbatches
         self._keys[:] = self._signatures.of(microbatches)
         self._times = times = [perf_counter()]
@@ -214,6 +212,7 @@ class RankActions:
             for do in self._do:
                 do()
                 times.append(perf_counter())
+            # What the table does not prove to have arrived.
             while self._sent:
                 wait_for_sends(self._sent.popitem()[1])
             times.append(perf_counter())
@@ -279,6 +278,7 @@ class RankActions:
                 elif rank in (source, target):
                     wire = self._team.wire(target if rank == source else source)
                     self._remote[key] = RemoteStageLink(name, self._keys, wire, tag)
+                # Counted for edges between other ranks, too: both ends must come to the same tag.
                 tag += 2 * len(self._keys)
 
     def _make_versions(self, stage: int) -> WeightVersions:
@@ -336,7 +336,7 @@ class RankActions:
                 return partial(self._calls.sync.start, action.stage)
             case ActionKind.WAIT:
                 assert self._calls.sync is not None
-                return self._told(partial(self._calls.sync.wait, action.stage), action)
+                return self._with_report(partial(self._calls.sync.wait, action.stage), action)
 
     def _bind_forward(self, action: Action, version: int) -> BoundCall:
         run, microbatch, data = self._run_of(action), action.microbatch, self._data
@@ -391,7 +391,7 @@ class RankActions:
             for position in retired:
                 wait_for_sends(sent.pop(position))
 
-        return self._told(do if retired else bare, action)
+        return self._with_report(do if retired else bare, action)
 
     def _bind_step(self, action: Action, version: int) -> BoundCall:
         versions, stage = self._versions[action.pipe, action.stage], action.stage
@@ -404,17 +404,17 @@ class RankActions:
 
         return do
 
-    def _told(self, do: BoundCall, action: Action) -> BoundCall:
-        """Say first what is waited for."""
+    def _with_report(self, do: BoundCall, action: Action) -> BoundCall:
+        """Report first what is waited for."""
         doing = self._calls.doing
         if doing is None:
             return do
 
-        def told() -> None:
+        def report_and_do() -> None:
             doing(action)
             do()
 
-        return told
+        return report_and_do
 
     def _run_of(self, action: Action) -> StageExecutor:
         return self._runs[action.pipe, action.stage]
@@ -471,6 +471,7 @@ def open_shared_memory_streams(
     """
     own = team.ranks[team.rank]
     streams = dict(team.streams)
+    # In one order on all ranks: opening a stream waits for the rank at its other end.
     for (a, b), edges in sorted(_edges_between_ranks(schedule).items()):
         ranks = team.ranks[a], team.ranks[b]
         if own in ranks and together(*ranks):
@@ -551,10 +552,6 @@ class Pipeline:
 
         Args:
             microbatches: At most as many as the table has; the model is in eval mode.
-
-        Raises:
-            Stalled: As of `run`.
-            PeerLost: As of `run`.
         """
         count = len(microbatches)
         if count not in self._evaluating:
@@ -577,7 +574,7 @@ class Pipeline:
 
     @property
     def times(self) -> Sequence[float]:
-        """When each action of this rank's row began; see `Row.times`."""
+        """When each action of this rank's row began; see `RankActions.times`."""
         return self._training.times
 
     def message_bytes(self, action: Action) -> int:

@@ -60,7 +60,6 @@ class TensorFormat:
         return (tensor.permute(self.order) if self.order else tensor).contiguous()
 
     def empty(self, device: torch.device) -> Tensor:
-        """A buffer for it, in memory order."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def back(self, dense: Tensor) -> Tensor:
@@ -250,12 +249,7 @@ class StageLink(ABC):
 
 
 class LocalStageLink(StageLink):
-    """Between two stages of this rank.
-
-    Args:
-        name: As of `StageLink`.
-        keys: As of `StageLink`.
-    """
+    """Between two stages of this rank."""
 
     def __init__(self, name: str, keys: Sequence[Hashable]) -> None:
         super().__init__(name, keys)
@@ -360,6 +354,7 @@ class StageConnection:
         found = io.BytesIO()
         pickler = pickle.Pickler(found)
         places = {id(one): number for number, one in enumerate(self._own)}
+        # The context of split tensors, say: it has process groups, which cannot be pickled.
         pickler.persistent_id = lambda one: places.get(id(one))  # type: ignore[method-assign]
         pickler.dump(thing)
         return found.getvalue()
@@ -375,8 +370,6 @@ class RemoteStageLink(StageLink):
     """One end of an edge whose other end is on another rank.
 
     Args:
-        name: As of `StageLink`.
-        keys: As of `StageLink`.
         tag: Of the first micro-batch; each takes two, one for either direction.
     """
 
@@ -500,6 +493,7 @@ class MicrobatchKeys:
     def _key(self, common: int, data: Any) -> Hashable:
         leaves, _ = flatten(data, lambda _: True)
         if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            # An object of the user's may hold tensors of any size: its key never comes again.
             self.unseen.append((common, next(self._numbers)))
             return self.unseen[-1]
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]

@@ -153,6 +153,7 @@ class _Block(nn.Module):
         if self.alters is None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self._watched += [_Watched(self, t, t._version) for t in tensors]
+        # Until the first micro-batch has shown that nothing is changed in place, copies are kept.
         call = _Call(
             block=self,
             arguments=[_Argument.of(leaf, copied=self.alters is not False) for leaf in leaves],
@@ -235,7 +236,7 @@ class _Saved:
         self.value: Tensor | None = None
 
 
-class _RecomputationComplete(BaseException):
+class _RecomputationComplete(BaseException):  # so that no `except Exception` of a block stops it
     """Everything that was saved the first time is there again."""
 
 

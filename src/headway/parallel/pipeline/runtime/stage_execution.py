@@ -90,7 +90,6 @@ class WeightGradients:
 
     Attributes:
         roots: In place of tasks: where a whole backward begins, of a stage without inputs.
-        gradients: Of `roots`.
     """
 
     tasks: list[_Task] = field(default_factory=list)
@@ -112,7 +111,6 @@ def input_gradients(
     """The gradients of a stage's inputs, and what is to be done for its weights later.
 
     Args:
-        roots: Of the stage's outputs.
         inputs: Of the inputs; all of one node. None: all is done later.
 
     Returns:
@@ -124,6 +122,7 @@ def input_gradients(
     starts = graph.starts()
     hooks = [start.node.register_prehook(start.note) for start in starts]
     try:
+        # The branches to the weights are still to be run.
         found = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
     finally:
         for hook in hooks:
@@ -312,7 +311,6 @@ class StageExecutor:
         stages: Of the model, in the mode that is run.
         before: Source stage -> link by which its values come.
         after: Target stage -> link by which values go.
-        loss: The recipe's.
         share: Makes the number on which backward is called of what the loss returned, and the
             number of the micro-batch.
         around: Contexts around (stage, micro-batch, phase); None: none.
@@ -354,6 +352,7 @@ class StageExecutor:
         # Entered a second time, values must be what they were the first time.
         self._copies = recompute and self.stage.alters
         self._stand_in = ModelProxy(stages.model, self._call, stages.foreign)
+        # What enters goes to `_StageEntry` by the side; this makes autograd record its node.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._passes: dict[int, _MicrobatchState] = {}
         self._given = [
@@ -384,9 +383,9 @@ class StageExecutor:
         self._values = ()
 
     def _forward_only(self, microbatch: int, data: Any, now: _MicrobatchState) -> None:
-        """The first of its kind is run with a graph: it shows which gradients will come back."""
         buffers = self._versions.buffers() if self.stage.updates else {}
         known = all(link.knows(microbatch) for link in self._after.values())
+        # The first of its kind is run with a graph: it shows which gradients will come back.
         with torch.set_grad_enabled(not known):
             self._compute(microbatch, data, now, "forward")
             self._give(microbatch)
@@ -552,7 +551,7 @@ class StageExecutor:
 
 
 def _sources(stages: ModelStages, number: int, before: Sequence[int]) -> list[tuple[int, int]]:
-    """For each argument of a stage: INPUT or the number of the link, and the place there."""
+    """For each argument of a stage: MODEL_INPUT or the number of the link, and the place there."""
     found = []
     for entry in stages[number].takes:
         if entry.source == MODEL_INPUT:

@@ -51,7 +51,6 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """Of all three."""
         return self.forward + self.input_grad + self.weight_grad
 
 
@@ -68,9 +67,6 @@ def measure_stage_costs(
 
     Args:
         stages: Of a model; all of it is on this rank.
-        loss: As for `cut`.
-        data: Of one micro-batch.
-        share: As of `PipelineCallbacks`.
         arithmetic: The context of a forward pass (autocast).
     """
     device = next((p.device for p in stages.model.parameters()), torch.device("cpu"))
@@ -112,11 +108,7 @@ def measure_unit_seconds(
     """Measured seconds of the units between which a cut into so many stages chooses.
 
     Args:
-        model: As for `cut`.
-        loss: As for `cut`.
-        data: Of one micro-batch.
         stages: How many stages there will be.
-        arithmetic: As for `measure_stage_costs`.
 
     Raises:
         PlanError: As `cut`; also where the model cannot be cut at every unit.

@@ -48,7 +48,7 @@ class WeightVersions:
         """Run the stage.
 
         Args:
-            version: Of the weights, or LIVE.
+            version: Of the weights, or LIVE_VERSION.
             buffers: Used, and changed, in place of its own: it is run for the second time.
         """
         if version == LIVE_VERSION and not buffers:
@@ -79,14 +79,15 @@ class WeightVersions:
                 weight.grad = None
 
     def begin_step(self, version: int) -> None:
-        """The live parameters are about to change; keep this version unless it is LIVE."""
+        """The live parameters are about to change; keep this version unless it is LIVE_VERSION."""
         if version != LIVE_VERSION:
             self._weights(version)
+            # The version keeps the old memory. New memory, and not a new Parameter: the optimiser
+            # refers to that.
             for parameter in self._live.values():
                 parameter.data = parameter.data.clone()
 
     def drop(self, version: int) -> None:
-        """Nothing will use this version again."""
         self._kept.pop(version, None)
 
 
@@ -128,7 +129,7 @@ class WeightVersionPlan:
         return version if self._is_kept(action, version) else LIVE_VERSION
 
     def ended(self, position: int) -> int:
-        """The version that a STEP ends; LIVE if nothing uses it any more."""
+        """The version that a STEP ends; LIVE_VERSION if nothing uses it any more."""
         action, version = self._row[position], self._ended[position]
         return version if self._is_kept(action, version) else LIVE_VERSION
 

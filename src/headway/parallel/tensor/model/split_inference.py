@@ -161,11 +161,7 @@ class SplitDecisions:
 
 @dataclass
 class FailedSplit:
-    """What is known of a weight that could not be split as it was.
-
-    Attributes:
-        whole: It is left whole.
-    """
+    """What is known of a weight that could not be split as it was."""
 
     blocks: int = 1
     whole: bool = False
@@ -190,7 +186,7 @@ class InferenceContext(LayerContext):
         only: Patterns of names that may be split; none: all.
     """
 
-    surveys = True
+    infers = True
 
     def __init__(
         self,
@@ -303,7 +299,7 @@ class InferenceContext(LayerContext):
         if found is None:
             return self.resolve(weight), self.resolve(bias)
         self.takers.setdefault(id(x), set()).add(name)
-        self.kept.append(x)
+        self.kept.append(x)  # its id is a key of `takers`, and must not be given to another tensor
         outputs, inputs, of_bias = found
         cuts = (inputs, outputs) if flipped else (outputs, inputs)
         if isinstance(bias, UndecidedParameter):
@@ -397,7 +393,7 @@ class InferenceContext(LayerContext):
 
 
 MAX_INFERENCE_RUNS = 60
-"""Runs of the model after which a survey gives up; each blames at least one more weight."""
+"""Runs of the model after which inference gives up; each blames at least one more weight."""
 
 
 def infer_split(
@@ -414,7 +410,6 @@ def infer_split(
 
     Args:
         model: In training mode, as it will be used.
-        loss: `loss(model, batch)`.
         batch: Of a micro-batch, as each rank of the grid will get it.
         whole: Names of parameters or modules, or patterns, that are not split.
         only: Those that may be split; none: all.

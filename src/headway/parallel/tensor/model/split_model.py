@@ -50,7 +50,6 @@ class ParameterSplit:
     """What the context knows of a parameter.
 
     Attributes:
-        name: Logical.
         cuts: One for each dimension, axes with one rank left out; none: it is whole.
     """
 
@@ -169,12 +168,9 @@ def split_model(
 
     Args:
         model: The same on all ranks of the grid, parameters included; in training mode.
-        loss: `loss(model, batch)`; the survey runs it without numbers.
+        loss: `loss(model, batch)`; it is run without numbers.
         batch: A micro-batch, the same on all ranks of the grid.
         whole: Names of parameters or modules, or patterns, that are not split.
-
-    Raises:
-        PlanError: See `survey.survey`.
     """
     return apply_split_decisions(
         model, grid, infer_split(model, loss, batch, grid.plan, whole=whole), settings=settings
@@ -191,13 +187,12 @@ def apply_split_decisions(
     away: Collection[str] = (),
     grids: Mapping[TensorGrid, ProcessGrid] | None = None,
 ) -> SplitModel:
-    """Split a model as a survey has decided.
+    """Split a model as `infer_split` has decided.
 
     Args:
         model: The same on all ranks of the grid.
-        decisions: Of `infer_split`.
         home: Where parameters are held. Modules then hold plain parts of them, which may be cut
-            further: `Split.wrapped` makes the DTensors. None: modules hold DTensors on the grid.
+            further: `SplitModel.wrapped` makes DTensors. None: modules hold DTensors on the grid.
         away: Names of parameters that this rank does not hold.
         grids: The same ranks as the grids of what is split otherwise (`SplitDecisions.islands`).
 
@@ -209,7 +204,7 @@ def apply_split_decisions(
         raise UsageError(
             "these decisions are for another grid or another model",
             why=f"{len(names ^ set(decisions.cuts))} parameters differ.",
-            fix="Take the survey of this model on this grid.",
+            fix="Infer the split of this model on this grid: infer_split(...).",
         )
     known = {grid.plan: grid, **(grids or {})}
     contexts = {
