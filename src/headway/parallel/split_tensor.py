@@ -144,6 +144,11 @@ class SplitContext(ABC):
     kind: ClassVar[SplitKind]
     remedy: ClassVar[str]
 
+    @property
+    @abstractmethod
+    def rules(self) -> Mapping[str, OperatorRule]:
+        """The rules of this kind of split, `operator_rules.RULES[kind]`."""
+
     @abstractmethod
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out a function of torch on split tensors."""
@@ -179,12 +184,9 @@ class SplitContext(ABC):
         Raises:
             RuleRefused: There is none, or none for tensors that are cut so.
         """
-        # Rules make and take split tensors, so that the table of them imports this module.
-        from headway.parallel.operator_rules import RULES
-
         if any(x.context.kind != self.kind for x in split_tensors_in(args, kwargs)):
             raise RuleRefused("one operand is of a split layer, another one of a split sample")
-        rule = RULES[self.kind].get(torch_function_name(func))
+        rule = self.rules.get(torch_function_name(func))
         if rule is None:
             raise RuleRefused("there is no rule that makes it equal to the unsplit model")
         return rule(self, func, *args, **kwargs)

@@ -344,8 +344,8 @@ class StageInput:
 
     Attributes:
         source: The stage that makes it, or MODEL_INPUT.
-        leaf: Of a MODEL_INPUT: number of the leaf of the model's call; else of the value among those
-            that the source gives.
+        leaf: Of a MODEL_INPUT: number of the leaf of the model's call; else of the value among
+            those that the source gives.
     """
 
     name: str

@@ -36,6 +36,7 @@ from headway.parallel.spatial.halo_exchange import (
 )
 from headway.parallel.split_tensor import (
     WHOLE_DIMENSION,
+    OperatorRule,
     RangeCut,
     RuleRefused,
     SpatialAxis,
@@ -82,6 +83,13 @@ class SpatialContext(SplitContext):
     whole_in_messages: ClassVar[bool] = True
     kind = "space"
     remedy = "Gather it first: headway.parallel.spatial.gather(x) gives the whole tensor."
+
+    @property
+    def rules(self) -> Mapping[str, OperatorRule]:
+        # The rules take this module's contexts, so that the table of them imports this module.
+        from headway.parallel.operator_rules import RULES
+
+        return RULES["space"]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a function of torch gives.

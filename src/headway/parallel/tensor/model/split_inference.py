@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from headway.capture.fake_tensors import FakeContext
 from headway.errors import PlanError
+from headway.parallel.operator_rules import RULES
 from headway.parallel.pipeline.stages import user_line
 from headway.parallel.split_tensor import (
     WHOLE_DIMENSION,
@@ -186,6 +187,7 @@ class InferenceContext(LayerContext):
         only: Patterns of names that may be split; none: all.
     """
 
+    rules = RULES["layers"]
     infers = True
 
     def __init__(

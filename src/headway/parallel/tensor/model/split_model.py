@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import UsageError
+from headway.parallel.operator_rules import RULES
 from headway.parallel.split_tensor import (
     RuleRefused,
     SplitTensor,
@@ -67,6 +68,7 @@ class ExecutionContext(LayerContext):
         plain: Modules hold parts as plain tensors; a DTensor among them is one whose rows are away.
     """
 
+    rules = RULES["layers"]
     plain = False
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
