@@ -147,7 +147,7 @@ def module_of(node: fx.Node) -> str:
     if _PATH in marked:
         return str(marked[_PATH])
     entries = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(entries[-1][0]) if entries else ""
+    path = str(entries[-1][0]) if entries else ""  # the last entry is the innermost module
     return path.partition("@")[0]  # "@1": called for the second time
 
 
@@ -188,6 +188,7 @@ def outputs_of(name: str, node: fx.Node, result: Any) -> dict[int, tuple[str, Te
     """The tensors among the results that somebody uses, by their place."""
     if not several(result):
         return {0: (name, result)} if isinstance(result, Tensor) else {}
+    # Whoever takes the tuple whole (an output, say) uses all of it.
     used = {u.args[1] for u in node.users if u.target is operator.getitem and u.users}
     whole = any(user.target is not operator.getitem for user in node.users)
     return {

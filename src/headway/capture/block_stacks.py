@@ -60,7 +60,7 @@ def find_stacks(model: nn.Module) -> tuple[BlockStack, ...]:
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     held: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     held += model.named_buffers(remove_duplicate=False)
-    uses.update(id(tensor) for _, tensor in held)
+    uses.update(id(tensor) for _, tensor in held)  # tied tensors count twice
     return tuple(_stacks(model, "", uses))
 
 
@@ -122,7 +122,7 @@ def plain(value: Any) -> Any:
         return type(value), frozenset(plain(inner) for inner in value)
     if isinstance(value, functools.partial):
         return functools.partial, plain(value.func), plain(value.args), plain(value.keywords)
-    return object, id(value)
+    return object, id(value)  # nothing is assumed to be equal unchecked
 
 
 def _parameter_spec(tensor: Tensor | None) -> Any:
@@ -274,6 +274,7 @@ class ForwardWalk(TorchFunctionMode):
             self._settle(leaf, found)
         if found.stack in (-1, self._stack):
             return found
+        # Only the ends exist in the short model, too; seen from outside the last ones count back.
         blocks = len(self.stacks[found.stack])
         ends = {0: 0, blocks - 2: -2, blocks - 1: -1}
         if found.block not in ends:
@@ -340,6 +341,7 @@ class ForwardWalk(TorchFunctionMode):
                     raise BlocksDifferError("a block returns what others have made")
                 self._settle(leaf, TensorOrigin(self._stack, place, ("result", number)))
                 described.append(("made", *_spec(leaf)))
+        # The second block, because the first may be given tensors of another kind.
         if place == 1:
             self._returned = [(described, shape)]
         return described, shape
@@ -469,7 +471,8 @@ def _capture_by_blocks(
     before = module_signature(called.model)
     with quiet():
         stacks = _walked(called, stacks, data, fakes)
-    if module_signature(called.model) != before:  # the code leaves something behind
+    # The forward has left something behind in the model: a second trace would not be the first.
+    if module_signature(called.model) != before:
         return None
     paths = _paths(called.model)
     with with_short_stacks(stacks):

@@ -131,7 +131,9 @@ class DataIndependentValues(TorchFunctionMode):
             self._alive.update((id(leaf), leaf) for leaf in made)
             self._noted.append((func, args, kwargs, result))
         elif _changes(name, kwargs) and any(id(tensor) in self._alive for tensor in tensors):
-            self._alive.clear()  # which ones share its memory is not known
+            # A value that depends on data was written into one of them; which others share its
+            # memory is not known.
+            self._alive.clear()
             self._noted.clear()
         return result
 

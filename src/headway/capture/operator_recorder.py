@@ -70,6 +70,7 @@ def _key(
 
     leaves = tuple(describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs))))
     names = tuple(kwargs)
+    # Autocast changes what is saved; all fake tensors are on the CPU.
     return (target, leaves, names, tuple(used), torch.is_autocast_enabled("cpu"))
 
 
@@ -367,8 +368,10 @@ class OperatorRecorder:
         made = [value for _, value in outputs.values()]
         if not made:
             return
+        # Under no_grad inputs may want gradients that nobody computes.
         kept = any(value.requires_grad for value in made)
         needs = tuple(kept and bool(tensor.requires_grad) for _, _, tensor in tensors)
+        # A view is a result in memory that was there before the call.
         view = all(id(m.untyped_storage()) in before for m in made)
         mutable = bool(target._schema.is_mutable)
         for tensor_name, value in outputs.values():

@@ -89,7 +89,7 @@ def to_safetensors(source: Path, destination: Path) -> ConversionResult:
         out.flush()
         out.truncate(len(head) + sum(entry.bytes for entry in entries))
         os.fsync(out.fileno())
-    partial.rename(destination)
+    partial.rename(destination)  # only now: the name never stands for half a file
     sync_directory(destination.parent)
     return ConversionResult(
         path=destination, tensors=len(names), bytes=sum(entry.bytes for entry in entries)
@@ -106,6 +106,7 @@ def from_safetensors(source: Path, destination: Path) -> ConversionResult:
         CheckpointError: Not a safetensors file, an unknown element type, or a directory in use.
     """
     stored, _ = read_header(source)
+    # An empty directory is as good as none.
     if destination.is_dir() and not any(destination.iterdir()):
         destination.rmdir()
     _refuse_existing(destination)
@@ -187,7 +188,7 @@ def _contiguous_runs(chunk: StoredChunk, entry: TensorEntry) -> Iterator[tuple[i
     inner = dims
     while inner and chunk.shape[inner - 1 :] == entry.shape[inner - 1 :]:
         inner -= 1
-    inner = max(0, inner - 1)
+    inner = max(0, inner - 1)  # rows of the last dimension that is cut follow each other, too
     length = size * math.prod(chunk.shape[inner:])
     base = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
     for index in product(*(range(extent) for extent in chunk.shape[:inner])):

@@ -103,7 +103,7 @@ class StagingBuffer:
         start = 0
         for piece in pieces:
             source = local_data(tensors[piece.name].detach())
-            part = source[piece.rows] if source.dim() else source
+            part = source[piece.rows] if source.dim() else source  # a number has no rows
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)
             place.copy_(part, non_blocking=True)  # asynchronous only from a GPU to pinned memory
             staged[piece.name] = place

@@ -117,6 +117,7 @@ def load(
     if group is not None:
         collective_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
         return
+    # As in `save`: the documented order of calls of a single process.
     planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
@@ -293,6 +294,7 @@ class SafetensorsReader(StorageReader):
             work.setdefault(chunk.file, []).append((chunk, item))
         for name in sorted(work):
             with (self._checkpoint / name).open("rb", buffering=0) as file:
+                # Forwards through the file: disks read ahead.
                 for chunk, item in sorted(work[name], key=lambda pair: pair[0].start):
                     tensor = planner.resolve_tensor(item).detach()
                     _read_box(file, chunk, item, tensor)

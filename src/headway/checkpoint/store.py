@@ -143,6 +143,7 @@ class CheckpointStore:
         self.wait()
         snapshot = decode_facts(encode_facts(dict(facts)))  # training may change the facts too
         manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
+        # Every rank computes the same partition without communication.
         everything = self._all(tensors, holdings)
         pieces = partition_writes(everything, self.ranks)[self.rank]
         staged = self._staging.copy(pieces, tensors)

@@ -145,6 +145,7 @@ class WorkerFetcher:
             # with workers would then draw other random numbers than without.
             generator=torch.Generator(),
         )
+        # The difference is this loader's workers; torch keeps them to itself.
         before = set(multiprocessing.active_children())
         self._items: Iterator[Any] | None = _started(loader)
         self._processes = set(multiprocessing.active_children()) - before
@@ -177,11 +178,11 @@ class WorkerFetcher:
         if self._items is None:
             return
         atexit.unregister(self.close)
-        os.write(self._tell.fileno(), b"." * self._workers)
+        os.write(self._tell.fileno(), b"." * self._workers)  # a byte for each to read
         self._items = None
         for process in self._processes:
             process.join(_GRACE + 1)
-            if process.is_alive():
+            if process.is_alive():  # stuck in the data set, or stopped
                 process.kill()
                 process.join()
         self._listen.close()
@@ -232,7 +233,7 @@ def _enter_worker(listen: Connection, tell: Connection, _: int) -> None:
 
 def _leave(listen: int) -> None:
     """End this process: at once if the rank has died (end of file), later if it says so."""
-    if os.read(listen, 1):
+    if os.read(listen, 1):  # a byte: the loader was closed; nothing: its end of the pipe is gone
         time.sleep(_GRACE)
     os._exit(0)
 
@@ -307,7 +308,7 @@ class Loader:
         self._reader = MicroBatchReader(
             source, SampleOrder(self._length, cursor.seed, shuffle=shuffle)
         )
-        self._current: InProcessFetcher | WorkerFetcher | None = None
+        self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
     def __iter__(self) -> Iterator[RankBatch]:
         self.close()

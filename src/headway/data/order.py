@@ -133,7 +133,7 @@ class Cursor:
         names = ("seed", "epoch", "position")
         if (
             set(facts) != set(names)
-            or not all(type(facts[name]) is int for name in names)
+            or not all(type(facts[name]) is int for name in names)  # True is no count
             or min(facts["epoch"], facts["position"]) < 0
         ):
             raise DataError(
@@ -187,6 +187,7 @@ def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tu
         )
     count = batch if rest >= batch else 0 if drop_last else rest
     left = rest - count
+    # The cursor never stands on a rest that will be left out: equal places have equal cursors.
     if count == 0 or left == 0 or (drop_last and left < batch):
         return count, Cursor(cursor.seed, cursor.epoch + 1, 0)
     return count, Cursor(cursor.seed, cursor.epoch, cursor.position + count)

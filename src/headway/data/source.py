@@ -47,7 +47,7 @@ class GlobalGenerators:
         self._moved = True
         # Not `torch.manual_seed`: that also seeds every accelerator, or queues it, on each call.
         torch.default_generator.manual_seed(seed)
-        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
         random.seed(seed)
 
     def restore(self) -> None:
@@ -154,7 +154,7 @@ class DatasetSource:
         for index, seed in zip(indices, seeds, strict=True):
             generators.seed(seed)
             samples.append(self._sample(index))
-        generators.seed(seeds[0])
+        generators.seed(seeds[0])  # for a collate function that draws
         return self._joined(indices, samples)
 
     def _sample(self, index: int) -> Any:
@@ -284,6 +284,7 @@ class MemmapSource:
                 )
             except OSError as error:
                 raise unreadable(self.path, error) from error
+            # Views of overlapping windows: nothing is read before a sample is asked for.
             windows = sliding_window_view(tokens.view(np.ndarray), self.window + 1)
             self._windows = windows[:: self.window]
         return self._windows
@@ -450,6 +451,7 @@ def as_source(examples: Any) -> Source:
             why="A map-style data set has __len__ and __getitem__; a source has __len__ and read.",
             fix="Give one of these; for files see MemmapSource and ArraySource.",
         )
+    # They have a length and items, and would fail at the first sample only.
     if isinstance(examples, str | bytes | dict):
         raise DataError(
             f"a {kind} is not a data set",

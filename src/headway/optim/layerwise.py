@@ -227,6 +227,7 @@ class Layerwise(Optimizer):
             layer.index = index
         own = None
         if self.shared_norms is not None and adapted:
+            # The work of a norm, in elements; a small layer costs its call.
             sizes = [layer.weight.numel() + CALL_ELEMENTS for layer in adapted]
             own = self.shared_norms.own(sizes, adapted[0].weight.device)
         if own is None:
@@ -263,6 +264,7 @@ class Layerwise(Optimizer):
                 measured = _measure(chunk, directions)
         else:
             measured = table[chunk.indices].to(chunk.device)
+        # In float64 up to here, so that shared and own norms give the same bits.
         ratios = self._ratios(chunk, *measured.unbind(1)).to(chunk.exact)
         self._update(chunk, directions, ratios.unbind())
 
@@ -334,11 +336,12 @@ def _measure(chunk: LayerChunk, directions: Sequence[Tensor]) -> Tensor:
 
 def _chunks(layers: Iterable[LayerStep]) -> Iterator[LayerChunk]:
     """Neighbours of one kind, on a CPU about `CHUNK_ELEMENTS` together, on a GPU all of them."""
-    ordered = sorted(layers, key=attrgetter("kind"))
+    ordered = sorted(layers, key=attrgetter("kind"))  # stable: the same chunks on all ranks
     for _, members in groupby(ordered, key=attrgetter("kind")):
         taken: list[LayerStep] = []
         size = 0
         for layer in members:
+            # A GPU has no such cache: one kernel for all layers is best there.
             on_cpu = layer.weight.device.type == "cpu"
             if taken and on_cpu and size + layer.weight.numel() > CHUNK_ELEMENTS:
                 yield LayerChunk(tuple(taken))

@@ -66,7 +66,7 @@ class WarmUp(LRScheduler):
         self._then = None if then is None else _checked(then(optimizer))
         self._rates = _rates(optimizer)
         self._factor = 1.0
-        super().__init__(optimizer)
+        super().__init__(optimizer)  # takes the first step: the rates of step 0
 
     def factor(self, step: int) -> float:
         """What the rates of optimiser step `step`, counted from 0, are multiplied by."""

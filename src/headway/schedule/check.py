@@ -346,6 +346,7 @@ def find_misordered_messages(table: CellIndex) -> Iterator[Violation]:
     for lane, posts in posted.items():
         pairs = ((p, sent[lane].get(edge)) for edge, p in posts.items() if lane in sent)
         matched = [(post, send) for post, send in pairs if send]
+        # In the order of the POSTs, the order of the SENDs must not go back.
         matched.sort(key=lambda pair: pair[0].position)
         for (_, before), (post, send) in itertools.pairwise(matched):
             if send.position < before.position:
@@ -385,6 +386,7 @@ def find_deadlocks(table: CellIndex, broken: Collection[tuple[int, int]]) -> Ite
     order = table.schedule.order
     needs = {place: cells for place, cells in _needs(table).items() if place not in broken}
     reached = _reached(order, needs)
+    # Every stuck rank waits for one other stuck rank: following them ends in a circle.
     stuck: dict[int, tuple[TableCell, TableCell]] = {}
     # Cells without needs never stop a rank: where one stands still, something it needs is unmet.
     for rank, position in enumerate(reached):
@@ -459,7 +461,7 @@ def _all_reduces(table: CellIndex) -> Iterator[tuple[TableCell | None, TableCell
     }
     for (rank, stage), cells in table.of_stage.items():
         for wait in cells_of_kinds(cells, ActionKind.WAIT):
-            own = syncs[rank, stage]
+            own = syncs[rank, stage]  # the WAIT is for the last of them before it, number k
             k = sum(sync.position < wait.position for sync in own) - 1
             for holder in table.schedule.holders(stage):
                 theirs = syncs.get((holder, stage), [])
@@ -631,6 +633,7 @@ def _not_that_of_the_forward(cell: TableCell, table: CellIndex) -> list[Violatio
 
 
 def _too_old(cell: TableCell, steps: int, stages: int) -> list[Violation]:
+    # On PipeDream's first stage D - 1 STEPs happen between a forward and its gradient.
     age, most = steps - cell.action.version, max(1, stages - 1)
     if age <= most:
         return []

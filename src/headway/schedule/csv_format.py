@@ -163,8 +163,9 @@ def read_header(entries: Sequence[HeaderEntry], problems: list[CsvProblem]) -> d
     values: dict[str, Any] = {"pipes": ()}
     seen: set[tuple[str, str]] = set()
     for entry in entries:
+        # "# note: ..." is a comment; "# nmae: ..." is taken for a mistyped key.
         if entry.sign == ":" and not get_close_matches(entry.key, _KEYS, cutoff=0.75):
-            continue  # a comment
+            continue
         try:
             if (entry.key, entry.part) in seen:
                 raise ValueError(f"{entry.key} {entry.part}".strip() + " is there already")
@@ -436,6 +437,7 @@ def _torch_actions(
                 key = (pipe.name, stage, microbatch, message.carries_gradient)
                 posted.setdefault(key, []).append(message)
         else:
+            # W needs no message: its I has taken the gradient.
             backward = word.kind in "BI"
             if word.kind != ActionKind.WEIGHT_GRAD:
                 for post in posted.pop((pipe.name, stage, microbatch, backward), ()):

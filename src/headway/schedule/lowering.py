@@ -186,6 +186,7 @@ class _Room:
     def take(self, rank: int, first: int, position: int) -> int:
         """Reserve room before `position`, from `first` or from where there is room."""
         held = self.held[rank]
+        # Backwards from the consumer: the room must be free from the POST up to there.
         start = position
         while start > first and held[start - 1] + self.unit <= self.bound + _ROUNDING:
             start -= 1
@@ -215,6 +216,7 @@ def _in_common_order(
     for message in in_order:
         ends = sorted((message.giver[0], message.taker[0]))
         of_pair.setdefault((ends[0], ends[1]), []).append(message)
+    # The k-th operation on one side must be the counterpart of the k-th on the other.
     moved: dict[Message, int] = {}
     for pair, shared in of_pair.items():
         for rank in pair:
@@ -237,7 +239,7 @@ def _order_side(
             after = message.giver[1] + 1
         else:
             wished[message] = max(posts[message], after)
-    before: float = math.inf
+    before: float = math.inf  # of all that come later in the common order, the earliest place
     for message in reversed(shared):
         if message.giver[0] == rank:
             before = min(before, message.giver[1])

@@ -213,9 +213,9 @@ def _peak(
         if action.kind == ActionKind.FORWARD:
             held += least
         elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
-            held += whole - least
+            held += whole - least  # recomputed: everything is there again while backward runs
         peak = max(peak, held)
-        held -= frees.get(action.kind, 0.0) * whole
+        held -= frees.get(action.kind, 0.0) * whole  # after the peak: it is held while it runs
     return peak
 
 
@@ -234,6 +234,7 @@ def _versions(actions: tuple[Action, ...]) -> dict[int, int]:
     for action in actions:
         if action.kind in COMPUTE_KINDS and action.version != NO_NUMBER:
             uses.setdefault(action.stage, Counter())[action.version] += 1
+    # `+uses` drops versions without further uses: those are let go.
     newest = dict.fromkeys(uses, 0)
     most = dict.fromkeys(uses, 1)
     for action in actions:

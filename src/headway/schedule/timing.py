@@ -129,7 +129,7 @@ class _WiringBuilder:
             tuple(self._number(rank, action) for action in actions)
             for rank, actions in enumerate(self.schedule.order)
         )
-        made.events = len(made.actions)
+        made.events = len(made.actions)  # messages and all-reduces are numbered behind the cells
         self.needs = [[] for _ in made.actions]
         self.sends = [[] for _ in made.actions]
         self._wire_compute()
@@ -412,7 +412,7 @@ class _Execution:
         self.clock = [0.0] * len(order)
         self.link_free = [0.0] * wiring.links
         self.waiting: dict[int, list[int]] = {}
-        self.able = list(range(len(order) - 1, -1, -1))
+        self.able = list(range(len(order) - 1, -1, -1))  # a stack: rank 0 goes first
         self.arrived = [0] * len(wiring.syncs)
         self.lanes = AllReduceLanes(len(order))
         self.ready_syncs: list[tuple[float, int, int]] = []
@@ -459,12 +459,13 @@ class _Execution:
 
     def _send(self, cell: int, time: float) -> None:
         for event, link, wire_seconds, latency in self.wiring.sends[cell]:
+            # The link is busy while the bytes leave; latency does not occupy it.
             left = max(time, self.link_free[link]) + wire_seconds
             self.link_free[link] = left
             self._happens(event, left + latency)
 
     def _happens(self, event: int, time: float) -> None:
-        self.made.at[event] = time
+        self.made.at[event] = time  # ranks that waited for it look at their cell again
         self.able += self.waiting.pop(event, ())
 
     def _join(self, number: int, time: float) -> None:
@@ -602,6 +603,8 @@ class FixedOrder:
         for cell in run.done:
             action, rank = wiring.actions[cell], wiring.ranks[cell]
             stage, ahead = action.stage, action.kind == ActionKind.FORWARD
+            # Of a chain of stages a cell needs one message at most; what it needs of its own rank
+            # stands before it there.
             sources = [place[giver[event]] for event in wiring.needs[cell] if event in giver]
             source = sources[0] if sources else -1
             seconds = _SECONDS[action.kind] * schedule.stages + stage
@@ -668,6 +671,7 @@ class OneFOneBOrder:
         cells: list[OrderedCell] = []
         last, come, back_ = [-1] * p, [-1] * (p + 1), [-1] * (p + 1)
         for ahead, back in self._seconds():
+            # From the last rank on, because each reads what the rank before made a second earlier.
             for rank in reversed(range(p)[ahead]):
                 link, border = (2 * rank, rank) if rank < p - 1 else (-1, -1)
                 cells.append((last[rank], come[rank], rank, link, border))
@@ -717,6 +721,7 @@ class OneFOneBOrder:
             (backward, there_back[1:], free_back, sent_back, delay_back, there_back[:-1]),
         )
         for back, ranks in self._sweeps:
+            # Slices are views: what is written into `go` is read as `come` of the next rank.
             seconds, come, link, wire_, wait, go = ways[back]
             time, left = clock[ranks], link[ranks]
             np.maximum(time, come[ranks], out=time)

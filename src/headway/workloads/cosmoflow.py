@@ -145,6 +145,7 @@ def _pressureless(q: Array, alpha: float, beta: float) -> Array:
 
 def power(k: Array, universe: Cosmology) -> Array:
     """Linear P(k) today, in (Mpc/h)^3."""
+    # sigma_8 is by definition the deviation in spheres of 8 Mpc/h.
     amplitude = universe.sigma_8**2 / _variance(universe, 8.0)
     return amplitude * _shape(k, universe)
 
@@ -206,7 +207,7 @@ class PeriodicBox:
     def square(self) -> Array:
         """k^2; 1 where k is 0, which carries nothing."""
         square: Array = sum((k**2 for k in self.waves()), start=np.zeros(()))
-        square[0, 0, 0] = 1.0
+        square[0, 0, 0] = 1.0  # a divisor; the mean itself is set to 0
         return square
 
     def linear(self, noise: Array, universe: Cosmology) -> NDArray[np.complex128]:
@@ -348,7 +349,7 @@ class Universes:
         made = self._made.get(sample)
         if made is None:
             made = matter(self.seed, self.first + sample, self.box, order=self.order)
-            if len(self._made) * made[0].nbytes < KEPT:
+            if len(self._made) * made[0].nbytes < KEPT:  # the first ones stay: none is evicted
                 self._made[sample] = made
         return made
 
@@ -578,7 +579,7 @@ def fit(model: CosmoFlow, x_NCDHW: Tensor) -> None:
         model: Without batch normalisation, which does this in every step. Not on the meta device.
     """
     x, training = x_NCDHW, model.training
-    model.eval()
+    model.eval()  # without dropout, which would add its noise to the deviations
     blocks = (layer for block in model.blocks for layer in block.children())
     for layer in (*blocks, nn.Flatten(), *model.head):
         if isinstance(layer, nn.Conv3d | nn.Linear):

@@ -52,6 +52,7 @@ class Gratings:
         return torch.from_numpy(np.stack(images)), torch.tensor(classes)
 
     def _sample(self, index: int) -> tuple[Any, int]:
+        # Counter-based: sample i is the same in whatever order samples are read.
         random = np.random.Generator(np.random.Philox(key=[self.seed, self.first + index]))
         chosen = int(random.integers(CLASSES))
         angle, phase = np.pi * chosen / CLASSES, random.uniform(0, 2 * np.pi)
@@ -91,6 +92,7 @@ def source(split: Split, images: Images, *, width: int, count: int, seed: int = 
     """
     if images == "digits":
         return digits(split)
+    # Numbers that no training set reaches.
     return Gratings(count, width, first=0 if split == "train" else 1 << 32, seed=seed)
 
 

@@ -59,6 +59,7 @@ class SourceFile:
 
 def split_of(name: str) -> Split:
     """Which split the file of this relative name belongs to; about 5 % of the names validate."""
+    # Not `hash`, which differs from process to process.
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     bucket = int.from_bytes(digest[:8], "big") % 1000
     return "validation" if bucket < VALIDATION_PER_MILLE else "train"
@@ -120,6 +121,7 @@ def text_file(
     members = [file for file in files if split_of(file.name) == split]
     size = sum(file.size + 1 for file in members)
     folders = cache_folders() if directory is None else (Path(directory),)
+    # In all folders before any is written: the text may lie in the second one already.
     for folder in folders:
         if _is_whole(folder / name, size):
             return folder / name
@@ -439,6 +441,7 @@ def generate(
     try:
         for _ in range(count):
             tokens_BT = torch.tensor([list(text[-model.config.window :])], device=device)
+            # Drawn on the CPU in float64: the same text on every device that agrees on the logits.
             logits_V = model(tokens_BT)[0, -1].double().cpu()
             text.append(_draw(logits_V, temperature, generator))
     finally:

@@ -94,9 +94,10 @@ def read_nifti(path: str | Path) -> NiftiVolume:
             where=str(path),
             why=f"{size} bytes of voxels from byte {int(offset)} on, of {len(content)}",
         )
+    # nifti1.h: the first dimension is the fastest.
     flat = np.frombuffer(content, dtype, size // dtype.itemsize, int(offset))
     voxels = flat.reshape(shape, order="F")
-    if slope not in (0.0, 1.0) or (slope and start):
+    if slope not in (0.0, 1.0) or (slope and start):  # 0 means that nothing is scaled
         voxels = voxels * slope + start
     (stated,) = struct.unpack_from(f"{order}h", content, 254)
     rows = struct.unpack_from(f"{order}12f", content, 280) if stated else (0.0,) * 12

@@ -226,7 +226,7 @@ def _intercept_layers(model: nn.Module, handle: Callable[[LayerCall], Tensor]) -
 
     def enter(path: str, *_: Any) -> None:
         if not path:
-            mode.counts.clear()  # a new forward pass
+            mode.counts.clear()  # a new forward pass: its first call of a layer is "#1" again
         mode.paths.append(path)
 
     def leave(*_: Any) -> None:
@@ -348,6 +348,7 @@ def measure_algorithms(
         model.zero_grad(set_to_none=True)  # else their end would count as less than nothing
         return peak_bytes(both, clock)
 
+    # Peaks first and alone: a profiler that notes allocations would spoil the times.
     whole, peak = math.inf, most()
     for key, some in trials.items():
         for trial in some:

@@ -64,10 +64,11 @@ def measure_skew(group: dist.ProcessGroup, device: torch.device) -> float:
     plain, after = [], []
     for _ in range(_ROUNDS):
         plain.append(clock.once(sums))
-        for _ in range(5):
+        for _ in range(5):  # equal work on all ranks, which they do not end together
             one @ one
         clock.wait()
         after.append(clock.once(sums))
+    # The wait is taken to grow with the logarithm of the ranks: hence per doubling.
     return max(0.0, median(after) - median(plain)) / math.log2(ranks)
 
 
@@ -90,6 +91,7 @@ def measure_overlap(group: dist.ProcessGroup, device: torch.device) -> float:
         work.wait()
 
     calls = (computed, partial(dist.all_reduce, buffer, group=group), both)
+    # The first round, in which buffers and connections are made, does not count.
     times = [[clock.once(call) for call in calls] for _ in range(_ROUNDS + 1)][1:]
     columns = zip(*times, strict=True)
     slowest = [slowest_of(list(column), group=group, device=device) for column in columns]

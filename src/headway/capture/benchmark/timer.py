@@ -118,6 +118,7 @@ def time_in_rounds(
             found.append(visit())
         own = [n for times in found for n in times]
         end, longest = slowest([time.perf_counter() - start, sum(own)])
+        # Zeros of all others: the maximum is then, place by place, the slowest rank's own times.
         each = iter(slowest(own if sum(own) >= longest else [0.0] * len(own)))
         rounds.append([tuple(next(each) for _ in times) for times in found])
     return [tuple(map(_usual, zip(*times, strict=True))) for times in zip(*rounds[1:], strict=True)]

@@ -97,7 +97,7 @@ def _acquire(lock: int, deadline: float) -> bool:
             if time.monotonic() > deadline:
                 return False
         time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+        pause = min(2 * pause, 0.02)  # holders need milliseconds
 
 
 class BlobStore:
@@ -186,7 +186,7 @@ class BlobStore:
         for first in [*range(start, self._samples, _SCAN), *range(0, start, _SCAN)]:
             records = os.pread(self.index, _SCAN * RECORD.size, first * RECORD.size)
             places = np.frombuffer(records[: len(records) // 16 * 16], "<u8")[::2]
-            stored: list[int] = places.nonzero()[0].tolist()
+            stored: list[int] = places.nonzero()[0].tolist()  # 0: not there
             if stored:
                 return int(first) + stored[0]
         return None
@@ -212,7 +212,7 @@ class BlobStore:
         """The blob at a place; None if it is not a sound one of this sample."""
         if size < HEADER.size or begin + size > os.fstat(self.data).st_size:
             return None
-        stored = np.empty(size, np.uint8).data
+        stored = np.empty(size, np.uint8).data  # not bytearray: that would clear it first
         if not _read(self.data, stored, begin):
             return None
         magic, checksum, number, length, cost = HEADER.unpack_from(stored)
@@ -237,6 +237,7 @@ class BlobStore:
 def _write(file: int, buffers: Sequence[Buffer], size: int, begin: int) -> None:
     if len(buffers) <= _BUFFERS and os.pwritev(file, buffers, begin) == size:
         return
+    # A partial write, or too many buffers for one call: one copy, then piece by piece.
     whole = memoryview(b"".join(buffers))
     done = 0
     while done < size:

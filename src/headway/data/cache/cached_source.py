@@ -310,7 +310,7 @@ class CachedSource:
         found: dict[int, Any] = {}
         for level in list(self._levels):
             self._look(level, [i for i in indices if i not in found], found)
-        missing = list(dict.fromkeys(i for i in indices if i not in found))
+        missing = list(dict.fromkeys(i for i in indices if i not in found))  # each once
         if missing:
             self._fetch(missing, found)
         return [found[index] for index in indices]
@@ -438,7 +438,7 @@ class CachedSource:
         if index is None or blob is None:
             return
         if blob.payload != self._encoded(index, self._prepared([index])[0]).to_bytes():
-            level.renew()
+            level.renew()  # one changed sample: the others cannot be trusted either
             self._warn(
                 _STALE,
                 level.name,

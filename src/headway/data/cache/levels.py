@@ -199,7 +199,7 @@ class DiskLevel(CacheLevel):
             files.extend(_opened(self._folder / name) for name in ("users", "index", "data"))
             # Held by every process that inherits the descriptor, and so until the last one ends.
             fcntl.flock(files[0], fcntl.LOCK_SH)
-            os.utime(files[0])
+            os.utime(files[0])  # the time of last use, by which unused stores are deleted
             self._describe()
         self._close = close
         return BlobStore(
@@ -279,6 +279,7 @@ def _unused(folder: str) -> Iterator[bool]:
         yield False
         return
     try:
+        # Every process that uses the store holds this lock shared.
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield True
     except BlockingIOError:
@@ -360,7 +361,7 @@ class MemoryLevel(CacheLevel):
         return BlobStore(
             files[0],
             files[1],
-            lock=f"/proc/self/fd/{files[0]}",
+            lock=f"/proc/self/fd/{files[0]}",  # memfds have no other path
             samples=self.key.samples,
             salt=self.key.digest.encode(),
             verify=False,

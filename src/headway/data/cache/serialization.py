@@ -84,7 +84,7 @@ class Decoder:
         layout = self._layouts.get(text)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
+                self._layouts.clear()  # samples of ever new shapes: nothing is worth keeping
             layout = self._layouts[text] = json.loads(text)
         return _build(layout, _Cursor(stored, _rounded(begin + length)))
 
@@ -132,7 +132,7 @@ def _describe_plain(value: Any, raw: _Raw, place: str) -> list[Any]:
         return ["b"]
     if kind is int:
         if not -(2**63) <= value < 2**63:
-            return ["I", str(value)]
+            return ["I", str(value)]  # in the layout, as rare ones do not fit a word
         raw.add(_WORD.pack(value))
         return ["i"]
     if kind is float or kind is complex:
@@ -163,6 +163,7 @@ def _describe_tensor(tensor: Tensor, raw: _Raw, place: str) -> list[Any]:
         plain = plain.clone()  # dense, with the dimensions in the same order where torch can
         if not _is_dense(plain.shape, plain.stride()):
             plain = plain.contiguous()
+    # All elements in the order of memory, whatever the order of dimensions is.
     flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
     raw.add(flat.view(torch.uint8).numpy().data if plain.numel() else b"")
     name = str(plain.dtype).removeprefix("torch.")

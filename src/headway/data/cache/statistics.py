@@ -137,6 +137,7 @@ class CacheCounters:
         """This process's row: the next free one from its number on; at worst it shares one."""
         pid = os.getpid()
         if pid != self._pid:
+            # Processes are numbered upwards: most find the row of their own number free.
             for step in range(_ROWS):
                 number = (pid + step) % _ROWS
                 if self._table[number, 0] in (0, pid):

@@ -441,7 +441,7 @@ class SlabSource:
             DataError: This source is cut already, or the arrays that are cut differ in extent, or
                 none has the dimensions.
         """
-        found = copy.copy(self)
+        found = copy.copy(self)  # the readers are shared: they hold no open file
         found.cut, found._extents = cut, self._cut_extents(cut)
         found._parts, found.nbytes = _packed(self._readers, cut)
         found.slabs_read = found.bytes_read = 0
@@ -504,7 +504,7 @@ def _packed(readers: Sequence[SlabReader], cut: SlabCut) -> tuple[tuple[_Part, .
     for reader in readers:
         ranges = cut.ranges(reader.shape)
         shape = tuple(stop - start for start, stop in ranges)
-        start = end + -end % _ALIGNED
+        start = end + -end % _ALIGNED  # torch views bytes as numbers at aligned places only
         end = start + prod(shape) * reader.dtype.itemsize
         dtype = torch.from_numpy(np.empty(0, reader.dtype)).dtype
         parts.append(_Part(ranges=ranges, shape=shape, dtype=dtype, start=start, stop=end))

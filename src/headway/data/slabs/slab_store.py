@@ -181,6 +181,7 @@ class SlabStore:
         if first == 0 and step.start.epoch > self._cursor.epoch:
             self._confirm()
         indices = self._order.indices(step.start.epoch, first, first + step.count)
+        # Of all ranks: each computes every transfer, so that a message needs no request.
         moves = self._owners.plan(indices.tolist())
         mine = moves[self._rank :: self._ranks]
         slabs = [self._source_of(move) for move in mine]

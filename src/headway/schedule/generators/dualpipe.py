@@ -42,7 +42,7 @@ def dualpipe(ranks: int, microbatches: int) -> PipelineSchedule:
     for rank in range(ranks):
         near, far = (down, up) if rank < ranks // 2 else (up, down)
         program = RankProgram((near, near.placement.index(rank)), (far, far.placement.index(rank)))
-        edge = min(rank, ranks - 1 - rank)
+        edge = min(rank, ranks - 1 - rank)  # both halves run the same program, mirrored
         orders.append(_eight_phases(program, edge, ranks // 2, half))
     return PipelineSchedule(
         name="dualpipe", pipes=(down, up), order=tuple(orders), most_activations=ranks + 1

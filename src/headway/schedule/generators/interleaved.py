@@ -71,6 +71,7 @@ def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
     """max(1, N // D) runs of micro-batches, of sizes that differ by one at most, larger first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
+    # The larger ones first: no rank then waits for a group to come round.
     starts = [index * size + min(index, larger) for index in range(count + 1)]
     return [range(*ends) for ends in pairwise(starts)]
 
