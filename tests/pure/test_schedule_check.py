@@ -495,7 +495,7 @@ def test_all_problems_come_together_by_rank_and_position():
         "order: rank 0, cell 0 (d0.s0.B.0): needs d0.s0.F.0 in cell 1; swap them",
         "unknown-pipe: rank 1, cell 4 (x.s0.F.0): no pipe x; there are d0",
     )
-    assert "the schedule mine cannot be carried out" in str(caught.value)
+    assert "the schedule mine cannot be executed" in str(caught.value)
 
 
 def test_a_long_list_is_cut():

@@ -291,7 +291,7 @@ def test_check_lists_all_violations_with_their_cells(run):
     broken()
     code, out, err = run("check", "bad.csv")
     assert (code, out) == (2, "")
-    assert err.startswith("HW-2001 bad.csv: the table cannot be carried out: 3 problems")
+    assert err.startswith("HW-2001 bad.csv: the table cannot be executed: 3 problems")
     assert "rank 0 has no d0.s0.F.1" in err
     assert "rank 1 has no d0.s1.B.0" in err
     assert "rank 0, cell 3 (d0.s0.F.2)" in err

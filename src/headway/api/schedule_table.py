@@ -19,7 +19,7 @@ def recipe_overrides(file: Path) -> tuple[str, ...]:
 
     Raises:
         DocumentError: The file cannot be read.
-        PlanError: The table cannot be carried out.
+        PlanError: The table cannot be executed.
     """
     schedule = read_table(file)
     wrong = schedule_violations(schedule)
@@ -34,7 +34,7 @@ def invalid_table_error(file: Path, wrong: Sequence[Violation]) -> PlanError:
     """The error that lists what is wrong with a table."""
     count = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
     return PlanError(
-        f"the table cannot be carried out: {count}",
+        f"the table cannot be executed: {count}",
         where=str(file),
         problems=[f"{violation.rule}: {violation.text}" for violation in wrong],
         fix="Fix the named cells (ranks and cells count from 0).",

@@ -34,7 +34,7 @@ class Traced:
     """A forward.
 
     Attributes:
-        arguments: Its stand-in by the name of the placeholder.
+        arguments: Its fake tensor by the name of the placeholder.
         names: Logical name of the parameter, buffer or constant behind a placeholder; the others
             are the caller's.
     """
@@ -211,7 +211,7 @@ def arguments_of(
     kwargs: Mapping[str, Any],
     named: Mapping[fx.Node, Any],
 ) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any]]:
-    """Tensors as (argument, name, stand-in), and everything else as plain data."""
+    """Tensors as (argument, name, fake tensor), and everything else as plain data."""
     tensors: list[tuple[str, str, Tensor]] = []
     attributes: dict[str, Any] = {}
     for number, argument in enumerate(target._schema.arguments):

@@ -319,7 +319,7 @@ class ForwardWalk(TorchFunctionMode):
             result = forward(*args, **kwargs)
             self._open = False
         else:
-            result = self._stand_in()
+            result = self._fake_result()
         period.leave = self._left(result, place)
         if place == last:
             self._stack = -1
@@ -346,8 +346,8 @@ class ForwardWalk(TorchFunctionMode):
             self._returned = [(described, shape)]
         return described, shape
 
-    def _stand_in(self) -> Any:
-        """What a block returns that is not carried out: tensors as those of the second one."""
+    def _fake_result(self) -> Any:
+        """What a block returns that is not executed: tensors as those of the second one."""
         described, shape = self._returned[0]
         leaves: list[Any] = []
         for one in described:
@@ -409,7 +409,7 @@ def _equal(one: Any, other: Any) -> None:
 def _follows(one: Any, two: Any, found: Any, by: int) -> None:
     """Whether something is in a later block what `one` is in the second and `two` in the third.
 
-    None stands for what has not been carried out.
+    None stands for what has not been executed.
     """
     if isinstance(one, TensorOrigin):
         expected = one
@@ -439,8 +439,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 Called = Callable[..., Any]
-"""(fakes, modules that are not carried out) -> what is called with the data; it holds the user's
-model, of stand-ins, as its `model`."""
+"""(fakes, modules that are not executed) -> what is called with the data; it holds the user's
+model, of fake tensors, as its `model`."""
 Tracer = Callable[[Any, tuple[Any, ...], FakeContext], ModelGraph]
 
 

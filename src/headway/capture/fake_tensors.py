@@ -28,13 +28,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class FakeContext:
-    """One world of stand-ins."""
+    """One world of fake tensors."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, real: Tensor) -> Tensor:
-        """A stand-in of the same sizes, strides and type."""
+        """A fake tensor of the same sizes, strides and type."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         with self.mode, torch._C.DisableTorchFunction():
@@ -45,10 +45,10 @@ class FakeContext:
         return tree_map_only(Tensor, self.tensor, example)
 
     def model(self, real: Module, spared: Collection[nn.Module] = ()) -> Module:
-        """A deep copy in which every tensor is a stand-in; tied ones stay tied.
+        """A deep copy in which every tensor is fake; tied ones stay tied.
 
         Args:
-            spared: Modules in it that are not carried out: their copies hold the same tensors.
+            spared: Modules in it that are not executed: their copies hold the same tensors.
 
         Raises:
             Exception: Whatever a part of the model raises when it is copied.
@@ -60,7 +60,7 @@ class FakeContext:
 
 @contextmanager
 def without_fake_mode() -> Iterator[None]:
-    """While it lasts, calls of torch are carried out for real and noted nowhere."""
+    """While it lasts, calls of torch are executed for real and recorded nowhere."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -71,22 +71,22 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 class _Copies(TorchFunctionMode):
-    """Deep copies of tensors become stand-ins."""
+    """Deep copies of tensors become fake tensors."""
 
-    def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, make_fake: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._stand_in = stand_in
+        self._make_fake = make_fake
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (Tensor.clone, torch._C.TensorBase.clone):  # of a parameter's deep copy
-            return self._stand_in(args[0])
+            return self._make_fake(args[0])
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                made = self._stand_in(tensor)
-                is_parameter = isinstance(tensor, nn.Parameter)  # itself a stand-in
+                made = self._make_fake(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)  # itself fake
                 memo[id(tensor)] = nn.Parameter(made, made.requires_grad) if is_parameter else made
             return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
@@ -110,9 +110,9 @@ class DataIndependentValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, Tensor] = {}  # stand-ins with numbers, by identity
+        self._alive: dict[int, Tensor] = {}  # fake tensors with numbers, by identity
         # Carried out only when a number is asked for: most forwards never ask.
-        self._noted: list[tuple[Any, Any, Any, Any]] = []  # calls not carried out yet
+        self._noted: list[tuple[Any, Any, Any, Any]] = []  # calls not executed yet
         self._real: dict[int, Tensor] = {}
 
     def __torch_function__(

@@ -115,7 +115,7 @@ def _traced(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> Model
 
 
 def _culprit(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> str:
-    """The innermost module whose forward raises when it is called with stand-ins."""
+    """The innermost module whose forward raises when it is called with fake tensors."""
     inside: list[str] = []
 
     def leave(*_: Any) -> None:

@@ -152,8 +152,8 @@ class _Exit(torch.autograd.Function):
         return made, None, None
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+def _like(tensor: Tensor, device: str = "cpu") -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _same(tensor: Any) -> Any:
@@ -466,7 +466,7 @@ class OperatorRecorder:
             if found.flops.total:
                 continue
             # On the meta device, where torch takes fewer operators as one kernel.
-            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda t: _like(t, "meta"), (args, kwargs))
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 target(*args, **kwargs)
             count = counter.get_total_flops()
@@ -502,10 +502,6 @@ class OperatorRecorder:
                 self._owner[id(storage)] = f"{name}/{number}"
                 self._storages.append(storage)
             yield Saved(name=self._owner[id(storage)], bytes=storage.nbytes())
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _path(node: fx.Node) -> str:

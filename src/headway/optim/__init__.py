@@ -1,6 +1,6 @@
 """Training with large batches: LARS, LAMB, divided norms, and the learning rates that belong to it.
 
-The names are loaded when they are first used: the rules of `scaling` are arithmetic without torch.
+The names are loaded when they are first used: `lr_scaling` is arithmetic without torch.
 """
 
 from __future__ import annotations
@@ -23,19 +23,10 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "LAMB": "headway.optim.layerwise",
-    "LARS": "headway.optim.layerwise",
-    "ParallelOperator": "headway.optim.parallel_operator",
-    "Scaling": "headway.optim.lr_scaling",
-    "WarmUp": "headway.optim.warmup",
-    "adasum_rate": "headway.optim.lr_scaling",
-    "check_scaling": "headway.optim.lr_scaling",
-    "correct_momentum": "headway.optim.warmup",
-    "fit_exchange": "headway.optim.layerwise",
-    "linear": "headway.optim.lr_scaling",
-    "parallel_norms": "headway.optim.layerwise",
-    "scale_rates": "headway.optim.lr_scaling",
-    "square_root": "headway.optim.lr_scaling",
+    "layerwise": "LAMB LARS fit_exchange parallel_norms",
+    "lr_scaling": "Scaling adasum_rate check_scaling linear scale_rates square_root",
+    "parallel_operator": "ParallelOperator",
+    "warmup": "WarmUp correct_momentum",
 }
 
 __all__ = [
@@ -57,6 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headway.optim' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"headway.optim.{module}"), name)
+    raise AttributeError(f"module 'headway.optim' has no attribute {name!r}")

@@ -336,7 +336,7 @@ def _measure(chunk: LayerChunk, directions: Sequence[Tensor]) -> Tensor:
 
 def _chunks(layers: Iterable[LayerStep]) -> Iterator[LayerChunk]:
     """Neighbours of one kind, on a CPU about `CHUNK_ELEMENTS` together, on a GPU all of them."""
-    ordered = sorted(layers, key=attrgetter("kind"))  # stable: the same chunks on all ranks
+    ordered = sorted(layers, key=attrgetter("kind"))  # groupby takes neighbours
     for _, members in groupby(ordered, key=attrgetter("kind")):
         taken: list[LayerStep] = []
         size = 0
@@ -610,7 +610,8 @@ def fit_exchange(
         RecipeError: See `check_scaling`.
     """
     check_scaling(optimizer, exchange.reduce)
-    alike = exchange.values == "gradients" and all(part.ranks is None for part in exchange.parts)
-    if ranks < 2 or exchange.priority or not alike:
+    # Then weights and gradients are the same on all ranks.
+    equal = exchange.values == "gradients" and all(part.ranks is None for part in exchange.parts)
+    if ranks < 2 or exchange.priority or not equal:
         return False
     return parallel_norms(optimizer, group)

@@ -401,7 +401,7 @@ def find_deadlocks(table: CellIndex, broken: Collection[tuple[int, int]]) -> Ite
 
 
 def _reached(order: Sequence[Sequence[object]], needs: Needs) -> list[int]:
-    """For each rank how many cells can be carried out."""
+    """For each rank how many cells can be executed."""
     reached = [0] * len(order)
     able, waiting = list(range(len(order))), dict[int, list[int]]()
     while able:
@@ -739,7 +739,7 @@ def check_schedule(schedule: PipelineSchedule, *, transport_has_tags: bool = Tru
     if len(found) > _MOST:
         problems.append(f"and {len(found) - _MOST} more")
     raise PlanError(
-        f"the schedule {schedule.name} cannot be carried out",
+        f"the schedule {schedule.name} cannot be executed",
         problems=problems,
         fix="Fix the named cells (ranks and cells count from 0).",
     )

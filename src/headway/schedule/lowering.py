@@ -98,7 +98,7 @@ def add_messages(
     """Insert SEND, POST and RECV.
 
     Without tags, all messages between two ranks, in both directions, are put in one order: by the
-    moment at which they are made at the habitual costs, and of two made at the same moment in
+    moment at which they are made at the default costs, and of two made at the same moment in
     opposite directions first the one that leaves the even rank (the *parity rule*; the lower rank,
     if both are even or both are odd). Each of the two ranks issues its SENDs and POSTs for the
     other in this order, if need be earlier than `lookahead` allows. So the k-th operation on one
@@ -273,14 +273,14 @@ def lower(
             rank ("eager"); the same, but only where the rank idles between that moment and the
             end of its compute ("eager-opt"). Without a flush, SYNC and WAIT stand before each STEP,
             whichever way is chosen.
-        costs: By which "eager-opt" finds idle time; the habitual costs if not given.
+        costs: By which "eager-opt" finds idle time; the default costs if not given.
         lookahead: A message is posted at most this many computes before its consumer, and, where
             the table declares `most_activations`, not while what it brings would be one too many.
         tags: The transport tells messages of one pair of ranks apart. Without, both ranks of a pair
             SEND and POST all their messages to each other in one common order, see `add_messages`.
 
     Raises:
-        PlanError: "eager-opt" of a table that cannot be carried out.
+        PlanError: "eager-opt" of a table that cannot be executed.
         ValueError: An unknown placement, or a negative lookahead.
     """
     if sync not in get_args(SyncPlacement) or lookahead < 0:
@@ -359,7 +359,7 @@ def eager_stages(
     A stage without any backward on a rank is never eager.
 
     Raises:
-        PlanError: "eager-opt" of a table that cannot be carried out.
+        PlanError: "eager-opt" of a table that cannot be executed.
     """
     if sync in ("none", "post"):
         return (frozenset(),) * schedule.ranks

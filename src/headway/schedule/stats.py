@@ -155,7 +155,7 @@ def measure_schedule(
             1 that of papers that count until I.
 
     Raises:
-        PlanError: The table cannot be carried out.
+        PlanError: The table cannot be executed.
     """
     timer = ScheduleTimer(schedule, costs)
     timing = timer.timing()

@@ -587,7 +587,7 @@ class FixedOrder:
         """The order of a table.
 
         Raises:
-            PlanError: The table cannot be carried out.
+            PlanError: The table cannot be executed.
         """
         # Costs above zero, or messages would not be wired (a border that costs nothing adds
         # nothing when it is played).

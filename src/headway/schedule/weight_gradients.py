@@ -43,7 +43,7 @@ def fill_with_weight_gradients(
         of the given one with "-split", or "-refilled" if its backwards were split before.
 
     Raises:
-        PlanError: The given table has messages or no flush, cannot be carried out, or needs more
+        PlanError: The given table has messages or no flush, cannot be executed, or needs more
             memory than the bound even if every W follows its I at once.
     """
     _check(schedule, costs, most_activations)
@@ -118,7 +118,7 @@ class _BubbleFilling:
         self.at = [_NOT_YET] * self.wiring.events
 
     def order(self) -> Order | None:
-        """The rows of cells; None if the given table cannot be carried out."""
+        """The rows of cells; None if the given table cannot be executed."""
         position = [0] * len(self.rows)
         moved = True
         while moved:

@@ -136,7 +136,7 @@ def simulate_training_step(work: StepWork, *, everybody: bool = False) -> Simula
         everybody: Play every rank, also those that behave alike.
 
     Raises:
-        PlanError: The table cannot be carried out.
+        PlanError: The table cannot be executed.
     """
     built = build_step_tasks(work, everybody=everybody)
     return summarize_step(built, run_tasks(built.program))

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from headway.capture.aten_trace import spec_of
 from headway.capture.benchmark.timer import (
     ROUNDS_SECONDS,
     DeviceTimer,
@@ -39,7 +40,7 @@ from headway.cluster.device import UPDATE_TENSOR_SIZES
 from headway.cluster.measurement import DeviceReadings, IdleStep, KernelTiming
 from headway.graph.aten.flops import flops_of, kernel_calls, parameter_traffic, traffic_of
 from headway.graph.aten.index_expression import OperatorCall
-from headway.graph.model_graph import TensorSpec, kernel_pace_key
+from headway.graph.model_graph import kernel_pace_key
 
 _FLAT = ((24, 40), (192, 384), (480, 800), (1280, 1152))
 _IMAGES = ((2, 12, 6, 6), (4, 24, 20, 20), (8, 36, 36, 36), (8, 24, 80, 80))
@@ -316,8 +317,8 @@ def _timed(case: KernelCase, ahead: float, back: float) -> KernelTiming:
     call = OperatorCall(
         kind=case.kind,
         roles=case.roles,
-        inputs=tuple(_spec(tensor) for tensor in tensors),
-        outputs=(_spec(case.call(*tensors)),),
+        inputs=tuple(spec_of(tensor) for tensor in tensors),
+        outputs=(spec_of(case.call(*tensors)),),
         attributes=case.attributes,
     )
     needs = [tensor.requires_grad for tensor in tensors]
@@ -384,10 +385,6 @@ def _tensor(case: KernelCase, number: int, device: torch.device) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 _SIDES = {"cpu": (256, 512), "cuda": (2048, 4096)}

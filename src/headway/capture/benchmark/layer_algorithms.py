@@ -7,7 +7,7 @@ layout, so choices for two layers are independent and their times add up.
 `measure_algorithms` times the default algorithm of each layer alone with the tensors of a real
 call, and the others by what the whole model then takes longer and allocates more: in the caches and
 memory formats that it really has. Zou et al. 2017: T_kl and M_kl of the minibatch choice. Layers
-that are called alike are measured once.
+that are called in the same way are measured once.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def measure_algorithms(
     """The profile of a model at one minibatch.
 
     All ways are timed in turn, round by round, and the shortest times count: what else a machine
-    does meanwhile then hits all of them alike.
+    does meanwhile then hits all of them equally.
 
     Args:
         step: Its forward pass with that minibatch.
@@ -334,7 +334,7 @@ def measure_algorithms(
     """
     found = layers_of(model, step)
     trials = {called.key: _trials(called, clock) for called in found if called.key not in known}
-    alike = {key: [called.name for called in found if called.key == key] for key in trials}
+    same_calls = {key: [called.name for called in found if called.key == key] for key in trials}
 
     def both() -> None:
         model.zero_grad(set_to_none=True)
@@ -352,18 +352,18 @@ def measure_algorithms(
     whole, peak = math.inf, most()
     for key, some in trials.items():
         for trial in some:
-            with use_algorithms(model, dict.fromkeys(alike[key], trial.name)):
+            with use_algorithms(model, dict.fromkeys(same_calls[key], trial.name)):
                 trial.work = most() - peak
     for _ in range(rounds):
         whole = min(whole, timed({}))
         for key, some in trials.items():
             for trial in some:
                 trial.alone = min(trial.alone, clock.best(trial.both))
-                inside = timed(dict.fromkeys(alike[key], trial.name))
+                inside = timed(dict.fromkeys(same_calls[key], trial.name))
                 trial.inside = min(trial.inside, inside)
     model.zero_grad(set_to_none=True)
     for key, some in trials.items():
-        known[key] = tuple(_in_place(some, whole, len(alike[key])))
+        known[key] = tuple(_in_place(some, whole, len(same_calls[key])))
     layers = {called.name: known[called.key] for called in found}
     plain = [way for ways in layers.values() for way in ways if way.name == DEFAULT_ALGORITHM]
     # Where another way needs less than the plain one, what that has more is work space, too.

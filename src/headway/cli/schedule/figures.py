@@ -223,7 +223,7 @@ def evaluate_schedule(
         options: With which its name made it; None: it was written by hand, no formula is known.
 
     Raises:
-        PlanError: The table cannot be carried out.
+        PlanError: The table cannot be executed.
     """
     stage_costs = costs.of(schedule)
     known = None if options is None else _formula(schedule, costs, options)

@@ -272,7 +272,7 @@ def check(
         png: Write the picture as PNG to this file.
 
     Returns:
-        0 for a valid table, 2 for one that cannot be carried out.
+        0 for a valid table, 2 for one that cannot be executed.
     """
     costs.check()
     check_at_least_1(pipes=pipes)

@@ -141,7 +141,7 @@ class SlabStore:
         """End the iteration that goes on; messages under way get a few seconds.
 
         What is kept stays if the iteration had come to its end; otherwise it is let go, on all
-        ranks alike.
+        ranks.
         """
         flight, self._flight = self._flight, None
         if flight is None or self._broken:
@@ -150,7 +150,7 @@ class SlabStore:
         with suppress(PeerLost, Stalled):
             self._wait(flight, min(self._timeout, _GRACE))
             self._broken = False
-        # All ranks forget alike: a rank that kept its slabs would compute other transfers.
+        # On all ranks: one that kept its slabs would compute other transfers.
         self._held.clear()
         self._owners, self._confirmed = SlabOwnership(self._rooms, self._keep), False
 

@@ -1,8 +1,8 @@
 """Building blocks of generators: the order of one rank, and checks of the sizes.
 
 Alternation of forwards and backwards, split backwards, and programs of phases. The
-micro-batches of a stage appear in ascending order, forward, backward and weight gradients
-alike, so that gradients are summed in the order of a serial run. Impossible sizes are refused
+micro-batches of a stage appear in ascending order, in forward, backward and weight gradients,
+so that gradients are summed in the order of a serial run. Impossible sizes are refused
 with all reasons at once.
 """
 
