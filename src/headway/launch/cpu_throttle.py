@@ -1,8 +1,8 @@
-"""A rank that computes more slowly: its process is stopped and continued many times a second.
+"""Slows a rank down: its process is stopped and continued many times a second.
 
-A small process of its own sends SIGSTOP and SIGCONT, so that all of the rank is slow: its
-computation, its data, its side of an exchange. Invariant: the helper ends with its rank, and never
-leaves it stopped unless somebody kills the helper itself. What a GPU was given to do goes on.
+A helper process sends SIGSTOP and SIGCONT, so that all of the rank is slow: its computation, its
+data, its side of an exchange. The helper ends with its rank, and leaves it stopped only if the
+helper itself is killed. Work that a GPU has already been given continues.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class ProcessThrottle:
     """Makes this process slower until `end`.
 
     Args:
-        factor: Of its time it runs one part in so many; above 1.
+        factor: The process runs 1 / factor of the time; above 1.
     """
 
     def __init__(self, factor: float) -> None:
         self._helper = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(factor)],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt on the keyboard is not for it
+            start_new_session=True,  # so that Ctrl-C does not end it before its rank
         )
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class ProcessThrottle:
 
 
 def stop_and_continue(pid: int, factor: float) -> None:
-    """Stop and continue a process, this one's parent, as long as it lives."""
+    """Stop and continue the parent process for as long as it lives."""
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     while not ended and os.getppid() == pid:

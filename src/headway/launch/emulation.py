@@ -15,8 +15,8 @@ together cannot exceed the receiver's interface. Only htb and u32 are used: kern
 machines often lack netem, flower and iptables.
 
 `PacedCluster` (no root): all ranks talk over the loopback, and what a rank sends to another node is
-held back until the interface of its node would have sent it. It emulates the
-rate of each node's interface for the bytes of gradients, and nothing else.
+held back until the interface of its node would have sent it. Only the rate of each node's interface
+is emulated, and only for the bytes of gradients.
 """
 
 from __future__ import annotations
@@ -135,15 +135,12 @@ def receive_limit(interface: str, rate: float) -> Iterator[str]:
 
 
 def _limits(share: float, ceiling: float) -> str:
-    """Without an explicit quantum the kernel warns of classes as fast as these."""
+    # Without an explicit quantum the kernel warns of classes as fast as these.
     size = burst(ceiling)
     return (
         f"htb rate {round(share)}bps ceil {round(ceiling)}bps burst {size} cburst {size} "
         f"quantum {_QUANTUM}"
     )
-
-
-# One machine as a cluster: a network namespace per node, joined by a switch with shaped links.
 
 
 INTERFACE = "eth0"
@@ -154,7 +151,7 @@ _HOST, _FIRST, _LARGEST = 1, 10, 240
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedNode:
-    """A node that exists.
+    """A running emulated node.
 
     Attributes:
         port: Name of the other end of its cable, at the switch.
@@ -169,7 +166,7 @@ class EmulatedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedCluster:
-    """An emulated cluster that exists; pickles, so that any process of this machine can use it.
+    """A running emulated cluster; pickles, so that any process of this machine can use it.
 
     Attributes:
         host: Address of the host, which all nodes reach; for stores and agents.
@@ -232,7 +229,7 @@ class EmulatedCluster:
         }
 
     def set_link(self, first: str, second: str, rate: float | None) -> None:
-        """Change the link between two nodes, both directions; also mends a cut.
+        """Change the rate between two nodes in both directions; also restores a cut link.
 
         Args:
             rate: Bytes per second; None: the interfaces alone are the limit.
@@ -241,7 +238,7 @@ class EmulatedCluster:
             run_batch("tc", node.shape.limit(peer.address, rate), namespace=node.namespace)
 
     def cut(self, first: str, second: str) -> None:
-        """From now on nothing passes between two nodes; senders get no error."""
+        """Drop everything between two nodes from now on; senders get no error."""
         for node, peer in self._both_ends(first, second):
             run_batch("tc", node.shape.cut(peer.address), namespace=node.namespace)
 
@@ -424,7 +421,7 @@ def _make(emulated: EmulatedCluster, tag: Tag) -> None:
 
 
 def _switch(emulated: EmulatedCluster) -> Iterator[str]:
-    """Without IPv6 addresses and multicast snooping: nothing but the ranks' bytes is counted."""
+    # Without IPv6 addresses and multicast snooping nothing but the ranks' bytes is counted.
     yield "link add switch type bridge mcast_snooping 0"
     yield "link set switch addrgenmode none up"
     yield "link set host addrgenmode none master switch up"
@@ -438,9 +435,6 @@ def _interface(node: EmulatedNode) -> Iterator[str]:
     yield "link set lo up"
     yield f"addr add {node.address}/24 dev {INTERFACE}"
     yield f"link set {INTERFACE} addrgenmode none up"
-
-
-# Emulated nodes for anybody: no namespaces; the exchange itself waits as long as a link would.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,9 @@
 """Fault injection: slow or cut links, killed and slowed ranks, once per launch.
 
-One rank acts: the one that is killed or slow, or the first rank of a link's first node, for both
-ends. It notes the event in the run's history before it acts; a restarted rank asks the history
-whether the fault has happened already. A slow rank stays slow when it is restarted.
-
-`ProcessThrottle` slows a rank by a helper process that stops and continues it many times a second
-(SIGSTOP, SIGCONT), so that all of it is slow: its computation, its data, its side of an exchange.
-The helper ends with its rank and does not leave it stopped. What a GPU was given to do goes on.
+One rank injects a fault: the one that is killed or slowed, or the first rank of a link's first
+node, for both ends. It writes the event to the run's history first, where a restarted rank finds
+that the fault has happened already. A slow rank stays slow when it is restarted
+(`ProcessThrottle`).
 """
 
 from __future__ import annotations
@@ -26,12 +23,12 @@ from headway.run.training.run_directory import EventLog, RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class FaultAction:
-    """What is done at a step.
+    """One action of a fault, at a step.
 
     Attributes:
-        late: Also done at a later step, should the run begin there.
+        late: Also done at a later step, where the run starts behind `step`.
         rate: New bytes per second of the link; None: as in the cluster.
-        factor: How much slower the rank becomes; 1: not any more. None: it stays as it is.
+        factor: How much slower the rank becomes; 1: full speed again. None: unchanged.
     """
 
     text: str
@@ -48,7 +45,7 @@ class FaultAction:
 def fault_actions(
     fault: Fault, emulated: EmulatedCluster | PacedCluster | None
 ) -> list[FaultAction]:
-    """What a fault means, in order; a slow link that recovers is two deeds.
+    """The actions of a fault, in order; a slow link that recovers has two.
 
     Args:
         emulated: The links; None where only ranks can fail.
@@ -85,7 +82,7 @@ class FaultInjector:
     """The faults of a launch, for `TrainJob.before_step`; pickles.
 
     Attributes:
-        first_attempt: Of this launch; what an earlier one noted does not count.
+        first_attempt: The first attempt of this launch; faults of earlier ones do not count.
     """
 
     faults: tuple[Fault, ...]
@@ -96,40 +93,41 @@ class FaultInjector:
     _throttle: ProcessThrottle | None = None
 
     def __call__(self, place: LaunchEnv, step: int) -> None:
-        """Do what is due before a step, if this rank is the one to do it."""
-        for deed in sorted(self._deeds(), key=lambda deed: deed.step):
-            due = step >= deed.step if deed.late else step == deed.step
-            if due and deed.rank == place.rank and deed.text not in self._over:
-                fresh = deed.text not in self._happened()
+        """Inject what is due before a step, if it is this rank's to inject."""
+        for action in sorted(self._actions(), key=lambda action: action.step):
+            due = step >= action.step if action.late else step == action.step
+            if due and action.rank == place.rank and action.text not in self._over:
+                fresh = action.text not in self._happened()
                 if fresh:
-                    self._note(deed, place, step)
-                if fresh or deed.factor is not None:  # this process is a new one
-                    self._do(deed, place)
-                self._over.add(deed.text)
+                    self._note(action, place, step)
+                # After a restart this process is a new one, which nobody has slowed yet.
+                if fresh or action.factor is not None:
+                    self._do(action, place)
+                self._over.add(action.text)
 
-    def _deeds(self) -> list[FaultAction]:
-        return [deed for fault in self.faults for deed in fault_actions(fault, self.emulated)]
+    def _actions(self) -> list[FaultAction]:
+        return [action for fault in self.faults for action in fault_actions(fault, self.emulated)]
 
-    def _do(self, deed: FaultAction, place: LaunchEnv) -> None:
-        if deed.kill:
+    def _do(self, action: FaultAction, place: LaunchEnv) -> None:
+        if action.kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        elif deed.factor is not None:
+        elif action.factor is not None:
             if self._throttle is not None:
                 self._throttle.end()
-            self._throttle = ProcessThrottle(deed.factor) if deed.factor > 1 else None
+            self._throttle = ProcessThrottle(action.factor) if action.factor > 1 else None
         elif isinstance(self.emulated, PacedCluster):
             if place.pace is not None:
-                self.emulated.set_link(*deed.ends, deed.rate, place.pace[0].parent)
-        elif self.emulated is not None and deed.cut:
-            self.emulated.cut(*deed.ends)
+                self.emulated.set_link(*action.ends, action.rate, place.pace[0].parent)
+        elif self.emulated is not None and action.cut:
+            self.emulated.cut(*action.ends)
         elif self.emulated is not None:
-            self.emulated.set_link(*deed.ends, deed.rate)
+            self.emulated.set_link(*action.ends, action.rate)
 
-    def _note(self, deed: FaultAction, place: LaunchEnv, step: int) -> None:
-        """Any rank may add a line to the run's history: short lines are appended as a whole."""
+    def _note(self, action: FaultAction, place: LaunchEnv, step: int) -> None:
+        # Any rank may append to the history that rank 0 writes: short lines are appended whole.
         path = RunDirectory(self.directory).events_file
         with EventLog(path, attempt=place.attempt) as log:
-            log.write("fault", step=step, rank=place.rank, text=deed.text)
+            log.write("fault", step=step, rank=place.rank, text=action.text)
 
     def _happened(self) -> set[str]:
         path = RunDirectory(self.directory).events_file

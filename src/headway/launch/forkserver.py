@@ -17,8 +17,8 @@ from multiprocessing import forkserver
 
 from headway.launch.preflight import threads_for
 
+# A Unix socket's path has at most 107 characters: leave room for what multiprocessing appends.
 MAX_FOLDER_CHARACTERS = 60
-"""Characters of a folder that leave room for what multiprocessing appends to a socket's 107."""
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 PRELOAD = (
     "headway.launch.disable_gc",
@@ -75,10 +75,8 @@ def restored_environment(changes: Mapping[str, str] | None = None) -> Iterator[N
 
 @contextmanager
 def short_paths() -> Iterator[None]:
-    """Names a short folder for temporary files where TMPDIR is too long for a Unix socket.
-
-    What multiprocessing makes in it first, it keeps for all of its later sockets.
-    """
+    """Use a short folder for temporary files where TMPDIR is too long for a Unix socket."""
+    # multiprocessing keeps the folder that it makes here first, for all of its later sockets.
     before = tempfile.tempdir
     if len(tempfile.gettempdir()) > MAX_FOLDER_CHARACTERS:
         tempfile.tempdir = next(

@@ -83,7 +83,7 @@ def _ending(
     deaths: dict[int, int | None] = {
         rank: status for rank, status in statuses.items() if rank in silent
     }
-    # The agent names one dead worker, and not always the first: the siblings saw more.
+    # The agent names one dead worker, and not always the first; the siblings have seen more.
     for rank in noted_deaths(job.outbox):
         if rank in silent:
             deaths.setdefault(rank, None)
@@ -115,7 +115,7 @@ def _config(job: Job, processes: int, shutdown_seconds: float, monitor_seconds: 
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
         "local_addr": job.emulated.host if job.emulated else "127.0.0.1",
-        "max_restarts": 0,
+        "max_restarts": 0,  # the agent restarts after any failure; `RestartPolicy` decides here
         "monitor_interval": monitor_seconds,
         "start_method": "forkserver",
         "logs_specs": DefaultLogsSpecs(log_dir=str(job.outbox / "agent")),
@@ -134,7 +134,7 @@ def _signals() -> list[str]:
 
 @contextmanager
 def _agent_contained() -> Iterator[None]:
-    """The agent neither prints nor leaves its signal handlers and variables behind."""
+    """Keep the agent from printing, and from leaving signal handlers and variables behind."""
     main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     before = {number: signal.getsignal(number) for number in numbers}
@@ -152,7 +152,7 @@ def _agent_contained() -> Iterator[None]:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """What loggers below `name` have to say is said better by headway's one error."""
+    # What these loggers report, headway's one error says better.
     logger, silence = logging.getLogger(name), logging.NullHandler()
     before = logger.propagate
     logger.propagate = False
@@ -166,7 +166,7 @@ def _quiet(name: str) -> Iterator[None]:
 
 @contextmanager
 def _no_child_left() -> Iterator[None]:
-    """Kill workers that the agent lost (a signal in the middle of their start)."""
+    # The agent loses workers when a signal arrives in the middle of their start.
     before = {child.pid for child in multiprocessing.active_children()}
     try:
         yield
@@ -179,9 +179,6 @@ def _no_child_left() -> Iterator[None]:
             if child.is_alive():
                 child.kill()
                 child.join()
-
-
-# Workers on this machine: attempt after attempt until they are done or the policy says stop.
 
 
 SHUTDOWN_SECONDS = 30.0

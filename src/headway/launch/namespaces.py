@@ -65,7 +65,7 @@ class Tag:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began; None: there is none."""
+    """The start time of a process in the kernel's clock ticks; None: there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -165,13 +165,11 @@ def enter_namespace(name: str) -> None:
 
 
 def name_hosts(names: Mapping[str, str]) -> None:
-    """Let the calling thread, and what it starts, know names of addresses as if of /etc/hosts.
-
-    In a namespace without a way out no name server answers, and torch warns of every connection
-    whose other end has no name. The file itself is not changed: this thread gets a view of the file
-    system of its own, in which another one, without a name elsewhere, lies over it. Where that is
-    not allowed (some containers) addresses stay without names, and nothing else is lost.
-    """
+    """Give addresses names, for the calling thread and all that it starts, as if in /etc/hosts."""
+    # In a namespace without a route out no name server answers, and torch warns of every connection
+    # whose other end has no name. The file itself is not changed: this thread gets a mount
+    # namespace of its own, with another file mounted over it. Where that is not allowed (some
+    # containers) addresses stay without names, and nothing else is lost.
     if not _HOSTS.exists():
         return
     lines = [_HOSTS.read_text(), "::1 localhost"]
@@ -304,10 +302,6 @@ class NamespaceGuard:
             remove(self._tag)
 
 
-# Root inside of a user namespace: emulated nodes for users who are not root, where Linux
-# allows.
-
-
 _CLONE_NEWUSER = 0x10000000
 
 
@@ -325,13 +319,13 @@ def enter_user_namespace() -> bool:
 
 
 def _alone() -> bool:
-    """The kernel moves single-threaded processes only."""
+    # unshare(2): CLONE_NEWUSER fails with EINVAL in a process with several threads.
     tasks = Path("/proc/self/task")
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 
 
 def _tried() -> bool:
-    """Whether a child can do it: some systems grant the namespace and then refuse its use."""
+    # In a child: some systems grant the namespace, refuse its use, and there is no way back.
     child = os.fork()
     if child == 0:
         good = False

@@ -1,7 +1,7 @@
-"""Whether to start the workers again: decisions from facts, nothing else.
+"""Whether to restart the workers.
 
-A policy has no state and no effect. It gets what is known of all attempts so far and returns a
-decision; `launch_local` carries it out.
+A policy has no state and no effect: from the facts of all attempts so far it returns a decision,
+which `launch_local` carries out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class AttemptFacts:
     Attributes:
         results: What the entry returned, by rank; None where a rank returned nothing.
         silent: Ranks that left neither a result nor a failure.
-        deaths: Ranks that ended without a word -> their exit status where it is known (negative:
-            the number of the signal).
+        deaths: Ranks that ended without a report -> exit status where known (negative: a signal).
         progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
     """
 
@@ -39,7 +38,7 @@ class AttemptFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Start all workers again, from the last checkpoint."""
+    """Restart all workers from the last checkpoint."""
 
     reason: str
 
@@ -54,7 +53,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Restart after deaths from outside; stop after errors, which would come again.
+    """Restart after a kill from outside; stop after errors, which would only recur.
 
     Attributes:
         limit: Give up after this many restarts in a row without a new checkpoint; 0: never restart.
@@ -78,7 +77,7 @@ class RestartPolicy:
         return Restart(reason=explain_deaths(last))
 
     def _fruitless(self, history: Sequence[AttemptFacts]) -> int:
-        """Restarts at the end of the history that brought no new checkpoint."""
+        """The number of restarts at the end of the history without a new checkpoint."""
         count = 0
         for facts in reversed(history[1:]):
             if facts.progress_after > facts.progress_before:
@@ -98,7 +97,7 @@ class RestartPolicy:
             where=f"attempt {last.attempt}",
             why=why,
             fix="If the kernel's out-of-memory killer did it (see dmesg), use a smaller "
-            "micro-batch or fewer processes; then start again with --resume.",
+            "micro-batch or fewer processes; then rerun with --resume.",
         )
 
 

@@ -1,10 +1,9 @@
-"""A worker process: find its rank, run the entry, report, end; and watch the other workers.
+"""A worker process: finds its rank, runs the entry, reports, ends; and watches the other workers.
 
-A worker outlives its launcher or its siblings by seconds at most, and writes its result or failure
-to disk before it ends. A thread of each worker waits for the end of the launcher (then the worker
-ends at once) and of its siblings. When a sibling has ended without a result, this attempt is over:
-the worker gets a short grace period to notice and to report by itself, then it is ended, even in
-the middle of slow user code.
+A worker writes its result or failure to disk before it ends. A thread waits for the end of the
+launcher (then the worker ends at once) and of the sibling workers. When a sibling has ended without
+a result, the attempt is over: the worker has a short grace period to notice and report that itself,
+then it is ended, even in the middle of slow user code.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def end_process(status: int, *, flush: bool = True) -> None:
 
 
 def noted_deaths(outbox: Path) -> list[int]:
-    """Ranks that were seen to end without a word, first to die first."""
+    """Ranks that ended without a report, in the order of their deaths."""
     notes = [(float(p.read_text()), int(p.name.partition("-")[2])) for p in outbox.glob("gone-*")]
     return [rank for _, rank in sorted(notes)]
 
@@ -91,7 +90,7 @@ def has_reported(outbox: Path, rank: int) -> bool:
 
 
 class _Watcher:
-    """The state of the watching thread: file descriptors that become ready when a process ends."""
+    """The watching thread's file descriptors, which become ready when a process ends."""
 
     def __init__(self, outbox: Path, place: LaunchEnv) -> None:
         self._outbox = outbox
@@ -130,7 +129,6 @@ class _Watcher:
                 self._ended(rank)
 
     def _ended(self, rank: int) -> None:
-        """A sibling has ended: in order, with an error, or without a word."""
         if (self._outbox / f"result-{rank:05d}").exists():
             return
         how = "failed" if has_reported(self._outbox, rank) else "gone"
@@ -140,9 +138,6 @@ class _Watcher:
                 write_note(path, repr(time.time()).encode())
         end = functools.partial(end_process, ABANDONED, flush=False)
         threading.Timer(GRACE_SECONDS[how], end).start()
-
-
-# What a worker does around its work: find its place, run the entry, report, end promptly.
 
 
 INTERRUPTED = 130
@@ -249,7 +244,7 @@ class WorkerExit:
         self._claimed = threading.Lock()
 
     def __call__(self, error: BaseException) -> None:
-        """End this process with the error's exit code; of a second error nothing is said."""
+        """End this process with the error's exit code; a second error is not reported."""
         if not self._claimed.acquire(blocking=False):
             time.sleep(REPORT_SECONDS)
             end_process(ABANDONED, flush=False)
@@ -266,7 +261,8 @@ class WorkerExit:
         end_process(record.exit_code)
 
     def from_thread(self, error: HeadwayError) -> None:
-        """The same while the main thread hangs, and perhaps holds what the report needs."""
+        """The same from another thread, while the main thread hangs."""
+        # The main thread may hold a lock that the report needs: end without it after a while.
         end = threading.Timer(REPORT_SECONDS, end_process, (ABANDONED,), {"flush": False})
         end.daemon = True
         end.start()
@@ -275,8 +271,8 @@ class WorkerExit:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Of a SIGTERM, which an agent sends to all when the first rank has ended: a slow report of
-    the cause would be cut off. Inert outside of the main thread."""
+    # An agent sends SIGTERM to all when the first rank has ended, which would cut off a slow report
+    # of the cause. Only the main thread may set a signal handler.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -298,7 +294,7 @@ def _report(job: Job, place: LaunchEnv, error: BaseException) -> FailureRecord:
 
 
 def _unless_exit(error: BaseException) -> BaseException:
-    """sys.exit in a worker is a failure like any other: the other ranks need this one."""
+    # sys.exit in a worker is a failure like any other: the other ranks need this one.
     if not isinstance(error, SystemExit):
         return error
     return WorkerFailed(
@@ -319,7 +315,7 @@ def _set_environment(job: Job) -> None:
 
 
 def _enter_node(job: Job) -> LaunchEnv:
-    """Move to the node of this rank, before any socket is made, and see the world from there."""
+    """Enter the namespace of this rank's node, before any socket is made."""
     assert job.emulated is not None
     cluster, rank = job.emulated.cluster, int(os.environ["RANK"])
     name = cluster.nodes_of_ranks[rank]
@@ -342,7 +338,8 @@ def _set_threads(threads: int) -> None:
 
 @contextlib.contextmanager
 def _signals_noticed() -> Iterator[Callable[[], str]]:
-    """The name of a signal that asks for the end and came meanwhile, whatever handled it; or ""."""
+    """Yields a function: the name of a signal to stop that has arrived inside, or ""."""
+    # By the wake-up descriptor: the handlers belong to the user's code and the training loop.
     read_end, write_end = socket.socketpair()
     read_end.setblocking(False)
     write_end.setblocking(False)

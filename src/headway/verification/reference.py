@@ -123,9 +123,6 @@ def loss_inputs(micro: MicroBatch) -> object:
     return to_device(micro.data, torch.device("cpu"), torch.float64)
 
 
-# The law of schedules without a flush: delayed updates, emulated by one process.
-
-
 Weights = dict[str, Tensor]
 
 
@@ -163,7 +160,7 @@ def record_delayed(
 
 
 class _Step:
-    """One step of the recipe."""
+    """One step of the recipe with delayed updates, in one process."""
 
     def __init__(
         self,
@@ -210,7 +207,7 @@ class _Step:
         )
 
     def _compute(self, microbatch: int, batches: Sequence[RankBatch]) -> float:
-        """The gradients of a micro-batch of all copies, at the weights that it is to see."""
+        """The gradients of a micro-batch of all copies, at the weights that the table names."""
         for stage, history in enumerate(self._history):
             self._write(history[self._versions[stage][microbatch]])
         self._trained.model.zero_grad()

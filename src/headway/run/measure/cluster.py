@@ -71,13 +71,12 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 @contextmanager
 def idle_steps(world: World) -> Iterator[dict[IdleStep, Visit]]:
-    """Steps to be timed, and what each of them is; inside only; collective.
-
-    Where kernels do not run on the host, it issues them ahead, and there are none.
+    """Steps to be timed, by what they consist of; collective.
 
     Args:
         world: All its ranks take part. Of an odd number there are no pipelines.
     """
+    # The host issues kernels of other devices ahead: a step's overhead does not show there.
     if world.device.type != "cpu":
         yield {}
         return
@@ -120,9 +119,6 @@ def _visit(run: Executor, batches: Iterator[RankBatch]) -> tuple[float]:
         run.step(next(batches))
         found.append(time.perf_counter() - start)
     return (median(found[_COLD:]),)
-
-
-# One rank of `headway cluster measure`: meet the others, measure device and links, part.
 
 
 T = TypeVar("T")

@@ -55,8 +55,7 @@ from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSched
 StagesBySamples = Mapping[int, tuple[CommunicatingStage, ...]]
 """Samples of a micro-batch -> the stages."""
 HALVES = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
-REPEATS = 2
-"""Micro-batches of a rehearsal that are carried out alike."""
+REPEATS = 2  # the first micro-batch also does what is done once in a run; the second counts
 
 
 def dry_run(
@@ -89,7 +88,7 @@ def dry_run_recipe(plan: Plan, reference: str, ranks: Sequence[int]) -> list[Sta
 
 @dataclass
 class _CallLog:
-    """What was told, by stage and kind of action; an action carried out again counts anew."""
+    """Collective calls by stage and kind of action; a repeated action replaces the earlier one."""
 
     calls: dict[tuple[int, str], list[CollectiveCall]] = field(default_factory=dict)
     phase: Phase = "forward"
@@ -245,7 +244,7 @@ class _DryRun:
 
 @dataclass
 class _Around:
-    """Tells the notes which action of `_alone` begins."""
+    """Tells the log which action of `_alone` begins."""
 
     notes: _CallLog
     arithmetic: Callable[[], AbstractContextManager[Any]]
@@ -286,7 +285,7 @@ def _alone(full: PipelineSchedule, skips: Sequence[tuple[int, int]]) -> Pipeline
         for stage in reversed(full.every_stage):
             order += [Action(kind, "d0", stage, number) for kind in kinds]
     return PipelineSchedule(
-        name="rehearsal",
+        name="dry run",
         pipes=(SchedulePipe("d0", (0,) * full.stages, tuple(range(len(ways)))),),
         order=(tuple(order),),
         recompute=full.recompute,

@@ -150,7 +150,7 @@ def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
 
 
 def _scalars(document: RecipeDocument) -> dict[str, Any]:
-    """A memory-mapped window says how many tokens a sample has."""
+    # A memory-mapped window says how many tokens a sample has.
     window = {"tokens_per_sample": document.data.window} if document.data.window else {}
     return window | scalars_of(document)
 
@@ -179,7 +179,7 @@ class _Parts:
         return self._cached(f"{key}.cache", table.cache, data) if table.cache else data
 
     def _cached(self, key: str, table: CacheTable, data: UserCall) -> Callable[[], Any]:
-        """The data behind a cache; by default it has the name of what builds it, and where."""
+        # By default the cache has the name of what builds the data, and of the folder.
         given = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
         options = {name: value for name, value in given.items() if value is not None}
         folder = self.checked.folders[0]
@@ -216,9 +216,7 @@ class _Parts:
         return cast("Callable[[nn.Module], Optimizer]", _Checked(built, Optimizer))
 
     def scheduler(self, table: RecipeCall, key: str = "scheduler") -> UserCall:
-        """Tables with `call_user_function` among the arguments become functions of the optimiser,
-        too.
-        """
+        # An argument that is itself a table with `call` becomes a function of the optimiser, too.
         inner = {
             name: self.scheduler(call, f"{key}.{name}")
             for name, call in nested_calls(table.arguments).items()
@@ -301,7 +299,7 @@ def _scaled(recipe: Recipe, samples: int) -> _Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class _Cached:
-    """Data behind a cache; built once, because validation asks for its data again and again."""
+    """Data behind a cache."""
 
     data: UserCall
     name: str
@@ -310,7 +308,7 @@ class _Cached:
     def __call__(self) -> Any:
         return self._source
 
-    @functools.cached_property
+    @functools.cached_property  # built once: validation asks for its data again and again
     def _source(self) -> Any:
         from headway.data.cache.cached_source import cached
 

@@ -94,7 +94,7 @@ def _reference(value: object) -> object:
 
 
 def _name(value: object) -> object:
-    """The name becomes a directory."""
+    # The name becomes a directory.
     value = _text(value)
     if any(sign in str(value) for sign in "/\\\0") or str(value) in {".", ".."}:
         raise ValueError(f"{value!r} names the run directory; leave out slashes and dots alone")
@@ -131,9 +131,6 @@ Precision = Literal["float32", "float64", "bfloat16"]
 PositiveFloat = Annotated[float, BeforeValidator(_positive)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Scale = Annotated[str, BeforeValidator(_scaling)]
-
-
-# The schema of recipe.toml, and overrides, without torch: a wrong file is reported at once.
 
 
 @document
@@ -360,7 +357,7 @@ def _problems(raw: dict[str, Any], where: str, text: str) -> list[str]:
 
 
 def _line(problem: str) -> int:
-    """Missing keys have no line; they come first."""
+    # Missing keys have no line; they come first.
     number = problem.partition("  ")[0].rpartition(":")[2]
     return int(number) if number.isdigit() else 0
 

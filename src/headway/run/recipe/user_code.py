@@ -269,7 +269,7 @@ def _missing_name(module_name: str, name: str, legal: list[str], where: str) -> 
 
 
 def _close(word: str, legal: list[str]) -> str:
-    """As `nearest`, for lists that are too long to be shown."""
+    # Unlike `nearest`, for lists that are too long to be shown.
     close = difflib.get_close_matches(word, legal, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
@@ -317,7 +317,7 @@ def _top(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _defined(tree: ast.Module) -> set[str] | None:
-    """Names that a module's own text defines; None where they no text can tell."""
+    """Names that a module's text defines; None where the text alone cannot tell."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:

@@ -104,9 +104,6 @@ def resize_batch(value: Any, samples: int) -> Any:
     return map_tensors(value, repeat, texts=lambda texts: type(texts)(texts[:1] * samples))
 
 
-# Which samples a rank reads, and of split ones which part.
-
-
 RankLoader = Loader | SlabStore
 NO_SHOWCASE = "left out: it would read whole samples, of which no rank has one"
 
@@ -138,13 +135,12 @@ def rank_loader(
 ) -> RankLoader:
     """The batches of this rank; collective where parts of samples are kept in a store.
 
-    They are read again in each epoch where processes read ahead (`workers`), and where the shares
-    of a batch are uneven.
-
     Args:
         source: From `rank_source`.
         alone: Only this rank calls it: no store.
     """
+    # No store where processes read ahead (`workers`): it lives in this one. Nor with uneven shares:
+    # the store exchanges equal ones. Samples are read again in each epoch then.
     again = alone or options.get("workers") or plan.batch.shares
     if isinstance(source, SlabSource) and source.cut.parts > 1 and plan.split.spatial and not again:
         options.pop("workers", None)
@@ -166,10 +162,7 @@ def _store(source: SlabSource, plan: Plan, world: World, **options: Any) -> Slab
 
 
 def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
-    """The ranks that read the same part, of other samples; collective.
-
-    A group of their own: slabs pass while gradients are summed.
-    """
+    """The ranks that read the same part of other samples; collective."""
 
     def place(rank: int) -> Hashable:
         axes = plan.mesh.coordinate(rank).items()
@@ -178,6 +171,7 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
     ranks: dict[Hashable, list[int]] = {}
     for rank in range(plan.ranks):
         ranks.setdefault(place(rank), []).append(rank)
+    # Groups of their own: slabs are exchanged while gradients are summed on the others.
     with world.explained("making the groups that share slabs"):
         groups: dict[Hashable, dist.ProcessGroup] = {
             key: dist.new_group(each, backend="gloo") for key, each in ranks.items()
@@ -198,11 +192,8 @@ def example_batch(recipe: Recipe, samples: int) -> Any:
         return next(iter(loader)).micros[0].data
 
 
-# A micro-batch for passes that count nothing: where state is sharded, all ranks pass together.
-
-
 class PaddingBatch:
-    """The last micro-batch that this rank had."""
+    """The last micro-batch that this rank had, for passes that count nothing."""
 
     def __init__(self, plan: Plan) -> None:
         self._wanted = plan.memory.zero > 0 and plan.data_degree > 1
@@ -211,7 +202,7 @@ class PaddingBatch:
         self._met = False
 
     def note(self, batch: RankBatch) -> None:
-        """Look at a batch before it is used.
+        """Remember the last micro-batch of a batch that is about to be used.
 
         Raises:
             DataError: The very first one has no work for some rank; on all ranks.
@@ -221,7 +212,7 @@ class PaddingBatch:
         if not self._met and batch.samples < self._ranks:
             raise DataError(
                 f"the first batch has {batch.samples} samples for {self._ranks} ranks",
-                why="With sharded state a rank can do without a sample only after its first one.",
+                why="With sharded state a rank without samples repeats its last micro-batch.",
                 fix="Set drop_last, or begin at another batch.",
             )
         self._met = True
@@ -229,17 +220,13 @@ class PaddingBatch:
             self._micro = batch.micros[-1]
 
     def lacking(self, batch: RankBatch) -> int:
-        """How many micro-batches some other rank has more; 0 where nothing is sharded."""
+        """The micro-batches that another rank has and this one lacks; 0 without sharded state."""
         return batch.passes - len(batch.micros) if self._wanted else 0
 
     @property
     def micro(self) -> MicroBatch:
-        """The micro-batch."""
         assert self._micro is not None
         return self._micro
-
-
-# Samples that lie in parts on several ranks: what the executor gives to the loss.
 
 
 def spatial_context(plan: Plan, world: World) -> SpatialContext:
@@ -271,7 +258,7 @@ def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
 
 
 def dry_run_spatial_context(plan: Plan, rank: int, tell: CallListener) -> SpatialContext:
-    """As `spatial_context`; nothing is moved."""
+    """The context of a rank whose collectives are only reported to `tell`."""
     sizes = plan.split.spatial
     place = plan.mesh.coordinate(rank)[SPACE]
     axes, left = {}, place
@@ -289,10 +276,10 @@ def dry_run_spatial_context(plan: Plan, rank: int, tell: CallListener) -> Spatia
 
 
 class SpatialInputs:
-    """Cuts the tensors of a batch that have the dimensions that are split, or adopts their parts.
+    """Cuts those tensors of a batch that have the split dimensions, or adopts their parts.
 
-    Those are tensors with at least one dimension, the samples, in front of the split ones: [N, C,
-    D, H, W] and labels [N, D, H, W], but not targets [N, 4].
+    These have at least one dimension, the samples, in front of the split ones: [N, C, D, H, W] and
+    labels [N, D, H, W], but not targets [N, 4].
     """
 
     def __init__(self, plan: Plan, context: SpatialContext) -> None:
@@ -319,7 +306,7 @@ class SpatialInputs:
 
 
 def spatial_loss(loss: Loss, plan: Plan, world: World) -> Loss:
-    """The loss of samples that lie in parts, where the plan splits them; collective then."""
+    """The loss with inputs cut in space, where the plan splits samples (then collective)."""
     if not plan.split.spatial:
         return loss
     cut = SpatialInputs(plan, spatial_context(plan, world))

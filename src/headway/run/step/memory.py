@@ -54,10 +54,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory for the next step instead of giving it back to the kernel.
-
-    A step frees its activations and gradients and allocates the same again. Given back, each page
-    faults anew: 5,600 faults, 60 ms, in a step of 0.6 s of a model of 10 M parameters.
+    """Let malloc keep freed memory for the next step instead of returning it to the kernel.
 
     Returns:
         Whether the C library knows the setting (glibc does; musl and macOS do not).
@@ -65,13 +62,15 @@ def keep_freed_memory() -> bool:
     mallopt = _malloc("mallopt")
     if mallopt is None:
         return False
-    # 32 MiB is the most that glibc takes for the second; both must be set, since setting one stops
-    # glibc from fitting the other to what the program does.
+    # A step frees its activations and gradients and allocates the same again. Returned to the
+    # kernel, each page faults anew: 5,600 faults, 60 ms, in a step of 0.6 s with 10 M parameters.
+    # 32 MiB is the most that glibc accepts for the second; both must be set, because setting one
+    # stops glibc from adapting the other.
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_MMAP_THRESHOLD, 32 * 2**20))
 
 
 def give_back_freed_memory() -> bool:
-    """Give what is free to the kernel, once: after something large has been freed for good."""
+    """Return free memory to the kernel, once something large has been freed for good."""
     trim = _malloc("malloc_trim")
     if trim is None:
         return False
@@ -86,11 +85,8 @@ def _malloc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None)
 
 
-# What a rank does not hold of a model keeps its name, shape, type and identity, and no memory.
-
-
 def release_storage(tensor: Tensor) -> None:
-    """Give a tensor's memory back, but for one element, which stands for all."""
+    """Free a tensor's memory but for one element, which stands for all."""
     if tensor.numel():
         nothing = torch.full((), _nothing(tensor.dtype), device=tensor.device).to(tensor.dtype)
         tensor.data = nothing.expand(tensor.shape)
@@ -108,7 +104,7 @@ def _nothing(dtype: torch.dtype) -> float | int | bool:
 
 
 class PartialModelGuard:
-    """Refuses to use or save as a whole what is here in part only.
+    """Refuses to use or save as a whole a model of which this rank has a part only.
 
     Args:
         model: Its forward and its state_dict are refused, unless that is asked for live tensors
@@ -126,7 +122,7 @@ class PartialModelGuard:
         optimizer.register_state_dict_pre_hook(lambda _: _refuse_optimizer())
 
     def close(self, *, whole: bool) -> None:
-        """The executor leaves."""
+        """Refuse the optimiser's step from now on, and a model that is not `whole`."""
         self._optimizer.register_step_pre_hook(lambda *_: _refuse_optimizer())
         if whole:
             for handle in self._of_model:
@@ -153,10 +149,6 @@ def _refuse_optimizer(*_: Any) -> None:
         fix="Save and resume by checkpoints of headway train; to go on with the weights alone, "
         "make a new optimiser.",
     )
-
-
-# A model without memory, kept beside the one that trains, and filled where that is wanted
-# whole.
 
 
 def meta_copy(model: nn.Module) -> nn.Module | None:
@@ -187,7 +179,7 @@ def require_meta_copy(kept: nn.Module | None, model: nn.Module) -> nn.Module:
 
 
 def fill_meta_copy(kept: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a skeleton with these parameters (as such) and buffers, by name; no copies."""
+    """The model of `meta_copy` with these parameters and buffers themselves, not copies."""
     forms = dict((*kept.named_parameters(), *kept.named_buffers()))
     memory: dict[int, Any] = {id(forms[name]): tensor for name, tensor in tensors.items()}
     return copy.deepcopy(kept, memory)

@@ -143,10 +143,8 @@ _OF_ALL_SAMPLES = {"randperm"}
 
 
 def _unresized(model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any) -> RandomDraws:
-    """For batches that are more than samples along dimension 0, such as graphs: their own size.
-
-    What fails here is no fault of the probe's: the exception is the user's to see.
-    """
+    # For batches that are more than samples along dimension 0, such as graphs. What fails here
+    # fails with the user's own batch, and is the user's to see.
     own = _record(model, loss, data, backward=True)
     if not any(own.drew):
         return RandomDraws((), in_backward=False)
@@ -280,13 +278,15 @@ class LogicalRandomness(TorchDispatchMode):
         self._met: dict[int, RandomDraw] = {}
 
     def advance(self, number: int) -> None:
-        """Leave out draws, so that the next one has this number in the whole forward pass."""
+        """Skip draws, so that the next one has this number in the whole forward pass."""
         while len(self._met) < number:
             self._meet()
 
     def _meet(self) -> tuple[int, RandomDraw]:
         """The key and the site of the next draw."""
-        # With the generator named it is no draw of the model's, should this mode be active.
+        # The number of a draw is itself drawn from the global generator: activation checkpointing
+        # restores its state before recomputing, and so meets the same keys and the same masks.
+        # With the generator named, it is no draw of the model's, should this mode be active.
         number = torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator)
         token = int(number)
         site = self._met.get(token)
@@ -410,11 +410,8 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-# Random draws of a model that is cut into stages: every stage draws what the whole model would.
-
-
 class StageRandomness:
-    """Contexts in which stages are carried out."""
+    """Contexts in which every stage of a cut model draws what the whole model would."""
 
     def __init__(
         self, sites: RandomDraws, stages: ModelStages, run_all: Callable[[], object], seed: int

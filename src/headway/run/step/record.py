@@ -31,7 +31,7 @@ _UPDATES = {**_KINDS, ActionKind.STEP: "update"}
 
 @dataclass(frozen=True, slots=True)
 class StageGradientSum:
-    """The gradients of a stage that are summed over its copies."""
+    """The gradient sum of a stage over its copies."""
 
     parameters: tuple[str, ...]
     num_bytes: int
@@ -130,7 +130,7 @@ class PipelineTrace:
                                 start=offset + times[-2], end=offset + times[-1])]  # fmt: skip
 
     def messages(self) -> list[StageMessage]:
-        """What came and went, in the order of the table."""
+        """Messages sent, then messages received, in the order of the table."""
         times = self._pipeline.times
         sent = [self._message(n, times[n], times[n + 1], 0.0) for n in self._sends]
         received = [
@@ -174,7 +174,7 @@ def _pairs(
     second: ActionKind,
     before: Callable[[Action], Action],
 ) -> list[tuple[int, int]]:
-    """Positions of what begins something and of what ends it; the latter twice without a begin."""
+    """Positions of the actions that begin and end something; without a begin, the end twice."""
     begun: dict[Action, int] = {}
     found = []
     for position, action in enumerate(row):
@@ -183,9 +183,6 @@ def _pairs(
         elif action.kind == second:
             found.append((begun.get(before(action), position), position))
     return found
-
-
-# What one step did, as the executor notes it.
 
 
 _SPAN_KIND = {
@@ -248,10 +245,7 @@ class StepRecord:
 
 
 def span_kind(instruction: str) -> str:
-    """The kind of span of an instruction; "" for one that has none.
-
-    What is not compute or waiting belongs to the update.
-
-    The tally is read where `scale` or `release` begins: what they take is a wait for other ranks.
-    """
+    """The kind of span of an instruction; "" for one that has none."""
+    # What neither computes nor waits belongs to the update. `scale` and `release` begin by reading
+    # the step reduction: their time is a wait for other ranks.
     return _SPAN_KIND.get(instruction, "update")
