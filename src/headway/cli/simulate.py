@@ -136,9 +136,8 @@ def _priced(scenario: SimulationScenario) -> str:
     assert scenario.price is not None
     said = format_seconds(scenario.price)
     than = _relative_change(scenario.step.seconds, scenario.price)
-    return f"the search predicts {said}; the events take " + (
-        "the same" if than == "equal" else f"{than}"
-    )
+    verdict = "agrees" if than == "equal" else f"takes {than}"
+    return f"the search predicts {said}; the simulation {verdict}"
 
 
 def scenario_data(scenarios: Sequence[SimulationScenario]) -> dict[str, object]:
