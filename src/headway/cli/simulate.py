@@ -103,7 +103,7 @@ def scenario_lines(
     last = scenarios[-1].step
     played = len(last.accounts)
     if played < last.ranks:
-        yield f"{played} of {last.ranks} ranks simulated; the others behave identically"
+        yield f"{played} of {last.ranks} ranks were simulated; the others behave identically"
     else:
         yield f"all {played} ranks were simulated"
     if scenarios[-1].step.work.faults != NO_FAULTS and _unmoved(scenarios):
