@@ -16,11 +16,11 @@ from headway.plans.tensor_layout import TensorGrid
 def refined_mesh(
     plan: Plan, device: torch.device, name: str, axes: Mapping[str, int], *, first: bool = False
 ) -> DeviceMesh:
-    """All ranks, in the order of the plan; collective.
+    """All ranks, with the plan's axis `name` split into finer ones; collective.
 
     Args:
-        axes: Names and sizes that take its place, the last one innermost.
-        first: Those come first among the mesh's dims; what lies where stays as it is.
+        axes: Names and sizes of the finer axes, the last one innermost.
+        first: Put these before the other dims of the mesh; ranks keep their coordinates.
     """
     found: dict[str, int] = {}
     for axis in plan.mesh.axes:
@@ -40,11 +40,9 @@ def grid_axes(grid: TensorGrid) -> dict[str, int]:
 
 
 def state_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks that keep the state together: a line, or copies x parts; collective.
-
-    Those that share a sample keep it together with the others; with parts of their own (hybrid)
-    they are among the copies.
-    """
+    """The ranks that shard the state together: one dim, or copies x shards; collective."""
+    # Ranks that share a sample shard the state together with the others; in hybrid sharding they
+    # are among the copies.
     parts = plan.mesh.degree(SHARD_AXIS)
     lines: dict[int, list[int]] = {}
     for rank in range(plan.ranks):

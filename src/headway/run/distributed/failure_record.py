@@ -21,8 +21,9 @@ from headway import errors
 from headway.errors import HeadwayError, PeerLost, WorkerFailed
 
 FAILURES_FOLDER = "failures"
-_SPEAKS = "headway_speaks"
-_ELSEWHERE = "headway_told_elsewhere"
+# Attributes on exceptions, which keep their class and text on the way to the launcher.
+_JOB_ERROR = "headway_job_error"
+_ELSEWHERE = "headway_reported_elsewhere"
 _OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
 
 
@@ -64,20 +65,20 @@ class FailureRecord:
 
 
 def mark_as_job_error(error: HeadwayError) -> HeadwayError:
-    """Mark an error as the one that the user is told, although it began in another rank."""
-    setattr(error, _SPEAKS, True)
+    """Mark an error that this rank reports to the user, although it began in another rank."""
+    setattr(error, _JOB_ERROR, True)
     return error
 
 
 def mark_reported_elsewhere(error: HeadwayError) -> HeadwayError:
-    """Mark an error as that of another rank, which tells it itself."""
+    """Mark an error that began in another rank, which reports it itself."""
     setattr(error, _ELSEWHERE, True)
     return error
 
 
 def should_report(record: FailureRecord, error: BaseException) -> bool:
-    """Whether this rank tells the user: of its own errors, and where it speaks for all."""
-    return not record.secondary or getattr(error, _SPEAKS, False) is True
+    """Whether this rank reports a failure to the user: its own, and those marked for it."""
+    return not record.secondary or getattr(error, _JOB_ERROR, False) is True
 
 
 def describe_failure(rank: int, attempt: int, error: BaseException) -> FailureRecord:

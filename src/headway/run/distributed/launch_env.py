@@ -28,7 +28,7 @@ _STEP_MARKS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_ST
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnv:
-    """The place of this process in its world.
+    """Rank, world size and master address of this process.
 
     Attributes:
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
@@ -36,8 +36,8 @@ class LaunchEnv:
             count differently (`World.join` agrees on one number).
         launcher: "headway", "torchrun", "environment", "mpi", "slurm" or "alone".
         master_port: Port of the meeting point; 0 when alone.
-        agent_store: A store of the launching agent already listens at the meeting point (else
-            rank 0 opens one there).
+        agent_store: The launching agent's store already listens at the master's address; else rank
+            0 opens one there.
         node_name: What the launcher calls this machine; empty: nothing, see `node`.
         pace: In an emulation without root, the file through which the ranks of this node share one
             interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
@@ -222,18 +222,17 @@ def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, family: st
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun has started this process as one of several tasks.
-
-    A batch script, too, sees SLURM_PROCID=0 and the SLURM_NTASKS of its allocation; only srun sets
-    the SLURM_STEP variables. Where MPICH's own launcher runs inside Slurm, SLURM_PROCID counts its
-    daemons: then PMI's numbers differ and are the ones that hold.
-    """
+    """Whether srun has started this process as one of several tasks."""
     if "SLURM_PROCID" not in env:
         return False
+    # A batch script, too, sees SLURM_PROCID=0 and the SLURM_NTASKS of its allocation; only srun
+    # sets the SLURM_STEP variables.
     if not any(name in env for name in _STEP_MARKS) and env["SLURM_PROCID"] == "0":
         return False
     if _number(env, _tasks_name(env), 1) <= 1:
         return False
+    # Where MPICH's own launcher runs inside Slurm, SLURM_PROCID counts its daemons: then PMI's
+    # numbers differ, and are the ones that hold.
     pmi = (env.get("PMI_RANK"), env.get("PMI_SIZE"))
     return None in pmi or pmi == (env["SLURM_PROCID"], env[_tasks_name(env)])
 
@@ -268,13 +267,11 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnv:
 
 
 def _slurm_host(env: Mapping[str, str]) -> str:
-    """The first host of the step, where rank 0 runs.
-
-    SLURM_LAUNCH_NODE_IPADDR comes last: it is where srun was typed, often a login node.
-    """
+    """The first host of the step, where rank 0 runs."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if env.get(name):
             return expand_slurm_hosts(env[name], name)[0]
+    # The last resort: it is where srun was typed, often a login node.
     return env.get("SLURM_LAUNCH_NODE_IPADDR") or LOOPBACK
 
 

@@ -1,10 +1,7 @@
-"""Process groups and device meshes of a plan, and small collectives over all ranks.
+"""Process groups of a plan's exchange, and tensors sent from one rank to another.
 
-`exchange_routes` makes the groups of the gradient exchange, `refined_mesh` torch's DeviceMesh with
-one axis of the plan taken apart. `broadcast_from_rank0` computes something on rank 0 and gives its
-result, or its error, to all ranks. `gather_to_rank0` and `copy_to_holders` move tensors that lie on
-different ranks; they use the default group from the main thread only, because the side group
-belongs to a checkpoint that may be written meanwhile.
+`gather_to_rank0` and `copy_to_holders` use the default group, from the main thread only, because
+the side group belongs to a checkpoint that may be written meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def exchange_routes(plan: Plan, world: World) -> RoutePool:
     """The groups of a plan's exchange; collective."""
     pace = TrafficShaper.of(*world.place.pace) if world.place.pace else None
     among = plan.alike if plan.split.tensor else None
-    # The groups of a program that is not ours keep its patience: torch's.
+    # A process group that the user's program has made keeps its own time-out.
     timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
     return RoutePool(
         find_nodes(world), pace, among, all_reduce_program_chooser(plan.exchange), timeout
@@ -49,13 +46,8 @@ def find_nodes(world: World) -> Nodes:
     return Nodes.of([str(name) for name in names])
 
 
-# Tensors that lie on different ranks, sent from one rank to another on the default group.
-
-
 @dataclass(frozen=True)
 class _TensorSpec:
-    """What a tensor looks like."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool

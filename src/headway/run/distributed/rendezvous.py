@@ -1,6 +1,6 @@
-"""Rendezvous: one fresh store, opened by rank 0, in which every rank reports.
+"""Rendezvous: all ranks meet in a fresh store that rank 0 opens.
 
-No key of an earlier attempt is ever believed. torch's agents keep one store over all restarts of
+No key of an earlier attempt is ever trusted. torch's agents keep one store over all restarts of
 their workers, so the addresses that a dead attempt left there would be used again (torch 2.13: a
 restart fails or hangs). Here the agents' store carries only questions and answers: a rank asks
 under a random word, and only a living rank 0 can answer this word with the address of its fresh
@@ -36,7 +36,7 @@ class RendezvousResult:
 
     Attributes:
         store: The fresh store; rank 0 hosts it.
-        attempt: The highest restart count that any rank was told.
+        attempt: The highest restart count that any rank has received.
     """
 
     store: TCPStore
@@ -70,17 +70,15 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
 
 
 def reachable_address(place: LaunchEnv) -> str:
-    """The address under which the others reach this rank: its own end of the way to the master.
-
-    Where that way ends in this very machine (a host name that stands for 127.0.1.1, say) and there
-    are other machines, they use the master's name.
-    """
+    """The address at which other ranks reach this one: its end of the route to the master."""
     family, kind, _, _, target = socket.getaddrinfo(
         place.master_address, place.master_port or 1, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
         probe.connect(target)
         own = str(probe.getsockname()[0])
+    # The host name of the master may stand for 127.0.1.1 on the master itself: other machines must
+    # use the name then.
     loopback = own.startswith("127.") or own == "::1"
     return place.master_address if loopback and place.local_ranks < place.ranks else own
 
@@ -89,7 +87,7 @@ def reachable_address(place: LaunchEnv) -> str:
 
 
 def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> RendezvousResult:
-    """Open the fresh store, wait for the others, then tell that all are here, or who is not."""
+    """Open the fresh store, wait for the others, and announce who is missing, if any."""
     if place.agent_store:
         address = reachable_address(place)
         store = _host(address, 0)
@@ -122,7 +120,7 @@ class _Answers:
         self._answered: set[str] = set()
 
     def give(self, waiting: Iterable[int]) -> None:
-        """Answer what is new; questions of dead processes are answered, too, and read by nobody."""
+        # Questions of dead processes are answered as well; nobody reads those answers.
         for rank in waiting:
             word = _read(self._agents, _question(rank))
             if word is not None and word not in self._answered:
@@ -131,7 +129,7 @@ class _Answers:
 
 
 def _host(address: str, port: int) -> TCPStore:
-    """Listen at a port; a store of this process that is being left frees it within moments."""
+    # The store of an earlier world of this process may need a moment to free the port.
     patience = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -158,7 +156,7 @@ def _host(address: str, port: int) -> TCPStore:
 
 
 def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
-    """Ask for the fresh store in the agents' store until rank 0 answers; again if it is lost."""
+    """Ask in the agents' store for the fresh store until rank 0 answers; again if it is lost."""
     agents = _agent_store(place, deadline)
     address = ""
     for _ in _polls(deadline):
@@ -187,10 +185,8 @@ def _encounters(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
 
 
 def _connect(host: str, port: int) -> TCPStore | None:
-    """A client of the store at an address; None where nobody listens.
-
-    A plain connection is tried first: torch's client would retry for long and fill the terminal.
-    """
+    """A client of the store at an address; None where nobody listens."""
+    # A plain connection first: torch's client would retry for a long time and fill the terminal.
     with suppress(OSError, DistNetworkError, DistStoreError):
         socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
         return TCPStore(
@@ -206,7 +202,7 @@ def _connect(host: str, port: int) -> TCPStore | None:
 def _await_verdict(
     store: TCPStore, place: LaunchEnv, seconds: float, deadline: float
 ) -> RendezvousResult | None:
-    """Wait for rank 0's word that all are here; None: the store has gone."""
+    """Wait for rank 0 to announce that all are here; None: the store is gone."""
     # Rank 0 gives up first and says who is missing; the others wait a little longer for that.
     for _ in _polls(deadline + 2.0):
         try:
@@ -221,9 +217,6 @@ def _await_verdict(
                 store=store, attempt=int(verdict["attempt"]), notice=verdict["notice"]
             )
     raise _absent([0], place, seconds)
-
-
-# -- small parts -------------------------------------------------------------------------------
 
 
 def _agent_store(place: LaunchEnv, deadline: float) -> TCPStore:
@@ -245,7 +238,7 @@ def _unreachable(what: str, place: LaunchEnv) -> Stalled:
 
 
 def _read(store: Store, key: str) -> str | None:
-    """A key's text, or None; never waits (torch writes a page to the terminal when it gives up)."""
+    # `get` alone would wait, and torch writes a page to the terminal when it gives up.
     return store.get(key).decode() if store.check([key]) else None
 
 

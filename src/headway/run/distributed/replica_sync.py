@@ -52,7 +52,7 @@ def sync_initial_state(model: nn.Module, world: World) -> None:
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0 (running statistics differ between shares)."""
+    """Give every rank the buffers of rank 0; running statistics differ between shares."""
     if world.ranks == 1:
         return
     with world.explained("sharing the model's buffers"):
@@ -76,7 +76,7 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
 
 
 def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) -> dict[str, int]:
-    """Of what this rank has of each parameter: "name" or, of a part, "name at (0, 4)"."""
+    """Checksums of the parameters on this rank, by "name" or, of parts, "name at (0, 4)"."""
     found = {}
     for name, parameter in parameters.items():
         if parameter not in away:
@@ -87,7 +87,8 @@ def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) 
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 63-bit sum over the bits of a tensor, that changes when two elements change places."""
+    """A sum over the bits of a tensor."""
+    # The first half weighs more, so that elements which change halves change the sum.
     flat = tensor.detach().contiguous().view(-1)
     if flat.dtype.is_complex or flat.dtype == torch.bool:
         flat = flat.view(torch.uint8)
