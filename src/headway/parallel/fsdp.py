@@ -67,7 +67,9 @@ class ShardedState:
         self.model = model
         self.mesh = mesh
         self.zero = zero
+        # The optimiser's groups and state are keyed by these objects, which `fully_shard` replaces.
         names = {parameter: name for name, parameter in model.named_parameters()}
+        # FSDP2 splits along dimension 0 and refuses a parameter that has none.
         self.whole = {name: p for p, name in names.items() if p.dim() == 0}
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(self.whole.values())}
         # Inner modules first: `fully_shard` leaves alone what a call further inside has taken.
@@ -93,7 +95,10 @@ class ShardedState:
     def begin(self) -> None:
         """A step begins: parameters stay gathered and gradients whole as long as `zero` allows."""
         for part in self._parts:
+            # Only in the last backward does FSDP2 wait for its pending reductions.
             part.set_is_last_backward(False)
+            # `_parts` names every FSDP2 module, inner ones too: recursion would only repeat the
+            # calls.
             part.set_requires_gradient_sync(self.zero > 1, recurse=False)
             part.set_reshard_after_backward(self.zero == 3, recurse=False)
 
@@ -109,8 +114,11 @@ class ShardedState:
         gradients = [p.grad for p in self.whole.values() if p.requires_grad]
         if all(gradient is None for gradient in gradients):
             return
+        # Every rank sends as many numbers, zero for a parameter that it did not use.
         found = [torch.zeros(()) if g is None else g.cpu() for g in gradients]
+        # float64 for all: parameters of different types go in one message.
         shared = torch.stack([g.double() for g in found]).to(self.mesh.device_type)
+        # Over one dimension of the mesh after the other, hence over all of its ranks.
         for group in self.mesh.get_all_groups():
             torch.distributed.all_reduce(shared, group=group)
         for gradient, total in zip(gradients, shared, strict=True):
@@ -123,6 +131,7 @@ class ShardedState:
         try:
             yield
         except RuntimeError as error:
+            # torch raises a bare RuntimeError here, which only its text tells from others.
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise PlanError(
@@ -152,6 +161,8 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
                 yield from found(child)
                 continue
             own = list(child.parameters())
+            # A parameter that a module outside holds as well would be used there while it is
+            # sharded.
             alone = all(_uses(child, p) == users[p] for p in own)
             if alone and own:
                 yield child, sum(sizes[p] for p in own)
@@ -189,6 +200,7 @@ def rebind_optimizer_parameters(
         old = group["params"]
         group["params"] = [now[names[parameter]] for parameter in old]
         for parameter, new in zip(old, group["params"], strict=True):
+            # Left under the old parameter, the state would never be found again.
             state = optimizer.state.pop(parameter, None)
             if state:
                 own = partial(held, names[parameter]) if held else partial(shard_like, new)
@@ -209,6 +221,7 @@ def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
         return value
     mesh = parameter.device_mesh
     everywhere = [Replicate()] * mesh.ndim
+    # The value is the same on all ranks already; `run_check` would broadcast it once more.
     found = DTensor.from_local(value, mesh, everywhere, run_check=False)
     return found.redistribute(placements=parameter.placements)
 
@@ -233,12 +246,15 @@ def squared_gradient_norm(gradients: dict[str, Tensor]) -> Tensor:
     spread: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
     for gradient in gradients.values():
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        # Squared in float64: in float16 the square of a norm above 255 is infinite.
         square = torch.linalg.vector_norm(part).double().square()
         if not isinstance(gradient, DTensor):
             total += square.cpu()
             continue
         # Not over dims of copies: each would count again.
         dims = tuple(n for n, p in enumerate(gradient.placements) if isinstance(p, Shard))
+        # Added up per mesh, so that there is one small all-reduce for each and not one per
+        # gradient.
         key = (gradient.device_mesh, dims)
         spread[key] = spread.get(key, torch.zeros((), dtype=torch.float64)) + square.cpu()
     for (mesh, dims), square in spread.items():
@@ -293,6 +309,7 @@ def reshard_stages(stages: ModelStages) -> ModelStages:
     ]
     if problems:
         raise PlanError("the model cannot be cut there", problems=problems, fix=_OWN_WRAPPER)
+    # Resharding has put the sharded parameters back into the modules, in place of gathered ones.
     now = dict(stages.model.named_parameters())
     renewed = tuple(
         replace(stage, parameters={name: now[name] for name in stage.parameters})
@@ -330,6 +347,7 @@ def reshard_fsdp_modules(module: nn.Module) -> None:
 
 def explain_fsdp_conflicts(schedule: PipelineSchedule, stages: ModelStages, rank: int) -> list[str]:
     """Why a table for these stages cannot be carried out, where parts of them are wrapped."""
+    # `Pipeline` reports a table for another number of stages by itself.
     if stages.unlike(schedule):
         return []
     hosted = sorted({stage for _, stage in schedule.hosted(rank)})

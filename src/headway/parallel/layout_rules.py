@@ -78,6 +78,7 @@ def squeeze(x: SplitTensor, dim: Any = None) -> Any:
     dims = [d for d in {*reduced_dims(x, dim)} if x.shape[d] == 1]
     if any(x.shape[d] == 1 for d in x.splits):
         raise RuleRefused("a cut dimension has one entry")
+    # Dimensions of the whole tensor: a part may have one entry where the whole has several.
     return x.like(x.local.squeeze(tuple(dims)), _without(x, dims))
 
 
@@ -95,6 +96,7 @@ def unflatten(x: SplitTensor, dim: int, sizes: Sequence[int]) -> Any:
     dim %= x.ndim
     inner = list(sizes)
     if -1 in inner:
+        # The -1 itself makes the product negative.
         inner[inner.index(-1)] = x.shape[dim] // -math.prod(inner)
     return x.reshape([*x.shape[:dim], *inner, *x.shape[dim + 1 :]])
 
@@ -110,6 +112,7 @@ def expand(x: SplitTensor, *shape: Any) -> Any:
         if cut != WHOLE_DIMENSION:
             if sizes[dim] not in (-1, x.shape[dim - len(sizes)]):
                 raise RuleRefused("it enlarges a cut dimension")
+            # -1 keeps the size of this rank's part.
             sizes[dim] = -1
     return x.like(x.local.expand(sizes), cuts)
 
@@ -243,8 +246,10 @@ def along_whole_dims(
 
 def _dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """The dimensions that a call names; none where it means all of them."""
+    # The exponent comes before the dimension: norm(p, dim), normalize(p, dim).
     place = 1 if name in {"norm", "normalize"} else 0
     given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
+    # flip(0, 1) is as good as flip([0, 1]).
     if name == "flip" and args and isinstance(args[0], int):
         given = args
     if name == "normalize" and given is None:

@@ -70,6 +70,7 @@ LEAF_SPEC = TreeSpec("leaf")
 
 def is_payload(value: Any) -> bool:
     """The leaves of what goes from stage to stage: tensors, and numbers, which may change."""
+    # By the exact type: a bool is a flag, which must not change.
     return isinstance(value, Tensor) or type(value) in (int, float)
 
 
@@ -121,6 +122,7 @@ def _take_apart(
         keys = tuple(entry.name for entry in dataclasses.fields(value))
         inner = [getattr(value, key) for key in keys]
     parts = tuple(_take_apart(part, is_leaf, is_one, leaves) for part in inner)
+    # Without its fields, whose tensors the structure would keep alive.
     example = _like(value, dict.fromkeys(keys)) if kind == "object" else None
     return TreeSpec(kind, type(value), keys, parts, example=example)
 
@@ -163,7 +165,7 @@ def _like(example: Any, fields: dict[str, Any]) -> Any:
     """A dataclass with other fields, whatever its constructor wants."""
     value = copy.copy(example)
     for name, content in fields.items():
-        object.__setattr__(value, name, content)
+        object.__setattr__(value, name, content)  # frozen dataclasses refuse setattr
     return value
 
 
@@ -320,6 +322,7 @@ def user_line() -> str:
 
 def is_user_file(file: str) -> bool:
     """Whether a frame of this file may be shown as the place of a fault."""
+    # Names of generated code, as torch.fx gives them, begin with "<".
     return not file.startswith((_PACKAGE, _TORCH, "<"))
 
 

@@ -78,6 +78,7 @@ class ShardedGradientSync:
         for place in self._places:
             if not place.sharded.requires_grad:
                 continue
+            # One reduce-scatter for all parameters of a group of ranks and a type of elements.
             group = _group(place)[0]
             together.setdefault((group.group_name, place.sharded.dtype), []).append(place)
         self._buckets = [_scatter_sums(places) for places in together.values()]
@@ -113,11 +114,15 @@ def _scatter_sums(places: Sequence[ShardedParameterSite]) -> _Bucket:
     for place in places:
         now = place.now
         gradient, now.grad = now.grad, None
+        # Rows must be equally long on all ranks, so that an unused parameter is sent as zeros; its
+        # flag says so.
         flags.append(float(gradient is not None))
         full = local_part_like(torch.zeros_like(now) if gradient is None else gradient, now)
         rows.append(_padded_chunks(full.detach(), size, _group(place)[2]))
+    # A rank receives one row only, so that every row needs the flags.
     kind = places[0].sharded
     flag = torch.tensor(flags, device=rows[0].device).expand(size, -1)
+    # Concatenation with the float32 flags has promoted half precision, which is undone here.
     packed = torch.cat([*rows, flag], dim=1).to(kind.dtype)
     flat = packed.new_empty(packed.shape[1])
     work = dist.reduce_scatter(flat, list(packed.unbind()), group=group, async_op=True)
@@ -210,9 +215,11 @@ class StageGradientSync:
         order = [a.stage for a in schedule.order[team.rank] if a.kind == ActionKind.SYNC]
 
         def last(where: StagesUsing) -> int:
+            # A parameter of several stages has its whole gradient at the last SYNC of them.
             return max((s for s in where if s in own), key=lambda s: _last(order, s))
 
         for key, parameters in plain.items():
+            # There is no group where only one rank holds the parameters: nothing has to be summed.
             if key in groups:
                 self._at[last(key[0])].append(_FlatAllReduce(parameters, groups[key]))
         for key, found in sharded.items():
@@ -224,6 +231,7 @@ class StageGradientSync:
     def start(self, stage: int) -> None:
         for part in self._at[stage]:
             part.start()
+        # Gradients are packed by now, so that the memory of gathered parameters can be freed.
         reshard_fsdp_modules(self._modules[stage])
 
     def wait(self, stage: int) -> None:
@@ -344,6 +352,7 @@ def _unfuse(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         part = flat[start : start + shape.numel()].view(shape)
         start += shape.numel()
         if flag:
+            # Autograd may have left the gradient in other placements than the parameter's.
             if parameter.grad is None or not same_placements(parameter.grad, parameter):
                 parameter.grad = torch.empty_like(parameter)
             local_part_like(parameter.grad, parameter).copy_(part)

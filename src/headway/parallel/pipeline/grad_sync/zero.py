@@ -72,6 +72,7 @@ class ShardedStageParameters:
         meshes = _meshes(keys, group or {}, next(iter(wholes.values())).device.type)
         self.meshes = {name: meshes[key] for key, names in keys.items() for name in names}
         sites = _sites(stages.model)
+        # Sorted as on all other ranks: to gather is one collective after the other.
         self._groups = [
             [
                 _keep(wholes[name], key[0], _parts(meshes[key]), sites[wholes[name]])
@@ -137,8 +138,10 @@ def _meshes(keys: Iterable[_Key], group: Mapping[str, int], device: str) -> dict
     dist.all_gather_object(found, sorted(keys))
     made = {}
     within = torch.arange(math.prod(group.values()), dtype=torch.int)
+    # A DeviceMesh makes process groups, for which all processes have to come in the same order.
     for key in sorted({key for of_rank in found for key in of_rank}):
         rows = torch.tensor(key[1], dtype=torch.int)
+        # A row names the first rank of each group; the others of the group follow it directly.
         ranks = within.view(*group.values(), 1, 1) + rows
         stages = "_".join(map(str, key[0]))
         sizes = {**group, f"copies_{stages}": len(rows), f"parts_{stages}": rows.shape[1]}
@@ -171,8 +174,10 @@ def _keep(
 ) -> _Kept:
     whole.data = whole.data.clone()  # memory of its own, which can be given back
     size, number = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    # A copy: `_free` takes the memory of the whole away, and that of its views.
     part = _chunk(whole.data, size, number).clone(memory_format=torch.contiguous_format)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    # The parts may be uneven; torch would assume that the others are as large as this one.
     stride = torch.empty(whole.shape, device="meta").stride()
     held = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=whole.shape, stride=stride
@@ -193,6 +198,7 @@ def _exchange(group: Iterable[_Kept], *, to_whole: bool) -> None:
     """Let the model hold the stages' parameters, or the parts."""
     for kept in group:
         if to_whole:
+            # Between steps users see the sharded parameter, and freeze or unfreeze that.
             kept.whole.requires_grad_(kept.place.sharded.requires_grad)
         held = kept.whole if to_whole else kept.place.sharded
         for module, key in kept.sites:

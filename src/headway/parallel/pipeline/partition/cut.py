@@ -68,6 +68,7 @@ def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStage
     """
     model = stages.model
     with torch.no_grad():
+        # Both runs begin with the same buffers and random state, so that dropout is the same.
         with preserve_model_state(model):
             args, kwargs = call.arguments(_copies(call.leaves))
             expected = model(*args, **kwargs)
@@ -109,6 +110,7 @@ def _run(
         values = _copies(_entering(stage, given, call))
         inside = flatten(list(values), is_payload)[0]
         _check_whole(stage.number, inside)
+        # `_version` rises with every change in place.
         before = [t._version for t in inside if isinstance(t, Tensor)]
         versions = {name: buffer._version for name, buffer in stage.buffers.items()}
         given.append(stage.module.forward(*values))
@@ -177,6 +179,7 @@ def _close(x: Tensor, y: Tensor) -> bool:
         return True
     if not (x.is_floating_point() or x.is_complex()):
         return False
+    # An infinity must not make the tolerance infinite.
     largest = float(x.abs().nan_to_num(0.0, posinf=1.0).max())
     return torch.allclose(
         x, y, rtol=0.0, atol=AGREEMENT_TOLERANCE.get(x.dtype, 1e-2) * largest, equal_nan=True
@@ -324,10 +327,12 @@ def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> 
     stages = _stages(found, starts, relay)
     mode = model.training
     with training_mode(model, not mode):
+        # The same modules stay closed, so that the two graphs can be compared.
         other = trace_model(model, call, lambda name, _: name not in found.opened)
         # The code around the calls does not look at the mode: one cut serves both.
         if str(other.graph) == str(found.graph):
             return stages
+        # The numbers of nodes differ between the two graphs; the names of calls do not.
         names = node_labels(found)
         opposite = _stages(other, cut_at(other, [names[start] for start in starts[1:]]), relay)
     if mode:
@@ -367,6 +372,7 @@ def _at_level(model: nn.Module, level: int) -> IsLeaf:
 
     def is_leaf(name: str, module: nn.Module) -> bool:
         opens = _is_chain(module) or (_level(model, name) < level and any(module.children()))
+        # A module that is walked into would run without its hooks.
         return has_hooks(module) or not opens
 
     return is_leaf
@@ -394,6 +400,7 @@ def _level(model: nn.Module, name: str) -> int:
 
 def _is_chain(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
+        # A Sequential with a forward of its own need not call its children one after the other.
         return type(module).forward is nn.Sequential.forward
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 

@@ -68,6 +68,7 @@ class AttributeSource(nn.Module):
 
     def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:
         super().__init__()
+        # Past the module's own `__setattr__`, which would register the model as a child.
         object.__setattr__(self, "_given", (model, dict(constants)))
         self.training = model.training
 
@@ -204,6 +205,7 @@ def _solve(until: list[float], parts: int, join: object) -> tuple[float, list[in
     first = [[0] * (count + 1) for _ in range(parts + 1)]
     best[0][0] = 0.0
     for part in range(1, parts + 1):
+        # Each part before needs at least one entry, and so does each part behind.
         for end in range(part, count - parts + part + 1):
             for start in range(part - 1, end):
                 value = join(until[end] - until[start], best[part - 1][start])
@@ -228,6 +230,7 @@ def cut_at(trace: Trace, patterns: Sequence[str]) -> list[int]:
     """
     names = node_labels(trace)
     starts, problems = [0], []
+    # A pattern that matches the first call of all would leave the first stage empty.
     before = min(names, default=0)
     for pattern in patterns:
         found = next((n for n, name in names.items() if _matches(name, pattern)), None)
@@ -321,6 +324,7 @@ class _NodeFacts:
         self.settings: set[fx.Node] = set()
         self._starts = list(starts)
         self._free: dict[fx.Node, bool] = {}
+        # In the graph's order: whether a node is free depends on the nodes that it uses.
         for node in trace.graph.nodes:
             self._free[node] = self._is_free(node)
         for node in trace.graph.nodes:

@@ -128,6 +128,8 @@ class ExampleValues:
     def know(self, node: fx.Node, value: Any) -> None:
         """Give the value of a placeholder."""
         leaves, structure = flatten([value], is_payload)
+        # A model may change its inputs in place, and neither the user's data nor the example may
+        # suffer.
         own = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         self._values[node] = structure.rebuild(own)[0]
 
@@ -165,6 +167,7 @@ class ExampleValues:
         args = map_arg(node.args, self._values.__getitem__)
         kwargs = map_arg(node.kwargs, self._values.__getitem__)
         before = _random_states()
+        # Only the state of the generators shows a draw inside of a module that is one call.
         value = self._call(node, args, kwargs)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             self._draws.add(node)
@@ -199,7 +202,7 @@ class _ModelSnapshot:
         restore_plain_attributes(self._model, self._plain)
         with torch.no_grad():
             for buffer, value in self._buffers:
-                buffer.copy_(value)
+                buffer.copy_(value)  # in place: optimisers and stages refer to these tensors
         torch.set_rng_state(self._states[0])
         if len(self._states) > 1:
             torch.cuda.set_rng_state(self._states[1])
@@ -225,6 +228,7 @@ def attribute_at(model: nn.Module, name: str) -> Any:
 
 def _random_states() -> list[Tensor]:
     states = [torch.get_rng_state()]
+    # Asking CUDA for its state would initialise it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
@@ -304,6 +308,7 @@ def trace_model(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
     if has_hooks(model):
         raise _refusal(model, Untraceable("", "it has hooks, which stages would not run", ""))
     closed: dict[str, str] = {}
+    # Every failure closes one module more, so that this ends.
     while True:
         try:
             found = _trace(model, call, lambda name, m: name in closed or is_leaf(name, m))
@@ -395,6 +400,8 @@ class _Tracer(fx.Tracer):
     failed: The innermost opened module when an exception was raised.
     """
 
+    # By default fx would compute with the buffers' present values and keep the result as a
+    # constant.
     proxy_buffer_attributes = True
 
     def __init__(
@@ -429,11 +436,14 @@ class _Tracer(fx.Tracer):
             leaves.append(self.create_proxy("placeholder", f"input_{number}", (), {}))
             self._examples.know(leaves[-1].node, leaf)
         args, kwargs = self._call.arguments(tuple(leaves))
+        # Already bound: a placeholder stands for a leaf of the call, not for an argument of
+        # forward.
         return (lambda: root_fn(self.root, *args, **kwargs)), []
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        # fx has patched the call of every module; those for an example are no part of the graph.
         if self._examples.busy:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -443,7 +453,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed = self.failed or name
+            self.failed = self.failed or name  # the innermost one, as it is seen first
             raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -480,6 +490,7 @@ class _Tracer(fx.Tracer):
         if isinstance(value, Mapping):
             return iter(self.keys(obj))
         if isinstance(value, tuple | list):
+            # `len` records a check that every micro-batch has as many elements.
             return iter([obj[number] for number in range(len(obj))])  # type: ignore[index]
         raise fx.proxy.TraceError(f"it goes through a {type(value).__name__} in a loop")
 
@@ -524,6 +535,7 @@ class _Creations(TorchFunctionMode):
         keywords = kwargs or {}
         result = func(*args, **keywords)
         if (
+            # A function of a traced value returns one; a tensor was made of none.
             self._tracer._examples.busy
             or not isinstance(result, Tensor)
             or is_tensor_method_or_property(func)
@@ -560,6 +572,7 @@ def _modes() -> tuple[bool, ...]:
 
 
 def _reason(error: Exception) -> str:
+    # The tracer's own messages begin like this.
     text = str(error).partition("\n")[0]
     if isinstance(error, fx.proxy.TraceError) and text.startswith("it "):
         return text

@@ -67,6 +67,7 @@ def explain_distributed_error(
     where = f"rank {rank} of the pipeline stands at {describe_position(row, position)}"
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
+    # Errors of Gloo are bare RuntimeErrors, which only their text tells from a user's.
     of_group = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _EXCHANGE.search(text)
     )
@@ -420,6 +421,7 @@ class RankActions:
         return self._runs[action.pipe, action.stage]
 
     def _link_of(self, action: Action) -> RemoteStageLink:
+        # A gradient's action names the same edge from its other end.
         ends = sorted((action.stage, action.other))
         return self._remote[action.pipe, ends[0], ends[1]]
 
@@ -563,6 +565,7 @@ class Pipeline:
             )
         with torch.no_grad():
             losses = self._evaluating[count].run(microbatches)
+        # There is no SYNC here, which frees in training what fully_shard has gathered.
         for stage in self._hosted:
             reshard_fsdp_modules(stage.module)
         return losses

@@ -154,6 +154,7 @@ class MessageFormat:
 
 def _encode(numbers: Sequence[int | float]) -> Tensor:
     """Integers as they are, in the first half; the bits of floats in the second."""
+    # A float64 alone would round integers above 2**53.
     whole = torch.tensor([n if isinstance(n, int) else 0 for n in numbers], dtype=torch.int64)
     exact = torch.tensor([n if isinstance(n, float) else 0.0 for n in numbers], dtype=torch.float64)
     return torch.cat((whole, exact.view(torch.int64)))
@@ -238,6 +239,8 @@ class StageLink(ABC):
         layout, leaves = MessageFormat.of(values)
         key = self._keys[microbatch]
         known = self._layouts.setdefault(key, layout)
+        # The first forward of a recomputed stage runs without a graph, where nothing requires
+        # gradients.
         if known is not layout and not known.fits(layout, flows=torch.is_grad_enabled()):
             raise RunError(
                 f"what goes over {self._name} has changed for a micro-batch of the same sizes",
@@ -327,7 +330,7 @@ class StageConnection:
         return [
             (_start_p2p(dist.isend(t, self._peer, self._group, tag)), t)
             for t in tensors
-            if t.numel()
+            if t.numel()  # `_post` leaves out the same ones
         ]
 
     def _post(self, buffers: Sequence[Tensor], tag: int) -> list[dist.Work]:
@@ -339,6 +342,7 @@ class StageConnection:
         """Send a plain value of unknown size."""
         text = torch.frombuffer(bytearray(self.written(thing)), dtype=torch.uint8)
         size = torch.tensor([len(text)])
+        # NCCL sends tensors of its own device only.
         return self._start([size.to(self.device), text.to(self.device)], tag)
 
     def hear(self, tag: int) -> Any:

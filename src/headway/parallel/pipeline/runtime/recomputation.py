@@ -59,6 +59,7 @@ class RecomputedStage(nn.Module):
             first.target = name
             if len(run) > 1:
                 last.replace_all_uses_with(first)
+            # From the last one on: fx refuses to erase a node that has users.
             for node in reversed(run[1:]):
                 graph.erase_node(node)
         self.stage = fx.GraphModule(
@@ -69,6 +70,7 @@ class RecomputedStage(nn.Module):
         """What the stage's module returns."""
         self._watched.clear()
         result = self.stage.forward(*values)
+        # Behind the whole stage: a later block may have changed an argument, too.
         for watched in self._watched:
             changed = watched.tensor._version != watched.version
             watched.block.alters = changed or bool(watched.block.alters)
@@ -175,6 +177,8 @@ class _Block(nn.Module):
         """Weights and buffers that may be others when the block is computed again."""
         held: dict[str, Tensor] = {}
         if self._keeps_weights:
+            # No copies: inside `WeightVersions.call` these are the tensors of a version, which no
+            # step changes.
             held.update(self.module.named_parameters())
         if self._keeps_buffers:
             held.update((name, buffer.clone()) for name, buffer in self.module.named_buffers())
@@ -254,6 +258,7 @@ class _Call:
     def pack(self, tensor: Tensor) -> _Saved:
         """In place of a tensor; called as long as the block is computed the first time."""
         saved = _Saved(self)
+        # Weak: what backward has freed by then need not be filled in.
         self.saved.append(weakref.ref(saved))
         return saved
 
@@ -280,6 +285,7 @@ class _Call:
         with self.surroundings.restored(), saved_tensors_hooks(pack, _never):
             entered = [argument.entered(self.block.name) for argument in self.arguments]
             args, kwargs = self.structure.rebuild(entered)
+            # One pass fills in all that is wanted, so that the arguments can be freed.
             held, self.arguments, self.held = self.held, (), {}
             try:
                 self.block.run(held, args, kwargs)
@@ -322,6 +328,7 @@ class _ForwardEnvironment:
                 stack.enter_context(
                     torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cached)
                 )
+            # Without devices fork_rng keeps the CPU's state alone, whatever type it is told.
             kind = self._device.type if own is not None else "cuda"
             stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             stack.enter_context(torch.enable_grad())

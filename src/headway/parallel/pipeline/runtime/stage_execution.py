@@ -181,6 +181,8 @@ class _Graph:
         """The nodes on the way with branches to weights, from the inputs on."""
         found = []
         level = {self._end: 0}
+        # Kahn's order, from the inputs on: a node's level is final when all nodes behind it are
+        # done.
         left = {n: sum(m in self.on_way for m in self._after[n]) for n in self.on_way}
         waiting = [self._end]
         while waiting:
@@ -439,6 +441,8 @@ class StageExecutor:
         if self.stage.uses_inputs:
             inputs = self._stages.leaves_of(args, kwargs)
             inputs = _copies(inputs) if self._copies else inputs
+        # No reference stays here, so that the stage can free its inputs as soon as they are used
+        # up.
         arrived, self._arrived = self._arrived, []
         values = [
             inputs[place] if source == MODEL_INPUT else arrived[source][place]
@@ -479,6 +483,8 @@ class StageExecutor:
             tuple(t.detach() for t in flowing) if self._recompute else tuple(flowing)
         )
         entered: tuple[Tensor, ...] = _StageEntry.apply(self._anchor, now.cut)  # type: ignore[no-untyped-call]
+        # Their grad_fn is now the node that holds `cut`: the cycle would keep the activations
+        # alive.
         now.cut.tensors = ()
         node = entered[0].grad_fn
         assert node is not None
@@ -497,6 +503,7 @@ class StageExecutor:
         index: dict[int, int] = {}
         found = list(self._values) if self._is_last else [t for group in leaving for t in group]
         for tensor in found:
+            # A value that goes over several links is one root, where its gradients are added.
             if tensor.requires_grad and id(tensor) not in index:
                 index[id(tensor)] = len(now.roots)
                 now.roots.append(get_gradient_edge(tensor))
@@ -534,6 +541,7 @@ class StageExecutor:
         self, microbatch: int, now: _MicrobatchState, gradients: Sequence[Tensor | None]
     ) -> None:
         """Hand the gradients of what entered to where it came from."""
+        # The stage before waits for a gradient of each of its values, also where there is none.
         left = iter(gradients or itertools.repeat(None))
         for link, layout in zip(self._before.values(), now.layouts, strict=True):
             forms = [form for form in layout.forms if form is not None and form.flows]

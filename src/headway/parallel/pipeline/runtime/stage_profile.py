@@ -115,6 +115,7 @@ def measure_unit_seconds(
     """
     with arithmetic():
         units = list_units(model, loss, data, stages)
+        # A stage for each unit, so that each is timed by itself.
         parts = cut(model, loss, data, stages=len(units))
     costs = measure_stage_costs(parts, loss, data, arithmetic=arithmetic)
     return {name: cost.seconds for name, cost in zip(units, costs, strict=True)}
@@ -123,6 +124,7 @@ def measure_unit_seconds(
 def _one_rank(stages: int) -> PipelineSchedule:
     forth = [Action(ActionKind.FORWARD, "d0", n, 0) for n in range(stages)]
     back = [Action(kind, "d0", n, 0) for n in reversed(range(stages)) for kind in _KINDS[1:]]
+    # A value may go from any stage to any later one.
     skips = tuple((a, b) for a in range(stages) for b in range(a + 2, stages))
     pipe = SchedulePipe("d0", (0,) * stages, (0,))
     return PipelineSchedule(name="measure", pipes=(pipe,), order=((*forth, *back),), skips=skips)
@@ -140,6 +142,7 @@ class _Saved:
     ) -> None:
         self._device = device
         self._arithmetic = arithmetic
+        # Autograd saves weights as well, which take no additional memory.
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.bytes: dict[int, int] = {}
         self.counts = True
@@ -158,6 +161,7 @@ class _Saved:
         self.bytes[stage] = 0
 
         def pack(tensor: Tensor) -> Tensor:
+            # By storage: several views of one tensor keep its memory once.
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

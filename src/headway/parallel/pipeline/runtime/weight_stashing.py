@@ -139,6 +139,7 @@ class WeightVersionPlan:
         last = self._last[(action.pipe, action.stage), version] == position
         return [version] if last and self._is_kept(action, version) else []
 
+    # A version that no STEP of the row ends stays the live one.
     def _is_kept(self, action: Action, version: int) -> bool:
         key = (action.pipe, action.stage), version
         return self._last.get(key, NO_NUMBER) > self._end.get(key, len(self._row))
