@@ -54,9 +54,12 @@ class GradientArrivals(NamedTuple):
             shares: Of each unit's parameters, what one device holds.
         """
         own = [size * shares[unit] for size, unit in zip(self.sizes, self.units, strict=True)]
+        # Buckets are filled in whole bytes; a device's share of a split parameter need not be
+        # whole.
         whole = [max(1, round(size)) for size in own]
         buckets = fill_buckets(whole, range(len(whole)), int(min(limit, 2.0**62)), FIRST_BUCKET)
         found = np.array([sum(own[n] for n in bucket) for bucket in buckets])
+        # A bucket leaves with its last gradient.
         return found, np.array([self.units[bucket[-1]] for bucket in buckets], dtype=np.int64)
 
 
@@ -173,6 +176,7 @@ def sharded_exchange(
     passes = [*forward.tolist(), *backward[::-1].tolist()]
     ahead = [*own.tolist(), *own[::-1].tolist()]
     behind = [*([0.0] * len(forward)), *scatters[::-1].tolist()]
+    # Nothing can be computed beside the first gather.
     now = _LaneTimes(0.0, ahead[0], ahead[0])
     steps: list[list[float]] = []
     # Rounds that take as long as the one before are not simulated one by one.
@@ -183,12 +187,14 @@ def sharded_exchange(
         now = _simulate_units(now, passes, [*ahead[1:], ahead[0] if left else 0.0], behind)
         steps.append([b - a for a, b in zip(before, now, strict=True)])
         # The last micro-batch gathers nothing ahead, so that it is always played itself.
+        # With numpy's default atol, 1e-8, all rounds of a small model would be equal.
         if left > 1 and len(steps) > 1 and np.allclose(steps[-1], steps[-2], rtol=1e-12, atol=0):
             jump = left - 1
             now = _LaneTimes(*(a + jump * each for a, each in zip(now, steps[-1], strict=True)))
             left = 1
     whole = max(now.clock, now.lane)
     compute = microbatches * float(forward.sum() + backward.sum())
+    # ZeRO 3 gathers the weights in front of forward and again in front of backward.
     sent = microbatches * float(scatters.sum() + 2.0 * own.sum())
     exposed = sent - overlap * (sent - (whole - compute))
     return compute + exposed, ExchangeSeconds(sent, exposed)
@@ -260,6 +266,7 @@ class ModelParameters:
         found: dict[str, list[int]] = {}
         for number, unit in enumerate(self.row):
             for operator in operators[unit.start : unit.stop]:
+                # An operator that takes a parameter as two of its inputs uses it once.
                 for name in dict.fromkeys(operator.inputs):
                     if name in operator.parameters:
                         found.setdefault(name, []).append(number)

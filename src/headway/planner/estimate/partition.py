@@ -102,8 +102,10 @@ def cut_stages(
     if floor is None:
         free = programme.solve(np.inf)
         floor = free.total if free else 0.0
+    # A slower longest stage alone costs more than `known` leaves beside the least sum.
     most = (known - floor) / (microbatches - 1) if microbatches > 1 else np.inf
     least = floor / stages * (1 - _ROUNDING)  # what the slowest stage takes at least
+    # Mostly all stages have the same times: only rows that differ from the one above add bounds.
     some = times[np.append(True, (times[1:] != times[:-1]).any(axis=1))]
     some = some[(some >= max(least, programme.least)) & (some < most) & np.isfinite(some)]
     if not len(some):
@@ -206,12 +208,14 @@ class _StageProgramme:
         times = np.where(self._each <= bound, self._each, np.inf)
         low, high, most = 0.0, 2.0 * bound, 0.0
         for _ in range(_HALVINGS):
+            # Lagrangian duality: any price gives a valid bound, and bisection seeks the best one.
             # For any price of a unit: p cheapest stages at this price, and the price of all units.
             price = (low + high) / 2
             paid = times - price * self._number
             picks = paid.argmin(axis=1)
             least = np.take_along_axis(paid, picks[:, None], 1).sum()
             most = max(most, float(least + price * self.length))
+            # The cheapest stages hold too few units: a unit must pay for more.
             if picks.sum() + len(picks) < self.length:
                 low = price
             else:
@@ -236,6 +240,8 @@ class _StageProgramme:
         if (most == 0).any() or most.sum() < self.length or fewest.sum() > self.length:
             return []
         behind, least = most.cumsum(), fewest.cumsum()
+        # Where a stage can begin follows from the most and the fewest units of the stages in front
+        # of it and behind it.
         low = np.maximum(self.length - behind, least[-1] - least)
         high = np.minimum(self.length - least, behind[-1] - behind)
         if (low > high).any():
@@ -251,6 +257,8 @@ class _StageProgramme:
             return []
         classes = self._classes(bound, max(band[3] for band in bands))
         pads = [high - low for low, high, *_ in bands]  # a window of F goes so far beyond its ends
+        # One allocation for all bands: each has high - low + 1 values between two pads as long as
+        # the next stage's band, so that a window beyond its ends reads infinity.
         room = np.full(3 * sum(pads) + len(pads) + 1, np.inf)
         place = pads[0]
         room[place] = nothing
@@ -263,6 +271,7 @@ class _StageProgramme:
             rest = before.behind(low + shortest, high + widest)
             own = room[left + pad : left + pad + sums.shape[1]]
             if len(sums) > 1:
+                # Row k of this view is `rest` shifted by k units; nothing is copied.
                 windows = np.ndarray(sums.shape, rest.dtype, rest, 0, (step, step))
                 join(sums, windows, out=sums).min(axis=0, out=own)
             else:
@@ -285,6 +294,8 @@ class _StageProgramme:
         borders, each = [0], []
         for stage in range(len(bands) - 1, 0, -1):
             start, band = borders[-1], bands[stage]
+            # Found again for the starts of one cut; back-pointers would be written for all starts
+            # of all bounds.
             times = band.times.take(self.lines.of[band.shortest - 1 : band.widest, start])
             first = start + band.shortest
             number = int((times + bands[stage - 1].behind(first, start + band.widest)).argmin())
@@ -308,7 +319,10 @@ def _least_of_each(lines: IntervalsByLength, times: Array) -> Array:
     own = np.where(far, np.inf, times[:, some])
     numbers, first = np.unique(lines.units[some], return_index=True)
     found = np.full((len(times), width), np.inf)
+    # `some` is sorted by length: reduceat needs intervals of the same length side by side.
     found[:, numbers - 1] = np.minimum.reduceat(own, first, axis=1)
+    # Row s has s stages behind it: the last row begins the model and row 0 ends it, so each number
+    # of units is one interval there.
     ends = length - 1 - np.arange(width)
     found[-1] = _times_of(times[-1], lines.of[:, 0])
     found[0] = _times_of(times[0], lines.of[np.arange(width), ends])
@@ -452,6 +466,7 @@ def interval_classes(row: tuple[LayerUnit, ...]) -> IntervalClasses:
     lengths: list[tuple[int, int]] = []
     for size in range(1, length + 1):
         starts = length - size + 1
+        # There are at most `length` kinds, so each pair of code and kind has its own number.
         pairs = codes[:starts] * (length + 1) + kinds[size - 1 :]
         _, first, codes = np.unique(pairs, return_index=True, return_inverse=True)
         before += numbers[first].tolist()
@@ -530,6 +545,7 @@ def bar_intervals(
         return of
     first, stop = np.arange(of.shape[0])[:, None], np.arange(of.shape[1])[None, :]
     never = np.isin(first, list(barred)) & (stop > first)
+    # A stage that begins in front of a forced start must end there.
     for start in starts:
         never |= (first < start) & (stop > start)
     return np.where(never, -1, of)

@@ -27,6 +27,8 @@ from headway.schedule.timing import (
     StagePasses,
 )
 
+# Backward in one action, or the gradients of weights behind those of inputs (zero bubble): only
+# then does a micro-batch's memory go.
 _LAST = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
 
 
@@ -205,6 +207,8 @@ def timetable_of(schedule: PipelineSchedule) -> Timetable:
                     pair
                     for pipe in schedule.pipes
                     for pair in [(pipe.placement[stage], pipe.placement[stage + 1])]
+                    # Where the placement turns (ZB-V), neighbouring stages share a rank and send
+                    # nothing.
                     if pair[0] != pair[1]
                 )
             )
@@ -238,6 +242,7 @@ def _peaks(
             held[stage] += 1
             rising = True
         elif kind in _LAST:
+            # Counts are largest where a forward is followed by a release; other moments hold less.
             if rising:
                 found.add(tuple(held.values()))
             rising = False

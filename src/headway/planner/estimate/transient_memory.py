@@ -77,6 +77,7 @@ class TransientMemory:
         left, batched = iter(operator.saved), operator.name in self.work.batch_loops
         last = max(moment.weights for moment in operator.moments)
         for moment in operator.moments:
+            # `saved` lists the tensors of all parts of a fused operator, one part after the other.
             fresh = [s for s in islice(left, moment.saved) if s.name not in known]
             known.update(s.name for s in fresh)
             own = sum(s.bytes for s in fresh if s.name not in self.work.graph.held)
@@ -123,6 +124,8 @@ class TransientMemory:
         found: dict[int, tuple[float, ...]] = {}
         for kind, several in self._facts.items():
             each = [_unit(facts, setting, leaves[kind], apart) for facts in several]
+            # Units of a kind differ in their surroundings. The largest needs are safe, and so are
+            # the fewest gradients, which are subtracted.
             most = [max(line[n] for line in each) for n in range(1, 5)]
             found[kind] = each[-1][0], *most, min(line[5] for line in each)
         return found
@@ -136,6 +139,7 @@ class TransientMemory:
             own = graph.saved_by(graph.operators[unit.start : unit.stop])
             if number:
                 twice = sum(own[name] for name in own.keys() & known.keys())
+                # It is subtracted from what both units count, so the least is safe.
                 found[unit.kind] = min(twice, found.get(unit.kind, twice))
             known = own
         return found
@@ -179,6 +183,7 @@ class TransientMemory:
             held, above, twice, first, made, above_, first_ = np.moveaxis(last[low:high], -1, 0)
             total, known, both, early, gradients, *_ = np.moveaxis(found[before[low:high]], -1, 0)
             tied, out = self._tied[low:high], leaves[low:high]
+            # What both keep counts once: the last unit adds K(B) without it.
             known, early, gradients = known - held + twice, early - held + twice, gradients - tied
             early = early + tied
             columns_ = (

@@ -153,6 +153,8 @@ class CostTables:
 
     def chosen(self, choices: Mapping[str, Ints], number: int) -> dict[str, Ints]:
         """Of this number of strategies the choices as the graph numbers them."""
+        # A node with one choice is in no scope, so no step records it: all strategies take its
+        # place 0.
         only = np.zeros(number, dtype=np.int64)
         return {name: kept[choices.get(name, only)] for name, kept in self.kept.items()}
 
@@ -187,6 +189,8 @@ def _add(
 ) -> None:
     scope = tuple(name for name in nodes if name in sizes)
     moved = np.moveaxis(np.asarray(costs, dtype=np.float64), -1, 0)
+    # A pair that is forbidden in one objective is forbidden in all, so that later tests may look at
+    # the first objective alone.
     infinite = np.isinf(moved)
     table = np.where(infinite.any(axis=0), np.inf, moved) if infinite.any() else moved
     scopes.append(scope)
@@ -325,6 +329,7 @@ class _OrderSearch:
 
     def _same(self, number: int) -> int | None:
         scope = set(self.scopes[number])
+        # A table over the same nodes is listed at each of them; the shortest list is searched.
         fewest = min(scope, key=lambda name: len(self.tables[name]))
         found = (n for n in self.tables[fewest] if n != number and set(self.scopes[n]) == scope)
         return next(found, None)
@@ -345,6 +350,8 @@ class _OrderSearch:
         rule = self._rule(name, near)
         if rule == "bucket" or self._cells(name, near) > self.budget:
             return
+        # Leaves go in the graph's order whatever they cost: a chain is then solved from its
+        # beginning (FT-LDP). Of the others the smallest product goes first.
         rank = {"node": 1, "triangle": 2}.get(rule, 0)
         key = (rank, self._cells(name, near) if rank else 0, self.place[name])
         heapq.heappush(self.heap, (key, name))
@@ -353,6 +360,8 @@ class _OrderSearch:
         """The first node of the heap whose entry is still true."""
         while self.heap:
             key, name = heapq.heappop(self.heap)
+            # Entries are not removed when an elimination changes a node's neighbours; it is offered
+            # again.
             if name in self.tables:
                 near = self.neighbours(name)
                 rule = self._rule(name, near)
@@ -363,7 +372,9 @@ class _OrderSearch:
     def _rule(self, name: str, near: tuple[str, ...]) -> str:
         if len(near) == 0:
             return "last"
+        # `_enter` has joined parallel edges: there is one edge for each neighbour.
         edges = [self.scopes[n] for n in self.tables[name] if len(self.scopes[n]) > 1]
+        # A bucket leaves a table over three or more nodes, of which TensorOpt's rules know nothing.
         if len(near) > 2 or any(len(edge) > 2 for edge in edges):
             return "bucket"
         outward = [edge[0] == name for edge in edges]
@@ -387,6 +398,8 @@ class _OrderSearch:
         for name, others in near.items():
             cells = self._cells(name, others)
             if cells <= self.budget:
+                # Every missing pair counts twice, once from each end, which does not change the
+                # order.
                 fill = sum(len(others) - 1 - len(sets[other] & sets[name]) for other in others)
                 key = (fill, cells, self.place[name])
                 best = min(best, (key, name)) if best else (key, name)
@@ -423,5 +436,7 @@ class _OrderSearch:
         """Of a new edge: from the source of the way through the node, else in the given order."""
         if len(near) != 2:
             return near
+        # `_rule` tells "node" from "triangle" by the direction of the edges, so a new one must have
+        # one.
         sources = {self.scopes[n][0] for n in self.tables[name] if len(self.scopes[n]) == 2}
         return near if near[0] in sources or near[1] not in sources else near[::-1]

@@ -76,6 +76,7 @@ def find_hubs(network: CostTables, budget: int) -> Hubs:
         order = order_eliminations(scopes, sizes, budget)
         if not order.blocked:
             break
+        # Only the first one: without it the others may fit, so the order is searched anew.
         hubs = (*hubs, order.blocked[0])
     rule = "condition" if _number(network, hubs) <= _ALL_CASES else "fix"
     entries = tuple(Elimination(rule, hub, _neighbours(network, hub)) for hub in hubs)
@@ -221,6 +222,7 @@ def weight_grid(scales: Floats, steps: int) -> Floats:
 def _weighted(table: Floats, weights: Floats) -> Floats:
     """Weighted costs (1, C_1, ..., C_k, J) of a table (d, C_1, ..., C_k, 1)."""
     costs = np.moveaxis(table[..., 0], 0, -1)
+    # A weight of 0 times an infinite cost would be nan, so forbidden cells are set apart.
     forbidden = np.isinf(costs[..., 0])
     some = bool(forbidden.any())
     flat = np.where(forbidden[..., None], 0.0, costs) if some else costs
@@ -277,6 +279,8 @@ def _sweep(
     for step in order.steps:
         total = _total(step, scopes, inside)
         inside.append((total if step.node is None else total.min(axis=0))[None])
+    # What no step has used is over no eliminated node: the last table of each component, and
+    # scalars.
     used = {number for step in order.steps for number in step.inputs}
     ends = [number for number in range(len(inside)) if number not in used]
     rest = (align(inside[number], scopes[number], given)[0] for number in ends)
@@ -287,6 +291,7 @@ def _sweep(
         name: np.arange(network.sizes.get(name, 1)).reshape(-1, *[1] * (len(given) - place))
         for place, name in enumerate(given)
     }
+    # In reverse, a node's neighbours have made their choices before it.
     for step in reversed(order.steps):
         if step.node is not None:
             found.choices[step.node] = _best(step.node, step, scopes, inside, known, len(given))
@@ -309,6 +314,8 @@ def _best(
     for number in step.inputs:
         others = [name for name in scopes[number] if name != node]
         table = align(inside[number], scopes[number], (node, *others))[0]
+        # The choices and the range broadcast together: weighting j reads the cell of its own
+        # choices.
         place = (choices[name] for name in others)
         part = table[(slice(None), *place, np.arange(table.shape[-1]))]
         missing = [1] * (given + 2 - part.ndim)
@@ -333,12 +340,15 @@ def _back(
             kept = [name for name in axes if name in scopes[number]]
             order = [kept.index(name) for name in scopes[number]]
             least = total.min(axis=gone).transpose(*order, len(order))
+            # One subtraction for each input instead of the sum of all the others (Shafer and Shenoy
+            # 1990).
             found.outside[number] = _minus(least, inside[number][0])
     if step.node is not None:
         found.marginals[step.node] = total.min(axis=tuple(range(1, total.ndim - 1)))
 
 
 def _minus(total: Floats, part: Floats) -> Floats:
+    # inf - inf would be nan. Nothing asks for the rest of a forbidden cell, so infinity serves.
     finite = np.isfinite(part)
     return np.where(finite, total - np.where(finite, part, 0.0), np.inf)
 
@@ -383,6 +393,8 @@ def corners_of(points: Floats, start: Floats) -> Floats:
         start: (d,), corner of the whole region of interest.
     """
     if len(start) == 2:
+        # With two objectives a corner lies between neighbours: the first cost of the next point,
+        # the second cost of this one. The number of corners stays linear and no cutting is needed.
         first = np.minimum(np.append(points[:, 0], start[0]), start[0])
         second = np.minimum(np.insert(points[:, 1], 0, start[1]), start[1])
         return np.stack([first, second], axis=1)
@@ -397,9 +409,12 @@ def cut(corners: Floats, points: Floats) -> Floats:
             continue
         width = corners.shape[1]
         pieces = np.repeat(corners[hit][None], width, axis=0)
+        # A box above the point leaves one box for each objective, lowered to the point's value
+        # (Klamroth, Lacour and Vanderpooten 2015).
         for objective, value in enumerate(point):
             pieces[objective, :, objective] = value
         corners = np.concatenate([corners[~hit], pieces.reshape(-1, width)])
+        # Of nested boxes only the largest is needed: a front of the negated corners.
         corners = -reduce_front(-corners).costs
     return corners
 
@@ -420,6 +435,7 @@ def find_open_corners(
     costs = (corners @ weights.T) * (1 + _ROUNDING)
     with np.errstate(over="ignore"):  # beside nothing, anything is infinitely much
         slack = costs / np.where(least > 0, least, np.finfo(np.float64).tiny)
+    # The weightings whose bounds are nearest to the corner's cost exclude the most.
     tight = np.argsort(slack, axis=1, kind="stable")[:, :_TIGHT]
     return OpenCorners(corners, tight, np.take_along_axis(costs, tight, axis=1))
 
@@ -434,6 +450,8 @@ def certified_factor(weights: Floats, least: Floats, corners: Floats) -> float:
     if not len(corners):
         return 1.0
     costs = corners @ weights.T
+    # A box is empty as soon as one weighting's bound reaches the cost of its corner, hence the
+    # least ratio over the weightings; the worst corner decides.
     ratios = np.divide(costs, least, out=np.full_like(costs, np.inf), where=least > 0)
     ratios = np.where(costs <= least * (1 + _ROUNDING), 1.0, ratios)
     return max(1.0, float(ratios.min(axis=1).max()))
@@ -465,6 +483,7 @@ class Incumbents:
         self.graph = graph
         self.caps = caps
         tables = (*graph.nodes.values(), *graph.edges.values())
+        # Above every finite strategy, even if all costs of an objective are 0: boxes are open.
         self.ends = 1.0 + np.sum([_most(costs) for costs in tables], axis=0)
         self.costs: Floats = np.zeros((0, len(graph.objectives)))
         self.strategies: dict[str, Ints] = {
@@ -488,6 +507,7 @@ class Incumbents:
 
     def corners(self, epsilon: float = 0.0) -> Floats:
         """Corners (m, d) of what is not within 1 + epsilon of one of them."""
+        # Boxes are open, so a strategy exactly at a cap must lie below the corner; `add` admits it.
         start = np.where(np.isfinite(self.caps), self.caps * (1 + _CAP_MARGIN), self.ends)
         points = self.points(epsilon)
         return corners_of(points if len(start) == 2 else _some(points), start)
@@ -562,6 +582,7 @@ class Eliminated:
         """The strategies of all rows: the choices (K,) of each node that is in a scope."""
         rows = {self.records[-1].step.result: np.arange(len(self.costs))}
         chosen: dict[str, Ints] = {}
+        # In reverse: the scope's choices select the cell in which this step's picks stand.
         for record in reversed(self.records):
             step = record.step
             cell = tuple(chosen[name] for name in step.scope)
@@ -601,6 +622,7 @@ class _Elimination:
         while len(inputs) > 2 and self.tables[inputs[-3]].shape[-1] > 1:
             first, second = inputs.pop(-3), inputs.pop(-2)
             union = dict.fromkeys((*self.scopes[first], *self.scopes[second]))
+            # Bounds of the rest exist only for the results of the order's own steps.
             self._make(
                 EliminationStep(None, (first, second), self.extra, tuple(union)), bounded=False
             )
@@ -615,6 +637,7 @@ class _Elimination:
             self._make(EliminationStep(None, (left[0], left[1]), self.extra, ()), bounded=False)
             left = [*left[2:], self.extra]
             self.extra += 1
+        # `Eliminated.choices` starts from the last record, so the last table needs one.
         if not self.records or self.records[-1].step.result != left[0]:
             self._make(EliminationStep(None, (left[0],), self.extra, ()), bounded=False)
             left = [self.extra]
@@ -676,6 +699,8 @@ def _candidates(
     given: Sequence[tuple[Floats, tuple[str, ...]]], step: EliminationStep, part: slice
 ) -> Floats:
     """Sums of a row of each table for each choice of the node, (d, R, n)."""
+    # The node's axis stands last, before the rows: the place of a candidate then is (choice, row of
+    # each input), as `EliminationRecord.shape` unravels it.
     axes = step.scope if step.node is None else (*step.scope, step.node)
     total: Floats | None = None
     for table, scope in given:

@@ -41,6 +41,7 @@ def reduce_rows(costs: Floats) -> tuple[Floats, Ints]:
         best = costs[0].argmin(axis=1)[:, None]
         least = np.take_along_axis(costs[0], best, axis=1)
         return least[None], np.where(np.isfinite(least), best, -1)
+    # One sum tests all objectives: infinities have the same sign, so none cancels.
     alive = np.isfinite(costs.sum(axis=0))
     # Worth its three passes for long rows only; it drops most of them before they are sorted.
     if costs.shape[0] == 2 and costs.shape[2] >= _PIVOT_FROM:
@@ -80,11 +81,13 @@ def spread(costs: Floats, picks: Ints, most: int) -> tuple[Floats, Ints]:
     way = np.concatenate([np.zeros((len(picks), 1)), steps.cumsum(axis=1)], axis=1)
     way /= np.maximum(way[:, -1:], np.finfo(np.float64).tiny)
     cell = np.arange(len(picks))[:, None]
+    # The ways of cell c are moved to [2 c, 2 c + 1], so that one search serves all cells.
     wanted = np.linspace(0, 1, most)[None] + 2 * cell
     places_of = np.searchsorted((way + 2 * cell).ravel(), wanted.ravel()).reshape(wanted.shape)
     kept = np.zeros_like(valid)
     ends = valid.sum(axis=1, keepdims=True) - 1
     kept[cell, np.clip(places_of - cell * picks.shape[1], 0, np.maximum(ends, 0))] = True
+    # Fronts that are short enough already keep all of their rows.
     chosen = kept_positions(np.where(ends < most, valid, kept & valid))
     return take(costs, chosen), np.take_along_axis(pad_fronts(picks), chosen, axis=1)
 
@@ -110,6 +113,7 @@ def _drop_behind_pivots(costs: Floats, alive: Bools) -> None:
     """A few vectors of the lower hull dominate most of the rest; clears these in `alive`."""
     first, second = costs
     rows = np.arange(alive.shape[0])[:, None]
+    # In a set without a finite vector the differences are inf - inf; it is not usable below.
     with np.errstate(invalid="ignore"):
         lows = first.argmin(axis=1)[:, None], second.argmin(axis=1)[:, None]
         rise = first[rows, lows[1]] - first[rows, lows[0]]
@@ -118,6 +122,8 @@ def _drop_behind_pivots(costs: Floats, alive: Bools) -> None:
     slope = np.divide(fall, rise, out=np.ones_like(rise), where=usable)
     for weight in _PIVOT_WEIGHTS:
         pivot = (first * (weight * slope) + second).argmin(axis=1)[:, None]
+        # The comparison below would clear the pivot itself; of equal vectors argmin takes the
+        # first, the one that must stay.
         was_alive = alive[rows, pivot]
         alive &= (first < first[rows, pivot]) | (second < second[rows, pivot])
         alive[rows, pivot] = was_alive
@@ -151,6 +157,7 @@ def _sweep_many(costs: Floats, picks: Ints) -> tuple[Floats, Ints]:
     sets, place = np.nonzero(picks >= 0)
     index = picks[sets, place]
     values = costs[:, sets, index]
+    # The last key of lexsort counts most: by set, and lexicographically within it.
     order = np.lexsort((*values[::-1], sets))
     keep = _undominated(_ranks(values[:, order], sets[order], picks.shape[0]))
     order = order[keep]
@@ -181,6 +188,8 @@ def _undominated(ranks: Ints) -> Ints:
         before = np.ones((len(alive), len(alive)), dtype=np.bool_)
         for row in block:
             before &= row[:, None] >= row[None, :]
+        # Columns are in lexicographic order, so only an earlier one (below the diagonal) can
+        # dominate.
         alive_within = ~np.tril(before, -1).any(axis=1)
         kept.append(start + alive[alive_within])
         archive = _with(archive, block[:, alive_within])
@@ -191,6 +200,7 @@ def _beaten(block: Ints, archive: Ints) -> Bools:
     if archive.shape[1] == 0:
         return np.zeros(block.shape[1], dtype=np.bool_)
     if len(archive) == 2:  # a staircase: falling second row
+        # The last step at or left of the column has the least second value of all of these.
         place = np.searchsorted(archive[0], block[0], side="right") - 1
         return np.asarray((place >= 0) & (archive[1][np.maximum(place, 0)] <= block[1]))
     worse = np.ones((block.shape[1], archive.shape[1]), dtype=np.bool_)

@@ -119,6 +119,7 @@ def solve(
     whole = complete and search.dropped == 0
     factor = 1.0 if whole else np.inf
     if epsilon or not whole:
+        # The first factor holds by construction, the second is proved by bounds: both are valid.
         factor = min(factor + epsilon, _certify(network, hubs, known))
     return Solution(known.costs, known.strategies, whole and not epsilon, factor, hubs.log)
 
@@ -146,9 +147,12 @@ class _FrontierSolver:
             return
         if not len(gaps.corners):
             return
+        # A whole sweep takes twice as long, so only for weightings that some gap needs.
         used = np.unique(gaps.tight)
         bounds = find_weighted_bounds(network, order, hull.weights[used])
         parts = min(_PARTS, len(gaps.corners)) if len(network.sizes) >= _LARGE else 1
+        # A choice that cannot reach this part of the gaps is left out, though another part may need
+        # it.
         for corners in np.array_split(gaps.corners, parts):
             chosen = find_open_corners(bounds, corners)
             fewer = dict(kept)
@@ -173,6 +177,7 @@ class _FrontierSolver:
                 found = eliminate(network, order, Pruning(rows, bounds, gaps))
                 self.known.add(network.chosen(found.choices(), len(found.costs)))
                 dropped = found.dropped
+            # A pass that has dropped nothing has found everything below these corners.
             if not dropped:
                 break
         self.dropped += dropped
@@ -194,6 +199,7 @@ class _FrontierSolver:
             self.known.add(network.chosen(found.choices, len(more)))
             bounds = join_bounds(bounds, found)
             gaps = self._gaps(bounds)
+            # Without a new strategy the same neighbours would give the same weightings again.
             if np.array_equal(before, self.known.costs):
                 break
         return bounds, gaps
@@ -247,6 +253,7 @@ def _certify(network: CostTables, hubs: Hubs, known: Incumbents) -> float:
 
 def _infeasible(network: CostTables, hubs: Hubs, known: Incumbents) -> PlanError:
     names = known.graph.objectives
+    # The least cost of each objective alone tells which cap is out of reach.
     alone = np.eye(len(names))
     least = find_weighted_bounds(network, hubs.order, alone, whole=False, hubs=hubs.nodes).least
     if not np.isfinite(least).all():

@@ -97,6 +97,7 @@ def algorithm_1(shares: Sequence[DeviceShare], *, as_printed: bool = False) -> L
     while over and free:
         peak = max(over, key=lambda i: (shares[i].memory_utilisation(loads[i]), -i))
         valley = min(free, key=lambda i: (_idleness(shares[i], loads[i]), i))
+        # The paper gives the valley all that it can hold; here no more than the peak has to lose.
         amount = min(loads[peak] - shares[peak].cap, shares[valley].cap - loads[valley])
         if amount <= _ROUNDING:
             free.discard(valley)
@@ -152,6 +153,7 @@ def whole_samples(
     Raises:
         PlanError: In whole samples they do not fit.
     """
+    # 0.29 * 100 is 28.999999999999996: rounding alone must not cost a sample.
     caps = [math.floor(share.cap * samples + _ROUNDING * samples) for share in shares]
     wanted = [load * samples for load in loads]
     batches = [
@@ -164,6 +166,7 @@ def whole_samples(
             fix="take a smaller batch, or more micro-batches",
         )
     while (missing := samples - sum(batches)) > 0:
+        # Further rounds are needed where caps leave fewer open devices than missing samples.
         open_ = [i for i in range(len(caps)) if batches[i] < caps[i]]
         open_.sort(key=lambda i: (batches[i] - wanted[i], i))
         for i in open_[:missing]:
@@ -194,6 +197,7 @@ def _check(shares: Sequence[DeviceShare]) -> None:
 def _check_room(shares: Sequence[DeviceShare]) -> None:
     room = sum(share.cap for share in shares)
     if room < 1 - _ROUNDING:
+        # What is missing depends on the device that would take it; the largest need is reported.
         most = max(share.scaled for share in shares)
         raise PlanError(
             "the load does not fit",
@@ -210,6 +214,7 @@ def _check_fit(shares: Sequence[DeviceShare], loads: Sequence[float]) -> None:
     problems = [
         f"device {i}: {share.memory_utilisation(load):.4g} of its memory"
         for i, (share, load) in enumerate(zip(shares, loads, strict=True))
+        # `algorithm_1` itself accepts a load up to cap + _ROUNDING.
         if load > share.cap + 2 * _ROUNDING
     ]
     if problems:
@@ -239,6 +244,7 @@ def whole_filling(
             problems=[f"{samples} samples for {sum(copies)} workers that take {room}"],
             fix="take a smaller batch, or more micro-batches",
         )
+    # Every worker takes a sample, so the level cannot be below the slowest first sample.
     least = max(float(cost[0]) for cost in costs)
     levels = np.unique(np.concatenate(list(costs)))
     levels = levels[np.searchsorted(levels, least) :]
@@ -250,6 +256,7 @@ def whole_filling(
         else:
             low = middle + 1
     sizes = [int(np.searchsorted(cost, levels[low], side="right")) for cost in costs]
+    # At this level they may take more than there is: the slowest classes give back first.
     for c in sorted(range(len(sizes)), key=lambda c: -float(costs[c][sizes[c] - 1])):
         over = sum(n * size for n, size in zip(copies, sizes, strict=True)) - samples
         sizes[c] -= min(sizes[c] - 1, max(over, 0) // copies[c])
@@ -286,7 +293,9 @@ def _whole_units(each: Array, numbers: Array, count: int) -> Array:
     least = np.full(each.shape[1], np.inf)
     safe = np.maximum(each, 1e-30)
     for own, number in zip(each, numbers.tolist(), strict=True):
+        # With ceil(count / number) units each, the stages of this type alone hold all units.
         for taken in range(1, -(-count // number) + 1):
+            # Rounded up: with room for one unit too few this would no longer be a lower bound.
             room = numbers @ np.floor(taken * own / safe * (1 + 1e-9))
             least = np.minimum(least, np.where(room >= count, taken * own, np.inf))
     return np.where(np.isfinite(least), least, 0.0)
