@@ -72,6 +72,7 @@ class Annotation:
         self._handle.remove()
         _words.open = None
         for parent, module in self._marked if kind is None else []:
+            # Of modules that were assigned inside of each other only the outermost is marked.
             if id(parent) not in self._inside:
                 module.__dict__[_MARK] = self.forced
         self._inside, self._marked = {}, []
@@ -80,7 +81,9 @@ class Annotation:
         return f"{self.forced.strategy}({self.forced.devices})"
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        # The hook is one of the process: other threads may build models meanwhile.
         if module is not None and _words.open is self:
+            # Kept alive, so that its id is not given to another module.
             self._inside[id(module)] = module
             self._marked.append((parent, module))
 

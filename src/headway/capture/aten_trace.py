@@ -76,6 +76,7 @@ def quiet() -> Iterator[None]:
 
 def _exported(module: nn.Module, example: tuple[Any, ...]) -> Traced:
     with DataIndependentValues():
+        # Not strict: Python itself runs the code, under the mode that is open here.
         program = torch.export.export(module, example, strict=False)
     held = {**program.state_dict, **program.constants}
     leaves = iter(tree_flatten(example)[0])
@@ -109,9 +110,11 @@ def _followed(module: nn.Module, example: tuple[Any, ...], fakes: FakeContext) -
 
     given = [leaves[place] for place in places]
     with fakes.mode, preserve_node_meta(), _marked(module), DataIndependentValues():
+        # "real", as the arguments are fake already and would be wrapped once more.
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(state, given)
     placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     arguments = dict(zip(placeholders, [*state.values(), *given], strict=True))
+    # The first placeholders are those of `state`; the rest belongs to the caller.
     names = dict(zip(placeholders, state, strict=False))
     return Traced(graph, arguments, names)
 
@@ -137,6 +140,7 @@ def _marked(module: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        # torch calls no forward hook of a module that has raised.
         while open_:
             open_.pop().__exit__(None, None, None)
 

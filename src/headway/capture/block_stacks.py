@@ -140,6 +140,7 @@ def with_short_stacks(stacks: tuple[BlockStack, ...]) -> Iterator[None]:
         for holder, modules in before.values():
             left = [module for module in modules.values() if id(module) not in gone]
             holder._modules.clear()
+            # Containers find their modules by number: the rest is numbered anew.
             holder._modules.update({str(n): module for n, module in enumerate(left)})
         yield
     finally:
@@ -283,6 +284,7 @@ class ForwardWalk(TorchFunctionMode):
 
     @contextmanager
     def _watched(self, block: nn.Module, stack: int, place: int) -> Iterator[None]:
+        # Not by hooks: of blocks in the middle the forward must not run.
         forward = block.forward
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -500,6 +502,7 @@ def _walked(
     """The stacks in the order in which they are called."""
     names = _bare(called.named_parameters()) | _bare(called.named_buffers())
     walks = []
+    # The few blocks first, the whole stacks second: as `check_blocks_equal` takes them.
     for all_ in (False, True):
         blocks = [
             f.blocks if all_ else (*f.blocks[: BLOCKS_KEPT - 1], f.blocks[-1]) for f in stacks

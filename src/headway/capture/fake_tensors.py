@@ -31,6 +31,7 @@ class FakeContext:
     """One world of fake tensors."""
 
     def __init__(self) -> None:
+        # Code may hold real tensors as constants outside of modules.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, real: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ def _culprit(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> str:
     def leave(*_: Any) -> None:
         inside.pop()
 
+    # Hooks that nobody removes: the copy of the model is thrown away.
     for name, module in called.model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
         module.register_forward_hook(leave)

@@ -223,6 +223,7 @@ class _Probe:
         if not ends or not any(self.needs):
             return 0
         # One backward pass for all results, as in the model.
+        # Of one type, which torch.stack wants.
         total = torch.stack([end.float() if end.is_floating_point() else end for end in ends]).sum()
         with self.meter:
             total.backward()
@@ -372,6 +373,7 @@ class OperatorRecorder:
         kept = any(value.requires_grad for value in made)
         needs = tuple(kept and bool(tensor.requires_grad) for _, _, tensor in tensors)
         # A view is a result in memory that was there before the call.
+        # What works in place is no view, although its result lies in old memory: it moves bytes.
         view = all(id(m.untyped_storage()) in before for m in made)
         mutable = bool(target._schema.is_mutable)
         for tensor_name, value in outputs.values():
@@ -397,6 +399,7 @@ class OperatorRecorder:
             module=_path(node) or within,
             footprint=footprint,
         )
+        # The formula for einsum has two operands; torch counts the others.
         if (not self.operators[-1].axes.known or call.kind == "einsum") and not mutable:
             self._unknown[len(self.operators) - 1] = (target, args, kwargs)
 

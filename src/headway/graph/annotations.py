@@ -125,6 +125,7 @@ class Annotations:
         total = 0.0
         for module, one in self.choices(num_bytes).items():
             parts, copies = (one.devices, 1) if one.strategy == "split" else (1, one.devices)
+            # A single copy has no other one to add its gradients to.
             total += num_bytes[module] / parts if copies * replicas > 1 else 0.0
         return total
 
@@ -140,6 +141,7 @@ def _nested(forced: Sequence[ForcedStrategy]) -> list[str]:
         for other, inner in enumerate(forced)
         if place != other
         and outer.covers(inner.module)
+        # Of two annotations of one module only the pair in this order is reported.
         and (outer.module != inner.module or place < other)
     ]
 

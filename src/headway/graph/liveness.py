@@ -190,6 +190,7 @@ class GraphSlice:
         made = {t for operator in self.operators for t in operator.outputs}
         used = (t for operator in self.operators for t in operator.inputs)
         outside = (self.root(t) for t in used if t not in made and t not in self.held)
+        # A view of a parameter lies in memory that is counted elsewhere.
         return tuple(dict.fromkeys(t for t in outside if t not in self.held))
 
     @cached_property
@@ -224,6 +225,7 @@ class GraphSlice:
         for place in reversed(range(len(self.operators))):
             path = self.operators[place].module
             open_ = {path[:n] for n, letter in enumerate(path) if letter == "."} | {"", path}
+            # Behind other operators, the same path is another call of the module.
             ends = {module: end for module, end in ends.items() if module in open_}
             for module in open_:
                 ends.setdefault(module, place)
@@ -305,6 +307,7 @@ class MicrobatchPass:
         if keeps:
             for storage in part.saved[place]:
                 ledger.hold(self._key(storage))
+        # `add` has made the operator itself the first holder.
         for storage in part.own[place]:
             ledger.drop(self._key(storage))
 
@@ -318,6 +321,7 @@ class MicrobatchPass:
             if part.graph.tensors[tensor].floating:
                 self.pending[tensor] = self._gradient(tensor)
                 given.append(self.pending[tensor])
+                # The caller holds the gradients that it gives until backward is over.
                 ledger.hold(self.pending[tensor])
         # Autograd's engine runs the backward of the newest operator first.
         for place in reversed(range(len(part.operators))):
@@ -344,6 +348,7 @@ class MicrobatchPass:
         """Compute a region's forward again, as far as something of it is saved."""
         part, ledger = self.part, self.ledger
         places = [p for p in range(*region) if part.saved[p]]
+        # Recomputation ends with the last tensor that backward needs, as in torch.utils.checkpoint.
         stop = places[-1] + 1 if places else region[0]
         inside = {s for place in range(region[0], stop) for s in part.own[place]}
         self.again |= {s: f"{self.name}:{s}:again" for s in inside}
@@ -407,6 +412,7 @@ class MicrobatchPass:
         if tensor not in self.part.graph.parameters:
             self.pending[tensor] = key
             return
+        # The engine calls AccumulateGrad once, with the sum over all uses.
         self.arrived[tensor] = self.arrived.get(tensor, 0) + 1
         if self.arrived[tensor] < self.part.parameter_uses[tensor]:
             self.pending[tensor] = key

@@ -298,6 +298,7 @@ def common_factors(first: Sequence[int], second: Sequence[int]) -> list[int] | N
 
     [6, 4] and [2, 12] give [2, 3, 4]; [4, 6] and [3, 8] have none: None.
     """
+    # Products from the fastest dimension on: where one of the groupings has a border.
     steps = {1}
     for group in (first, second):
         product = 1
@@ -306,6 +307,7 @@ def common_factors(first: Sequence[int], second: Sequence[int]) -> list[int] | N
             steps.add(product)
     ordered = sorted(steps)
     pairs = list(pairwise(ordered))
+    # A border that does not divide the next one lies inside of a factor.
     if any(larger % smaller for smaller, larger in pairs):
         return None
     return [larger // smaller for smaller, larger in reversed(pairs)]
@@ -398,6 +400,7 @@ class ModelGraph:
         known: dict[object, str] = {}  # repeated blocks often share their axes and attributes
         found = {}
         for o in self.operators:
+            # Identities are safe keys: the graph keeps these objects alive.
             key = (o.kind, o.roles, id(o.axes), o.flops, o.traffic, o.folded, id(o.attributes))
             if key not in known:
                 facts = (o.kind, o.roles, o.axes, o.flops, o.traffic, o.folded, dict(o.attributes))
@@ -505,6 +508,7 @@ def _fits(index: str, spec: TensorSpec, loops: Mapping[str, LoopAxis]) -> bool:
     if len(dims) != len(spec.shape) or any(name not in loops for names in dims for name in names):
         return False
     return all(
+        # With a window the loop counts results, and the input has another size.
         any(loops[name].window for name in names)
         or math.prod(loops[name].size for name in names) == size
         for names, size in zip(dims, spec.shape, strict=True)

@@ -205,6 +205,7 @@ def _count(factors: Sequence[int], size: int) -> int:
 
 
 def _strictest(one: LoopAxis, two: LoopAxis) -> LoopAxis | None:
+    # Behind each other, two windows reach further than either of them says.
     if one.window and two.window:
         return None
     for axis, other in ((one, two), (two, one)):
@@ -236,6 +237,7 @@ def _sums(
     group = next((g for g in b.linear if place in g), None)
     others = tuple(shift[n] for n in group or () if n != place)
     pending = any(axis.kind in PARTIAL_KINDS for axis in a.loops)
+    # Behind a pending sum an operand that is added may be added by one part only.
     added = [*a.added, *(others if pending else ()), *(shift[n] for n in b.added if n != place)]
     if place in b.added:
         if len(a.linear) != 1 or len(a.linear[0]) != 1 or pending:
@@ -266,6 +268,7 @@ def with_transient_bytes(graph: ModelGraph) -> ModelGraph:
     for moment in peak.curve:
         if moment.place < 0:
             continue
+        # Left out: what was there before the step, and what this and earlier operators have saved.
         waiting = moment.bytes.get("gradients", 0) - least
         rest = moment.total - least - waiting - kept[moment.place + 1]
         before = most.get(moment.place, (0, 0))
@@ -284,6 +287,7 @@ def _transient_footprint(
     graph: ModelGraph, operator: Operator, rest: int, waiting: int
 ) -> Operator:
     codes = zip(operator.inputs, operator.footprint.gradients, strict=False)
+    # New gradients of parameters are among `rest`; they count as `weights`.
     made = sum(graph.tensors[t].bytes for t, c in codes if c == "new" and t in graph.parameters)
     made = min(made, max(rest, 0))
     found = replace(operator.footprint, passing=max(rest, 0) - made, weights=waiting + made)
@@ -368,6 +372,7 @@ class _Fusion:
         """Into the only operator that uses its result."""
         place = self.home[light.name]
         light = self.at[place]
+        # It may have been folded into another operator in the first pass.
         if light.kind not in LIGHT_KINDS or len(light.outputs) != 1:
             return
         tensor = light.outputs[0]

@@ -183,7 +183,9 @@ def implement(reader: Reader, functions: Mapping[str, _Function]) -> dict[str, _
         LookupError: A rule has no function, or a function no operator.
     """
     rules = {name: rule for name, row in OPERATORS.items() if (rule := str(getattr(row, reader)))}
+    # Both ways: a function without a row would be a rule that nothing can reach.
     if missing := set(rules.values()) ^ set(functions):
         raise LookupError(f"{reader}: a rule or its function is missing: {sorted(missing)}")
     variants = {f"{name}_": rule for name, rule in rules.items() if rule in _IN_PLACE}
+    # A row of its own, as `zero_` has, comes before a variant.
     return {name: functions[rule] for name, rule in (variants | rules).items()}

@@ -111,6 +111,8 @@ class TransposedWindow:
         """The inputs that reach a range of outputs."""
         if range_length(outputs) <= 0:
             return 0, 0
+        # The first input whose last entry reaches the range, and the last one whose first entry
+        # does.
         first = -(-(outputs[0] + self.padding - self.span + 1) // self.stride)
         last = (outputs[1] - 1 + self.padding) // self.stride
         return range_intersection((first, last + 1), (0, extent))

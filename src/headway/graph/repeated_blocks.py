@@ -132,6 +132,7 @@ class StructureHashes:
         key: list[int] = []
         for fact, tensors in self._lines[start:stop]:
             key.append(fact)
+            # Tensors are numbered as they appear, so that names do not count.
             key += [numbers.setdefault(tensor, len(numbers)) for tensor in tensors]
         line = tuple(key)
         if line not in self._known:
@@ -400,6 +401,8 @@ class _Extension:
                 return f"{self._counted_on(maker, self._before(maker), {})}/{rest}"
             return self._held(name)
         blocks = self.whole.stacks[place.stack].blocks
+        # The last block's neighbour is block 2 here; of block 1, outside of the stack, nobody can
+        # read.
         ends = {0: 0, BLOCKS_KEPT - 2: blocks - 2, BLOCKS_KEPT - 1: blocks - 1}
         if place.block not in ends:
             raise CannotExtendError(f"{name}, in the middle of a stack, is used elsewhere")

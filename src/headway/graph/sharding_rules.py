@@ -128,6 +128,7 @@ def _stands(index: Dims, loop: LoopAxis, sizes: dict[str, int]) -> str:
 def _placement(
     index: Dims, loop: LoopAxis, sizes: dict[str, int], number: int, added: Sequence[int]
 ) -> str:
+    # A bias that every part added to its summand would count several times.
     adds = number in added and loop.kind in ("sum", "masked")
     return _stands(index, loop, sizes) or ("P" if adds else "R")
 

@@ -45,6 +45,7 @@ def cut_points(graph: ModelGraph, most: int = 1) -> tuple[CutPoint, ...]:
     alive: dict[str, int] = {}
     found = []
     for place, operator in enumerate(graph.operators):
+        # What the operator itself reads still crosses the place before it.
         alive = {tensor: end for tensor, end in alive.items() if end >= place}
         if place and 0 < len(alive) <= most:
             size = sum(graph.values[tensor].bytes for tensor in alive)

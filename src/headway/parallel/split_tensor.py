@@ -70,6 +70,7 @@ class DimensionCut:
 
     axes: str = ""
     blocks: int = 1
+    # In a message of a pipeline it is part of the structure and is not taken apart.
     whole_in_messages: ClassVar[bool] = True
 
     def __str__(self) -> str:
@@ -83,6 +84,7 @@ class DimensionCut:
 WHOLE_DIMENSION = DimensionCut()
 
 
+# Compared by identity: two axes of equal size and rank may be different ranks.
 @dataclass(frozen=True, eq=False, slots=True)
 class SpatialAxis:
     """Ranks among which one dimension is split.
@@ -211,6 +213,7 @@ class TorchFunctionOperand:
         return first.context.call(func, args, keywords)
 
 
+# eq=False: `==` is torch's, element by element.
 @dataclass(frozen=True, eq=False, repr=False)
 class SplitTensor(TorchFunctionOperand):
     """This rank's part of a tensor, which answers for its shape as the whole one would.

@@ -188,6 +188,7 @@ def _layer(kind: str, gates: int, samples: int, places: int, inner: int, width: 
     def call(x: Tensor, *others: Tensor) -> Tensor:
         state = tuple(others[:2]) if several else others[0]
         own = list(others[len(states) :])
+        # torch's order: biases, layers, dropout, training, bidirectional, batch first.
         found: Tensor = layer(x, state, own, True, 1, 0.0, True, False, True)[0]
         return found
 
@@ -362,6 +363,7 @@ def _pass(case: KernelCase, models: list[list[Tensor]], clock: DeviceTimer) -> t
     kept: list[object] = []
 
     def ahead(number: int) -> None:
+        # Numbered from the end: backward begins with the newest result.
         results[count - 1 - number] = case.call(*inputs[number])
 
     def arrive(number: int) -> None:
@@ -424,6 +426,7 @@ def measure_kernels(
     one = torch.randn(512, 512, device=device)
     spread = clock.spread(lambda: one @ one)
     every, updates = kernel_cases(), dict(_updates(clock))
+    # The order of the visits is that in which their times are taken apart below.
     visits: list[Visit] = [partial(time_case, case, clock) for case in every]
     visits += [lambda: (_dispatch(clock),), lambda: (_gather(clock),)]
     visits += [*updates.values(), *idle.values()]
@@ -461,10 +464,12 @@ def cores_in_use(seconds: float = 0.2) -> float:
 
 def _jiffies() -> tuple[int, int] | None:
     """(Busy, all) ticks of all cores since the machine started."""
+    # Guest times, behind these eight numbers, are part of the user time.
     try:
         ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     except (OSError, ValueError):
         return None
+    # Numbers 3 and 4 are idle time and waiting for input or output.
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
@@ -527,6 +532,7 @@ def _gather(clock: DeviceTimer) -> float:
 def _kernel(device: torch.device, clock: DeviceTimer) -> float:
     """Of tiny kernels that nobody has to issue: a recorded graph of them, played."""
     value, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
+    # Once before the capture, as torch asks for: the first call loads the kernel.
     value.add_(1.0)
     with torch.cuda.graph(graph):
         for _ in range(4 * _CHAIN):
@@ -582,5 +588,6 @@ def _memory(device: torch.device, local_ranks: int) -> float:
         return float(torch.cuda.get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
+    # Of cgroup v2; "max" where the container has no limit.
     text = limit.read_text().strip() if limit.is_file() else ""
     return float(min(whole, int(text)) if text.isdigit() else whole) / local_ranks

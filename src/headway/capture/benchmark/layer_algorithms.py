@@ -234,6 +234,7 @@ def _intercept_layers(model: nn.Module, handle: Callable[[LayerCall], Tensor]) -
 
     with ExitStack() as stack:
         for path, module in model.named_modules():
+            # Also after an error: the path of the module has to be left.
             stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(mode)
@@ -402,6 +403,7 @@ def _in_place(trials: Sequence[_Trial], whole: float, layers: int) -> Iterator[L
     plain = next(trial for trial in trials if trial.name == DEFAULT_ALGORITHM)
     least = min([0.0, *(trial.work for trial in trials if trial is not plain)])
     for trial in trials:
+        # The plain trial and `whole` measure the same model: the shorter time counts.
         longer = 0.0 if trial is plain else (trial.inside - min(whole, plain.inside)) / layers
         work = (0.0 if trial is plain else trial.work) - least
         yield LayerAlgorithm(trial.name, max(0.0, plain.alone + longer), work / layers)
@@ -412,6 +414,7 @@ def _trials(called: LayerCall, clock: DeviceTimer) -> list[_Trial]:
     for name in called.ways:
         try:
             found.append(_trial(called, name, clock))
+        # No algorithm supports all shapes and types: one that refuses these is left out.
         except (RuntimeError, NotImplementedError):
             if name == DEFAULT_ALGORITHM:
                 raise
@@ -440,6 +443,7 @@ def _trial(called: LayerCall, name: str, clock: DeviceTimer) -> _Trial:
             made = way(*args, **named)
             return [made, *(torch.autograd.grad(made, wanted, gradient) if wanted else ())]
 
+    # Here, so that an algorithm that cannot compute this is left out by `_trials`.
     both()
     return _Trial(name, both)
 
@@ -471,6 +475,7 @@ def peak_bytes(call: Callable[[], object], clock: DeviceTimer) -> float:
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
     held = most = 0.0
     changes = [event for event in events if event.get("name") == "[memory]"]
+    # Several events may have one time stamp; their index has the order.
     for event in sorted(changes, key=lambda event: (event["ts"], event["args"]["Ev Idx"])):
         held += event["args"]["Bytes"]
         most = max(most, held)

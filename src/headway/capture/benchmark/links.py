@@ -38,6 +38,7 @@ def measure_exchanges(group: dist.ProcessGroup, device: torch.device) -> LinkRea
         rank = dist.get_rank(group)
         if rank > 1:
             return
+        # dist.send and dist.recv take ranks of the world, whatever the group.
         other = dist.get_global_rank(group, 1 - rank)
         for turn in (0, 1):
             if rank == turn:

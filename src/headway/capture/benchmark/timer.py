@@ -117,6 +117,7 @@ def time_in_rounds(
             slowest([0.0])  # in step
             found.append(visit())
         own = [n for times in found for n in times]
+        # The same on all ranks, so that all of them stop after the same round.
         end, longest = slowest([time.perf_counter() - start, sum(own)])
         # Zeros of all others: the maximum is then, place by place, the slowest rank's own times.
         each = iter(slowest(own if sum(own) >= longest else [0.0] * len(own)))

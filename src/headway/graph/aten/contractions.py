@@ -31,6 +31,7 @@ def summed(*names: str) -> dict[str, LoopAxis]:
 def linear(call: OperatorCall) -> IndexExpression:
     """... k, o k (, o) -> ... o."""
     names = axis_labels(len(call.result) - 1)
+    # With a bias, only both can be pending: every summand adds the bias that it is given.
     sets: list[tuple[str, ...]] = (
         [("input",), ("weight",)] if "bias" not in call.roles else [("input", "bias")]
     )
@@ -182,6 +183,7 @@ def _windows(
     attributes = call.attributes
     default = 1 if call.kind.startswith("conv") else 0
     strides = several(attributes.get("stride"), count, default)
+    # 0 stands for a pooling's default, which is its kernel.
     strides = [k if s == 0 else s for k, s in zip(kernel, strides, strict=True)]
     dilations = several(attributes.get("dilation"), count, 1)
     said = attributes.get("padding")
@@ -444,6 +446,7 @@ def embedding_bag(call: OperatorCall) -> IndexExpression:
     indices, bags = call.shape("indices"), call.shape("offsets")
     if len(call.outputs) < 1 or indices[0] % bags[0]:
         raise UnsupportedCall("bags of unequal sizes")
+    # torch's modes: 0 is the sum, 1 the mean, 2 the maximum.
     mode = call.number("mode", 0)
     form = IndexExpression(
         inputs={"weight": "v d", "indices": "b*i", "offsets": "b", "per_sample_weights": "b*i"},
@@ -503,6 +506,7 @@ def index(call: OperatorCall) -> IndexExpression:
     listed = [role for role in call.roles if role != "self"]
     places = [int(role.rpartition(".")[2]) for role in listed]
     whole = all(not call.inputs[call.roles.index(r)].dtype.startswith("bool") for r in listed)
+    # The dimensions of index tensors that are apart come first in torch's result.
     if not whole or places != list(range(places[0], places[0] + len(places))):
         raise UnsupportedCall("an index by a mask, or by several tensors that are apart")
     names = axis_labels(len(shape))
@@ -534,6 +538,7 @@ def class_loss(call: OperatorCall) -> IndexExpression:
         outputs=[" ".join(rows) if mode == 0 else ""] * len(call.outputs),
     )
     count = call.inputs[call.roles.index("self")]
+    # Three numbers of each row: the largest logit, the sum of exponentials, the target's logit.
     bytes_ = 3 * count.bytes // shape[1]
     form.axes["c"] = LoopAxis(name="c", size=0, kind="statistics", exchange=bytes_)
     if call.kind.startswith("nll"):

@@ -43,8 +43,10 @@ def pointwise(call: OperatorCall) -> IndexExpression:
         role: broadcast_index(spec.shape, call.result, names)
         for role, spec in zip(call.roles, call.inputs, strict=True)
     }
+    # x + 1 is not linear, as every summand would add the 1: both arguments have to be tensors.
     sets = [roles for roles in LINEAR.get(call.kind, []) if set(roles) <= set(call.roles)]
     floating = all(spec.floating for spec in (*call.inputs, *call.outputs))
+    # Rounding does not commute with a sum.
     rounded = call.attributes.get("rounding_mode") is not None
     outputs = [" ".join(names)] * len(call.outputs)
     return IndexExpression(
@@ -162,6 +164,7 @@ def _moved(call: OperatorCall, rank: int) -> list[int]:
     where = [call.value("source"), call.value("destination")]
     source, target = ([w] if isinstance(w, int) else list(w) for w in where)
     order = [dim for dim in range(rank) if dim not in {s % rank for s in source}]
+    # In ascending order, so that no insertion moves a dimension that is in its place.
     for to, dim in sorted(zip((t % rank for t in target), source, strict=True)):
         order.insert(to, dim % rank)
     return order
@@ -204,6 +207,7 @@ def split_dimension(call: OperatorCall) -> IndexExpression:
     if pieces == [shape[dim]] and not gone:
         middle, outs = [names[dim]], [[names[dim]]]
     elif sum(pieces) == shape[dim] and len(set(pieces)) == 1 and not gone:
+        # Pieces of equal size share the inner axis p, which can be split in all of them.
         middle, outs = ["j*p"], [["p"]] * len(pieces)
         form.sizes.update(j=len(pieces), p=pieces[0])
         form.fix(APART, "j")

@@ -57,6 +57,7 @@ def _product(call: OperatorCall) -> tuple[int, tuple[str, ...]]:
         return 2 * call.outputs[0].elements * call.shape(factors[0])[-1], factors
     if kind.startswith("conv"):
         backwards = "transpose" in kind or bool(call.attributes.get("transposed"))
+        # Of a transposed convolution every input, not every output, meets the whole kernel.
         points = math.prod(call.shape("input") if backwards else call.result)
         return 2 * points * math.prod(call.shape("weight")[1:]), ("input", "weight")
     if kind == "einsum" and len(call.inputs) == 2:
@@ -108,6 +109,7 @@ def _attention(call: OperatorCall, needs: Sequence[bool], trained: Sequence[bool
     values = 2 * math.prod(query[:-1]) * keys * width
     wanted = {role for role, need in zip(call.roles, needs, strict=True) if need}
     backward = scores * len(wanted & {"query", "key"}) + values * ("value" in wanted)
+    # dP = dO v^T precedes both dQ and dK, and is computed once for them.
     backward += values if wanted & {"query", "key"} else 0
     return Work(forward=scores + values, input_gradient=backward)
 
@@ -137,6 +139,7 @@ def traffic_of(
     gradients = [0, 0]
     for spec, wanted, is_weight in zip(call.inputs, needs, trained, strict=True):
         gradients[is_weight] += spec.bytes if wanted else 0
+    # Without weights (a product of activations) the other operand is read again.
     other = weights or inputs
     if call.kind in LOOKUP_KINDS and gradients[1]:
         gradients[1] += 2 * rows  # each row that was read is added to its place

@@ -139,6 +139,7 @@ class HaloFetch:
         sends, receives = range_exchange(need.axis.rank, need.have, need.want)
         flight, coming = AxisMessages(need.axis), []
         for peer, part in sends:
+            # Both ends know the box, so that both leave out a message without elements.
             box = self._box(need, part)
             if all(map(range_length, box)):
                 flight.send(box_from_pieces(self.pieces, box, self._all), peer)
@@ -187,6 +188,7 @@ def assemble_box(
         return first.part
     out = _empty(first.part, wish, needs)
     for need, (start, stop) in zip(needs, wish, strict=True):
+        # Of a box that is padding only, the first of the two fills everything.
         low, high = need.real if range_length(need.real) else (stop, stop)
         out.narrow(need.dim, 0, low - start).fill_(fill)
         out.narrow(need.dim, high - start, stop - high).fill_(fill)
@@ -245,7 +247,9 @@ class HaloGradientReturn:
     def _depart(self) -> tuple[AxisMessages | None, list[tuple[Tensor, Range]]]:
         if not self._left:
             return None, []
+        # Dimensions in the reverse order of the fetch: corners go back by the way that they came.
         need = self._left[-1]
+        # Fetched and owned exchange roles: what was received is now sent.
         receives, sends = range_exchange(need.axis.rank, need.have, need.want)
         flight = AxisMessages(need.axis)
         coming: list[tuple[Tensor, Range]] = []
@@ -490,11 +494,13 @@ def fetch_for_operator(
     box, pieces = _fetched(x, needs, fill)
     kept: _Recipe | _Sizes = _Recipe(pieces, tuple(needs), fill, x._version)
     if not values:
+        # An expanded element has the shape of the box and none of its memory.
         kept = _Sizes(x.new_empty(1), box.shape)
     place, shape, stride = _place(box), box.shape, box.stride()
 
     def pack(saved: Tensor) -> Tensor | _Recipe | _Sizes:
         same = _place(saved) == place and saved.shape == shape and saved.stride() == stride
+        # Tensors without elements all lie at address 0.
         return kept if same and saved.numel() else saved
 
     def unpack(found: Tensor | _Recipe | _Sizes) -> Tensor:

@@ -133,6 +133,7 @@ def mean(
         raise RuleRefused("torch does not define the mean of integers either")
     dims = reduced_dims(input, dim)
     count = prod(input.shape[d] for d in dims)
+    # A mean over all of space ends it: behind it come the layers of the head.
     if not keepdim and dims and input.dim() - len(dims) == 2 and not {0, 1} & {*dims}:
         return sum_over_space(input, dims, keepdim, dtype=dtype) / count
     return total(input, dim, keepdim, dtype=dtype) / count
@@ -154,6 +155,7 @@ def elementwise_loss(
 def _label_splits(logits: SplitTensor) -> dict[int, RangeCut]:
     """How labels N D H W of logits N C D H W lie, by dimension from the end."""
     count = logits.dim()
+    # Labels lack the dimension of classes; counted from the end, only the samples' place differs.
     return {(d - count if d else 1 - count): split for d, split in logits.splits.items()}
 
 
@@ -188,6 +190,7 @@ def class_loss(
     loss = sum_over_axes(func(input.local, labels, reduction="sum", **named), axes)
     if reduction == "sum":
         return loss
+    # torch divides by all rows: there is no ignored label among probabilities.
     if probable:
         return loss / (input.numel() // input.shape[1])
     # The mean over all labels that count, which is not the mean of the ranks' means.
@@ -331,6 +334,7 @@ def _combined(state: Tensor, axis: SpatialAxis) -> Tensor:
     (mean, squares, count), *others = ordered_all_gather(state, axis)
     for other_mean, other_squares, other_count in others:
         total = count + other_count
+        # Two empty parts have no samples to divide by.
         share = other_count / total.clamp(min=1)
         apart = other_mean - mean
         mean = mean + apart * share
@@ -372,12 +376,15 @@ class _Normalise(Function):
                 [True, True, True],
             )  # fmt: skip
         else:
+            # An empty part takes part in the sums that follow, with zeros.
             dx, dweight, dbias = torch.zeros_like(x), mean.clone().zero_(), mean.clone().zero_()
         sums = torch.stack([dweight, dbias]).to(mean.dtype)
         for axis in ctx.axes:
             sums = ordered_all_reduce(sums, axis)
         # The kernel has taken mean and variance as constants: what flows through them is added.
         if ctx.needs_input_grad[0]:
+            # dx = weight scale (dy - mean(dy) - normed mean(dy normed)): Ioffe and Szegedy 2015,
+            # section 3.
             scale = torch.rsqrt(variance + ctx.eps)
             common = (scale if weight is None else scale * weight) / count
             slope = -common * scale * sums[0]
@@ -434,6 +441,7 @@ def _by_sample(x: SplitTensor, groups: int, eps: float) -> tuple[Tensor, Tensor,
     check_whole_channels(x)
     axes = [split.axis for dim, split in x.splits.items() if dim > 1]
     rest = x.local.numel() // max(x.local.shape[0] * groups, 1)
+    # A group of a sample becomes a channel, so that one function serves all norms.
     flat = x.local.reshape(1, x.local.shape[0] * groups, rest)
     out, mean, variance, count = _normalised(flat, None, None, axes, eps)
     return out.view(x.local.shape), mean, variance, count
@@ -475,6 +483,7 @@ def instance_norm(
     if running_mean is not None or running_var is not None:
         if 0 in input.splits:
             raise RuleRefused("it has running statistics, and samples are split")
+        # As torch does it: the running values take the mean over the samples' statistics.
         mean, variance, count = (m.view(-1, channels).mean(0) for m in (mean, variance, count))
         _update((running_mean, running_var), mean, variance, count, momentum)
     return input.like(_affine(out, weight, bias))

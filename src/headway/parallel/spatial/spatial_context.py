@@ -236,6 +236,7 @@ class SpatialContext(SplitContext):
         """Along an axis, of a rank of `everyone`."""
         if axis is self.everyone:
             return rank
+        # The last dimension's places run fastest, as in `_problems`.
         for dim in sorted(self.axes, reverse=True):
             rank, place = divmod(rank, self.axes[dim].size)
             if self.axes[dim] is axis:
@@ -506,6 +507,7 @@ def empty_with_graph(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
     found = [source for source in sources if source is not None]
     empty = found[0].new_zeros(list(shape))
     for source in found:
+        # A sum of no elements is 0 and keeps the graph.
         empty = empty + source.reshape(-1)[:0].sum()
     return empty
 

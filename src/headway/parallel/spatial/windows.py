@@ -239,6 +239,7 @@ def convolution(
         SlidingWindow(k, s, *side, d)
         for k, s, side, d in zip(weight.shape[2:], strides, sides, dilations, strict=True)
     ]
+    # torch's convolution pads both sides alike, so that unequal padding has to be laid out.
     uneven = any(before != after for before, after in sides)
     needs, splits, outputs = window_ranges(input, windows, pad_all=uneven)
     laid = {need.dim for need in needs}
@@ -258,6 +259,8 @@ def convolution(
         if all(range_length(out) for out in outputs) and x.shape[0]:
             local = _Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         else:
+            # A rank without outputs still owns inputs that others want: it takes part in the
+            # exchange.
             with fetch_for_operator(x, needs) as box:
                 shape = [x.shape[0], weight.shape[0], *map(range_length, outputs)]
                 local = empty_with_graph(shape, box, weight, bias)
@@ -298,7 +301,9 @@ def transposed_convolution(
         want = tuple(spread.wanted(r, extent) for r in ranges)
         needs.append(RangeExchange(dim, axis, input.splits[dim].ranges, want))
         start, stop = ranges[axis.rank]
+        # The operator makes the outputs low to high; `crop` turns these into this rank's own.
         low, high = spread.reached(want[axis.rank])
+        # F.pad begins with the last dimension.
         crop[2 * (count - 1 - number) : 2 * (count - number)] = [low - start, stop - high]
         native[0][number] = native[1][number] = 0
     with fetch_for_operator(input.local, needs) as box:
@@ -341,6 +346,7 @@ def _windows(
     dilation: IntPerDimension = 1,
 ) -> list[SlidingWindow]:
     kernels = int_per_dimension(kernel, count)
+    # [] is the default of stride in torch's own signatures.
     strides = kernels if stride is None or stride == [] else int_per_dimension(stride, count)
     lists = kernels, strides, int_per_dimension(padding, count), int_per_dimension(dilation, count)
     return [SlidingWindow(k, s, p, p, d) for k, s, p, d in zip(*lists, strict=True)]
@@ -361,6 +367,7 @@ def _max_pool(
         raise RuleRefused("indices of a part are not those of the whole")
     windows = _windows(count, kernel_size, stride, padding, dilation)
     needs, splits, outputs = window_ranges(input, windows, ceil=ceil_mode)
+    # A maximum's backward takes the saved indices, and of its input the shape.
     with fetch_for_operator(input.local, needs, float("-inf"), values=False) as box:
         local = _pooled(box, outputs, windows, partial(MAX[count], dilation=dilation))
     return leave_split_if_narrow(input.like(local, splits))
@@ -443,6 +450,7 @@ def _adaptive(
         return input.like(whole[count](input.local, targets))
     if any(extent % target for extent, target in zip(extents, targets, strict=True)):
         raise RuleRefused(f"{list(extents)} entries are no multiple of {targets}")
+    # Windows that divide the input are all equal: an ordinary pooling.
     kernel = [extent // target for extent, target in zip(extents, targets, strict=True)]
     if targets == [1] * count and pool is _average_pool:
         return sum_over_space(input, range(2, count + 2), True) / prod(extents)
@@ -493,6 +501,7 @@ def interpolate(
     )
     input = return_to_spatial_split(input, _grown(input, sizes, scales))  # noqa: A001
     local, splits = input.local, dict(input.splits)
+    # Interpolation is separable: one split dimension after the other, then the rest at once.
     for dim in [d for d in splits if d > 1]:
         places = along(input.shape[dim], sizes[dim - 2], scales[dim - 2])
         local, splits[dim] = _resized(input, local, dim, places)

@@ -95,6 +95,7 @@ class _Cuboid(torch.autograd.Function):
         turn: CuboidAxes = ctx.turn
         grid = turn.grid
         x, weight = ctx.saved_tensors
+        # All gathers are under way before the first one is waited for.
         dy_pending = grid.gather(gradients[0].contiguous(), turn.sums)
         x_pending = PendingCollective(None, lambda: x) if turn.keep else turn.x(x)
         columns = weight if turn.keep else turn.w(weight, backward=True).wait()
@@ -102,6 +103,8 @@ class _Cuboid(torch.autograd.Function):
         rows = x_pending.wait()
         flat_dy = dy.flatten(0, -2)
         dx = dw = db = None
+        # The product whose sum has to travel farther comes first and travels while the other is
+        # computed.
         weights_first = grid.size("i") > 1
         if ctx.needs_input_grad[1] and weights_first:
             dw = grid.scatter_sum(flat_dy.T @ rows.flatten(0, -2), "i")
@@ -131,12 +134,14 @@ def _scattered_product(
     if chunks == 1:
         y = grid.scatter_sum(torch.nn.functional.linear(rows, columns), turn.sums).wait()
     else:
+        # Every piece has rows of all ranks, so that each scatter serves all of them.
         apart = rows.unflatten(0, (size, each))
         pending = [
             grid.scatter_sum(torch.nn.functional.linear(piece, columns).flatten(0, 1), turn.sums)
             for piece in apart.tensor_split(chunks, dim=1)
         ]
         y = torch.cat([piece.wait() for piece in pending])
+    # Behind the sum over ranks, where the bias counts once.
     return y if bias is None else y.add_(bias)
 
 
@@ -246,6 +251,7 @@ class _Summa(torch.autograd.Function):
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         rows = y.flatten(0, -2)  # FSDP2 warns of a module whose result is a view
         for step, (block_x, block_w) in enumerate(_Blocks(grid, flat, weight)):
+            # With beta 0 addmm does not read the memory, which is not filled yet.
             torch.addmm(rows, block_x, block_w.T, beta=min(step, 1), out=rows)
         if bias is not None:
             y += bias
@@ -290,7 +296,7 @@ def _reduced(grid: ProcessGrid, blocks: Iterable[Tensor], axis: str) -> Tensor:
             earlier.wait()
         earlier = later
         if step == grid.place[axis]:
-            own = block
+            own = block  # `reduce` works in place
     assert own is not None
     assert earlier is not None
     earlier.wait()
@@ -337,6 +343,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: NormOptions
     ) -> Tensor:
+        # As torch's own norms do: statistics of half precision in float32.
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         mean, variance = _moments(wide, rule)
         scale = torch.rsqrt(variance + rule.eps)
@@ -345,6 +352,7 @@ class _Norm(torch.autograd.Function):
         ctx.rule = rule  # type: ignore[attr-defined]
         y = normed if weight is None else normed * weight
         y = y if bias is None else y + bias
+        # What is saved for backward must not be the result, which others may change in place.
         return y.to(x.dtype).clone() if y is normed else y.to(x.dtype)
 
     @staticmethod
@@ -354,6 +362,7 @@ class _Norm(torch.autograd.Function):
         grid, size = rule.grid, normed.shape[-1] * rule.grid.size(rule.columns)
         dy = gradients[0].to(normed.dtype)
         g = dy if weight is None else dy * weight
+        # dx = scale (g - mean(g) - normed mean(g normed)), with means over whole rows.
         sums = torch.stack([(g * normed).sum(-1), g.sum(-1)]) / size
         along, mean = grid.all_reduce(sums, rule.columns).wait().unsqueeze(-1)
         dx = g - normed * along
@@ -378,6 +387,7 @@ def _moments(x: Tensor, rule: NormOptions) -> tuple[Tensor, Tensor]:
     part = torch.stack([x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)])
     parts = grid.gather(part.unsqueeze(0), axis).wait()
     means, variances = parts.unbind(1)
+    # The law of total variance, for parts of equal width.
     return means.mean(0), variances.mean(0) + means.var(0, correction=0)
 
 
@@ -446,11 +456,13 @@ class _Entropy(torch.autograd.Function):
         local = local.masked_fill(~mine, 0)
         chosen = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
         all_of_them = shifted.sum(-1) if how.smoothing else torch.zeros_like(chosen)
+        # In place: nothing reads the shifted logits from here on.
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(-1), chosen, all_of_them])
         total, chosen, all_of_them = grid.all_reduce_over(sums, axes).unbind()
         log_total = total.log()
         classes = count * grid.size(axes)
+        # The largest logit, subtracted everywhere, cancels: the weights of a target add up to 1.
         loss = log_total - (1 - how.smoothing) * chosen - how.smoothing / classes * all_of_them
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, mine, counted)
         ctx.how, ctx.dtype = how, logits.dtype  # type: ignore[attr-defined]
@@ -462,6 +474,7 @@ class _Entropy(torch.autograd.Function):
         how: SplitClasses = ctx.how
         classes = probabilities.shape[-1] * how.grid.size(how.axes)
         g = probabilities - how.smoothing / classes if how.smoothing else probabilities.clone()
+        # A rank without the target adds 0 to its first class.
         hot = mine.to(g.dtype).mul_(how.smoothing - 1).unsqueeze(-1)
         g.scatter_add_(-1, local.unsqueeze(-1), hot)
         g *= (gradients[0] * counted).unsqueeze(-1)

@@ -402,10 +402,12 @@ def local_slice(x: Tensor, grid: ProcessGrid, axes: str, dim: int, blocks: int =
 
 
 def _gather(x: Tensor, grid: ProcessGrid, axes: str, dim: int, blocks: int) -> Tensor:
+    # The minor axis first: its parts lie next to each other.
     for axis in reversed(axes):
         x = grid.gather(x, axis, dim).wait()
     if blocks == 1:
         return x
+    # Gathered parts are ordered by rank, then block; the whole tensor by block, then rank.
     apart = x.unflatten(dim, (grid.size(axes[:1]), blocks, -1))
     found: Tensor = apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
     return found

@@ -99,6 +99,7 @@ class LayerContext(SplitContext):
         axes = "".join(axis for axis in cut.axes if self.grid.size(axis) > 1)
         if not axes:
             return WHOLE_DIMENSION
+        # Only the first axis cuts within blocks (`local_slice`); without it the blocks are whole.
         return DimensionCut(axes, cut.blocks if axes[0] == cut.axes[0] else 1)
 
     def gather(self, x: SplitTensor) -> Tensor:

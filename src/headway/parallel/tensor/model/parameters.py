@@ -93,6 +93,7 @@ class ParameterPlacement:
 
     def _made(self, local: Tensor, shape: torch.Size, placements: list[Placement]) -> Tensor:
         assert self.mesh is not None
+        # torch cannot tell the whole's shape from a part where parts are uneven.
         stride = torch.empty(shape, device="meta").stride()
         found: Tensor = DTensor.from_local(
             local, self.mesh, placements, run_check=False, shape=shape, stride=stride
@@ -100,6 +101,7 @@ class ParameterPlacement:
         return found
 
     def _outer(self, cuts: DimensionCuts) -> list[Placement]:
+        # The axes that `ProcessGrid.held_on` has, in its order.
         axes = [a for a in self.grid.plan.axes if a in self.grid.groups] or self.grid.plan.axes
         found: list[Placement] = []
         for axis in axes:
@@ -108,6 +110,7 @@ class ParameterPlacement:
         return found
 
     def _inner(self, shape: torch.Size) -> list[Placement]:
+        # A tensor without dimensions has no rows to deal out.
         return list(self.inner) if shape else [Replicate() for _ in self.inner]
 
 
@@ -132,6 +135,7 @@ class SplitParameterModule:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, nn.Parameter):
+            # Past this method itself, which an attribute that is not found would call again.
             keys, context = self.__dict__["_headway_split"]
             return context.parameter(value, keys.get(name))
         return value
@@ -174,6 +178,7 @@ def install_parameter_access(
         module.__dict__["_headway_split"] = own, context
         kind = type(module)
         base: type = root if module is model and root else SplitParameterModule
+        # A submodule of the same class must not get the class that cuts inputs.
         if module is model or kind not in classes:
             made = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
             if module is not model:

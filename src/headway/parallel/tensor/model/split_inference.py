@@ -234,6 +234,7 @@ class InferenceContext(LayerContext):
         if not origins:
             self.stray.append(refusal.why)
         for origin in origins:
+            # The first refusal counts: later ones may be its consequences.
             self.found.setdefault(origin, refusal)
 
     def _whole(self, value: Any) -> Any:
@@ -506,6 +507,7 @@ def _run(
         install_parameter_access(
             part, runs[-1], root=SubmoduleOnOwnGrid if name else SplitInputModule
         )
+    # Rules ask `requires_grad` to tell activations from masks.
     with pretence.mode, torch.enable_grad():
         loss(copy, pretence.tree(batch))
     return runs

@@ -97,6 +97,7 @@ class ExecutionContext(LayerContext):
         return SplitTensor(local, key.shape, key.cuts, self, key.origin, parameter=True)
 
     def __deepcopy__(self, memo: Any) -> ExecutionContext:
+        # It refers to process groups, which cannot be copied.
         return self
 
 

@@ -65,6 +65,7 @@ def align_operands(
         RuleRefused: Operands are cut differently along a label, or two labels by the same axis.
     """
     cuts: dict[Hashable, DimensionCut] = {}
+    # Operands with gradients say how labels are cut; masks come behind and may be made whole.
     operands = sorted(enumerate(given), key=lambda entry: not entry[1][0].requires_grad)
     fitting = {}
     for number, (operand, labels) in operands:
@@ -146,6 +147,7 @@ def elementwise(context: LayerContext, func: Any, *args: Any, **kwargs: Any) -> 
         *(next(parts) if is_tensor(x) else x for x in args),
         **{key: next(parts) if is_tensor(x) else x for key, x in kwargs.items()},
     )
+    # In place: the user's own object, as torch returns it.
     if isinstance(args[0], SplitTensor) and local is args[0].local:
         return args[0]
     return aligned.result(local, out)
@@ -226,6 +228,7 @@ def _placed(
             if size % (blocks * parts) == 0:
                 return place, DimensionCut(cut.axes, blocks)
         prefix *= size
+    # A layer whose outputs are taken apart into (3, heads, width), say, would fit in 3 blocks.
     real = [n for n in sizes if n > 1]
     blocks = real[0] if len(real) > 1 and before == 1 and real[1] % parts == 0 else 0
     need = AxisDivisor(

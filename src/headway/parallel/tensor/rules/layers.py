@@ -53,6 +53,7 @@ def embedding(
     index, cuts = local_of(input), cuts_of(input)
     if not isinstance(weight, SplitTensor):
         axes = "".join(cut.axes for cut in cuts)
+        # Ranks look up different rows: the table's gradient is the sum over them.
         table = copy_to_ranks(weight, context.grid, axes) if weight.requires_grad else weight
         found = torch.nn.functional.embedding(index, table, padding_idx)
         return context.wrap(found, [*cuts, WHOLE_DIMENSION])
@@ -145,6 +146,7 @@ def var(
     if unbiased is not None:
         correction = int(unbiased)
     count = math.prod(x.shape[d] for d in dims)
+    # In two passes: the mean of squares would lose digits to a large mean.
     apart = x - total(x, dims, True) / count
     return apart.square().sum(dims, keepdim) / max(0, count - correction)
 
@@ -186,8 +188,10 @@ def _softmax(
         own = torch.log_softmax if logarithm else torch.softmax
         return context.wrap(own(x.local, dim, dtype=dtype), x.cuts)
     local = x.local if dtype is None else x.local.to(dtype)
+    # The shift cancels in the result, so that the maximum needs no gradient.
     shifted = local - maximum_over_ranks(local.amax(dim, keepdim=True), grid, axes)
     exponentials = shifted.exp()
+    # Each rank divides another part by the sum: its gradients are added up.
     whole = copy_to_ranks(
         reduce_from_ranks(exponentials.sum(dim, keepdim=True), grid, axes), grid, axes
     )
@@ -229,6 +233,7 @@ def _norm(
         raise RuleRefused("it norms over a cut dimension")
     local = local_of(x)
     if not column.axes:
+        # Every rank has other rows, so that the gradients of whole vectors are summed over them.
         parts = [
             None if v is None else copy_to_ranks(local_of(v), context.grid, rows) for v in vectors
         ]

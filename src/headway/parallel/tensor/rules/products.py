@@ -197,6 +197,7 @@ def _once(x: Tensor, function: Any) -> Tensor:
     if x.is_leaf and x.requires_grad:
         found: Tensor = function(x)
         return found
+    # On these, too, depends what the function makes of x.
     key = (x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
     held: tuple[Any, Tensor] | None = x.__dict__.get("_headway_exchanged")
     if held is None or held[0] != key:
@@ -357,6 +358,7 @@ def multi_head_attention(
         )
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
     mask = _masks(attn_mask, key_padding_mask, q.dtype, num_heads)
+    # Beside a mask is_causal is a hint that says the same, and the kernel refuses both together.
     y = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, dropout_p if training else 0.0, is_causal and mask is None
     )
@@ -371,6 +373,7 @@ def multi_head_attention(
 def _masks(attn_mask: Any, padding: Any, dtype: torch.dtype, num_heads: int) -> Any:
     """Both masks of a MultiheadAttention as one that is added to the scores."""
     mask = _added(attn_mask, dtype)
+    # torch's three-dimensional masks are [samples x heads, positions, positions].
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (-1, num_heads))
     if padding is None:
