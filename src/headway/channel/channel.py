@@ -245,6 +245,7 @@ class Channel:
             raise self._other_form(tensor, form)
         number = self._sent + 1
         slot = number % self._slots
+        # Tested here as well as in `_free_slot`, because a small put is bound by its Python calls.
         if not self._open or (
             self._credits and self._words[self._credit_of[slot]] + self._slots < number
         ):
@@ -278,6 +279,7 @@ class Channel:
             PeerLost: None has, and the other end is gone.
         """
         number = self._taken + 1
+        # Larger if a later put has overwritten it (no credits); `get` reports that.
         if self._words[self._flag_of[number % self._slots]] >= number:
             return True
         self._require_open()
@@ -320,6 +322,7 @@ class Channel:
 
     def _await(self, slot: int, number: int) -> None:
         self._require_open()
+        # The peer cannot put before a slot is released here: the wait could only time out.
         if self._credits and self._given_back[slot] < number - self._slots:
             raise RunError(
                 f"all {self._slots} slots of a channel from rank {self.peer} are held",
@@ -341,6 +344,7 @@ class Channel:
     def _release(self, number: int) -> None:
         slot = number % self._slots
         if not self._credits:
+            # A later put stores `begun` first, so that even a half-finished overwrite is noticed.
             if self._words[self._flag_of[slot] + 1] != number:
                 raise self._overwritten(number)
             return
@@ -425,6 +429,7 @@ def wait_any(channels: Sequence[Channel], timeout: float | None = None) -> Chann
         raise UsageError("a wait for any of no channels", fix="Give at least one.")
     seconds = min(c._wire.seconds for c in channels) if timeout is None else timeout
     names = ", ".join(str(channel.peer) for channel in channels)
+    # The pauses check nothing: `ready` raises for a peer that is gone.
     pauses = WaitBackoff(
         seconds,
         lambda: None,
@@ -444,6 +449,7 @@ def wait_any(channels: Sequence[Channel], timeout: float | None = None) -> Chann
                     return channel
             except HeadwayError as error:
                 lost = error
+        # Only after all have been asked, because another channel may have a tensor.
         if lost is not None:
             raise lost
         pauses.pause()

@@ -57,8 +57,10 @@ class MpiTransport(PollingTransport):
         self._process = None if pid is None else shared_memory.PeerProcess(pid)
         self._window = mpi.Win.Allocate(layout.size, 1, comm=pair)
         memory = np.frombuffer(self._window.tomemory(), np.uint8)
+        # Before the barrier, right after which the peer may put its first word.
         memory[:] = 0
         pair.Barrier()
+        # One passive-target epoch for the life of the window: a put needs no call of its target.
         self._window.Lock_all()
         self._memory = weakref.ref(memory)
         self.region = MemoryRegion(memory, layout)
@@ -80,6 +82,7 @@ class MpiTransport(PollingTransport):
         self.check()
         start = self._rooms.start(slot, source, form)
         self._words_to(flag + 1, number, *form.block())
+        # MPI does not order puts: `begun` before the tensor, the tensor before its flag.
         self._window.Flush(self._peer)
         if nbytes:
             data = self._mpi.buffer.fromaddress(start, nbytes)
@@ -91,6 +94,7 @@ class MpiTransport(PollingTransport):
     def _words_to(self, index: int, *words: int) -> None:
         data = b"".join(word.to_bytes(8, "little") for word in words)
         self._put(bytearray(data), 8 * index)
+        # The buffer is a temporary one, which may go only after MPI has read it.
         self._window.Flush_local(self._peer)
 
     def _put(self, data: Any, start: int) -> None:
@@ -117,6 +121,7 @@ class MpiTransport(PollingTransport):
 
         Where an end still holds a tensor of it, or does not close, it stays until MPI ends.
         """
+        # Without the references of this object, the weak one tells whether a caller has a tensor.
         self.acquire = None
         self.words = memoryview(bytes(self.layout.header)).cast("Q")
         del self.region
@@ -166,6 +171,7 @@ def open_mpi_transport(
     meeting = _MpiRendezvous(world, peer, seconds)
     theirs = meeting.swap({**wanted, "machine": here, "pid": os.getpid()})
     meeting.check_same_request(wanted, theirs)
+    # Sorted, because both ends must give the ranks of the new group in the same order.
     both = world.group.Incl(sorted([world.rank, peer]))
     pair = world.Create_group(both, _TAG)
     together = bool(here) and theirs["machine"] == here

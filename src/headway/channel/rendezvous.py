@@ -52,6 +52,7 @@ def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
 def interface_address(interface: str) -> list[str]:
     """The IPv4 address of an interface, if it has one."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # struct ifreq: 16 bytes of name with its NUL, then sockaddr_in with its address at byte 20.
         asked = struct.pack("256s", interface.encode()[:15])
         return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])]
     return []
@@ -64,6 +65,7 @@ def namespace_identity(kind: str) -> str:
         kind: As in /proc/self/ns: "pid", "net".
     """
     with suppress(OSError):
+        # The numbers of namespaces repeat from machine to machine; the boot id does not.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
     return ""
@@ -157,10 +159,12 @@ class GroupRendezvous(ChannelRendezvous):
 
     def swap(self, says: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(says).encode()
+        # A receive has to know its size, so texts are padded to a fixed one.
         mine, theirs = torch.zeros(2, _BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         limit = timedelta(seconds=self.seconds)
         try:
+            # The receive first, as everywhere over Gloo: its "ready" would wait behind a payload.
             works = [
                 dist.irecv(theirs, self.peer, self._group),
                 dist.isend(mine, self.peer, self._group),
@@ -170,6 +174,7 @@ class GroupRendezvous(ChannelRendezvous):
                 work.wait(limit)
         except RuntimeError as error:
             text_ = str(error).partition("\n")[0]
+            # Without the first letter, whose case differs; Gloo's errors have no type of their own.
             if "imed out" in text_ or "imeout" in text_:
                 raise self.late(text_) from error
             raise PeerLost(

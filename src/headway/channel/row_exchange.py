@@ -72,6 +72,7 @@ class RowExchange:
             make: What goes to a rank of the group; not copied if it is made in the `AllocateRows`.
             use: What to do with what came from a rank; afterwards its memory is used again.
         """
+        # Each rank begins with its neighbour; otherwise all would write to the same one at a time.
         steps = range(1, self.size)
         for other in ((self.rank + step) % self.size for step in steps):
             channel = self._channels[other]
@@ -118,6 +119,7 @@ class RowExchange:
                 where=f"rank {self.rank} of {self.size}",
                 fix=f"Hold rows {own.start} to {own.stop - 1}, as rows_of says.",
             )
+        # unique sorts, so that the rows of each owner are one slice of `wanted`.
         wanted, place = torch.unique(ids, return_inverse=True)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows:
             raise RunError(
@@ -164,6 +166,7 @@ class _Fetched(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of `held`, from that of the rows that were found."""
         gradient = given.new_zeros(ctx.shape)
+        # No id occurs twice in `asked`, and the order of ranks is fixed: equal sums in every run.
         ctx.by.swap(
             lambda to, _: given[ctx.spans[to]],
             lambda rank, came: gradient.index_add_(0, ctx.asked[rank], came),

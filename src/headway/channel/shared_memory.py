@@ -38,6 +38,7 @@ from headway.channel.rendezvous import namespace_identity
 from headway.channel.transport import Doorbell, DoorbellPipe, PollingTransport
 from headway.errors import PeerLost, Stalled
 
+# After a shrink by the other process, an access here would end in SIGBUS, not in an exception.
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
@@ -55,6 +56,7 @@ def unavailable_reason() -> str:
 
 def machine() -> str:
     """The same text for processes that can see each other in /proc; "" elsewhere."""
+    # /proc/PID/fd opens only for the same user, in the same namespace of process ids.
     identity = namespace_identity("pid")
     return f"{identity} {os.geteuid()}" if identity else ""
 
@@ -182,6 +184,7 @@ class SharedMemoryTransport(PollingTransport):
         room = self._rooms[slot]
         if room is None or room.bytes.numel() < nbytes:
             if room is not None:
+                # The slot is free: the other end has mapped the old memory, or will never need it.
                 os.close(room.number)
             # Twice the size, so that tensors that grow slowly do not need new memory each time.
             number, map_ = create_memory(
@@ -194,6 +197,7 @@ class SharedMemoryTransport(PollingTransport):
 
     def send(self, slot: int, number: int, source: Tensor | None, form: TensorMetadata) -> None:
         flag, out = self._flags[slot], self._out
+        # Before the first byte changes: the reader compares it when it releases the tensor.
         if not self._credit:
             out[flag + 1] = number  # begun
         if self._dynamic:
@@ -204,6 +208,7 @@ class SharedMemoryTransport(PollingTransport):
                 target = self._targets[slot] = CopyTarget(form.view(self._far.slot(slot)))
             if target.nbytes > SMALL_COPY_BYTES or not self._again.copy(source, target):
                 copy_tensor(source, target.tensor, target.address, target.nbytes)
+        # Last: x86-64 makes stores visible in order, so who sees the flag sees the tensor.
         out[flag] = number
         if self.words[self._asleep]:
             self._bell.ring()
@@ -260,6 +265,7 @@ class SharedMemoryTransport(PollingTransport):
         self._rooms = [None] * self.layout.slots
 
     def __del__(self) -> None:
+        # Without the wait of `close`: a finaliser must not block.
         if hasattr(self, "_rooms"):  # it had been opened
             self._out[self.layout.closed] = 1
             self._let_rooms_go()

@@ -75,6 +75,7 @@ class _Inbox:
         """Until the connection ends; the body of the thread."""
         how = "vanished"
         head = memoryview(bytearray(_HEAD.size))
+        # `_break` shuts the connection down under this thread, which may be an error here.
         with suppress(OSError):
             while receive_exactly(link, head):
                 kind, slot, number, *block = _HEAD.unpack(head)[: 3 + METADATA_WORDS]
@@ -126,6 +127,7 @@ class SocketTransport(ChannelTransport):
         self.words = self.region.words
         self._rooms = SendBuffers(layout.slots)
         self._sending = threading.Lock()
+        # The thread refers to the inbox, not to this object, which could never be collected then.
         self._thread = threading.Thread(
             target=self._inbox.receive, args=(link,), name=f"channel to {peer}", daemon=True
         )
@@ -153,15 +155,18 @@ class SocketTransport(ChannelTransport):
             Stalled: The other end takes nothing for too long; the channel is of no use then.
         """
         try:
+            # Two threads send: one puts, one gives credits back; their messages must not mix.
             with self._sending:
                 for part in parts:
                     self._link.sendall(part)
+        # SO_SNDTIMEO is over: a blocking socket reports that as EAGAIN.
         except BlockingIOError as error:
             self._end()  # half a message has left: nothing after it would be understood
             raise self.late("take what was put", self.seconds) from error
         except OSError as error:
             self._thread.join(_GOODBYE_SECONDS)  # the thread notes how the connection ended
             raise self.lost(self._inbox.ended or "vanished") from error
+        # An interrupt may have come in the middle of a message, too.
         except BaseException:
             self._end()
             raise
@@ -191,6 +196,7 @@ class SocketTransport(ChannelTransport):
         with suppress(OSError):
             self._link.sendall(_HEAD.pack(_BYE, 0, 0, *_NO_METADATA, 0))
             self._link.shutdown(socket.SHUT_WR)
+        # Closing a connection with unread bytes resets it, and the peer would lose what was put.
         if patient:
             self._thread.join(_GOODBYE_SECONDS)
         self._end()
@@ -206,9 +212,11 @@ def _break(link: socket.socket) -> None:
 
 def _prepare(link: socket.socket, seconds: float) -> None:
     """No delay, a limit for sending, and an error when the other machine vanishes silently."""
+    # settimeout would limit the receives of the thread, too; SO_SNDTIMEO limits only sends.
     link.settimeout(None)
     configure_connection(link)
     whole = int(seconds)
+    # A microsecond more, because a limit of zero means none.
     limit = struct.pack("ll", whole, int((seconds - whole) * 1e6) + 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -266,6 +274,7 @@ def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> 
     deadline = time.monotonic() + meeting.seconds
     while (left := deadline - time.monotonic()) > 0:
         server.settimeout(left)
+        # A stranger that connects and breaks off must not end the wait for the peer.
         with suppress(OSError):
             link, _ = server.accept()
             link.settimeout(min(_CONNECT_SECONDS, left))

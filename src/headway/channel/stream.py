@@ -32,6 +32,7 @@ from headway.errors import PeerLost, RunError
 # Each has a word before the first room, which the borrower writes: the loan that ended last.
 MAX_ARENA_BLOCKS = 4096
 _HEADER = round_up_to_pages(8 * MAX_ARENA_BLOCKS)
+# MAP_POPULATE: the page faults happen here, not during the first copy into the memory.
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -53,6 +54,7 @@ class Arena:
     """The lender's side; grows when nothing large enough is free."""
 
     def __init__(self) -> None:
+        # One file that grows, so that the borrower needs a single descriptor for all rooms.
         self.file, header = create_memory(_HEADER, grows=True)
         self._ended = memoryview(header).cast("Q")
         self._size = _HEADER
@@ -65,6 +67,7 @@ class Arena:
             RunError: There are too many rooms, and the borrower uses them all.
         """
         wanted = round_up_to_pages(nbytes)
+        # A small message in a large room would hold it for as long as any of its tensors lives.
         fit = [
             room
             for room in self._rooms
@@ -111,11 +114,14 @@ class ArenaBorrower:
         """The bytes of a room; loan number `loan` ends when nothing uses their storage any more."""
         if number not in self._maps:
             self._maps[number] = mmap.mmap(self._file, nbytes, flags=_FLAGS, offset=offset)
+        # Watched is an array that the storage owns: autograd and views keep the storage of a tensor
+        # that came, but not the tensor object, whose end would return the room too early.
         owner, ended = np.frombuffer(self._maps[number], dtype=np.uint8), self._ended
 
         def give_back(_: object) -> None:  # in whatever thread lets the last tensor go
             ended[number] = loan
 
+        # Kept, because a weak reference that is gone itself never calls back.
         self._watched[number] = weakref.ref(owner, give_back)
         return torch.frombuffer(owner, dtype=torch.uint8)  # its storage holds the owner
 
@@ -159,6 +165,7 @@ class TensorStream:
         self._channel = channel
         self._arena = Arena()
         self._words = np.array([os.getpid(), self._arena.file, 0, 0, 0], dtype=np.int64)
+        # It shares the array's memory, so that a put writes five words and makes no tensor.
         self._block = torch.from_numpy(self._words)
         pid, file, *_ = self._swap()
         try:
@@ -209,6 +216,7 @@ class TensorStream:
         starts, size = _starts([math.prod(shape) * dtype.itemsize for shape, dtype in forms])
         if not size:
             return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in forms]
+        # A schedule may take messages in another order than they were sent: other tags are kept.
         while not (waiting := self._early.get(tag)):
             with self._channel.get() as block:
                 found, *where = block.tolist()

@@ -32,6 +32,7 @@ from torch import Tensor
 from headway.channel.region import RegionLayout, TensorMetadata, tensor_address
 from headway.errors import PeerLost, Stalled
 
+# Some 20 us: a read of a word takes 35 to 40 ns (docs/channels.md), the loop the rest.
 _SPINS = 300
 _YIELD_SECONDS = 0.0005
 # A core that is given away for longer is wanted by others.
@@ -90,6 +91,7 @@ def wait_for_word(
         try:
             waiting.pause()
         except (PeerLost, Stalled):
+            # The peer may have stored the word and ended since the test: what it sent comes first.
             if words[index] < least:
                 raise
 
@@ -145,10 +147,12 @@ class Doorbell:
     def sleep(self, index: int, least: int) -> None:
         """Until it rings, or some milliseconds; not if a word is at least `least` by now."""
         self._out[self._asleep] = 1
+        # Looked at again after the announcement: a word that was stored before it rang nobody.
         if self._words[index] < least:
             poll = select.poll()  # a shared one would refuse a second thread
             poll.register(self._own.read, select.POLLIN)
             if poll.poll(1000 * _LONGEST):
+                # All bytes at once: several rings since the last sleep are one reason to wake up.
                 with suppress(BlockingIOError):
                     os.read(self._own.read, 4096)
         self._out[self._asleep] = 0
@@ -180,6 +184,7 @@ class SendBuffers:
             return own
         room = self.get(slot, form.nbytes)
         if source is not None and form.nbytes:
+            # Otherwise a source that requires a gradient would make the memory part of its graph.
             with torch.no_grad():
                 form.view(room).copy_(source)
         return room.data_ptr()

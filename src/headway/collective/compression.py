@@ -28,11 +28,14 @@ SMALLEST = 1024
 BLOCK = 256
 """Elements of int8 that share a scale."""
 BLOCK_BYTES = BLOCK + 4
+# The default of torch's PowerSGD hook (min_compression_rate).
 MINIMUM_RATE = 2
 """PowerSGD must make a matrix at least so many times smaller."""
 INDEX_BYTES = 4
 # Bytes from which two ranks gather in parts.
 LARGE = 2**17
+# Gloo's all-gather of two ranks is half duplex; four parts keep both directions of the link
+# busy: 0.54 s instead of 0.74 s for 6 MiB at 100 Mbit/s (docs/compression.md).
 PARTS = 4
 
 
@@ -328,6 +331,7 @@ class SignCompression(Compression):
         return not is_dense(shape)
 
     def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
+        # A float32 scale for each tensor behind the bits.
         part = sign_bytes_per_rank([*map(prod, compressed)], ranks) + 4 * len(compressed)
         return (Payload("all_reduce", rest * itemsize), *_gathered(part, ranks))
 
@@ -406,6 +410,7 @@ class PowerSgdCompression(Compression):
     def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
         width = max(itemsize, 4)  # factors of 16-bit gradients are computed in float32
         matrices = [matrix_shape(shape) for shape in compressed]
+        # What is sent whole travels with the first factors, which saves an operation.
         left = rest + self.rank * sum(rows for rows, _ in matrices)
         right = self.rank * sum(columns for _, columns in matrices)
         return (Payload("all_reduce", left * width), Payload("all_reduce", right * width))

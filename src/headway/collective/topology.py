@@ -243,6 +243,7 @@ class NetworkTopology:
             for wire in way.wires:
                 users[wire] += 1
         rates = [[0.0] * self.ranks for _ in range(self.ranks)]
+        # For pairs that nothing limits: packings compute with rates, which must be finite.
         fastest = max((wire.rate for wire in self.wires), default=1.0)
         for (i, j), way in self.ways.items():
             shares = [self.wires[wire].rate / users[wire] for wire in way.wires]

@@ -136,6 +136,7 @@ def _tree_problems(tree: PlanTree, ranks: int) -> Iterator[str]:
         return
     for rank in range(ranks):
         at = rank
+        # After as many steps as there are ranks, only a circle has not reached the root.
         for _ in range(ranks):
             at = parents[at] if at != ROOT else ROOT
         if at != ROOT:
@@ -198,6 +199,7 @@ def all_reduce_traffic(
         raise ValueError(f"a program carries sums, not what {compression.name} gathers")
     if len(ranks) == 1:
         return NOTHING
+    # Compressed to 16 bits, elements are also summed as such, and the program is cut for them.
     width = compression.wire_element_bytes(element_bytes)
     sent = all_reduce_program(kind, carrier, len(ranks), elements, width).traffic(width).sent
     return Traffic({(ranks[a], ranks[b]): size for (a, b), size in sent.items()})
@@ -213,5 +215,6 @@ def program_fingerprint(programs: Iterable[CollectiveProgram]) -> str:
     """Sixteen hexadecimal digits that name what all ranks do in these programs."""
     found = hashlib.sha256()
     for program in programs:
+        # repr, because hash() of a text differs from process to process.
         found.update(repr((program.collective, program.steps, program.scratch)).encode())
     return found.hexdigest()[:16]

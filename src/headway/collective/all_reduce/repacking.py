@@ -206,6 +206,7 @@ def find_repacking(
     if not drifts:
         return None
     if kind == TREES:
+        # Only its trees and direction are used; the bound is computed for the new links.
         packing = repack_trees(Packing(links, "all_reduce", _packed(carrier), 0.0), links)
     else:
         packing = pack(links, "all_reduce", attempts=_ATTEMPTS)
@@ -329,9 +330,11 @@ class ProbePolicy:
         if self.usual is None:
             self.usual = level
         self.lost += steps * max(0.0, level - _USUAL * self.usual)
+        # The least so far, so that a link that has become slow does not turn into the usual case.
         self.usual = min(self.usual, level)
         self.since += seconds
         price = self.patience * self.cost
+        # A steady share of the time, or at once if waiting has cost as much as a measurement.
         return self.since * PROBE_TIME_SHARE >= price or self.lost >= price
 
     def measured(self, cost: float, *, changed: bool) -> None:

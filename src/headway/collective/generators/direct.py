@@ -99,6 +99,7 @@ def _reduce(writer: ProgramBuilder, root: int) -> None:
     for own, rank in enumerate(others):
         script, part = writer.ranks[rank], parts[own]
         mates = [mate for mate in others if mate != rank]
+        # In scratch, because a reduce leaves the "out" of all but the root as it was.
         sums = script.room(part[1] - part[0])
         slots = [(mate, script.room(part[1] - part[0])) for mate in mates]
         arriving = [(script.recv(mate, tag, slot), slot) for mate, slot in slots]

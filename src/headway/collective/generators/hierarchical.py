@@ -67,6 +67,7 @@ def _all_reduce(writer: ProgramBuilder, nodes: Nodes, chunk: int | None) -> None
     """
     width = min(map(len, nodes.members))
     shards = parts_of(even_sizes(writer.collective.elements, width))
+    # Ranks beyond the width get empty shards, whose messages the builder leaves out.
     inside = {len(m): [*shards, *[(0, 0)] * (len(m) - width)] for m in nodes.members}
     for members in nodes.members:
         scatter_direct(writer, members, inside[len(members)])

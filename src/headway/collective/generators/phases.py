@@ -46,6 +46,7 @@ def scatter_direct(
         others = [(own + step) % len(group) for step in range(1, len(group))]
         part = parts[own]
         slots = [script.room(part[1] - part[0]) for _ in others]
+        # The left neighbour comes first: it sends to this rank before it sends to any other.
         arriving = [
             (script.recv(group[other], tag, slot), slot)
             for other, slot in zip(reversed(others), slots, strict=True)
@@ -58,6 +59,7 @@ def scatter_direct(
         sums = (source if result is None else result[own]).span(part)
         if result is not None:
             script.copy(sums, source.span(part))
+        # One by one, so that sums are formed while later messages are still arriving.
         for handle, slot in arriving:
             script.wait(handle)
             script.combine(sums, slot)

@@ -65,6 +65,7 @@ class _Halving:
         else:
             self.shares = parts_of(collective.shares)
         if collective.op == "reduce_scatter":
+            # "in" is only read, and "out" has room for no more than the rank's own share.
             rooms = [self.writer.ranks[r].room(collective.elements) for r in range(self.power)]
             self.areas = [BufferArea("tmp", -room.start) for room in rooms]
 
@@ -99,6 +100,7 @@ class _Halving:
                 size = theirs[1] - theirs[0]
                 slot = OUT.span(theirs) if gathered else script.room(size)
                 handle = script.recv(rank + self.power, tag, slot)
+            # The copy runs while the partner's numbers arrive.
             if op != "all_reduce":
                 script.copy(self.areas[rank].span(part), own.span(part))
             script.wait(handle)

@@ -74,6 +74,7 @@ def ring_order(graph: LinkGraph) -> tuple[int, ...]:
     n = graph.ranks
     usual = tuple(range(n))
     rates = sorted({rate for row in graph.rates for rate in row if rate > 0}, reverse=True)
+    # From the fastest down: the first rate that allows a ring is that of its slowest link.
     for least in rates:
         order = _HamiltonianSearch(graph, least).order()
         if order is not None:

@@ -124,8 +124,10 @@ class TreeSteps:
             self.script.copy(sums, self.own.span(piece))
         elif self._apart:
             self.script.combine(sums, self.own.span(piece))
+        # Slot 0 holds the sums themselves if they are formed where the first child's arrive.
         for number in range(1 if self._apart else 0, len(self.kids)):
             self.script.combine(sums, self._slot(number, chunk))
+        # Sums that are formed in a child's slot occupy it until they have left (`_turn`).
         if not self._apart:
             self._expect_sums(chunk + RECEIVES_AHEAD)
         if self.parent is not None:
@@ -215,6 +217,7 @@ def binomial(ranks: int, root: int) -> Parents:
     """The tree of recursive doubling: depth log2(n); what is sent first has the furthest to go."""
     parents: list[int | None] = [None] * ranks
     for place in range(1, ranks):
+        # Without its lowest bit, a place is that of its parent in a binomial tree.
         parents[(root + place) % ranks] = (root + (place & (place - 1))) % ranks
     return tuple(parents)
 

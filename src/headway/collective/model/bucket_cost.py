@@ -79,6 +79,7 @@ def adasum_traffic(ranks: Sequence[int], num_bytes: float, layers: int) -> Traff
         block = 2 * distance
         sums = dot_bytes(layers, last=block == power)
         for place in range(power):
+            # num_bytes / block to the partner, and as much back in the second phase.
             send(place, place ^ distance, 2 * num_bytes / block)
             for other in chain(*dot_partners(place, block)):
                 send(place, other, sums)
@@ -95,6 +96,7 @@ def dot_partners(place: int, block: int) -> list[list[int]]:
     """With whom Adasum's small sums over a block of neighbours are exchanged, round by round."""
     first = place - place % block
     if block <= DIRECT_BLOCK_RANKS:
+        # Cut to no round at all for a block of one.
         return [[other for other in range(first, first + block) if other != place]][: block - 1]
     return [[place ^ (1 << bit)] for bit in range(block.bit_length() - 1)]
 
@@ -109,6 +111,7 @@ def hierarchical_traffic(nodes: Nodes, num_bytes: float, inner: float) -> Traffi
     total = NOTHING
     width = len(nodes.members[0])
     for members in nodes.members:
+        # num_bytes / width to each other one in the reduce-scatter, and again in the all-gather.
         total += direct_traffic(members, 2 * num_bytes / width)
     for place in range(width):
         total += ring_all_reduce_traffic([members[place] for members in nodes.members], inner)
@@ -142,6 +145,7 @@ def bucket_traffic(
         return all_reduce_traffic(collective, carrier, ranks, elements, compression, element_bytes)
     layered = is_hierarchical(nodes, collective)
     if reduce == "adasum":
+        # Adasum's flags travel with its dot products, not in the buffer.
         whole = element_bytes * (elements - len(shapes))
         if collective == "hierarchical":
             return adasum_hierarchical_traffic(nodes, whole, len(shapes))
@@ -202,6 +206,7 @@ def sparse_hierarchical_traffic(
     width = len(nodes.members[0])
     parcels = shard_parcels(elements, flags, width, density, element_bytes)
     dense = element_bytes * elements
+    # Inside nodes the payloads travel, or their sum if it is smaller; both give the same bits.
     sparse_inside = sum(parcels) * nodes.count < dense
     total = NOTHING
     for members in nodes.members:
@@ -341,6 +346,7 @@ class ExchangeNetwork:
         count = nodes * width
         members = tuple(tuple(range(n * width, (n + 1) * width)) for n in range(nodes))
         slow = inside if nodes == 1 else rate
+        # The rounds of a ring grow with its ranks, and its latency is taken to grow with them.
         return ExchangeNetwork(
             LinkFit.of_rate(slow, latency, count),
             Nodes(members),
@@ -364,6 +370,7 @@ class ExchangeNetwork:
         before, after = ring_factor(self.link.ranks), ring_factor(len(ranks))
         if not before:
             return self
+        # A ring of n ranks has 2 (n - 1) rounds.
         link = LinkFit(
             self.link.latency * (len(ranks) - 1) / (self.link.ranks - 1),
             self.link.seconds_per_byte * after / before,
@@ -444,6 +451,7 @@ def _flat(
             copies = ranks
         else:
             sent += (ranks - 1) / ranks * part.num_bytes
+    # The line of the link already contains the latency of the first operation.
     return BucketService(
         sent / factor,
         speed.encode * dense,
@@ -459,6 +467,7 @@ def _levels(
     inside, across = _both(network)
     within = inside.seconds_per_byte * dense  # reduce-scatter and all-gather: one all-reduce
     beyond = across.seconds_per_byte * inner
+    # Of a link that costs nothing any number of bytes costs nothing.
     rate = across.seconds_per_byte or 1.0
     fill = within * min(1.0, SEGMENT / dense) if dense else 0.0
     return BucketService(
@@ -483,6 +492,7 @@ def _sparse_levels(
     parcels = shard_parcels(elements, len(shapes), width, scheme.compression.amount, element_bytes)
     dense = element_bytes * elements
     beyond = across.wire_seconds((count - 1) * sum(parcels))
+    # The fit is that of an all-reduce, of which a reduce-scatter is half.
     scatter = inside.seconds_per_byte * dense / 2 + inside.latency if width > 1 else 0.0
     rows = min(count * sum(parcels), dense)
     gather = inside.wire_seconds((width - 1) * rows / width) + inside.latency if width > 1 else 0.0

@@ -90,8 +90,10 @@ def _all_reduce(num_bytes: float, wires: NetworkTopology) -> float:
         return num_bytes / highest_rate(wires.graph, "all_reduce")
     worst = 0.0
     for inside in _sets(wires):
+        # What a set of ranks contributes has to leave it once, summed: D in this direction alone.
         worst = max(worst, _seconds(num_bytes, _out(wires, frozenset(inside))))
     for home in _partitions(wires):
+        # Both directions: the sums of p parts come together, and the result goes back to p - 1.
         crossing = wires.across(pair for pair in wires.ways if home[pair[0]] != home[pair[1]])
         # Parts are numbered from 0: p - 1 is the largest number.
         worst = max(worst, _seconds(2 * max(home) * num_bytes, crossing))

@@ -149,6 +149,7 @@ def predict_exchange(
     if scheme.priority:
         order = planned_order(loads, link, credit=credit)
     else:
+        # Urgency must not break ties: without priority buckets leave in the order of their numbers.
         order = ready_order([replace(load, needed=0.0) for load in loads])
     played = simulate_link(
         loads,
@@ -229,6 +230,7 @@ def make_buckets(
         for key in dict.fromkeys(keys[i] for i in order)
         for bucket in fill_buckets(sizes, [i for i in order if keys[i] == key], limit, first)
     ]
+    # A bucket is ready with its last gradient, which therefore decides its place.
     return tuple(sorted(made, key=lambda bucket: place[bucket[-1]]))
 
 
@@ -282,6 +284,7 @@ def _loads(
         shapes = [shape for i in bucket for shape in layers[i].shapes]
         size = sum(layers[i].num_bytes for i in bucket)
         served = bucket_service(own, shapes, where, speeds, layers[bucket[0]].element_bytes)
+        # Adasum's factors belong to whole layers, other compressors' payloads to whole tensors.
         cuttable = own.compression.elementwise and own.reduce != "adasum"
         whole = not scheme.priority or not cuttable
         parts = ((0, size),) if whole else chunk_spans(size, chunk)
@@ -289,6 +292,7 @@ def _loads(
         for place, (start, stop) in enumerate(parts):
             name = f"{number}" if len(parts) == 1 else f"{number}.{place}"
             share = (stop - start) / size
+            # The delay counts as decoding: further rounds hold up the result, but not the link.
             loads.append(
                 LinkLoad(
                     name=name,

@@ -66,6 +66,7 @@ def merge_buckets(
         both = np.flatnonzero(fits[0] & fits[1])
         # A cut that is best on this link may not be so on the slower one.
         i = int(both[0] if both.size else np.flatnonzero(fits[0])[0])
+        # Never earlier than possible, so that the next search finds at least one cut.
         ends = [
             max(end - way.seconds(i, j), float(way.done[i]))
             for way, end in zip(ways, ends, strict=True)
@@ -80,6 +81,7 @@ class _ArrivalTimes:
 
     def __init__(self, link: LinkFit, sums: Numbers, times: Numbers) -> None:
         self._link, self._sums, self._times = link, sums, times
+        # Before the first bucket nothing has to arrive.
         self.done: Numbers = np.full(len(times) + 1, -np.inf)
         for j in range(1, len(times) + 1):
             self.done[j] = self._arrivals(j).min()
@@ -120,6 +122,7 @@ def fill_buckets(
     for i in order:
         if current and held + sizes[i] > most:
             buckets.append(tuple(current))
+            # A first bucket that a large gradient behind it has kept nearly empty does not count.
             most = limit if held >= most // 2 else most
             current, held = [], 0
         current.append(i)

@@ -135,6 +135,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     determinant = uu * vv - uv * uv
     a = (su * vv - sv * uv) / determinant
     b = (sv * uu - su * uv) / determinant
+    # The sum is convex: its constrained minimum lies on the border that was crossed.
     if a < 0:
         return 0.0, sv / vv
     if b < 0:

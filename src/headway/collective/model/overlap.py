@@ -129,6 +129,7 @@ def _send(
         load = loads[i]
         # At most `credit` loads are in flight: this one leaves when an earlier one has arrived.
         allowed = arrivals[place - credit] if place >= credit else 0.0
+        # One thread packs all loads, also while earlier ones are on the link.
         thread = max(load.ready, thread, allowed) + load.encode
         sent = max(thread, wire)
         wire = sent + link.seconds_per_byte * load.num_bytes

@@ -64,6 +64,7 @@ def schrage(jobs: Sequence[SequencedJob], margin: float = 0.0) -> tuple[int, ...
     order: list[int] = []
     clock, place = 0.0, 0
     while len(order) < len(jobs):
+        # The margin is for overtaking only: an idle machine takes the next job as soon as it comes.
         if not waiting:
             first = coming[place]
             clock = max(clock, jobs[first].head)
@@ -93,6 +94,7 @@ def preemptive_end(jobs: Sequence[SequencedJob]) -> float:
             )
             place += 1
         tail, i, left = heapq.heappop(waiting)
+        # Only an arrival can change which job is the most urgent.
         until = jobs[coming[place]].head if place < len(coming) else float("inf")
         if clock + left <= until:
             clock += left
@@ -114,6 +116,7 @@ def carlier(jobs: Sequence[SequencedJob], budget: int = 200) -> JobSequence:
     made = 0
     while nodes and made < budget:
         bound, _, node = nodes[0]
+        # The nodes come in the order of their bounds, so that none of the others is better either.
         if bound >= end * (1 - _GAP):
             break
         heapq.heappop(nodes)
@@ -124,6 +127,7 @@ def carlier(jobs: Sequence[SequencedJob], budget: int = 200) -> JobSequence:
             best, end = order, reached
         for child in _branches(node, order):
             made += 1
+            # A child is never better than its parent, whose bound may be the closer one.
             low = max(bound, preemptive_end(child))
             if low < end * (1 - _GAP):
                 heapq.heappush(nodes, (low, made, child))
@@ -141,6 +145,7 @@ def _branches(jobs: Sequence[SequencedJob], order: Sequence[int]) -> list[list[S
         clock = starts[-1] + jobs[i].body
         if clock + jobs[i].tail > end:
             end, last = clock + jobs[i].tail, place
+    # The critical path begins with the last job before it that did not wait for the machine.
     first = last
     while first > 0 and starts[first] > jobs[order[first]].head:
         first -= 1
@@ -156,6 +161,7 @@ def _branches(jobs: Sequence[SequencedJob], order: Sequence[int]) -> list[list[S
     late[interfering] = replace(jobs[interfering], head=head)
     longer = max(jobs[interfering].tail, work + tail)
     early[interfering] = replace(jobs[interfering], tail=longer)
+    # A child equal to its parent would only use up the budget.
     return [child for child in (early, late) if child[interfering] != jobs[interfering]]
 
 
@@ -187,6 +193,7 @@ def chunk_size(link: LinkFit, *, largest: int) -> int:
     """
     if link.seconds_per_byte == 0:
         return largest
+    # latency / (latency + seconds of the bytes) = LATENCY_SHARE, solved for the bytes.
     enough = link.latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / link.seconds_per_byte
     grains = math.ceil(max(enough, SMALLEST_CHUNK) / _GRAIN)
     return min(grains * _GRAIN, largest)
@@ -210,6 +217,7 @@ def planned_order(
         return tuple(range(len(loads)))
     jobs = _jobs(loads, link, credit)
     delay = jitter * max(load.ready for load in loads)
+    # A dict drops equal orders and, unlike a set, keeps their sequence.
     orders = {schrage(jobs): None, schrage(jobs, delay): None, carlier(jobs).order: None}
     steps = {order: simulate_link(loads, link, order=order, credit=credit).step for order in orders}
     limit = min(steps.values()) * (_GOOD if jitter else 1.0)

@@ -50,6 +50,7 @@ class ChunkTuner:
         found = self._multiplied()
         if found is None:
             found = self._stepped()
+        # A size that was probed before: the search has come to rest.
         return None if any(found == chunk for chunk, _ in self.measured) else found
 
     def after(self, throughput: float) -> ChunkTuner:

@@ -46,6 +46,7 @@ def min_cut(capacity: Sequence[Sequence[float]], source: int, sink: int) -> tupl
         if level[sink] < 0:
             break
         _block(rest, near, level, source, sink, crumb)
+    # What the last search reached is the source's side of a minimum cut.
     side = {i for i in range(n) if level[i] >= 0}
     return sum(capacity[i][j] for i in side for j in near[i] if j not in side), side
 
@@ -54,6 +55,7 @@ def _levels(rest: list[list[float]], near: list[list[int]], source: int, crumb: 
     """By rank, the residual arcs from the source; -1: not reached."""
     level = [-1] * len(rest)
     level[source] = 0
+    # The list grows while it is walked: breadth first.
     for i in (todo := [source]):
         row = rest[i]
         for j in near[i]:
@@ -72,6 +74,7 @@ def _block(
     crumb: float,
 ) -> None:
     """Fill shortest paths until each has a full arc."""
+    # Dinic's current arcs: one that has led nowhere is not tried again in this phase.
     tried = [0] * len(rest)
     path = [source]
     while path:
@@ -158,6 +161,7 @@ def _solve_contracted(
     entry, leave = [0] * n, [0] * n
     entering = []  # into the cycle, from each kept rank, less the arc that it replaces
     for i in kept:
+        # Compared by what an arc adds to the one that it replaces in the cycle.
         entry[i] = min(cycle, key=lambda j: into[j][i] - into[j][parent[j]])
         entering.append(into[entry[i]][i] - into[entry[i]][parent[entry[i]]])
     smaller = []
@@ -254,10 +258,12 @@ class PackingProblem(ABC):
     def add(self, labels: EdgeIndices) -> None:
         """Know more constraints: one row for each, the part of each rank, from 0 upwards."""
         self.rows = np.vstack([self.rows, self._row(labels)])
+        # Parts are numbered from 0: the largest number is 1 for a cut, p - 1 for a partition.
         self.demand = np.concatenate([self.demand, labels.max(axis=1).astype(np.float64)])
 
     def bound(self, capacity: Vector) -> float:
         """The highest rate that capacities allow."""
+        # Ends: each round learns constraints that the last rate violates; they are finitely many.
         while True:
             rate = float((self.rows @ capacity / self.demand).min())
             if rate <= 0 or not self.learn(capacity, rate):
@@ -303,6 +309,7 @@ class Arborescences(PackingProblem):
     """Trees away from a root: a broadcast."""
 
     def __init__(self, graph: LinkGraph, root: int) -> None:
+        # No tree away from the root enters it.
         arcs = [arc for arc in graph.arcs if arc[1] != root]
         super().__init__(graph.ranks, arcs, (graph.rates[i][j] for i, j in arcs))
         self.root = root
@@ -341,6 +348,7 @@ class Arborescences(PackingProblem):
                 value, side = min_cut(arcs, self.root, sink)
                 if value < rate * (1 - _NEAR):
                     found.append(np.array([int(i not in side) for i in range(self.ranks)]))
+        # Several sinks may lie behind the same cut.
         return [*np.unique(found, axis=0)] if found else []
 
 
@@ -421,6 +429,7 @@ def _least_set(
     rows.append([0.0] * (j + 2))
     for i in range(j + 1):
         rows[i][j + 1] = sum(between[i][j + 1 :]) / 2
+    # A rank in S saves y: an arc from the source, cut if it stays outside; or -y to the sink.
     for i, y in enumerate(price):
         if y > 0:
             rows[j][i] += y
@@ -444,4 +453,5 @@ def _cut_labels(ranks: int, root: int) -> EdgeIndices:
 @lru_cache(maxsize=16)
 def _partition_labels(ranks: int) -> EdgeIndices:
     """All partitions into two or more parts."""
+    # The first partition has all ranks in one part.
     return np.array([*set_partitions(ranks)][1:], dtype=np.intp).reshape(-1, ranks)

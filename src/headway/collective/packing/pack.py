@@ -88,10 +88,12 @@ def few_trees(
         tolerance: Share of the rate that may be given up for fewer trees.
         attempts: Searches, every second one with the tolerance; of many ranks fewer.
     """
+    # No tree can be heavier than the widest one, so that fewer trees cannot carry the rate.
     fewest = math.ceil((1 - tolerance) * rate / _widest(problem) - RATE_ROUNDING)
     best: tuple[TakenTree, ...] = ()
     effort = 0
     for attempt in range(attempts):
+        # Seeded by the attempt: equal arguments give equal trees on every rank.
         random = np.random.default_rng(attempt)
         aim = rate * (1 - tolerance) if attempt % 2 else rate
         most = len(best) if best else math.inf
@@ -99,6 +101,7 @@ def few_trees(
         found = _attempt(problem, start, random, _SPREAD * attempt, most)
         best = min((found, best), key=lambda taken: _worth(problem, taken, rate, tolerance))
         effort += len(best) * len(problem.edges) * problem.ranks
+        # Even with the fewest trees there can be, a few more attempts may find flatter ones.
         if effort > _EFFORT or (len(best) <= fewest and attempt >= attempts // 4):
             break
     return best
@@ -110,6 +113,7 @@ def _worth(
     """Less is better: a rate that lacks more than the tolerance, trees, depth, lost rate."""
     lost = 1 - sum(tree.weight for tree in taken) / rate
     depth = sum(problem.depth(tree.chosen) * tree.weight for tree in taken)
+    # Rounded, so that the last bits of the rate do not decide before the depth does.
     return (max(0.0, lost - tolerance - RATE_ROUNDING), len(taken), round(lost, 6), depth)
 
 
@@ -160,6 +164,7 @@ def _heaviest(problem: PackingProblem, state: PackingState, chosen: EdgeIndices)
     """The highest weight of a tree by the known constraints."""
     weight = min(float(state.capacity[chosen].min()), state.rate)
     excess = problem.rows[:, chosen].sum(axis=1) - problem.demand
+    # Counts, as floats: above 0.5 means one or more.
     over = excess > 0.5
     if over.any():
         slack = problem.slack(state.capacity, state.rate)
@@ -169,6 +174,7 @@ def _heaviest(problem: PackingProblem, state: PackingState, chosen: EdgeIndices)
 
 def _proven(problem: PackingProblem, state: PackingState, chosen: EdgeIndices) -> float:
     """The highest weight of a tree; 0: it may not be taken."""
+    # A constraint that is learnt may lower the weight, which is then proven again.
     while True:
         weight = _heaviest(problem, state, chosen)
         if weight <= RATE_ROUNDING * state.rate:
@@ -188,6 +194,7 @@ def _candidates(
     """
     slack = problem.slack(state.capacity, state.rate)
     aims, seen = _aims(state), set()
+    # Longer than all other lengths together: edges that are used up come last.
     none = _TIGHT**2 * len(problem.rows) * (state.capacity <= RATE_ROUNDING * state.rate)
     for number in range(_CANDIDATES):
         aim = aims[number % len(aims)] * (1 - RATE_ROUNDING)
@@ -235,9 +242,11 @@ def best_weights(uses: Vector, capacity: Vector) -> Vector:
         uses: Row: edge, column: tree; 1: the tree has the edge.
     """
     edges, trees = uses.shape
+    # Scaled to 1, because `_PIVOT_ROUNDING` is absolute.
     scale = float(capacity.max()) or 1.0
     table = np.zeros((edges + 1, trees + 1))
     table[:-1, :-1], table[:-1, -1], table[-1, :-1] = uses, capacity / scale, -1.0
+    # The slacks are a first basis, since no capacity is negative.
     outside, inside = list(range(trees)), list(range(trees, trees + edges))
     while True:
         falling = [s for s in range(trees) if table[-1, s] < -_PIVOT_ROUNDING]
@@ -364,6 +373,7 @@ def packing_problem(graph: LinkGraph, direction: Direction, root: int) -> Packin
         )
     turned = graph.turned() if direction == "reduce" else graph
     if direction == "all_reduce":
+        # Each tree loads both directions of its links alike, so that the slower one limits it.
         turned = LinkGraph.of(graph.ranks, {link: graph.link_rate(*link) for link in graph.links})
         root = 0
     missing = turned.unreached(root)
@@ -399,6 +409,7 @@ def with_best_weights(
         for chosen, weight in zip(trees, weights, strict=True)
         if weight > RATE_ROUNDING * packing.bound
     ]
+    # The heaviest first: chunk sizes are derived from it. The rest makes the order unique.
     found.sort(key=lambda tree: (-tree.weight, tree.root, tree.depth))
     return replace(packing, trees=tuple(found))
 

@@ -103,6 +103,7 @@ def add_terms(first: list[Run], second: list[Run]) -> list[Run]:
     while left and right:
         (size, terms), (other, more) = left.pop(), right.pop()
         length = min(size, other)
+        # Sorted, so that equal sums are equal tuples; a contribution that counts twice stays twice.
         both = None if terms is None or more is None else tuple(sorted(terms + more))
         found.append((length, both))
         if size > length:
@@ -179,6 +180,7 @@ def program_problems(program: CollectiveProgram) -> tuple[ProgramProblem, ...]:
         for rank, steps in enumerate(program.steps):
             found += _waits(rank, steps)
             found += _sends_first(rank, steps)
+        # `_races` trusts the waits to name messages.
         if not any(problem.rule == "wait" for problem in found):
             found += [p for rank, steps in enumerate(program.steps) for p in _races(rank, steps)]
         found += _followed(program, sound=not found)
@@ -368,6 +370,7 @@ class _Symbolic:
         for rank, place in order:
             step = self.program.steps[rank][place]
             if isinstance(step, Send):
+                # Already here: without races the span cannot change before the message has left.
                 runs = self._read(rank, step.of)
                 self.sent[rank, place] = runs
                 yield from self._defined(rank, place, step, runs)

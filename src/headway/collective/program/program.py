@@ -314,6 +314,7 @@ class CollectiveProgram:
                     recvs.setdefault((step.peer, rank, step.tag), []).append((rank, place))
         found: dict[Place, Place] = {}
         for key, sent in sends.items():
+            # Not strict: the surplus on one side has no partner, which `check_program` reports.
             for one, other in zip(sent, recvs.get(key, []), strict=False):
                 found[one], found[other] = other, one
         return found
@@ -392,6 +393,7 @@ def rounds(program: CollectiveProgram) -> int:
         begun[rank, place] = now[rank]
         if isinstance(step, Wait):
             for one in step.steps:
+                # A message begins when both ends are there; it takes one unit to reach its receiver.
                 met = max(begun[rank, one], begun[partners[rank, one]])
                 arrived = met + isinstance(program.steps[rank][one], Recv)
                 now[rank] = max(now[rank], arrived)
