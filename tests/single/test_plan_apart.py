@@ -11,12 +11,9 @@ from headway.cluster.presets import of_preset
 from headway.cost.machine_presets import machine_of
 from headway.planner.estimate.degrees import Degrees, describe_degrees
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.alternatives import (
-    distinguishing_labels,
-    label_points,
-    operator_choices,
-)
+from headway.planner.explain.alternatives import distinguishing_labels, label_points
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.request import PlanRequest
 from headway.report.pictures.pareto_frontier import frontier_plot
 from headway.run.measure.recipe_model import recipe_graph

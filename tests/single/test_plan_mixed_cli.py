@@ -136,7 +136,7 @@ def test_a_point_becomes_a_plan_and_the_same_point_again(work, cluster):
     outcome = find_plans(question)
     seen = set()
     for point in outcome.points:
-        if missing_in_executor(point):
+        if missing_in_executor(outcome.search, point):
             continue
         plan = to_plan(outcome, point)
         again = point_of(plan, PlanSearch(question), point.rank_kinds)

@@ -379,7 +379,7 @@ def test_a_runnable_point_is_a_plan_with_its_shares(work):
         asked(work, batch=96, objective="fastest", recompute="pipeline", tensor=(1,))
     )
     for point in found.points:
-        assert missing_in_executor(point) == ""
+        assert missing_in_executor(found.search, point) == ""
         plan = to_plan(found, point)
         assert plan.ranks == len(point.rank_kinds) == point.devices
         copies = plan.data_degree
@@ -397,8 +397,9 @@ def test_what_the_executor_lacks_is_said(work):
     found = find_plans(asked(work, batch=8, zero=(3,), tensor=(2,), objective="fastest"))
     with pytest.raises(PlanError, match="cannot run this point") as caught:
         to_plan(found, found.best)
-    assert list(caught.value.problems) == [f"no mechanism yet: {missing_in_executor(found.best)}"]
-    assert "tensor axis" in missing_in_executor(found.best)
+    lacks = missing_in_executor(found.search, found.best)
+    assert list(caught.value.problems) == [f"no mechanism yet: {lacks}"]
+    assert "tensor axis" in lacks
 
 
 def test_nothing_fits_says_what_there_is(small):

@@ -277,7 +277,7 @@ def test_all_schedules_that_run(tower):
     )
     engine, needs = PlanSearch(question), defaultdict(list)
     for point in (engine.open(one).fastest(1e12) for one in engine.combinations()):
-        if point and not missing_in_executor(point):
+        if point and not missing_in_executor(engine, point):
             needs[point.degrees.schedule].append(point.bytes)
     least = max(map(min, needs.values()))
     assert least < max(map(max, needs.values())) / 2
@@ -289,7 +289,11 @@ def test_all_schedules_that_run(tower):
         assert all(p.bytes <= cap for p in every if p)
         seen = set()
         for point in every:
-            if point is None or missing_in_executor(point) or point.degrees.schedule in seen:
+            if (
+                point is None
+                or missing_in_executor(outcome.search, point)
+                or point.degrees.schedule in seen
+            ):
                 continue
             seen.add(point.degrees.schedule)
             again = point_of(to_plan(outcome, point), PlanSearch(asked_))

@@ -17,8 +17,9 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.partition import make_units, unit_of_module
-from headway.planner.explain.alternatives import operator_choices
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
+from headway.planner.search.operator_choices import operator_choices
+from headway.planner.search.plan_conversion import missing_in_executor
 from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ResNet50, ids, meta
@@ -216,3 +217,25 @@ def test_of_equally_fast_plans_the_one_on_fewest_devices_is_taken():
     work = PlanningWorkload(graph=graph, samples=1)
     outcome = find_plans(asked(work, devices=(1, 2, 8), batch=1, objective="fastest"))
     assert outcome.best.devices == 1
+
+
+def test_a_split_that_no_rule_of_the_executor_carries_out_is_said():
+    """Channels of convolutions may be split by the search, but split layers keep them whole."""
+    block = torch.nn.Sequential(
+        torch.nn.Conv2d(64, 256, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(256, 64, 1)
+    )
+    graph = fuse_light_operators(
+        capture(block.to("meta"), torch.empty(8, 64, 16, 16, device="meta"))
+    )
+    work = PlanningWorkload(graph=graph, samples=8)
+    forced = asked(work, devices=(2,), batch=8, tensor=(2,), force=(("*", "split"),))
+    found = find_plans(forced)
+    assert missing_in_executor(found.search, found.best) == "a tensor split of conv2d"
+    free = find_plans(asked(work, devices=(2,), batch=8, tensor=(1,)))
+    assert missing_in_executor(free.search, free.best) == ""
+
+
+def test_split_transformers_are_carried_out(work):
+    found = find_plans(asked(work, devices=(4,), tensor=(4,), force=(("blocks.*", "split"),)))
+    assert {c.how for c in operator_choices(found.search, found.best) if c.how.startswith("split")}
+    assert missing_in_executor(found.search, found.best) == ""

@@ -105,7 +105,7 @@ class PlanningResult:
     @property
     def missing(self) -> str:
         """What the executor lacks for the chosen plan; "" where it can run it."""
-        return missing_in_executor(self.chosen)
+        return missing_in_executor(self.outcome.search, self.chosen)
 
     def plan_of(self, point: Point) -> Plan:
         """The plan of any point of the frontier, with its prediction.

@@ -152,17 +152,17 @@ def explanation_lines(engine: PlanSearch, found: PlanExplanation) -> Iterator[st
     if found.neighbours:
         yield ""
         yield "one step away:"
-        yield from (f"  {_neighbour_line(one, point)}" for one in found.neighbours)
+        yield from (f"  {_neighbour_line(engine, one, point)}" for one in found.neighbours)
     yield ""
     yield "on the frontier of these devices:"
     for one, said in zip(found.alternatives, found.apart[1:], strict=True):
-        yield f"  {_point_line(one, point, said)}"
+        yield f"  {_point_line(engine, one, point, said)}"
     if found.apart[0]:
         yield f"  (this plan: {found.apart[0]})"
     if not found.alternatives:
         yield "  nothing else"
     yield ""
-    yield from _choice_lines(found)
+    yield from _choice_lines(engine, found)
 
 
 def part_line(part: StepPart) -> str:
@@ -240,18 +240,18 @@ def _memory_fix_lines(found: PlanExplanation) -> Iterator[str]:
         yield "  no single change of this plan is known to help; `headway plan` looks for others"
 
 
-def _neighbour_line(one: NeighbourPlan, point: Point) -> str:
+def _neighbour_line(engine: PlanSearch, one: NeighbourPlan, point: Point) -> str:
     if one.point is None:
         return f"{one.step}: no; {one.why}"
-    return f"{one.step}: {_point_line(one.point, point)}"
+    return f"{one.step}: {_point_line(engine, one.point, point)}"
 
 
-def _point_line(one: Point, point: Point, said: str = "") -> str:
-    lacks = f"; the executor lacks {missing_in_executor(one)}" if missing_in_executor(one) else ""
+def _point_line(engine: PlanSearch, one: Point, point: Point, said: str = "") -> str:
+    lacks = missing_in_executor(engine, one)
     return (
         f"{format_seconds(one.seconds)} ({relative_difference(one.seconds, point.seconds)}), "
         f"{format_bytes(one.bytes)} ({one.bytes / point.bytes - 1:+.1%}): {_point_name(one)}"
-        f"{said and f' ({said})'}{lacks}"
+        f"{said and f' ({said})'}" + (f"; the executor lacks {lacks}" if lacks else "")
     )
 
 
@@ -260,13 +260,13 @@ def _point_name(point: Point) -> str:
     return f"{describe_point(point)}{on}"
 
 
-def _choice_lines(found: PlanExplanation) -> Iterator[str]:
+def _choice_lines(engine: PlanSearch, found: PlanExplanation) -> Iterator[str]:
     """What the search would take, on these devices and on others."""
     point, best = found.point, found.today
     if best is None:
         yield "the search finds no plan for these devices that the executor can run"
     elif best.seconds < point.seconds * (1 - SAME):
-        yield f"among the executable plans the search would take {_point_line(best, point)}"
+        yield f"among the executable plans the search would take {_point_line(engine, best, point)}"
     else:
         yield "no executable plan is faster"
     for change in found.changes:

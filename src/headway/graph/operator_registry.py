@@ -173,6 +173,24 @@ OPERATORS: Mapping[str, OperatorRules] = MappingProxyType(
 """Name of an operator -> its rules."""
 
 
+_CARRIED_OUT = frozenset(row.expression for row in OPERATORS.values() if row.layers)
+"""Index expressions of operators that split layers have a rule for."""
+
+
+def splits_in_layers(kind: str) -> bool:
+    """Whether the executor of split layers carries out an operator of a captured graph.
+
+    Args:
+        kind: A captured graph has names of its own (`_softmax`), which no executor meets: they
+            count as what they are captured from, an operator with the same index expression.
+    """
+    row = OPERATORS.get(kind)
+    if row is None:
+        return False
+    captured_only = not row.layers and not row.space
+    return bool(row.layers) or (captured_only and row.expression in _CARRIED_OUT)
+
+
 def implement(reader: Reader, functions: Mapping[str, _Function]) -> dict[str, _Function]:
     """A reader's table: name of an operator -> the function that is its rule.
 

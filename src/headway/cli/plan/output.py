@@ -21,7 +21,6 @@ from headway.planner.explain.alternatives import (
     AlternativePlan,
     label_points,
     nearest_plans,
-    operator_choices,
     plan_figures,
     step_price,
 )
@@ -29,6 +28,7 @@ from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, kinds, machine_numbers
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares
 from headway.planner.search.plan_point import (
     Point,
@@ -114,7 +114,7 @@ def _table(result: PlanningResult) -> Iterator[str]:
                 describe_devices(point),
                 *cost_columns(step_price(question, point), result.currency, result.length),
                 f"{describe_point(point)}{said and f' ({said})'}",
-                missing_in_executor(point) or "yes",
+                missing_in_executor(outcome.search, point) or "yes",
             ]
         )
     yield from table_lines(rows)
@@ -275,13 +275,13 @@ def _alternatives(outcome: SearchResult) -> Iterator[str]:
     yield "nearest alternatives, against the chosen plan:"
     _, *notes = label_points(outcome.search, [outcome.best, *(one.point for one in found)])
     for one, said in zip(found, notes, strict=True):
-        yield f"  {_alternative_line(one, said)}"
+        yield f"  {_alternative_line(outcome.search, one, said)}"
 
 
-def _alternative_line(one: AlternativePlan, said: str) -> str:
+def _alternative_line(search: PlanSearch, one: AlternativePlan, said: str) -> str:
     devices = f"{one.devices:+d} devices" if one.devices else "as many devices"
     on = f" on {describe_devices(one.point)}" if one.point.amounts else ""
-    lacks = missing_in_executor(one.point)
+    lacks = missing_in_executor(search, one.point)
     step = f"{one.step}: " if one.step else ""
     return (
         f"time {one.seconds:+.1%}, memory {one.bytes:+.1%}, {devices}, cost {one.money:+.1%}: "
@@ -379,7 +379,7 @@ def _point(result: PlanningResult, point: Point) -> dict[str, object]:
         "overhead": known.overhead,
         "money": cost_data(known.money, result.length),
         "border": point.border,
-        "lacks": missing_in_executor(point),
+        "lacks": missing_in_executor(outcome.search, point),
         "degrees": asdict(point.degrees),
         "parts": [asdict(part) for part in step_parts(question, point)],
         "holding": asdict(fullest_stage_memory(question, point)),

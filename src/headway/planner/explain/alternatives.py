@@ -11,17 +11,15 @@ section 4.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headway.graph.model_graph import Operator
-from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
-from headway.planner.estimate.operators import dtype_of, kernel_count, parameter_bytes
+from headway.planner.estimate.operators import dtype_of, kernel_count
 from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.pipeline_time import PointStage
-from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_point import (
     Point,
     describe_point,
@@ -30,72 +28,6 @@ from headway.planner.search.plan_point import (
 from headway.planner.search.request import ORDERS, PlanRequest
 from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorChoice:
-    """How one operator is spread over the tensor axis.
-
-    Attributes:
-        module: Path in the user's model.
-        how: "replicate", "split:AXIS", or "pass" where pending sums pass through.
-        parameters: Bytes of them on one device.
-        summed: Bytes of whole parameters whose gradients are summed over the axis.
-    """
-
-    stage: int
-    operator: str
-    module: str
-    kind: str
-    how: str
-    parameters: float
-    summed: float
-
-
-def operator_choices(search: PlanSearch, point: Point) -> tuple[OperatorChoice, ...]:
-    """Of every operator of a point of the search, in order."""
-    degrees = point.degrees
-    shared = search.tables_of(degrees.tensor, degrees.microbatch, point.kind)
-    return tuple(
-        _choice(shared, number, operator, rule)
-        for number, stage in enumerate(point.stages)
-        for operator, rule in _rules(shared, point, stage)
-    )
-
-
-def _choice(shared: SegmentTables, stage: int, operator: Operator, rule: Rule) -> OperatorChoice:
-    held, summed = parameter_bytes(shared.setting, operator, rule)
-    passes = "pass" if "P" in rule.outputs else "replicate"
-    return OperatorChoice(
-        stage=stage,
-        operator=operator.name,
-        module=operator.module,
-        kind=operator.kind,
-        how=f"split:{rule.axis}" if rule.axis else passes,
-        parameters=held,
-        summed=sum(summed),
-    )
-
-
-def _rules(
-    shared: SegmentTables, point: Point, stage: PointStage
-) -> Iterator[tuple[Operator, Rule]]:
-    row, again = shared.row, int(stage.recompute)
-    way = shared.path(stage.start, stage.stop, again, stage.price, point.border)
-    for place, pair in zip(range(stage.start, stage.stop), way, strict=True):
-        unit = row[place]
-        solved = shared.solved(unit.kind)
-        number = again * shared.weights.shape[1] + stage.price
-        operators = shared.setting.work.graph.operators
-        # Strategies are solved for the first unit of a kind; operators of equal units correspond in
-        # order.
-        first = next(u for u in row if u.kind == unit.kind)
-        for one, other in zip(
-            operators[unit.start : unit.stop], operators[first.start : first.stop], strict=True
-        ):
-            chosen = int(solved.strategies[other.name][(*pair, number)])
-            yield one, solved.rules[other.name][chosen]
-
 
 PlanFeatures = Mapping[str, str]
 """By aspect, in words."""

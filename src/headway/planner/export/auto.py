@@ -90,7 +90,7 @@ def _others(engine: PlanSearch, chosen: Point) -> Iterator[Point]:
             continue
         point = engine.candidate(degrees).fastest(engine.question.cap)
         # Only what could run instead is an alternative.
-        if point is None or missing_in_executor(point):
+        if point is None or missing_in_executor(engine, point):
             continue
         key = (degrees.data, degrees.pipeline, degrees.schedule)
         if key not in best or point.seconds < best[key].seconds:

@@ -19,6 +19,7 @@ from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_m
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination, DeviceLayout
+from headway.planner.search.operator_choices import unsplittable_operators
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.plans import ExchangePlan, LayerSplit, Plan, pipelined
@@ -31,11 +32,13 @@ from headway.schedule.generators.registry import PLAIN, RUNNABLE_SCHEDULES, sche
 from headway.units import format_bytes
 
 
-def missing_in_executor(point: Point) -> str:
+def missing_in_executor(search: PlanSearch, point: Point) -> str:
     """What the executor lacks for a point; "" where it can run it."""
     found = [executor_lacks(point.degrees, any(stage.recompute for stage in point.stages))]
-    if len(point.amounts) > 1 and point.degrees.tensor > 1:
+    if point.degrees.tensor > 1 and len(point.amounts) > 1:
         found.append("tensor axis on unequal devices")
+    elif point.degrees.tensor > 1:
+        found += [f"a tensor split of {kind}" for kind in unsplittable_operators(search, point)]
     return ", ".join(filter(None, found))
 
 
@@ -57,7 +60,7 @@ def check_executor(lacks: str) -> None:
     """
     if lacks:
         raise PlanError(
-            "today's executor cannot run this point of the frontier",
+            "the executor cannot run this point of the frontier",
             problems=[f"no mechanism yet: {lacks}"],
             fix="Take a point that is marked as runnable, or search with --runnable.",
         )
@@ -79,7 +82,7 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
     """
     recomputes = any(stage.recompute for stage in point.stages)
     if (point.degrees.pipeline == 1 and recomputes) or len(point.amounts) > 1:
-        check_executor(missing_in_executor(point))
+        check_executor(missing_in_executor(outcome.search, point))
     degrees, row = point.degrees, outcome.search.row
     again = tuple(n for n, stage in enumerate(point.stages) if stage.recompute)
     default = PipelinePlan()
