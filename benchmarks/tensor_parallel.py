@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
+from headway.parallel.split_layers import split_model
+from headway.parallel.tensor import ProcessGrid, SplitSettings
 from headway.plans.tensor_layout import TensorGrid
 
 TARGETS = {"mlp": 1.0, "zero": 1.05}

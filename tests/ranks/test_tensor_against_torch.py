@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from headway.parallel.tensor import ProcessGrid, SplitSettings, split_model
+from headway.parallel.split_layers import split_model
+from headway.parallel.tensor import ProcessGrid, SplitSettings
 from headway.plans.tensor_layout import TensorGrid
 from support import split_models as models
 from support.ranks import ranks

@@ -12,14 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import PlanError
-from headway.parallel.tensor import (
-    ProcessGrid,
-    SplitSettings,
-    SplitTensor,
-    apply_split_decisions,
-    infer_split,
-    split_model,
-)
+from headway.parallel.split_layers import apply_split_decisions, infer_split, split_model
+from headway.parallel.tensor import ProcessGrid, SplitSettings, SplitTensor
 from headway.plans.tensor_layout import TensorGrid
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support import split_models as models

@@ -16,7 +16,7 @@ from headway.errors import PlanError
 from headway.parallel import cut, list_units
 from headway.parallel.pipeline.partition.cut import run_stages
 from headway.parallel.pipeline.partition.stage_modules import balanced_partition
-from headway.parallel.pipeline.stages import record_call
+from headway.parallel.stages import record_call
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))

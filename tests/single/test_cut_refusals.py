@@ -10,7 +10,7 @@ from torch import nn
 from headway.errors import PlanError, RecipeError, RunError
 from headway.parallel import cut, cut_module_chain
 from headway.parallel.pipeline.partition.cut import run_stages
-from headway.parallel.pipeline.stages import ModelProxy, StageCompleted, record_call
+from headway.parallel.stages import ModelProxy, StageCompleted, record_call
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))
 

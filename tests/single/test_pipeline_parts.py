@@ -26,7 +26,7 @@ from headway.parallel import (
 from headway.parallel.pipeline.runtime.p2p import LocalStageLink, MessageFormat
 from headway.parallel.pipeline.runtime.stage_execution import input_gradients
 from headway.parallel.pipeline.runtime.weight_stashing import LIVE_VERSION, WeightVersionPlan
-from headway.parallel.pipeline.stages import flatten, is_payload
+from headway.parallel.stages import flatten, is_payload
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import completed_sends, lower, matching_action
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe

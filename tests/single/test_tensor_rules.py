@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional
 
 from headway.errors import PlanError
+from headway.parallel.split_layers.split_model import ExecutionContext
 from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, SplitTensor
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
 from headway.parallel.tensor.layer_context import SplitSettings, cuts_of
-from headway.parallel.tensor.model.split_model import ExecutionContext
 from headway.plans.tensor_layout import TensorGrid
 
 PLAN = TensorGrid.cuboid(2, 3, 1)

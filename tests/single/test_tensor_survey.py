@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from headway.errors import PlanError
+from headway.parallel.split_layers import infer_split
 from headway.parallel.split_tensor import WHOLE_DIMENSION
-from headway.parallel.tensor import DimensionCut, infer_split
+from headway.parallel.tensor import DimensionCut
 from headway.plans.tensor_layout import TensorGrid
 from support import split_models as models
 

@@ -26,7 +26,7 @@ from headway.parallel.fsdp import defer_gradient_sync, explain_fsdp_conflicts
 from headway.parallel.pipeline.partition.tracing import preserve_model_state
 from headway.parallel.pipeline.runtime.executor import PipelineCallbacks, PipelineRanks
 from headway.parallel.pipeline.runtime.stage_execution import Phase
-from headway.parallel.pipeline.stages import (
+from headway.parallel.stages import (
     MODEL_INPUT,
     ModelCall,
     ModelProxy,

@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from headway import Executor
 from headway.capture.fake_tensors import FakeContext
 from headway.parallel.pipeline.runtime.stage_execution import _DetachedInputs, _StageEntry
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 from headway.plans import Plan
 from headway.run.distributed.world import World
 from support.fake_world import fake_world

@@ -248,7 +248,7 @@ def pricing_request(
         devices=devices if devices is not None else () if groups else (cluster.ranks,),
         batch=captured.batch,
         memory=memory,
-        precision=captured.precision if precision is None else search_precision(precision),
+        precision=search_precision(captured.recipe.precision if precision is None else precision),
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.api.plan_request import search_precision
 from headway.capture.benchmark.kernels import optimizer_name
 from headway.cluster import Cluster
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
@@ -38,11 +37,6 @@ class RecipeWorkload:
     work: PlanningWorkload
     batch: int
     annotations: ForcedChoices
-
-    @property
-    def precision(self) -> str:
-        """As in `PlanRequest.precision`."""
-        return search_precision(self.recipe.precision)
 
 
 def capture_workload(recipe: str | Recipe, overrides: Sequence[str] = ()) -> RecipeWorkload:

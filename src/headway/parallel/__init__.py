@@ -20,7 +20,7 @@ from headway.parallel.pipeline.runtime.stage_profile import (
     measure_stage_costs,
     measure_unit_seconds,
 )
-from headway.parallel.pipeline.stages import (
+from headway.parallel.stages import (
     ModelCall,
     ModelStages,
     Stage,

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from headway.errors import PlanError
-from headway.parallel.pipeline.stages import ModelStages, Stage
+from headway.parallel.stages import ModelStages, Stage
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
 
 MIN_SHARE_OF_MODEL = 0.01

@@ -32,7 +32,7 @@ from torch.utils import _pytree
 from headway.collective.collective_calls import CallListener, ignore_call
 from headway.errors import PlanError
 from headway.graph.ranges import Range
-from headway.parallel.pipeline.stages import user_line
+from headway.parallel.stages import user_line
 from headway.plans.tensor_layout import AxisDivisor
 
 SplitKind = Literal["layers", "space"]

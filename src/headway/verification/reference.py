@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data import Loader, MicroBatch, RankBatch, as_source
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch

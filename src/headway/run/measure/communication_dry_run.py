@@ -31,11 +31,11 @@ from headway.parallel.fsdp import fsdp_units
 from headway.parallel.pipeline.runtime.executor import PipelineCallbacks as Called
 from headway.parallel.pipeline.runtime.executor import PipelineRanks, RankActions
 from headway.parallel.pipeline.runtime.p2p import MessageFormat
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.split_layers.parameters import ParameterPlacement, install_parameter_access
+from headway.parallel.split_layers.split_model import SplitModel, apply_split_decisions
+from headway.parallel.stages import ModelStages
 from headway.parallel.tensor.grid import ProcessGrid
 from headway.parallel.tensor.layer_context import SplitSettings
-from headway.parallel.tensor.model.parameters import ParameterPlacement, install_parameter_access
-from headway.parallel.tensor.model.split_model import SplitModel, apply_split_decisions
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE, TENSOR
 from headway.run.pipeline.partition import partition_model

@@ -23,7 +23,7 @@ from headway.errors import PlanError
 from headway.parallel.pipeline.partition.cut import cut, cut_module_chain
 from headway.parallel.pipeline.partition.stage_modules import balanced_partition
 from headway.parallel.pipeline.runtime.stage_profile import measure_unit_seconds
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 from headway.plans import PipelinePlan
 from headway.run.distributed.world import broadcast_from_rank0
 from headway.run.recipe.recipe import Loss

@@ -32,8 +32,8 @@ from headway.parallel.pipeline.runtime.executor import (
     forward_only_schedule,
     open_shared_memory_streams,
 )
-from headway.parallel.pipeline.stages import ModelStages
 from headway.parallel.spatial.spatial_context import SpatialContext
+from headway.parallel.stages import ModelStages
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS

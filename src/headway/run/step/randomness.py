@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.data import RankBatch
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 from headway.run.recipe.recipe import Recipe, sum_and_count
 
 _MASK = (1 << 64) - 1

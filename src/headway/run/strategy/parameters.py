@@ -30,8 +30,8 @@ from headway.parallel.fsdp import (
     squared_gradient_norm,
 )
 from headway.parallel.pipeline.grad_sync.zero import ShardedStageParameters, ShardingRanks
-from headway.parallel.tensor import ParameterPlacement, SplitDecisions
-from headway.parallel.tensor.model.parameters import install_parameter_access
+from headway.parallel.split_layers import ParameterPlacement, SplitDecisions
+from headway.parallel.split_layers.parameters import install_parameter_access
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.pipeline import PIPE_AXIS

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from headway.parallel.fsdp import rebind_optimizer_parameters
+from headway.parallel.split_layers.parameters import ParameterPlacement, cut_inputs_by_samples
+from headway.parallel.split_layers.split_inference import SplitDecisions, infer_split
+from headway.parallel.split_layers.split_model import SplitModel, apply_split_decisions
 from headway.parallel.tensor.grid import ProcessGrid
 from headway.parallel.tensor.layer_context import SplitSettings
-from headway.parallel.tensor.model.parameters import ParameterPlacement, cut_inputs_by_samples
-from headway.parallel.tensor.model.split_inference import SplitDecisions, infer_split
-from headway.parallel.tensor.model.split_model import SplitModel, apply_split_decisions
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.tensor_layout import TensorGrid

@@ -27,7 +27,8 @@ from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch
 from headway.errors import Diverged, PlanError
 from headway.optim import fit_exchange
-from headway.parallel.tensor import ParameterPlacement, ProcessGrid, SplitDecisions
+from headway.parallel.split_layers import ParameterPlacement, SplitDecisions
+from headway.parallel.tensor import ProcessGrid
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.plan import SHARD_AXIS, check_executable

@@ -32,7 +32,7 @@ from headway.parallel.fsdp import (
     same_placements,
 )
 from headway.parallel.pipeline.runtime.executor import PipelineRanks
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from headway.parallel.fsdp import ShardedParameterSite
-from headway.parallel.pipeline.stages import ModelStages
+from headway.parallel.stages import ModelStages
 
 ShardingRanks = tuple[tuple[int, ...], ...]
 """Ranks that train a parameter: those of one row keep parts of it, rows are copies. Where layers

@@ -40,7 +40,7 @@ from headway.parallel.pipeline.partition.tracing import (
     preserve_model_state,
     trace_model,
 )
-from headway.parallel.pipeline.stages import (
+from headway.parallel.stages import (
     MODEL_INPUT,
     LossFunction,
     ModelCall,

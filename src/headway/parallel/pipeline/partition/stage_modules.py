@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from headway.documents import nearest
 from headway.errors import PlanError
 from headway.parallel.pipeline.partition.tracing import Trace, attribute_at, check_branch
-from headway.parallel.pipeline.stages import (
+from headway.parallel.stages import (
     MODEL_INPUT,
     Stage,
     StageInput,

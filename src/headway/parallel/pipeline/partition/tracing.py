@@ -29,7 +29,7 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from headway.errors import PlanError, RunError
-from headway.parallel.pipeline.stages import ModelCall, flatten, is_payload, is_user_file, user_line
+from headway.parallel.stages import ModelCall, flatten, is_payload, is_user_file, user_line
 
 PlainAttribute = tuple[str, str]
 """(module, name)"""

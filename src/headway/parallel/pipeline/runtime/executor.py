@@ -45,7 +45,7 @@ from headway.parallel.pipeline.runtime.stage_execution import (
     StageExecutor,
 )
 from headway.parallel.pipeline.runtime.weight_stashing import WeightVersionPlan, WeightVersions
-from headway.parallel.pipeline.stages import LossFunction, ModelStages
+from headway.parallel.stages import LossFunction, ModelStages
 from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 

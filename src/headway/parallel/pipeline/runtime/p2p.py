@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from headway.channel.stream import TensorStream
 from headway.errors import RunError
-from headway.parallel.pipeline.stages import TreeSpec, flatten, is_payload
+from headway.parallel.stages import TreeSpec, flatten, is_payload
 
 
 @dataclass(frozen=True, slots=True)

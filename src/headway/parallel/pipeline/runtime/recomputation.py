@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from headway.errors import RunError
 from headway.parallel.pipeline.partition.stage_modules import AttributeSource
-from headway.parallel.pipeline.stages import Stage, TreeSpec, flatten, is_payload
+from headway.parallel.stages import Stage, TreeSpec, flatten, is_payload
 
 
 class RecomputedStage(nn.Module):

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from headway.parallel.pipeline.runtime.p2p import MessageFormat, StageLink
 from headway.parallel.pipeline.runtime.weight_stashing import LIVE_VERSION, WeightVersions
-from headway.parallel.pipeline.stages import (
+from headway.parallel.stages import (
     MODEL_INPUT,
     LossFunction,
     ModelProxy,

@@ -22,7 +22,7 @@ from headway.parallel.pipeline.partition.cut import cut, list_units
 from headway.parallel.pipeline.partition.tracing import preserve_model_state
 from headway.parallel.pipeline.runtime.executor import PipelineCallbacks, PipelineRanks, RankActions
 from headway.parallel.pipeline.runtime.stage_execution import BackwardScalar, Phase
-from headway.parallel.pipeline.stages import LossFunction, ModelStages
+from headway.parallel.stages import LossFunction, ModelStages
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 
 PrecisionContext = Callable[[], AbstractContextManager[Any]]

@@ -22,6 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from headway.errors import UsageError
 from headway.parallel.operator_rules import RULES
+from headway.parallel.split_layers.parameters import (
+    DimensionCuts,
+    ParameterPlacement,
+    SplitInputModule,
+    cut_to_grid,
+    install_parameter_access,
+)
+from headway.parallel.split_layers.split_inference import (
+    SplitDecisions,
+    SubmoduleOnOwnGrid,
+    infer_split,
+)
 from headway.parallel.split_tensor import (
     RuleRefused,
     SplitTensor,
@@ -31,18 +43,6 @@ from headway.parallel.split_tensor import (
 )
 from headway.parallel.tensor.grid import ProcessGrid, WeightPrefetch
 from headway.parallel.tensor.layer_context import LayerContext, SplitSettings
-from headway.parallel.tensor.model.parameters import (
-    DimensionCuts,
-    ParameterPlacement,
-    SplitInputModule,
-    cut_to_grid,
-    install_parameter_access,
-)
-from headway.parallel.tensor.model.split_inference import (
-    SplitDecisions,
-    SubmoduleOnOwnGrid,
-    infer_split,
-)
 from headway.plans.tensor_layout import TensorGrid
 
 

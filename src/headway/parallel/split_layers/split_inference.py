@@ -27,7 +27,11 @@ from torch import Tensor, nn
 from headway.capture.fake_tensors import FakeContext
 from headway.errors import PlanError
 from headway.parallel.operator_rules import RULES
-from headway.parallel.pipeline.stages import user_line
+from headway.parallel.split_layers.parameters import (
+    DimensionCuts,
+    SplitInputModule,
+    install_parameter_access,
+)
 from headway.parallel.split_tensor import (
     WHOLE_DIMENSION,
     DimensionCut,
@@ -37,17 +41,13 @@ from headway.parallel.split_tensor import (
     split_tensors_in,
     torch_function_name,
 )
+from headway.parallel.stages import user_line
 from headway.parallel.tensor.grid import ProcessGrid, local_slice
 from headway.parallel.tensor.layer_context import (
     LayerContext,
     SplitSettings,
     UndecidedParameter,
     cuts_of,
-)
-from headway.parallel.tensor.model.parameters import (
-    DimensionCuts,
-    SplitInputModule,
-    install_parameter_access,
 )
 from headway.parallel.tensor.rules.products import cuboid_axes_for
 from headway.plans.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
