@@ -393,7 +393,7 @@ def rounds(program: CollectiveProgram) -> int:
         begun[rank, place] = now[rank]
         if isinstance(step, Wait):
             for one in step.steps:
-                # A message begins when both ends are there; it takes one unit to reach its receiver.
+                # A message begins once both ends are there; one unit later its receiver has it.
                 met = max(begun[rank, one], begun[partners[rank, one]])
                 arrived = met + isinstance(program.steps[rank][one], Recv)
                 now[rank] = max(now[rank], arrived)
