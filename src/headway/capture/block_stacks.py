@@ -359,6 +359,7 @@ class ForwardWalk(TorchFunctionMode):
                 _, size, stride, dtype, device, grad = one
                 with torch._C.DisableTorchFunction():
                     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                    # Cloned to be no leaf, as torch refuses to change a leaf in place.
                     leaves.append(made.requires_grad_().clone() if grad else made)
             else:
                 leaves.append(one)
@@ -486,6 +487,7 @@ def _capture_by_blocks(
         short,
         FullModel(
             stacks=tuple(found.stack for found in stacks),
+            # A module with several names has as many here, in the same order.
             paths={name: paths[key].pop(0) for key, names in few.items() for name in names},
             parameters={name: spec_of(tensor) for name, tensor in parameters.items()},
             buffers={name: spec_of(b) for name, b in _bare(called.named_buffers()).items()},

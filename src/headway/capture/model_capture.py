@@ -108,6 +108,7 @@ def _traced(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> Model
         outputs=outputs,
         parameters={name: spec_of(parameter) for name, parameter in parameters.items()},
         buffers={name: spec for name, spec in held.items() if name not in parameters}
+        # Constants of the code: no operator makes them.
         | {name: spec for name, spec in recorder.values.items() if name not in made},
         tied=tied,
         frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),

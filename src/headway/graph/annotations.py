@@ -87,6 +87,7 @@ class Annotations:
             )
         found: dict[str, ForcedStrategy] = {}
         for path in paths:
+            # They are not nested: at most one covers a path.
             one = next((f for f in self.forced if f.covers(path)), self.default)
             if one is not None:
                 found[path] = one

@@ -385,6 +385,7 @@ class ModelGraph:
         """The places of the operators that use a tensor."""
         found: dict[str, list[int]] = {}
         for place, operator in enumerate(self.operators):
+            # An operator that reads a tensor twice is one consumer.
             for tensor in dict.fromkeys(operator.inputs):
                 found.setdefault(tensor, []).append(place)
         return {tensor: tuple(places) for tensor, places in found.items()}

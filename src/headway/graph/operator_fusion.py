@@ -57,6 +57,7 @@ def fuse_pair(first: Operator, second: Operator, tensor: str, *, main: Operator)
         second: Reads it, and nothing else does.
         main: The one of both that gives name, kind and module.
     """
+    # Read twice, or along with another result, the tensor could not vanish.
     if second.inputs.count(tensor) != 1 or set(first.outputs) & set(second.inputs) != {tensor}:
         return None
     unified = (
@@ -183,6 +184,7 @@ def _unify_dimension(
         some, rest = list(factors), list(fresh)
         for axis in group:
             table[axis] = tuple(take_factors(some, rest, known[axis].size))
+            # A window slides along an axis, not along a factor of it.
             if known[axis].window and len(table[axis]) > 1:
                 return False
     for name, size in zip(fresh, factors, strict=True):
@@ -272,6 +274,7 @@ def with_transient_bytes(graph: ModelGraph) -> ModelGraph:
         waiting = moment.bytes.get("gradients", 0) - least
         rest = moment.total - least - waiting - kept[moment.place + 1]
         before = most.get(moment.place, (0, 0))
+        # Several moments belong to an operator: the fullest one counts.
         if rest + waiting > sum(before):
             most[moment.place] = rest, waiting
     return replace(

@@ -80,6 +80,7 @@ class SlidingWindow:
             if range_intersection(self.wanted((o, o + 1)), (0, extent)) ==
             range_intersection(self.wanted((o, o + 1)), have)
         ]  # fmt: skip
+        # Windows move on with their outputs, so that those inside are neighbours.
         return (inner[0], inner[-1] + 1) if inner else (outputs[0], outputs[0])
 
 

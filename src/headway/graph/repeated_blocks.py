@@ -91,6 +91,7 @@ def _runs(structures: StructureHashes, start: int, stop: int, depth: int) -> Ite
 
     for module, group in groupby(range(start, stop), path):
         places = list(group)
+        # Operators without a module of this depth.
         if len(module) <= depth or not module[0]:
             continue
         begin, end = places[0], places[-1] + 1
@@ -294,6 +295,7 @@ class _Extension:
                     self.periods.append([])
                 self.periods[-1].append([])
                 now = owner
+            # Behind its last block a stack is over.
             if owner is None and now is not None and now[1] == BLOCKS_KEPT - 1:
                 self.between.append([])
                 now = None
@@ -308,6 +310,7 @@ class _Extension:
         blocks = {
             stack.module(full): (number, block)
             for number, stack in enumerate(self.whole.stacks)
+            # The blocks that are kept, by their numbers in the whole model.
             for block, full in enumerate((0, 1, 2, stack.blocks - 1))
         }
         found: dict[str, tuple[int, int]] = {}
@@ -352,6 +355,7 @@ class _Extension:
             steps: dict[str, int] = {}
             for a, b in zip(one, two, strict=True):
                 (base, low), (other, high) = _counted(a.name), _counted(b.name)
+                # Only where all names of a kind move on by one number can later names be computed.
                 if base != other or steps.setdefault(base, high - low) != high - low:
                     raise CannotExtendError(f"{b.name} behind {a.name}")
             behind = chain(*self.between[number + 1 :], *chain(*self.periods[number + 1 :]))
@@ -384,6 +388,7 @@ class _Extension:
         line, rest = place.key
         blocks = self.periods[place.stack]
         last = place.block == stack.blocks - 1
+        # In the middle, names count on from those of the second block.
         like = BLOCKS_KEPT - 1 if last else min(place.block, 1)
         name = blocks[like][line].name
         further = {place.stack: place.block - like}

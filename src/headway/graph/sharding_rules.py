@@ -139,6 +139,7 @@ def _result(index: Dims, loop: LoopAxis, sizes: dict[str, int]) -> str:
 
 def _gradient(placement: str, loop: LoopAxis) -> str:
     """A whole input that every part used for its share of the results gets a pending gradient."""
+    # The gradient of a sum is that of each summand, whole.
     if placement == "P":
         return "R"
     return "P" if placement == "R" else placement
@@ -169,6 +170,7 @@ def halo_bytes(index: Dims, spec: TensorSpec, loop: LoopAxis, parts: int) -> int
             loop.window, part * loop.size // parts, loop.size // parts, size
         )
         left, right = max(0, part * own - low), max(0, high - (part + 1) * own)
+        # Halos come from the two neighbours only.
         if max(left, right) > own:
             return None
         most = max(most, left + right)
@@ -194,4 +196,5 @@ def _cheapest(found: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def _price(rule: Rule) -> tuple[int, int]:
+    # With equal bytes, the rule that divides the work.
     return rule.halo + rule.exchange, -rule.parts

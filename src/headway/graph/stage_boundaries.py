@@ -41,6 +41,7 @@ def cut_points(graph: ModelGraph, most: int = 1) -> tuple[CutPoint, ...]:
     """
     fixed = input_independent_tensors(graph)
     last = {tensor: max(places) for tensor, places in graph.consumers.items()}
+    # A result of the model is needed until the end, behind the last operator.
     last |= dict.fromkeys(graph.outputs, len(graph.operators))
     alive: dict[str, int] = {}
     found = []

@@ -52,6 +52,7 @@ class TreeSpec:
     keys: tuple[Any, ...] = ()
     parts: tuple[TreeSpec, ...] = ()
     constant: Any = None
+    # Not compared: each call of `flatten` makes another example.
     example: Any = field(default=None, compare=False)
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
@@ -129,6 +130,7 @@ def _take_apart(
 
 def _kind(value: Any) -> str:
     """Of a container; empty for everything else."""
+    # By the exact type: a named tuple is built of single arguments.
     if type(value) is tuple:
         return "tuple"
     if type(value) is list:
@@ -261,6 +263,7 @@ class ModelProxy:
         Raises:
             RecipeError: It does not call the model exactly once, or uses it in another way.
         """
+        # One proxy serves all micro-batches.
         self.calls = 0
         try:
             value = loss(self, data)
@@ -504,4 +507,5 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         for module, before in modes:
+            # Not by `train`, which would set all modules below as well.
             module.training = before

@@ -130,6 +130,7 @@ def attention(call: OperatorCall) -> IndexExpression:
         },
         outputs=[format_index([*queries, ("s",), ("v",)])],
         linear=[] if call.attributes.get("dropout_p") else [("value",)],
+        # In h*g of the queries neither size can be read; the keys have h alone.
         sizes={"h": key[-3]} if head else {},
     )
     if "attn_mask" in call.roles:
@@ -199,6 +200,7 @@ def _windows(
             padding=paddings[number],
             dilation=dilations[number],
         )
+        # A window of one entry needs nothing of a neighbour.
         plain = window.kernel == window.stride == 1 and not window.padding
         size = call.result[len(call.result) - count + number]
         expected = _positions(source[number], window)
@@ -225,6 +227,7 @@ def convolution(call: OperatorCall) -> IndexExpression:
     groups = call.number("groups", 1)
     many = groups > 1
     c, o = ("g*c", "g*o") if many else ("c", "o")
+    # Dimensions of two axes do not tell the size of either.
     sizes = {"g": groups, "c": weight[1], "o": weight[0] // groups} if many else {}
     summed = LoopAxis(name="c", size=0, kind="sum")
     spatial = _windows(call, space, weight[2:], image[-len(space) :])

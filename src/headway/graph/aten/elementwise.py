@@ -185,6 +185,7 @@ def repeat(call: OperatorCall) -> IndexExpression:
     names = axis_labels(len(times))
     sizes = {f"r{dim}": n for dim, n in enumerate(times)}
     behind = len(times) - len(shape)
+    # Dimensions that only the repetition adds have one entry to repeat.
     sizes |= dict.fromkeys(names[:behind], 1)
     outputs = format_index((f"r{dim}", name) for dim, name in enumerate(names))
     return IndexExpression(
@@ -202,6 +203,7 @@ def split_dimension(call: OperatorCall) -> IndexExpression:
     names = axis_labels(len(shape))
     before, behind = names[:dim], names[dim + 1 :]
     form = IndexExpression(inputs={}, outputs=[], linear=[("self",)])
+    # select and unbind drop the dimension.
     gone = len(call.result) < len(shape)
     pieces = [1 if gone else spec.shape[dim] for spec in call.outputs]
     if pieces == [shape[dim]] and not gone:
@@ -239,6 +241,7 @@ def concatenate(call: OperatorCall) -> IndexExpression:
             for role, part in zip(call.roles, parts, strict=True)
         },
         outputs=[" ".join([*before, middle, *behind])],
+        # Only jointly: a part that is whole would be added by every summand.
         linear=[call.roles],
     )
     return form.fix("the joined parts are laid one behind the other", *sorted(pieces))
@@ -249,6 +252,7 @@ def pad(call: OperatorCall) -> IndexExpression:
     shape = call.shape("self")
     if len(call.result) != len(shape):
         raise UnsupportedCall("pad")
+    # Padding other than 0 would be added up over the summands.
     return _kept_where_equal(call, shape, "it is padded", linear=not call.attributes.get("value"))
 
 

@@ -118,6 +118,7 @@ def axes_from_expression(call: OperatorCall, form: IndexExpression) -> OperatorA
     Raises:
         UnsupportedCall: Form and shapes do not fit.
     """
+    # A tensor of which the form says nothing may depend on any axis.
     missing = [role for role in call.roles if role not in form.inputs]
     if missing or len(form.outputs) != len(call.outputs):
         raise UnsupportedCall(f"{call.kind}: nothing is known of {missing or 'an output'}")
@@ -173,6 +174,7 @@ def _sizes(tensors: list[tuple[Dims, TensorSpec]], form: IndexExpression) -> dic
         if len(index) != len(spec.shape):
             raise UnsupportedCall(f"index {format_index(index)!r} for shape {spec.shape}")
         for axes, size in zip(index, spec.shape, strict=True):
+            # Only a dimension with one axis tells its size; the others follow below.
             if len(axes) == 1:
                 sizes.setdefault(axes[0], size)
     for index, spec in tensors:
@@ -190,6 +192,7 @@ def _check_dimension(
         raise UnsupportedCall(f"the sizes of {unknown} are not known")
     for name in unknown:
         sizes[name] = size // math.prod(sizes[other] for other in axes if other != name)
+    # With a window the loop counts results, and a tensor may be longer or shorter.
     windows = any(name in form.axes and form.axes[name].window for name in axes)
     if not windows and math.prod(sizes[name] for name in axes) != size:
         raise UnsupportedCall(f"a dimension of {size} for {'*'.join(axes)}")

@@ -121,6 +121,8 @@ class SpatialContext(SplitContext):
                 name = qualified_torch_name(func)
                 raise unsupported_operator(name, found[0], refusal.why) from None
             result = func(*map_nested(args, gather), **map_nested(kwargs, gather))
+        # Made without gradients from what has them: used with gradients later, it would lose these
+        # unseen.
         lost = any(x.severed or x.local.requires_grad for x in found)
         if grad or func is Tensor.detach or not lost:
             return result

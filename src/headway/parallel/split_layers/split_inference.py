@@ -120,6 +120,7 @@ def submodule_grids(
             problems.append(f"split.by {pattern}: no module has this name")
         for name in hits:
             if not any(name == other or name.startswith(f"{other}.") for other in found):
+                # Of nested modules the outermost is the one that is split.
                 found = {n: g for n, g in found.items() if not n.startswith(f"{name}.")}
                 found[name] = grid
     for name in found:
@@ -227,6 +228,7 @@ class InferenceContext(LayerContext):
         except RuleRefused as refusal:
             if split_tensors_in(args, kwargs):
                 self._blame(getattr(refusal.of, "origins", origins), refusal, name)
+            # The run goes on as if nothing were split, and may find further weights to blame.
             return func(*self._whole(args), **self._whole(kwargs))
 
     def _blame(self, origins: frozenset[str], refusal: RuleRefused, name: str) -> None:
@@ -317,9 +319,12 @@ class InferenceContext(LayerContext):
         match self.grid.plan.form:
             case "classic":
                 if last.axes:
+                    # A cut input belongs to the second layer of a pair, which sums over it.
                     return WHOLE_DIMENSION, last, WHOLE_DIMENSION
                 if isinstance(x, SplitTensor):
                     return None
+                # A whole input belongs to the first layer of a pair (Shoeybi et al. 2019, section
+                # 3).
                 cut = DimensionCut("j", blocks)
                 return (
                     (cut, WHOLE_DIMENSION, cut)
@@ -435,6 +440,8 @@ def infer_split(
         if not found:
             break
         known = {name: blames.setdefault(name, FailedSplit()) for name in found}
+        # A refusal that names an operand or a number of blocks is a cause; others may be
+        # consequences.
         sure = {
             n: r
             for n, r in found.items()

@@ -212,6 +212,7 @@ def apply_split_decisions(
     known = {grid.plan: grid, **(grids or {})}
     contexts = {
         name: _context(known[plan], settings, decisions, plain=home is not None)
+        # The model itself last: in `_keys` the first name that fits decides.
         for name, plan in {**decisions.islands, "": grid.plan}.items()
     }
     keys = _keys(model, decisions, contexts)

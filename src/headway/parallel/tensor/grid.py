@@ -316,6 +316,7 @@ def _apply(
 
 def _dense(x: Tensor) -> Tensor:
     """A copy that may be overwritten."""
+    # Collectives overwrite it, and autograd may have given one gradient to several.
     return x.clone(memory_format=torch.contiguous_format)
 
 

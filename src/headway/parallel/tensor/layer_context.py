@@ -132,6 +132,7 @@ class UndecidedParameter(TorchFunctionOperand):
     context: Any
 
     def __getattr__(self, name: str) -> Any:
+        # These do not depend on the decision; whatever else is asked takes the parameter whole.
         if name in ATTRIBUTES_OF_PART or name in ("shape", "ndim"):
             return getattr(self.tensor, name)
         return getattr(self.context.resolve(self), name)

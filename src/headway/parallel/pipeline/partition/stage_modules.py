@@ -94,6 +94,7 @@ def tensors_used(
     for name in targets:
         found = trace.find(name)
         inside = getattr(found, kind)() if isinstance(found, nn.Module) else [found]
+        # By identity, as a tied tensor has several names.
         held.update(map(id, inside))
     return {name: t for name, t in getattr(trace.model, f"named_{kind}")() if id(t) in held}
 

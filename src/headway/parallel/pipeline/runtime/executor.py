@@ -65,6 +65,7 @@ def explain_distributed_error(
         position: Of the action that raised it; behind the last one: sends were awaited.
     """
     where = f"rank {rank} of the pipeline stands at {describe_position(row, position)}"
+    # Another rank can only be the cause where this one waits for it.
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
     # Errors of Gloo are bare RuntimeErrors, which only their text tells from a user's.
@@ -222,6 +223,7 @@ class RankActions:
             if trouble is None:
                 raise
             raise trouble from error
+        # The batch must not stay alive until the next step.
         self._data[:] = [None] * len(self._data)
         for link in (*self._local.values(), *self._remote.values()):
             link.forget(self._signatures.unseen)
@@ -243,6 +245,7 @@ class RankActions:
     def spans(self) -> list[tuple[Action, float, float]]:
         """The actions of the last step with start and end, in `perf_counter` seconds."""
         times = self._times
+        # `times` has two entries more than the row.
         return list(zip(self._row, times, times[1:], strict=False))
 
     def message_bytes(self, action: Action) -> int:
@@ -556,6 +559,7 @@ class Pipeline:
             microbatches: At most as many as the table has; the model is in eval mode.
         """
         count = len(microbatches)
+        # Calls are bound for a number of micro-batches; the last batch may have fewer.
         if count not in self._evaluating:
             self._evaluating[count] = RankActions(
                 self.stages.evaluating or self.stages,

@@ -309,6 +309,7 @@ class StageConnection:
     def send(self, tensors: Sequence[Tensor], tag: int) -> PendingSends:
         """Start to send."""
         if self._stream is not None:
+            # The stream copies: nothing has to be kept until it has left.
             self._stream.put(tag, tensors)
             return []
         return self._start(tensors, tag)
@@ -404,6 +405,7 @@ class RemoteStageLink(StageLink):
     def post_back(self, microbatch: int) -> None:
         """Be ready for the gradients, if it is known by now what they are."""
         layout = self._layouts.get(self._keys[microbatch])
+        # `receive_back` comes here for what no POST has made ready.
         if layout is not None and microbatch not in self._posted:
             forms = [form for form in layout.forms if form and form.flows]
             self._posted[microbatch] = self._wire.expect(forms, self._tag + 2 * microbatch + 1)

@@ -79,6 +79,7 @@ def _agreed(operand: Any, labels: DimensionLabels, cuts: dict[Hashable, Dimensio
     own = {label: cut for label, cut in zip(labels, cuts_of(operand), strict=True) if cut.axes}
     for label, cut in own.items():
         elsewhere = "".join(other.axes for name, other in cuts.items() if name != label)
+        # An axis of ranks can cut one label only.
         if cuts.get(label, cut) != cut or set(elsewhere) & set(cut.axes):
             if operand.requires_grad:
                 raise RuleRefused(

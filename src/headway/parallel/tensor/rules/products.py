@@ -98,6 +98,7 @@ def _classic(context: LayerContext, x: Any, weight: SplitTensor, bias: Any) -> A
         return context.wrap(y, [*cuts[:-1], WHOLE_DIMENSION], weight.origins)
     if cuts[-1].axes:
         raise RuleRefused("its input is cut along what it sums over, its weight is not")
+    # The gradient of an input of several layers is summed once for all of them.
     if weight.origins & context.companions:
         local = _once(local, lambda t: copy_to_ranks(_cast(t), grid, outputs.axes))
         y = torch.nn.functional.linear(local, w, b)
@@ -341,6 +342,7 @@ def multi_head_attention(
         raise RuleRefused("need_weights, bias_k, bias_v and add_zero_attn are not supported")
     if use_separate_proj_weight or in_proj_weight is None:
         raise RuleRefused("kdim and vdim other than the width are not supported")
+    # Self-attention: one product makes all three, as in torch.
     together = query is key and key is value
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     if isinstance(in_proj_weight, UndecidedParameter):
