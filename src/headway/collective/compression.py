@@ -331,7 +331,7 @@ class SignCompression(Compression):
         return not is_dense(shape)
 
     def _operations(self, compressed: Shapes, rest: int, itemsize: int, ranks: int) -> Payloads:
-        # A float32 scale for each tensor behind the bits.
+        # A float32 scale for each tensor, then the bits.
         part = sign_bytes_per_rank([*map(prod, compressed)], ranks) + 4 * len(compressed)
         return (Payload("all_reduce", rest * itemsize), *_gathered(part, ranks))
 

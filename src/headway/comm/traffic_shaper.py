@@ -135,6 +135,7 @@ class TrafficShaper:
     @contextmanager
     def _locked(self) -> Iterator[_ShaperState]:
         """The state, under a lock that ends with its holder if that is killed."""
+        # flock belongs to the open file, which the threads of a rank share: they need this lock.
         with self._thread:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:

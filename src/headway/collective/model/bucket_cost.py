@@ -71,6 +71,7 @@ def adasum_traffic(ranks: Sequence[int], num_bytes: float, layers: int) -> Traff
         sent[pair] = sent.get(pair, 0.0) + size
 
     for extra in range(power, n):
+        # The flags go along, one number for each layer.
         whole = num_bytes + NUMBER_BYTES * layers
         send(extra, extra - power, whole)
         send(extra - power, extra, whole)

@@ -251,6 +251,7 @@ class _Combination:
         if self.across:
             yield from self._across(held, self.across)
         elif self.inside:
+            # Without a level that takes them along, the flags are summed on their own.
             yield from self._sum(self.used, self.inside, self.inside.others)
         self.flags.copy_(self.used)
         if self.inside:
@@ -283,6 +284,7 @@ class _Combination:
         used = torch.empty_like(self.used)
         yield send_receive(circle, [(operands.other, peer), (used, peer)], [], self.tag)
         self.used.add_(used)
+        # Both whole vectors are here, so that no other rank has a part of the products (block 1).
         operands.measure(slice(0, span_length(held)), self.widened)
         yield from self._combine(operands, circle, block=1, last=False)
 
@@ -302,6 +304,7 @@ class _Combination:
                 circle, operands.other, self.flat[given], partner, self.tag
             ):
                 yield waiting
+                # While the next parts are on their way.
                 operands.measure(there, self.widened)
             level *= 2
             yield from self._combine(operands, circle, block=level, last=level == power)
@@ -345,6 +348,7 @@ class _Combination:
             [(values, place) for place in places],
             self.tag,
         )
+        # Its own numbers take their turn: all places add in the same order.
         received[circle.place] = values.clone()
         values.zero_()
         for place in sorted(received):

@@ -99,6 +99,7 @@ class HierarchicalAllReduce(ExchangeMethod):
         spans = split_evenly(span_length(span), inside.size, span.start)
         yield from reduce_scatter(flat, spans, inside, tag, self._scratch)
         own = flat[spans[inside.place]]
+        # The same decision on all nodes, since the ranks of one place have equal shards.
         if own.numel():
             yield from self._inner.rounds(FusedBuffer(own, (), fused.number), across)
         yield from all_gather(flat, spans, inside, tag)
@@ -113,6 +114,7 @@ class HierarchicalAllReduce(ExchangeMethod):
 def segments(flat: Tensor, size: int) -> tuple[ElementSpan, ...]:
     """Cut a buffer into even segments of about `size` bytes, 1024 at most; never an empty one."""
     count = round(flat.numel() * flat.element_size() / size)
+    # Each segment needs a tag, and an exchange has 1024 of them.
     return split_evenly(flat.numel(), max(1, min(count, flat.numel(), 1024)))
 
 

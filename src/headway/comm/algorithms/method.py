@@ -359,6 +359,7 @@ def reduce_scatter(
         [(flat[spans[place]], place) for place in circle.others],
         tag,
     )
+    # Formed in the memory of the first term: `own` may be a later one, and is written last.
     total, *others = (parts.get(place, own) for place in range(circle.size))
     for term in others[:-1]:
         total.add_(term)

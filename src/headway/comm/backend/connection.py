@@ -78,6 +78,7 @@ class MessageTransfer:
     ) -> None:
         self._home, self.link, self.tag, self.tensor, self.sends = home, link, tag, tensor, sends
         self.nbytes = tensor.nbytes
+        # It does not keep the tensor alive; the attribute `tensor` does.
         self.memory = memory_at(tensor.data_ptr(), self.nbytes) if self.nbytes else _NOTHING
         self.done = False
 
@@ -126,6 +127,7 @@ class PeerConnection:
     def send(self, transfer: MessageTransfer) -> None:
         """Begin to send; what the kernel takes leaves at once."""
         self._leaving.append(transfer)
+        # Otherwise it waits its turn: messages of one connection leave whole and in order.
         if len(self._leaving) == 1:
             self._load()
             self.push()
@@ -144,6 +146,7 @@ class PeerConnection:
                 self._leaving.popleft().done = True
                 if self._leaving:
                     self._load()
+        # The kernel's buffer is full; poll says when it takes more.
         except BlockingIOError:
             pass
         except OSError as error:
@@ -163,6 +166,7 @@ class PeerConnection:
         """Take from the kernel what was asked for; everything, if the other end has finished."""
         try:
             while (self._wanted or self._coming or self.draining) and not self.ended:
+                # A message of no bytes has no room, and a receive into nothing looks like the end.
                 count = self._socket.recv_into(self._room) if self._room else 0
                 if self._room and not count:
                     self.ended = "has closed the group" if self.parted else "is gone"
@@ -234,10 +238,12 @@ class PeerConnection:
     def events(self) -> int:
         """What poll should look for."""
         wants = select.POLLIN if self._wanted or self._coming else 0
+        # POLLRDHUP: a rank that is gone is noticed even if nothing is asked of it.
         return wants | (select.POLLOUT if self._leaving else 0) | _HANG_UP
 
     def handle_events(self, events: int) -> None:
         """Act on the events that poll has found."""
+        # Hung up: what has come is read all the same, and behind it the end of the connection.
         if events & ~(select.POLLIN | select.POLLOUT):
             self.draining = True
         if events & select.POLLOUT:
@@ -250,6 +256,7 @@ class PeerConnection:
         if self._coming is not None:
             need = len(self._room)
         elif self._wanted:
+            # Any of the wanted messages may be the next one; the rest of its head comes before it.
             sizes = (transfer.nbytes for waiting in self._wanted.values() for transfer in waiting)
             need = len(self._room) + min(sizes)
         else:
@@ -265,6 +272,7 @@ class PeerConnection:
 
     def close(self) -> None:
         """Say goodbye and close; what has been handed to the kernel still arrives."""
+        # In the middle of a message a goodbye would be taken for its bytes.
         if not self._leaving and not self.ended:
             with suppress(OSError):
                 self._socket.send(_HEAD.pack(_BYE, 0, 0))
@@ -361,6 +369,7 @@ class ConnectionMessages:
                 while not transfer.done:
                     self._progress(transfer, deadline)
             finally:
+                # A thread that sleeps has to take over the polling, also if this one raises.
                 self._state.notify_all()
 
     def close(self) -> None:
@@ -371,6 +380,7 @@ class ConnectionMessages:
             for link in self._by_number.values():
                 link.close()
             self._ring()
+            # Descriptors that another thread still polls could be given to other files meanwhile.
             self._state.wait_for(lambda: not self._polling, _SHORT_SECONDS)
             self._end()
 
@@ -384,6 +394,7 @@ class ConnectionMessages:
 
     def _link(self, peer: int, tag: int) -> PeerConnection:
         links = self._links[peer]
+        # By the tag, so that both ends of a message use the same interface.
         return links[tag % len(links)]
 
     def _progress(self, transfer: MessageTransfer, deadline: float) -> None:
@@ -442,6 +453,7 @@ class ConnectionMessages:
         for link in self._by_number.values():
             if link.ended and not link.parted:
                 self._lost.setdefault(link, now)
+        # The rank that vanished first is the cause; others may have ended because of it.
         first = min(self._lost, key=self._lost.__getitem__, default=None)
         late = self._lost[first] + _GRACE_SECONDS if first is not None else float("inf")
         if transfer.link.ended or now >= late:
@@ -500,6 +512,7 @@ def connect_peers(
         found: list[list[PeerConnection]] = [[] for _ in ranks]
         try:
             for way, server in enumerate(servers):
+                # The kernel completes calls before anyone accepts: no circle waits.
                 for peer in range(rank):
                     hello = _HELLO.pack(bytes.fromhex(notices[peer]["secret"]), rank)
                     at_peer = notices[peer]["at"][way]

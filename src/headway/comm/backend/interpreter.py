@@ -250,6 +250,7 @@ class ProgramExecution:
         number = self._first + tag
         tags = self._interpreter.tags(number)
         try:
+            # Small messages take the interfaces in turn.
             if len(tags) == 1 or piece.nbytes < len(tags) * STRIPE_BYTES:
                 return [call([piece], peer, tags[number % len(tags)])]
             parts = piece.tensor_split(len(tags))
@@ -265,10 +266,12 @@ class ProgramExecution:
         assert isinstance(step, Recv | Send)
         self._awaited = step
         for work in self._works.pop(place):
+            # Never zero, which torch takes for no limit at all (kNoTimeout).
             left = max(deadline - monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
+                # Gloo raises the same type for a time-out and for a broken connection.
                 if monotonic() < deadline and "timed out" not in str(error).lower():
                     raise self._lost(step.peer, error) from error
                 raise self._stalled(step, allowed) from error

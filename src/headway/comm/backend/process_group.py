@@ -68,6 +68,7 @@ class FinisherThread:
     def take(self, program: SharedExecution) -> None:
         """Queue a program to be finished."""
         with self._lock:
+            # A Work's finaliser may come here when the interpreter can start no thread any more.
             if self._closed or sys.is_finalizing():
                 return
             if self._thread is None:
@@ -144,6 +145,7 @@ class SharedExecution:
 
     def _carry_out(self, running: ProgramExecution, seconds: float) -> None:
         try:
+            # Grad mode belongs to the thread, and any thread may come here.
             with torch.no_grad():
                 running.finish(seconds)
                 if self._after is not None:
@@ -153,6 +155,7 @@ class SharedExecution:
         with self._future_lock:
             self._running = self._after = None
             future = self._future
+        # Without the lock, because callbacks of the future run here and may ask for it themselves.
         if future is not None:
             self._set_outcome(future)
 
@@ -229,6 +232,7 @@ class CompoundWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when all are done; raises the first error."""
         for work in self._works:
+            # Zero is torch's kNoTimeout: the time-out of the operation.
             work.wait(timeout or timedelta(0))
         return True
 

@@ -82,11 +82,13 @@ def register(make: Callable[[GroupInfo], dist.ProcessGroup], name: str = NAME) -
         )
 
     def create(options: Any, _: object = None) -> dist.ProcessGroup:
+        # torch gives no ranks for the default group.
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         return make(
             GroupInfo(options.store, options.group_rank, options.group_size, ranks, options.timeout)
         )
 
+    # Only with extended_api does torch say which global ranks the group has.
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
@@ -97,6 +99,7 @@ def make_gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
     if interfaces:
         chosen = kind._Options()
         chosen._devices = [kind.create_device(interface=name) for name in interfaces]
+        # Gloo's default is two threads for its one device.
         chosen._threads = 2 * len(interfaces)
         chosen._timeout = info.timeout
         gloo = kind(store, info.rank, info.size, chosen)

@@ -282,11 +282,13 @@ class Compressor(ExchangeMethod):
 
     def _prepare(self, fused: FusedBuffer, route: Route) -> None:
         """A new bucket, or another layout of the parameters: state moves over by name."""
+        # Another tuple of the same layout: nothing has moved.
         if self._pieces == fused.pieces:
             self._pieces = fused.pieces
             return
         buffer = fused.buffer
         self._check(fused)
+        # By the old layout, before it is replaced.
         known = self.state()
         self._layout = make_bucket_layout(
             fused.pieces, buffer.numel(), self.compression.compresses, align=self.align

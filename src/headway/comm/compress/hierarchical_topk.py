@@ -88,6 +88,7 @@ class HierarchicalTopK(ExchangeMethod):
         ]
         place = inside.place if inside else 0
         spans = [slice(shard.start, shard.stop) for shard in cut]
+        # Before the reduce-scatter, which takes the residuals of other shards to their owners.
         self._own_residual(fused, slice(cut[place].start, cut[place].middle))
         if inside:
             yield from reduce_scatter(buffer, spans, inside, tag, self._scratch)
@@ -103,6 +104,7 @@ class HierarchicalTopK(ExchangeMethod):
                 [(rows[place], other) for other in inside.others],
                 tag,
             )
+            # Every rank of the node has all parcels now: there is nothing more to gather.
             inside = None
         for here, (shard, row) in enumerate(zip(cut, rows, strict=True)):
             if inside is None or here == place:

@@ -67,6 +67,7 @@ class PowerSgd(Compressor):
             )
         ]
         for matrix in self._matrices:
+            # From seed and name only: the first Q is the same on all ranks without communication.
             draw = seeded_generator(self._seed, matrix.piece.name)
             start = draw.standard_normal(tuple(matrix.q_rm.shape))
             matrix.q_rm.copy_(torch.from_numpy(start))
@@ -84,6 +85,7 @@ class PowerSgd(Compressor):
             matrix.p_nr.copy_(torch.linalg.qr(matrix.p_nr).Q)
             # (P^T M) instead of (M^T P)^T: three times as fast, M is read in its own order.
             torch.mm(matrix.p_nr.t(), matrix.m_nm, out=matrix.q_rm)
+        # The all-reduce overwrites this rank's own Q, which its residual still needs.
         own = self._right.clone()
         work = all_reduce(self._right, route)
         self._leave(own)  # overlaps with the all-reduce

@@ -85,6 +85,7 @@ class _SixteenBit(StatelessMethod):
         factor = self.factor(route.size)
         if factor != 1.0:
             buffer.mul_(factor)
+        # Several chunks may be under way at once, each in a buffer of its own.
         free = self._free.setdefault(buffer.numel(), [])
         half = free.pop() if free else torch.empty_like(buffer, dtype=self.wire)
         half.copy_(buffer)
@@ -280,6 +281,7 @@ def pack_signs(values: Floats, scale: float, bits: Bytes) -> None:
         keys: NDArray[np.int64] = here.view(integer)
         packed = np.packbits(keys >= 0)
         bits[start // 8 : start // 8 + packed.size] = packed
+        # The scale with the sign of the value: what its bit will stand for.
         error = keys & sign
         error |= magnitude
         here -= error.view(values.dtype)
@@ -301,6 +303,7 @@ def sum_signs(rows: Sequence[tuple[Bytes, float]], out: Floats) -> None:
     Args:
         rows: Bits and scale of each rank, added in this order.
     """
+    # One look-up decodes a byte, hence eight values.
     tables = [_signs() * np.asarray(scale, out.dtype) for _, scale in rows]
     step = SIGN_STRIDE // 8
     work = np.empty((step, 8), out.dtype)
@@ -371,6 +374,7 @@ class Sign(Compressor):
     def _scatter_gather(
         self, scales: Tensor, buffer: Tensor, route: Route
     ) -> Iterator[PendingOperation]:
+        # Not strict: with few values the last ranks serve no part of the residual.
         for spans, row, part in zip(
             self._ranges, self._parts, self._residual.split(self._part), strict=False
         ):

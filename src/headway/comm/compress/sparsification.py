@@ -82,6 +82,7 @@ def adapt_budget(
         return list(shares)
     weight = sum(even[i] for i in known)
     mean = math.fsum(even[i] * math.log(smallest[i]) for i in known) / weight
+    # The square root of value / geometric mean; a layer that sent zeros had values to spare.
     factors = [
         math.exp((math.log(value) - mean) / 2) if 0 < value < math.inf else 1 / LARGEST_SHARE_CHANGE
         for value in smallest
@@ -90,6 +91,7 @@ def adapt_budget(
         share * min(max(factor, 1 / LARGEST_SHARE_CHANGE), LARGEST_SHARE_CHANGE)
         for share, factor in zip(shares, factors, strict=True)
     ]
+    # Back to the total of topk; what the limits take from it, `allocate_budget` makes up for.
     scale = sum(even) / math.fsum(e * share for e, share in zip(even, moved, strict=True))
     return [min(max(share * scale, SMALLEST_SHARE), LARGEST_SHARE) for share in moved]
 
@@ -182,6 +184,7 @@ class LargestElements(Compressor):
         self._encode(buffer)
         yield from gather_payloads(self._rows, self._payload, route)
         self._clear(buffer)
+        # In the order of the ranks, so that all ranks get the same bits.
         for values, places in self._gathered:
             buffer.index_add_(0, places, values)
         if self._budget is not None:

@@ -75,6 +75,7 @@ def collect_state(
     everywhere: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everywhere, own, group=group)
     found: dict[str, Tensor] = {}
+    # The names of all ranks, sorted: shards differ from rank to rank, but the sums are collective.
     for name, what in sorted({key for keys in everywhere for key in keys}):
         if what in SUMMED_STATE:
             whole = _assemble(state, parameters[name], name, what)

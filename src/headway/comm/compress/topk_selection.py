@@ -127,12 +127,14 @@ def find_candidates(
 ) -> Candidates:
     """At least k values that contain the k largest; fewer only if all others are zero."""
     first = _sampled_threshold(values, add, k)
+    # From 1: zeros are no candidates, and `_with_zeros` adds them where they are needed.
     kept = _at_least(keys, max(first, 1), values, add, total=total)
     rank = k
     while kept.indices.size < k and first > 1:
         # The sample was unlucky or the order of the values is regular: ask for four times as many.
         rank *= 4
         first = _sampled_threshold(values, None, rank) if rank < keys.size // 8 else 1
+        # Without `add` and the sum: both were done in the first pass.
         again = _at_least(keys, max(first, 1))
         kept = Candidates(again.indices, again.magnitudes, kept.total)
     return kept
@@ -202,6 +204,7 @@ def _at_least(
 
 def _with_zeros(nonzero: Indices, k: int, size: int) -> Indices:
     """All nonzero places, and the first zeros up to k."""
+    # Among so many places there are zeros enough.
     zeros = np.setdiff1d(np.arange(min(size, k + nonzero.size)), nonzero, assume_unique=True)
     return np.sort(np.concatenate((nonzero, zeros[: k - nonzero.size])))
 

@@ -104,6 +104,7 @@ class HookState:
         for lane in self._lanes:
             lane.rest()  # the state of a method that is still at work would be lost
         state = self.state_dict()
+        # DDP has rebuilt its buckets: the state goes on under the new ones.
         for known in [known for known in self._known if set(known) & set(names)]:
             del self._known[known]
         self._left = state
@@ -173,6 +174,7 @@ class _Lane:
         """Wait until all jobs are done."""
         done = threading.Event()
         self._jobs.put(lambda _: done.set())
+        # A lane that was closed would never run the job.
         while not done.wait(1.0):
             if not self._thread.is_alive():
                 raise RunError("the communication hook was closed and is used again")
@@ -191,6 +193,7 @@ class _Lane:
 
 
 def _own_route(ranks: list[int]) -> Route:
+    # Only the ranks of the DDP model meet here, perhaps not the whole world.
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     chosen = tuple(sorted(ranks))
     return Route(chosen, dist.get_rank(), group, Nodes((chosen,)))

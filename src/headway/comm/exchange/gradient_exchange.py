@@ -104,6 +104,7 @@ class GradientExchange(ABC):
         """Backward has added to `parameter.grad`: keep it in its bucket; send a complete bucket."""
         bucket = self._bucket_of(slot)
         if not self._armed:
+            # Unscaled: the factor counts once, when the last micro-batch has added its part.
             self._take_in(parameter, slot, 1.0)
             return
         if bucket.complete[slot.index]:
@@ -290,6 +291,7 @@ class DeltaUpdate:
             exchange: None in a world of one rank.
             factor: Turns this rank's gradients into those of the mean over its own samples.
         """
+        # Copies, because the optimiser steps the parameters in place.
         self._starts = {p: p.detach().clone() for p in parameters if p.grad is not None}
         for parameter in self._starts:
             assert parameter.grad is not None

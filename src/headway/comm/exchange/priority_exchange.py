@@ -154,6 +154,7 @@ def _empty_copy(original: Optimizer) -> Optimizer:
     for name, value in vars(original).items():
         if name not in vars(shadow) and name != "step":
             setattr(shadow, name, value)
+    # A defaultdict, as in every optimiser of torch.
     shadow.state = type(original.state)(dict)
     return shadow
 
@@ -216,6 +217,7 @@ class BucketUpdater:
                     bucket = self._landed.pop(number)
         if bucket is None:
             return False
+        # Without the lock: an update is long, and the training thread may want to release others.
         self._apply(bucket)
         self.tell()
         return True
@@ -241,6 +243,7 @@ class BucketUpdater:
             assert self.optimizers is not None
             self.optimizers.step(bucket, bucket.used)
         bucket.flight.applied = perf_counter()
+        # Last: a module that waits for this reads the parameters right after it.
         self.applied[bucket.number] = bucket.step
 
 
@@ -402,6 +405,7 @@ class PriorityExchange(GradientExchange):
 
     def send(self) -> None:
         """Hand over every bucket that has not left; from here on gradients belong to the lane."""
+        # A bucket without any gradient in this step has not been opened by one.
         for bucket in self.buckets:
             if bucket.step != self.step:
                 self._open(bucket)

@@ -46,6 +46,7 @@ def check_same_programs(
     """
     own = program_fingerprint(
         all_reduce_program(description.collective, description.carrier, ranks, *size)
+        # Sorted, so that the fingerprint does not depend on the order of the buckets.
         for size in sorted(set(sizes))
     )
     found: list[str] = [own] * dist.get_world_size()

@@ -84,6 +84,7 @@ class InlineLane(Lane):
         if bucket.reserve is not None:
             sleep(max(0.0, self._leave[bucket.number] - monotonic()))
         bucket.flight.received = perf_counter()
+        # The last bucket of the step: the next step begins with bucket 0 again.
         if not self._rounds and self._next == len(self._buckets):
             self._ready, self._next = [False] * len(self._buckets), 0
 
@@ -216,9 +217,11 @@ class ProgressLane(Lane):
 
     def _run(self, threads: int) -> None:
         try:
+            # With OpenMP a new thread does not inherit the number that the training thread has set.
             torch.set_num_threads(threads)
             with torch.no_grad():
                 self._work()
+        # Raised where the training thread next waits, which otherwise would wait for ever.
         except BaseException as error:
             self._error = error
             self.tell()
@@ -232,6 +235,7 @@ class ProgressLane(Lane):
         if self._position == len(self._tasks):
             if any(task is not None for task in self._in_flight):
                 return None
+            # Places count from a step's first chunk: none of the last step may be in flight.
             self._step, self._position = self._step + 1, 0
         task, place = self._tasks[self._position], self._position % self._credit
         if self._in_flight[place] is not None or task.ready_step < self._step:
@@ -250,6 +254,7 @@ class ProgressLane(Lane):
         bucket.flight.received = perf_counter()
         if self._on_landed is not None:
             self._on_landed(bucket)
+        # After the callback, because this lets the training thread go on.
         state.landed_step = bucket.step
         self.tell()
 
@@ -284,6 +289,7 @@ class SingleRoundLane(ProgressLane):
 
     def _start_all(self) -> None:
         """Start chunks in order for as long as the next one is ready and its place is free."""
+        # Both threads come here: the operations of a route must begin in the planned order.
         with self._starting:
             while (place := self._next()) is not None:
                 task = self._in_flight[place]
@@ -299,6 +305,7 @@ class SingleRoundLane(ProgressLane):
             task = self._in_flight[self._ended % self._credit]
             if task is not None:
                 self._asleep = False
+            # Updates fill the time in which the oldest chunk is still on its way.
             if (task is None or not _is_done(task)) and self._idle is not None and self._idle():
                 continue
             if task is None:
@@ -316,6 +323,7 @@ class SingleRoundLane(ProgressLane):
         place = self._ended % self._credit
         task.rounds = task.waiting = None
         self._ended = (self._ended + 1) % len(self._tasks)
+        # Last: from here on the training thread may start the next chunk on this route.
         self._in_flight[place] = None
         self._count(task.bucket)
 
@@ -361,6 +369,7 @@ class MultiRoundLane(ProgressLane):
                 self._resume(item)
             while (place := self._next()) is not None:
                 self._start(place)
+            # Messages come first: `idle` works only while the inbox is empty.
             busy = self._idle is not None
 
     def _start(self, place: int) -> None:
@@ -396,6 +405,7 @@ class MultiRoundLane(ProgressLane):
         """Put the place into the inbox; on an emulated link not before the bytes have left."""
         inbox = self._inbox
 
+        # Runs in a thread of torch, which must not drive the method: it only reports.
         def done(_: object) -> None:
             late = leave - monotonic() if leave else 0.0
             if late > 0:

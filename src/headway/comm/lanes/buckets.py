@@ -108,6 +108,7 @@ class Bucket:
             return
         for view, arrived in zip(self.views, self.arrived, strict=True):
             if not arrived:
+                # It still holds the sum of the last step.
                 view.zero_()
         flags.copy_(torch.tensor(self.arrived, dtype=flags.dtype))
 
@@ -117,6 +118,7 @@ class Bucket:
         if all(self.arrived):
             return self.arrived  # the flags of this rank alone say so
         flags = self.fused.flags
+        # Complex numbers have no order.
         return ((flags.real if flags.is_complex() else flags) > 0).tolist()
 
     def chunks(self, chunk_bytes: int | None) -> list[FusedBuffer]:

@@ -109,6 +109,7 @@ class RoutePool:
 
     def _make(self, partition: RankPartition | None, *, hierarchical: bool) -> Route:
         own: Route | None = None
+        # Every rank makes the groups of all parts: new_group is collective over the world.
         for ranks in partition or (None,):
             route = make_route(
                 ranks,

@@ -147,6 +147,7 @@ def initial_arrangement(
     keys = _bucket_keys(parameters, description)
     if not description.priority:
         layout = fuse_parameters(
+            # Backward makes the last layer's gradients first.
             dict(reversed(list(parameters.items()))),
             keys,
             bucket_bytes=description.initial_bucket_bytes,
@@ -176,6 +177,7 @@ def make_buckets(
     found = []
     for number, (names, kind, method) in enumerate(zip(layout, kinds, methods, strict=True)):
         chosen = (
+            # The training thread itself drives these, so that they may use the world's own group.
             (routes.own(),)
             if inline
             else routes.get(
@@ -417,6 +419,7 @@ class AdaptiveExchange:
     def _remake(self) -> None:
         """Replace the current exchange by one for the present description and arrangement."""
         state = self.now.state()
+        # First the old hooks come off, because a gradient belongs into one bucket only.
         self.now.close()
         self.now = self._make()
         self.now.restore(state)
@@ -650,6 +653,7 @@ def _slowdown(compression: Compression, route: Route, device: torch.device) -> f
     buffer = torch.randn(_SIDE * _SIDE + 1, device=device)
     buffer[-1] = 1.0
     fused = FusedBuffer(buffer, (GradientSlice("probe", 0, _SIDE * _SIDE, (_SIDE, _SIDE)),))
+    # Not timed: the first exchange of a layout allocates.
     complete(method, fused, route)
     times = []
     for _ in range(_ROUNDS):

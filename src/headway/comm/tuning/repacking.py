@@ -211,6 +211,7 @@ class LinkMonitor:
             measured = reconcile_measurements(self.links, measured, self._probe(self.links))
             drifts, links = find_drift(self.links, measured)
         if not drifts:
+            # At the present level of all links, which may have changed together.
             self.links = links
             return None
         decided: list[Repacking | None] = [None]
