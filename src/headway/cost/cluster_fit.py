@@ -65,6 +65,7 @@ def add_host_costs(
         return found.idle[step] - _known(step, device, network, ranks)
 
     one, many, several = (step for step in found.idle if step.stages == 1)
+    # A difference of two steps leaves only what grows: the rest of both cancels.
     tensor = max(0.0, (rest(many) - rest(one)) / (many.tensors - one.tensors))
     micro = max(0.0, (rest(several) - rest(one)) / (several.microbatches - one.microbatches))
     left = rest(one) - one.tensors * tensor - one.microbatches * micro
@@ -170,6 +171,7 @@ def fit_terms(
         floor: Seconds of its launches, which the terms leave out; at most four fifths of a time.
     """
     flops, moved, weights, calls, seconds = np.array(points).T
+    # Divided by the measured time, so that least squares minimise relative errors.
     columns = {
         "rate": flops / seconds,
         "stream": moved / seconds,
@@ -179,6 +181,7 @@ def fit_terms(
         "rest": np.maximum(1.0 - floor / seconds, 0.2),
     }
     sets = (_WHOLE, _APART)
+    # A factor below 1 / peak would mean products faster than the peak.
     if flops.any():  # what computes has a rate, if any fits: weights may grow like FLOPs by chance
         found = _chosen(columns, sets, "rate", 1.0 / peak) or _chosen(columns, sets)
     else:
@@ -214,6 +217,7 @@ def _chosen(
         if needed and needed not in names:
             continue
         table = np.stack([columns[name] for name in names], axis=1)
+        # Terms that are proportional over these shapes cannot be told apart.
         if not table.any(axis=0).all() or np.linalg.matrix_rank(table) < len(names):
             continue
         inverse = np.linalg.lstsq(table, rest, rcond=None)[0]
@@ -222,12 +226,15 @@ def _chosen(
         # Akaike: an error below the noise of times must not buy another term.
         error = float(((table @ inverse - rest) ** 2).mean()) + NOISE**2
         expected = error * (count + len(names)) / max(count - len(names), 1)
+        # Of sets that do equally well the first one stays, which has fewer terms.
         if best is None or expected < best[0] * (1 - 1e-9):
             best = expected, names, inverse
     return None if best is None else best[1:]
 
 
 def _sets(sets: Sequence[tuple[str, ...]], count: int) -> Iterator[tuple[str, ...]]:
+    # As many terms as times would fit anything. `stream` leaves weights out, so it needs their
+    # term.
     found = dict.fromkeys(
         names
         for every in sets
@@ -345,6 +352,7 @@ def device_of_kernels(found: DeviceReadings, stamp: str) -> Device:
     floor = found.kernel + (found.dispatch if found.adds else 0.0)
     depth = _depth(found.products[main], floor)
     peak = {
+        # `DeviceModel.seconds_of_matmul` solved for the peak, with efficiency 1.
         name: _four_digits(
             median(2.0 * m * n * (k + depth) / _work(s, floor) for m, n, k, s in points)
         )

@@ -129,6 +129,7 @@ class DeviceModel:
             longer = np.float64(max(host, device, 1e-30))
         else:
             longer = np.maximum(np.maximum(host, device), 1e-30)
+        # Relative to the longer one: powers of microseconds would underflow where q is large.
         return longer * ((host / longer) ** q + (device / longer) ** q) ** (1.0 / q)
 
 

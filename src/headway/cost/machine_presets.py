@@ -107,6 +107,8 @@ def assumed_machine(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Mac
     inner, outer = preset_levels(sheet, _known(UPLINKS, uplink, "uplink"))
     levels = (link_level(inner, width), link_level(outer, width))
     return Machine(
+        # Logits that no tensor axis splits ran at a third of the usual rate on the A100 (`FITTED`);
+        # the reason is not known.
         device=_assumed_device(name), network=HierarchicalNetwork(levels), whole_head=0.35
     )
 
@@ -184,6 +186,7 @@ def device_of(device: Device, name: str) -> DeviceModel:
     known: dict[str, Any] = {key: value for key, value in fits.items() if key in DEVICE}
     start = replace(start, **known, source={**start.source, **dict.fromkeys(known, FITTED_SOURCE)})
     peak = {**start.peak, **device.peak}
+    # Later ones win: the cluster's own numbers, then fitted ones, then assumed ones.
     return replace(start, name=name, peak=peak, **own, source={**start.source, **source})
 
 

@@ -61,6 +61,8 @@ def memory_of_transformer(model: Transformer, split: TransformerSplit) -> Transf
         layers * np.minimum(split.microbatches, p),
     )
     tokens = model.sequence * split.microbatch
+    # 8 s b + s b h for each micro-batch in flight, and without a pipeline 4 s b (h + V) / t for the
+    # logits: Megatron-LM's estimator.
     embedding = (8.0 + model.hidden) * tokens * np.minimum(split.microbatches, p)
     logits = 4.0 * tokens * (model.hidden + model.vocabulary) / t
     return TransformerMemory(
@@ -137,6 +139,7 @@ def optimiser_temporaries(optimiser: OptimiserMemory, sizes: Sequence[int], way:
         return 0
     if way == "foreach":
         return optimiser.together * sum(sizes)
+    # While a parameter is updated, what is left of the one before it is still alive.
     before = (0, *sizes)
     return max(
         optimiser.left * b + optimiser.passing * s for b, s in zip(before, sizes, strict=False)

@@ -112,6 +112,8 @@ class HierarchicalNetwork:
         n = np.asarray(size, dtype=float)
         slowest, latency = np.zeros_like(n * np.asarray(stride)), 0.0 * n
         for branches, flows, below, link in self._crossings(size, stride):
+            # Each of a unit's `below` ranks sends what is for the n - below ranks outside over one
+            # link.
             leaves = below * (n - below) / n * flows * num_bytes / link.rate
             slowest = np.maximum(slowest, np.where(branches > 1, leaves, 0.0))
             latency = np.maximum(latency, np.where(branches > 1, link.latency, 0.0))

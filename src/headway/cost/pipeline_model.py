@@ -132,6 +132,7 @@ def simulate_chimera_step(shape: ChimeraShape, times: ChimeraTimes) -> float:
 def _table(shape: ChimeraShape) -> PipelineSchedule:
     return replace(
         chimera(shape.stages, shape.microbatches, pipes=shape.pipes, mode=shape.mode),
+        # Backward times include recomputation already: the table must not add it again.
         recompute=(),
     )
 
@@ -488,6 +489,8 @@ def schedule_formula(
 def _looped(name: str, d: int, n: int, v: int) -> ScheduleFormula | None:
     if n % d:
         return None
+    # Megatron's warm-up: 2 (D - r - 1) + (v - 1) D chunks ahead on rank r, and one under way; a
+    # chunk is 1 / v of a stage.
     first, last = ((w + (v - 1) * d + 1) / v for w in (2 * (d - 1), 0))
     held = (min(n, last), min(n, first)) if name == "interleaved" else (n, n)
     return ScheduleFormula((d - 1) / (v * n + d - 1), "(D-1)/(vN+D-1)", (1, 1), held)
@@ -495,6 +498,7 @@ def _looped(name: str, d: int, n: int, v: int) -> ScheduleFormula | None:
 
 def _zb_h1(d: int, n: int, ratio: float) -> ScheduleFormula | None:
     """(D-1)(F + I - W) of bubble, with I = W."""
+    # At B = 2F all three passes take F, and so does F + I - W.
     if n < d or ratio != 2:
         return None
     return ScheduleFormula((d - 1) / (3 * n + d - 1), "(D-1)/(3N+D-1)", (1, 1), (d, d))

@@ -161,6 +161,7 @@ def price_transformer(
     forward, backward = forward * layer_factor, backward * layer_factor
     head, embedding = (seconds * head_factor for seconds in _ends(model, split, machine))
     stage = np.ceil(model.layers / split.pipeline) * (forward + backward)
+    # One stage has both ends of the model; else the slowest has the longer of them.
     first = np.where(np.asarray(split.pipeline) > 1, embedding, 0.0)
     slowest = stage + np.maximum(head + embedding - first, first)
     whole = model.layers * (forward + backward) + head + embedding
@@ -236,6 +237,7 @@ def layer_seconds(
     two = two + 6.0 * model.layer_parameters / t / device.memory_rate  # gradients are added up
     one = one + device.seconds_of_kernels(FORWARD_KERNELS + more)
     two = two + device.seconds_of_kernels(BACKWARD_KERNELS + more)
+    # One all-reduce behind attention and one behind the FFN in each pass (Megatron).
     summed = 2.0 * _over_tensor(model, split, machine)
     waiting = 2.0 * device.skew * np.log2(t)
     host_one = device.seconds_of_host(FORWARD_KERNELS + more) + waiting
@@ -263,6 +265,7 @@ def _products(
         return machine.device.seconds_of_matmul(m, n, k, dtype=machine.dtype)
 
     forward = sum(matmul(tokens, n, k) for k, n in shapes)
+    # Gradients of inputs and of weights.
     backward = sum(matmul(tokens, k, n) + matmul(k, n, tokens) for k, n in shapes)
     return forward, backward
 
@@ -300,6 +303,7 @@ def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tupl
     products = products + device.seconds_of_matmul(part, h, tokens, dtype=machine.dtype)
     products = products / np.where(np.asarray(t) > 1, 1.0, machine.whole_head)
     summed = _over_tensor(model, split, machine)
+    # The loss of split logits sums three numbers per token (Megatron-LM).
     small = 3.0 * machine.network.all_reduce(4.0 * tokens, t)
     # The logits in 16 and 32 bits pass through memory about eight times (30 bytes); in front of and
     # behind them lie a normalisation, copies and the embedding's scatter.

@@ -86,6 +86,8 @@ def measured_seconds(
         ):
             streams, weights = (moved - weights) * scale, weights * moved_weights
             if pace is None:
+                # Without a pace, a kernel takes the longer of its products and its memory traffic
+                # (roofline).
                 rate = device.rate(dtype) if kernel.flops.total else 1.0
                 seconds = max(flops * scale / rate, (streams + weights) / device.memory_rate)
                 passes.append(seconds / parts)
@@ -100,6 +102,7 @@ def measured_seconds(
 
 
 def _pace(device: DeviceModel, kind: str) -> KernelPace | None:
+    # Similar kinds form chains: conv3d grouped, conv2d grouped, conv2d.
     while kind not in device.kinds and kind in SIMILAR_KINDS:
         kind = SIMILAR_KINDS[kind]
     return device.kinds.get(kind)
@@ -136,6 +139,7 @@ class Relayout:
 
     def needed(self, source: str, target: str, num_bytes: float) -> RelayoutCollective | None:
         """The collective between two placements of a tensor of so many bytes; None: it is free."""
+        # From a whole tensor, a rank slices its part or puts zeros without any message.
         if source == target or source == "R" or self.size == 1:
             return None
         if source.startswith("P"):
@@ -168,6 +172,8 @@ class Relayout:
         for one, (lies, wants) in enumerate(sources):
             for two, (needs, gives) in enumerate(targets):
                 for part, pair in enumerate(((lies, needs), (gives, wants))):
+                    # The kind does not depend on the bytes, so one table of kinds serves tensors of
+                    # all sizes.
                     found = self.needed(*pair, 1.0)
                     if found is not None:
                         numbers[one, two, part] = kinds.setdefault(found.kind, len(kinds) + 1)
@@ -304,6 +310,7 @@ class PlanningWorkload:
             entered = [n for n, tensor in enumerate(operator.inputs) if tensor in dims]
             if not entered:
                 continue
+            # An operator that the table does not know is taken to keep samples in front.
             if not operator.axes.known:
                 loops[operator.name] = ""
                 dims |= dict.fromkeys(operator.outputs, 0)
@@ -447,6 +454,7 @@ def operator_cost(
     scale = setting.scale if operator.name in setting.work.batch_loops else 1.0
     if rule.halo:
         halo = float(setting.machine.network.send(rule.halo * scale)) * (rule.parts > 1)
+        # Backward sends the gradients of the halo back to the parts that own it.
         forward, backward = forward + halo, backward + halo
     if rule.exchange:
         summed = setting.relayout.seconds("P", "R", rule.exchange)
@@ -472,6 +480,7 @@ def parameter_bytes(
             continue
         size = setting.work.graph.tensors[tensor].bytes
         held += size / (setting.tensor if placement.startswith("S") else 1)
+        # Parts that each computed a share of the gradient of a whole parameter sum it once a step.
         if gradient.startswith("P") and not placement.startswith("P"):
             pending.append(float(size))
     return held, tuple(pending)
@@ -489,6 +498,7 @@ def _computed(setting: OperatorSetting, operator: Operator, rule: Rule) -> tuple
     device = setting.machine.device
     passes = _passes(setting, operator, rule)
     number = kernel_count(operator)
+    # Backward launches one more kernel where weights have a gradient of their own.
     launched = (number, number + bool(operator.flops.weight_gradient))
     one, two = (
         float(device.join(device.seconds_of_host(n), s + device.seconds_of_kernels(n))) if s else s
@@ -517,6 +527,7 @@ def _passes(
     flops, traffic = operator.flops, operator.traffic
     made, taken, held, own, outputs = setting.work.counts(operator)
     dtype = dtype_of(setting, outputs)
+    # A rule with a pending sum divides the summed dimension, which makes products less efficient.
     cut = _parts_of_sum(rule)
     if device.kinds:
         return measured_seconds(

@@ -106,6 +106,7 @@ def _most(each: Iterable[MessageBuffers]) -> MessageBuffers:
 
 def _of_rank(table: PipelineSchedule, rank: int) -> Both:
     row = table.order[rank]
+    # A message that has left is freed when the table proves that it has arrived.
     retired = completed_sends(table, rank)
     now: Counter[str] = Counter()
     under_way = 0
@@ -117,8 +118,11 @@ def _of_rank(table: PipelineSchedule, rank: int) -> Both:
         under_way += action.kind == ActionKind.FORWARD
         here = MessageBuffers(now["comes"] + now["goes back"], now["leaves"], now["returns"])
         for kinds, (most, fullest) in found.items():
+            # Messages count at the moment with the most micro-batches under way, when a stage keeps
+            # most.
             if action.kind in kinds and (under_way, sum(here)) > (most, sum(fullest)):
                 found[kinds] = under_way, here
+        # After the comparison: the pass still holds its own micro-batch while it runs.
         under_way -= action.kind in _ENDS
     return found[_BACK][1], found[_AHEAD][1]
 
@@ -159,6 +163,7 @@ class DeviceMemory:
         """Bytes above the state per byte of parameters while the update runs."""
         degrees, itemsize = self.degrees, self.itemsize
         together = self.tables.setting.work.optimiser.together
+        # The update's temporaries are in 32 bits; with ZeRO they cover this rank's part only.
         found = together * max(FULL, itemsize) / itemsize / (degrees.data if degrees.zero else 1)
         if degrees.pipeline == 1 or not degrees.zero:
             return found
@@ -359,11 +364,13 @@ class StrategiesByTime(NamedTuple):
             return self.state + number * self.kept + self.more <= cap
 
         room = cap - self.more - self.state
+        # kept is 0 where nothing is saved; np.where evaluates both branches.
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(self.kept > 0, room / self.kept, most * fits(0))
         found = np.clip(number, 0, most).astype(np.int64)
         found += (found < most) & fits(found + 1)  # the division may be off by one either way
         found -= (found > 0) & ~fits(found)
+        # The update needs its memory whatever the number of micro-batches.
         found[self.updated > cap] = 0
         return found
 
@@ -374,11 +381,14 @@ class StrategiesByTime(NamedTuple):
         Args:
             flights: Numbers of micro-batches, ascending.
         """
+        # Strategies are sorted by time: one that fits no more than a faster one is never picked.
         upto = np.maximum.accumulate(self.fitting(cap, int(flights[-1])), axis=1)
         ways = _first_above(upto, flights)
         if self.first is not None and flights[-1] == self.all:
             held = self.state + self.all * self.kept + self.first
             fits = (held <= cap) & (self.updated <= cap)
+            # With all micro-batches under way the first backward finds no gradients yet: another
+            # bound.
             ways[:, -1] = np.where(fits.any(axis=1), fits.argmax(axis=1), fits.shape[1])
         lines = np.arange(len(ways))[:, None]
         return self.seconds[lines, ways].T, self.place[lines, ways].T
@@ -408,6 +418,7 @@ def sort_strategies(
         np.take_along_axis(rows[..., column].reshape(flat), order, 1)
         for column in (IntervalRows.STATE, IntervalRows.KEPT, IntervalRows.MORE)
     )
+    # One place more, of infinite time, is what is picked where nothing fits.
     none = ((0, 0), (0, 1))
     seconds = np.take_along_axis(value, order, 1)
     return StrategiesByTime(
@@ -428,6 +439,7 @@ def _first_above(upto: np.ndarray, flights: np.ndarray) -> np.ndarray:
     if len(flights) <= FEW:
         return np.stack([(upto < flight).sum(axis=1) for flight in flights], axis=1)
     steps = np.diff(upto, axis=1, prepend=0, append=most)
+    # Each place stands as often as it raises the row: column f - 1 is the first that reaches f.
     places = np.tile(np.arange(steps.shape[1]), len(steps))
     whole = np.repeat(places, steps.ravel()).reshape(len(upto), most)
     return whole[:, flights - 1]
@@ -483,6 +495,7 @@ class Pricing:
         if self.degrees.zero >= 2:
             gather, scatter = self._in_passes(params)
             ahead = forward + gather - most_hidden(gather, forward, self.overlap)
+            # Backward gathers the weights again and scatters the gradients behind each unit.
             sent = gather + scatter
             back = backward + sent - most_hidden(sent, backward, self.overlap)
         after = cells.step + self.after(params)

@@ -147,6 +147,7 @@ class UnitChains:
                 self._priced[kind] = _price(right, self.weights)
             left = np.stack([chain.rows for chain in chains])
             rows, picks = min_plus_product(left, right, self.weights, self._priced[kind])
+            # Placements are few: int8 keeps the back-pointers of thousands of chains small.
             for chain, own, between in zip(chains, rows, picks.astype(np.int8), strict=True):
                 _follow(chain, UnitChain(own, kind, chain, between))
 
@@ -156,6 +157,7 @@ def _follow(chain: UnitChain, more: UnitChain) -> None:
         # A further unit that adds the same to every strategy starts a run, which is never joined
         # again.
         added = more.rows - chain.rows
+        # One number for all placements at both ends, as P U = a P requires.
         step = added[:, :, :1, :1]
         if (np.abs(added - step) <= _SAME * np.abs(more.rows)).all():
             assert more.picks is not None
@@ -183,6 +185,7 @@ def path(
     while here is not None:
         fronts = [] if here.picks is None else [here.picks]
         if here.run is not None:
+            # The units of a run lie behind the chain that they continue, so they are walked first.
             fronts = [here.run.picks] * further.get(id(here.run), 0) + fronts
         for front in fronts:
             between = int(front[again, price, entry, exit_])
@@ -216,9 +219,11 @@ def min_plus_product(
     picks = np.zeros(best.shape, dtype=np.int64)
     for between in range(1, left.shape[-2]):
         sums = priced[..., :, between, None] + other[..., None, between, :]
+        # Strictly less: of equal placements the first one stays.
         picks[sums < best] = between
         np.minimum(best, sums, out=best)
     one, two = _lines(picks.shape[:-1], left.shape[-2], right.shape[:-1])
+    # Rows are taken by their flat numbers: one take instead of an index by five arrays.
     return _taken(left, one + picks) + _taken(right, two + picks * right.shape[3]), picks
 
 
@@ -325,6 +330,7 @@ class _Graph:
         shared = [t for t, n in uses.items() if n > 1 and t in self.made]
         ends = {self.unit.entry: ENDS[0], self.unit.exit: ENDS[1]}
         for tensor in dict.fromkeys([self.unit.entry, self.unit.exit, *shared]):
+            # What every rank makes itself needs no re-layout and no choice.
             if not tensor or tensor in self.setting.work.fixed:
                 continue
             states = [(place, place) for place in self.setting.placements(tensor)]
@@ -340,6 +346,7 @@ class _Graph:
         for operator in self.operators:
             names = (saved.name for saved in operator.saved)
             own = [name for name in names if name not in graph.held and name not in counted]
+            # A storage that several operators save is kept once.
             counted.update(own)
             self.nodes[operator.name] = np.array(
                 [
@@ -386,10 +393,12 @@ class _Graph:
         targets: list[tuple[str, str]],
     ) -> None:
         costs = np.zeros((len(sources), len(targets), len(PARTS)))
+        # Only tensors of floating point have gradients, hence a re-layout in backward.
         both = 1 + self.setting.work.graph.tensors[tensor].floating
         size = self.setting.bytes_of(tensor)
         found = self.setting.relayout.table(tuple(sources), tuple(targets), size)
         costs[..., :both] = found[..., :both]
+        # An operator may take several tensors of one maker: parallel edges are summed here.
         before = self.edges.get((source, target))
         self.edges[source, target] = costs if before is None else before + costs
 
@@ -537,6 +546,7 @@ class SegmentTables:
                 for steps in STEPS:
                     each = price * self.scale / memory
                     lines.append((1.0, 1.0, 1.0 / steps, 8.0 * each, saved * each))
+        # 30 prices: two without a price of bytes, and 7 x 2 x 2 with one.
         plain = np.array(lines)
         # With recomputation forward counts twice, and what is kept inside of a unit not.
         again = plain * np.array([2.0, 1.0, 1.0, 1.0, 0.0])
@@ -593,6 +603,8 @@ class SegmentTables:
             self._join_all(classes)
             for number in range(classes):
                 chain, runs = self._place_of(number)
+                # Chains and runs are shared: classes with the same ones differ only in how long the
+                # runs are.
                 groups.setdefault((id(chain), *(id(run) for run, _ in runs)), []).append(number)
             found = []
             for members in groups.values():
@@ -615,6 +627,7 @@ class SegmentTables:
                 if number not in self._places and before[number] >= 0:
                     chain, _ = self._place_of(before[number])
                     if self.chains.missing(chain, last[number]):
+                        # Classes that share a chain ask for the same product; it is joined once.
                         pairs[id(chain), last[number]] = chain, last[number]
             self.chains.join(pairs.values())
 
@@ -674,6 +687,7 @@ class SegmentTables:
     def _laid_out(self, parts: Array, doubled: Array, prices: np.ndarray) -> IntervalStrategies:
         """From (5, 2, classes, K)."""
         forward, backward, step, params, kept = parts
+        # The second row is with recomputation, which runs the forward pass again.
         backward = backward + np.arange(2.0)[:, None, None] * forward
         params = np.maximum(params - (doubled / self.setting.tensor)[:, None], 0.0)
         several = len(doubled) > 1

@@ -45,6 +45,7 @@ def lower_hull_bound(seconds: Array, held: Array, cap: float) -> tuple[float, fl
     if not fits.any():
         return np.inf, float(held.min())
     own, other = seconds[fits], seconds[~fits][:, None]
+    # Between a strategy that fits and one that does not: the mixture that just fills the cap.
     share = (cap - held[fits]) / (held[~fits][:, None] - held[fits])
     mixed = own + share * (other - own)
     return min(float(own.min()), float(mixed.min(initial=np.inf))), float(held.min())
@@ -204,6 +205,8 @@ class SearchBounds:
             if unit.kind not in known:
                 known[unit.kind] = [
                     (
+                        # What does not grow with the samples is left out: the bound is proportional
+                        # to them.
                         *(roofline_seconds(setting, o) if o.name in batched else (0.0, 0.0)),
                         kernel_count(o),
                     )
@@ -269,6 +272,7 @@ class LayoutBounds:
             each = np.stack([self._spread(kind, tensor) for kind, _ in stages])
             numbers = np.array([number for _, number in stages])
             slowest, through = slowest_stage(each, counts, numbers)
+            # `whole_filling` needs times that do not fall with the number of samples.
             self._copies[key] = np.maximum.accumulate(slowest), np.maximum.accumulate(through)
         return self._copies[key]
 
@@ -296,6 +300,7 @@ class LayoutBounds:
                 work = some * grid / tensor + device.seconds_of_kernels(calls)
                 slower = np.maximum(work, device.seconds_of_host(calls))
                 found.append(np.where(some > 0, slower, 0.0).sum(axis=(0, 1)))
+            # Between points of the grid the bound of the next smaller number of samples holds.
             at = np.searchsorted(grid, np.arange(1, batch + 1), side="right") - 1
             self._bounds[key] = np.maximum.accumulate(np.stack(found)[:, at], axis=1)
         return self._bounds[key]

@@ -160,6 +160,7 @@ def _by_algorithm_1(
     bounds: LayoutBounds, combination: Combination, caps: Mapping[str, float], need: int
 ) -> tuple[int, ...] | None:
     """Whale's shares: by the rates of the devices of a copy, within its memory; None: none fit."""
+    # The first stage of 1F1B has min(m, p) micro-batches in flight.
     kept = bounds.first.kept * min(combination.degrees.microbatches, combination.degrees.pipeline)
     shares = [
         DeviceShare(
@@ -174,6 +175,7 @@ def _by_algorithm_1(
         loads = dict(zip(combination.copies, algorithm_1(shares).loads, strict=True))
     except PlanError:
         return None
+    # 2.0000000001 samples are 2: rounding alone must not add one.
     return tuple(
         max(1, int(np.ceil(loads[kinds] * need - 1e-9))) for kinds, _ in combination.classes
     )
@@ -332,6 +334,7 @@ class PlanSearch:
         self.opened = 0
         self._known: np.ndarray = np.zeros((0, 3))
         self._candidates: dict[tuple[str, Degrees], PlanCandidate] = {}
+        # Weak keys: what was picked on a candidate goes when `KEPT` drops it.
         self._picks: Picks = WeakKeyDictionary()
 
     def related(self, question: PlanRequest) -> PlanSearch:
@@ -578,11 +581,13 @@ class PlanSearch:
         value = _bound_value(self.question, combination, seconds)
         if self.question.objective == "fewest-devices":
             return value > least
+        # On fewer devices a plan is chosen even if it is a thousandth worse.
         return value > least * ALIKE if combination.devices < fewest else value >= least
 
     def _outcome(self, considered: int, bound: float) -> SearchResult:
         question = self.question
         found = distinct_points(self.points, self._figures)
+        # The search prices without the parts of a step, which takes a third of the time.
         points = tuple(
             point
             if len(point.amounts) > 1  # has them already

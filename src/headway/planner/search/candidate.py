@@ -200,9 +200,12 @@ class PlanCandidate:
             for again in self._passes:
                 late = number == self.degrees.microbatches
                 there = own - np.where(late, room.params * self.late, 0.0)
+                # A late stage may need less than its kept bytes at its first backward: without
+                # `peak` this stays a bound.
                 left = cap - room.peak[again] * (there == own)
                 held = np.where(left < 0, 0.0, left / (there + (number - 1.0) * room.kept[again]))
                 fits = np.minimum(np.minimum(held, updated), longest / room.seconds[again])
+                # 0 / 0: units without bytes or seconds fit in any number.
                 places = np.maximum(places, np.nan_to_num(fits, nan=np.inf, posinf=np.inf))
         return np.asarray(np.floor(places * (1.0 + ROUNDING)))
 
@@ -264,7 +267,9 @@ class PlanCandidate:
 
     def _picked(self, border: str, cap: float, width: int = 0) -> tuple[Array, np.ndarray]:
         """(stages, classes): the least time of a stage with so many behind it, and its strategy."""
+        # Reversed: row s of `cut_stages` is the stage with s behind it.
         counts = np.array(self._in_flight[::-1])
+        # Stages with as many micro-batches in flight have the same times, so they are sorted once.
         flights, place = np.unique(counts, return_inverse=True)
         times, picks = self._order(border, width).picked(cap, flights)
         return times[place], picks[place]
@@ -293,6 +298,7 @@ class PlanCandidate:
 
     def detailed(self, point: Point) -> Point:
         """A point with all parts of its step."""
+        # A plan priced without its parts has `busy` 0; a complete one computes for some time.
         return point if point.busy else self._point(point.border, point.stages)
 
     def _alone(self, cap: float) -> Point | None:
@@ -533,6 +539,7 @@ class PlanCandidate:
     def _ranks(self, stages: tuple[PointStage, ...]) -> tuple[float, ...]:
         """Bytes of each rank at its fullest moment, with all of its stages."""
         assert self.book is not None
+        # `kept` is of all micro-batches in flight; the table counts those of each stage on a rank.
         kept = [stage.kept / n for stage, n in zip(stages, self._in_flight, strict=True)]
         return tuple(
             sum(stages[number].state for number in hosted)
@@ -682,6 +689,7 @@ class ShareCandidate:
         numbers = bar_intervals(numbers, self.starts)
         times = np.where(times < known / m, times, np.inf)  # all ranks have m, and their sums
         cuts = cut_stages(numbers, times, m)
+        # As in `PlanCandidate._cut`: most cuts need no second run without these borders.
         barred = unnameable_units(tables.row)
         if cuts is not None and not barred.isdisjoint(cuts.borders[1:-1]):
             cuts = cut_stages(bar_intervals(numbers, (), barred), times, m)
@@ -884,6 +892,7 @@ class _CellIntervals(NamedTuple):
 def _together(values: tuple[Array, ...], mismatches: tuple[Array, ...]) -> tuple[Array, np.ndarray]:
     """(classes,) the least longest time, and (classes, cells) the strategies."""
     if not mismatches:
+        # Nothing ties the cells' strategies together: the slowest of each cell's own best counts.
         picks = np.stack([value.argmin(axis=1) for value in values], axis=1)
         each = [np.take_along_axis(v, picks[:, n, None], 1)[:, 0] for n, v in enumerate(values)]
         return reduce(np.maximum, each), picks

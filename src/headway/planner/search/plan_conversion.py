@@ -112,6 +112,7 @@ def to_plan(outcome: SearchResult, point: Point) -> Plan:
         shares=shares,
     )
     if shares:  # copies take as many micro-batches, of different sizes
+        # A copy with fewer samples than micro-batches would have an empty one.
         parts = min(degrees.microbatches, *shares)
         plan = replace(plan, batch=replace(plan.batch, microbatch=None, parts=parts))
         plan.check()
@@ -238,6 +239,7 @@ def _layout_point(plan: Plan, search: PlanSearch, kinds: Sequence[str]) -> Point
     for copy, own in enumerate(copies):
         share = plan.batch.share(copy, plan.data_degree)
         size = max(len(part) for part in plan.batch.microbatches(share))
+        # Shares of a class's copies may differ by a sample: all count as the largest.
         largest[own] = max(size, largest.get(own, 0))
     layout = DeviceLayout(copies=copies, order=degrees.order)
     amounts = tuple((kind, used[kind]) for kind in search.types if used[kind])

@@ -218,6 +218,7 @@ def parse_force(words: Sequence[str]) -> tuple[ForcedModules, list[str]]:
             problems.append(f"--force {word}: write one of {', '.join(WORDS)}")
         else:
             found.append((pattern, how))
+    # A module may begin a stage and be split or replicated at the same time.
     seen = {pattern: how for pattern, how in found if how != "stage"}
     problems += [
         f"--force {pattern}={how}: {pattern}={seen[pattern]} is forced, too"
@@ -290,6 +291,7 @@ def restrict_to_force(
             problems += [f"--force {problem}" for problem in error.problems]
         else:
             legal.append(t)
+    # Without a tensor axis everything is replicated, so this degree obeys, too.
     replicated = all(how == "replicate" for _, how in force)
     if replicated and 1 in degrees:
         legal.insert(0, 1)
