@@ -218,6 +218,7 @@ def arguments_of(
     """Tensors as (argument, name, fake tensor), and everything else as plain data."""
     tensors: list[tuple[str, str, Tensor]] = []
     attributes: dict[str, Any] = {}
+    # Only the schema knows the names of positional arguments.
     for number, argument in enumerate(target._schema.arguments):
         if number < len(args):
             value, given = args[number], node.args[number]

@@ -40,6 +40,7 @@ class FakeContext:
             return real
         with self.mode, torch._C.DisableTorchFunction():
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        # A computed tensor of the example does not bring its graph along.
         return made.requires_grad_(real.requires_grad and real.is_leaf)
 
     def tree(self, example: Any) -> Any:
@@ -145,6 +146,7 @@ class DataIndependentValues(TorchFunctionMode):
                 for leaf, real in zip(tree_leaves(result), tree_leaves(found), strict=True):
                     if isinstance(leaf, Tensor):
                         self._real[id(leaf)] = real
+            # Each call is executed once; its numbers stay in `_real`.
             self._noted.clear()
             return func(*self._numbers(args), **self._numbers(kwargs))
 

@@ -148,6 +148,7 @@ class _Exit(torch.autograd.Function):
         made = torch.empty(shape, dtype=dtype)
         meter = ctx.probe.meter
         ctx.probe.begun[ctx.place] = meter.watch(made)
+        # Every result comes by here; the last one sets the mark.
         ctx.probe.start = meter.peak = meter.now
         return made, None, None
 
@@ -187,6 +188,7 @@ class _Probe:
             entered = self._enter()
             whole = (tuple(args), dict(kwargs))
             given, named = tree_map_only(Tensor, lambda t: entered[id(t)], whole)
+            # What enters is there before the call.
             places = [self.meter.watch(entered[id(t)], count=False) for t in self.tensors]
             with self.meter:
                 result = target(*given, **named)
@@ -205,6 +207,7 @@ class _Probe:
     def _enter(self) -> dict[int, Tensor]:
         entered: dict[int, Tensor] = {}
         for place, (tensor, need) in enumerate(zip(self.tensors, self.needs, strict=True)):
+            # A tensor that is given twice enters once.
             if id(tensor) in entered:
                 continue
             fresh = _like(tensor)
@@ -356,6 +359,7 @@ class OperatorRecorder:
         tensors, attributes = arguments_of(target, node, args, kwargs, named)
         before = {id(tensor.untyped_storage()) for _, _, tensor in tensors}
         specs = tuple(spec_of(tensor) for _, _, tensor in tensors)
+        # `_pack` fills it while the call runs.
         self._saved = []
         result = target(*args, **kwargs)
         values[node] = result

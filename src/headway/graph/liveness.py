@@ -351,6 +351,7 @@ class MicrobatchPass:
         # Recomputation ends with the last tensor that backward needs, as in torch.utils.checkpoint.
         stop = places[-1] + 1 if places else region[0]
         inside = {s for place in range(region[0], stop) for s in part.own[place]}
+        # Not the first forward's storages, of which some may be alive.
         self.again |= {s: f"{self.name}:{s}:again" for s in inside}
         readers: set[str] = set()
         for place in range(region[0], stop):
@@ -390,6 +391,7 @@ class MicrobatchPass:
             if key is None:
                 key = self._gradient(operator.inputs[number])
             else:
+                # Two gradients in one memory: both hold it.
                 ledger.hold(key)
             made[number] = key
         for key in incoming:
@@ -454,6 +456,7 @@ def simulate_liveness(
     for kind, number in actions:
         if kind == "F":
             name = f"micro-batch {number}"
+            # A stage sends its results away; those of the whole model stay with the caller.
             under_way[number] = MicrobatchPass(part, ledger, name, inside, results=units is None)
             under_way[number].forward()
         else:

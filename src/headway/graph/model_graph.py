@@ -483,6 +483,7 @@ class ModelGraph:
                     yield f"{operator.name} makes {tensor}, which is there already"
                 if tensor not in self.values:
                     yield f"{operator.name} makes {tensor}, of which no shape is given"
+            # Also after a problem, so that each is reported once.
             made.update(operator.outputs)
             if not missing and all(t in self.values for t in operator.outputs):
                 yield from self._wrong_axes(operator)

@@ -155,6 +155,7 @@ def _unify(a: OperatorAxes, output: int, b: OperatorAxes, place: int) -> Operato
         name for index in (*inputs, *outputs) for names_ in parse_index(index) for name in names_
     }
     return OperatorAxes(
+        # Axes of nothing but the tensor between the two are gone.
         loops=tuple(loop for loop in names.loops.values() if loop.name in used),
         inputs=tuple(inputs),
         outputs=tuple(outputs),

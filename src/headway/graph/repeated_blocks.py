@@ -75,6 +75,7 @@ def find_repeated_blocks(
     place = 0
     for run in runs:  # outer runs come before inner ones
         repeated = counts[run.structure] > 1 and run.stop - run.start >= smallest
+        # A run inside of one that was chosen is a part of it.
         if repeated and run.start >= place:
             chosen.append(run)
             place = run.stop
@@ -406,8 +407,7 @@ class _Extension:
                 return f"{self._counted_on(maker, self._before(maker), {})}/{rest}"
             return self._held(name)
         blocks = self.whole.stacks[place.stack].blocks
-        # The last block's neighbour is block 2 here; of block 1, outside of the stack, nobody can
-        # read.
+        # The last block's neighbour is block 2 here; block 1 stands for many, read by blocks only.
         ends = {0: 0, BLOCKS_KEPT - 2: blocks - 2, BLOCKS_KEPT - 1: blocks - 1}
         if place.block not in ends:
             raise CannotExtendError(f"{name}, in the middle of a stack, is used elsewhere")

@@ -80,6 +80,7 @@ def _passing(operator: Operator, group: Sequence[int]) -> Rule:
     return Rule(
         inputs=tuple("P" if number in group else "R" for number in numbers),
         outputs=("P",) * len(operator.outputs),
+        # Another factor has met one summand on each part: its gradient is pending.
         gradients=tuple("R" if number in group else "P" for number in numbers),
     )
 

@@ -426,7 +426,7 @@ def measure_kernels(
     one = torch.randn(512, 512, device=device)
     spread = clock.spread(lambda: one @ one)
     every, updates = kernel_cases(), dict(_updates(clock))
-    # The order of the visits is that in which their times are taken apart below.
+    # `times` has the order of the visits, by which it is taken apart below.
     visits: list[Visit] = [partial(time_case, case, clock) for case in every]
     visits += [lambda: (_dispatch(clock),), lambda: (_gather(clock),)]
     visits += [*updates.values(), *idle.values()]
@@ -511,6 +511,7 @@ def _dispatch(clock: DeviceTimer) -> float:
     def step() -> None:
         value = torch.ones(4, device=clock.device)
         for weight in weights:
+            # Otherwise one kernel more would add to the old gradient.
             weight.grad = None
             value = value * weight
         value.sum().backward()
@@ -578,6 +579,7 @@ def _parameters(clock: DeviceTimer, count: int, size: int) -> list[Tensor]:
         torch.nn.Parameter(torch.ones(size, device=clock.device)) for _ in range(count)
     ]
     for parameter in found:
+        # Optimisers leave out a parameter without a gradient.
         parameter.grad = torch.ones_like(parameter)
     return found
 

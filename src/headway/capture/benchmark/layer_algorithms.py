@@ -234,8 +234,8 @@ def _intercept_layers(model: nn.Module, handle: Callable[[LayerCall], Tensor]) -
 
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            # Also after an error: the path of the module has to be left.
             stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
+            # Also after an error: the path of the module has to be left.
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(mode)
         yield
@@ -335,6 +335,7 @@ def measure_algorithms(
     """
     found = layers_of(model, step)
     trials = {called.key: _trials(called, clock) for called in found if called.key not in known}
+    # Layers with equal calls change together: a difference is that of all of them.
     same_calls = {key: [called.name for called in found if called.key == key] for key in trials}
 
     def both() -> None:
@@ -414,7 +415,7 @@ def _trials(called: LayerCall, clock: DeviceTimer) -> list[_Trial]:
     for name in called.ways:
         try:
             found.append(_trial(called, name, clock))
-        # No algorithm supports all shapes and types: one that refuses these is left out.
+        # Few algorithms support all shapes and types: one that refuses these is left out.
         except (RuntimeError, NotImplementedError):
             if name == DEFAULT_ALGORITHM:
                 raise

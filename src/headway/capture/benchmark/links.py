@@ -36,6 +36,7 @@ def measure_exchanges(group: dist.ProcessGroup, device: torch.device) -> LinkRea
 
     def there_and_back(buffer: torch.Tensor) -> None:
         rank = dist.get_rank(group)
+        # Messages go between two ranks; the others only join in the maxima.
         if rank > 1:
             return
         # dist.send and dist.recv take ranks of the world, whatever the group.
@@ -112,6 +113,7 @@ def _times(
         for size in MESSAGE_SIZES:
             call = partial(operation, torch.zeros(size // 4, device=clock.device))
             found.setdefault(size, []).append(_steady(call, group, clock))
+            # These times are the same on all ranks, which leave the loop together.
             if found[size][-1] > _SLOW_SECONDS and size > MESSAGE_SIZES[0]:
                 break
     return tuple((float(size), fmean(times)) for size, times in found.items())
@@ -123,6 +125,7 @@ def _steady(call: Callable[[], None], group: dist.ProcessGroup, clock: DeviceTim
     faster."""
     clock.once(call)
     own = [clock.once(call), clock.once(call)]
+    # Of times that all ranks share, so that all repeat equally often.
     first = min(slowest_of(own, group=group, device=clock.device))
     count = max(_LEAST, min(_MOST, int(_SECONDS / max(first, 1e-6))))
     own = [clock.once(call) for _ in range(count)][count // 2 :]

@@ -86,6 +86,7 @@ def _recurrent(call: OperatorCall, needs: Sequence[bool], trained: Sequence[bool
     asked = [weight for weight, wanted in zip(trained, needs, strict=True) if wanted]
     return Work(
         forward=forward,
+        # Whichever gradient is asked for needs those of all states.
         input_gradient=forward * bool(asked),
         weight_gradient=forward * any(asked),
     )

@@ -125,6 +125,7 @@ class HaloFetch:
 
     def __init__(self, x: Tensor, needs: Sequence[RangeExchange]) -> None:
         self._x = x
+        # Along the other dimensions this rank has everything.
         self._needs = [need for need in needs if need.axis.size > 1]
         self._all = tuple(needs)
         self.pieces = [BoxPiece(x, tuple(need.own for need in needs))]

@@ -133,7 +133,7 @@ def mean(
         raise RuleRefused("torch does not define the mean of integers either")
     dims = reduced_dims(input, dim)
     count = prod(input.shape[d] for d in dims)
-    # A mean over all of space ends it: behind it come the layers of the head.
+    # Behind a mean over all of space come the layers of the head, which may get whole samples.
     if not keepdim and dims and input.dim() - len(dims) == 2 and not {0, 1} & {*dims}:
         return sum_over_space(input, dims, keepdim, dtype=dtype) / count
     return total(input, dim, keepdim, dtype=dtype) / count
@@ -322,6 +322,7 @@ def _statistics(x: Tensor, axes: Sequence[SpatialAxis]) -> tuple[Tensor, Tensor,
         mean, variance = mean.to(wide), variance.to(wide)
     else:
         variance = mean = x.new_zeros(x.shape[1], dtype=wide)
+    # Stacked, so that they travel in one message.
     state = torch.stack([mean, variance * count, torch.full_like(mean, count)])
     for axis in axes:
         state = _combined(state, axis)

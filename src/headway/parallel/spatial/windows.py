@@ -305,6 +305,7 @@ def transposed_convolution(
         low, high = spread.reached(want[axis.rank])
         # F.pad begins with the last dimension.
         crop[2 * (count - 1 - number) : 2 * (count - number)] = [low - start, stop - high]
+        # `crop` stands for the padding and the output padding.
         native[0][number] = native[1][number] = 0
     with fetch_for_operator(input.local, needs) as box:
         if 0 in box.shape or 0 in sizes:
@@ -403,6 +404,7 @@ def _average_pool(
     for dim, (window, own) in enumerate(zip(windows, outputs, strict=True), 2):
         divisors = _divisors(window, own, input.shape[dim], count_include_pad)
         if len(set(divisors)) > 1 and divisor_override is None:
+            # Windows at the edge count fewer entries: these outputs are divided afterwards.
             uneven[dim] = divisors
         else:
             uniform *= divisors[0] if divisors else 1
@@ -445,6 +447,7 @@ def _adaptive(
     sizes = output_size if isinstance(output_size, (list, tuple)) else [output_size] * count
     extents = input.shape[2:]
     targets = [e if size is None else int(size) for size, e in zip(sizes, extents, strict=True)]
+    # Space is whole: torch's own function, whatever the sizes.
     if input.splits.keys() <= {0, 1}:
         whole = WHOLE if pool is _average_pool else WHOLE_MAX
         return input.like(whole[count](input.local, targets))

@@ -261,6 +261,7 @@ class InferenceContext(LayerContext):
     def parameter(self, parameter: nn.Parameter, key: Any) -> Any:
         """What a module's code gets for a parameter of it."""
         name = self.names[id(parameter)]
+        # A weight with several uses stays as the first one has cut it.
         if name in self.cuts:
             return self._cut(UndecidedParameter(name, parameter, self), self.cuts[name])
         return UndecidedParameter(name, parameter, self)

@@ -419,6 +419,7 @@ def vocabulary_parallel_embedding(
     first = grid.index(axes) * count
     local = index - first
     foreign = (local < 0) | (local >= count)
+    # In the numbering of this part; torch counts a negative one from the end.
     own = None if padding is None else padding % (count * grid.size(axes)) - first
     own = own if own is not None and 0 <= own < count else None
     found = torch.nn.functional.embedding(local.masked_fill(foreign, 0), weight, padding_idx=own)

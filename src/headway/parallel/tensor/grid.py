@@ -191,6 +191,7 @@ class ProcessGrid:
         size = self.size(axis)
         if size == 1:
             return _done(x)
+        # Twice: as much as a reduce-scatter and an all-gather.
         self._note("all-reduce", axis, 2 * (size - 1) * x.numel() // size)
         if self.mesh is None:
             self.tell("all_reduce", size, x.nbytes)

@@ -114,13 +114,13 @@ def _scatter_sums(places: Sequence[ShardedParameterSite]) -> _Bucket:
     for place in places:
         now = place.now
         gradient, now.grad = now.grad, None
+        flags.append(float(gradient is not None))
         # Rows must be equally long on all ranks, so that an unused parameter is sent as zeros; its
         # flag says so.
-        flags.append(float(gradient is not None))
         full = local_part_like(torch.zeros_like(now) if gradient is None else gradient, now)
         rows.append(_padded_chunks(full.detach(), size, _group(place)[2]))
-    # A rank receives one row only, so that every row needs the flags.
     kind = places[0].sharded
+    # A rank receives one row only, so that every row needs the flags.
     flag = torch.tensor(flags, device=rows[0].device).expand(size, -1)
     # Concatenation with the float32 flags has promoted half precision, which is undone here.
     packed = torch.cat([*rows, flag], dim=1).to(kind.dtype)

@@ -344,6 +344,7 @@ def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> 
 def _stages(found: Trace, starts: Sequence[int], relay: bool) -> ModelStages:
     with found.examples:
         parts = split_graph(found, starts, relay=relay)
+        # Examples of activations are large, and nobody asks for them again.
         found.examples.forget()
     stages = ModelStages(
         found.model, add_unused_parameters(found.model, parts), found.call.structure

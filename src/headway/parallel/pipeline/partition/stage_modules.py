@@ -68,7 +68,6 @@ class AttributeSource(nn.Module):
 
     def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:
         super().__init__()
-        # Past the module's own `__setattr__`, which would register the model as a child.
         object.__setattr__(self, "_given", (model, dict(constants)))
         self.training = model.training
 
@@ -296,6 +295,7 @@ def _exits(
     # From the last stage on: a relayed value makes the stage before one that takes it in turn.
     for part in reversed(parts):
         for node in part.takes:
+            # Every rank reads the batch by itself.
             if node.op == "placeholder":
                 continue
             source = nodes.stage(node)
@@ -479,6 +479,7 @@ class _StageBuilder:
         if self.number < self._nodes.last:
             self._graph.output(tuple(self._copies[node] for node in own))
         else:
+            # The last stage returns the model's own output, whatever its form.
             self._copy(self._own[-1])
         return self._stage(gives)
 

@@ -534,8 +534,8 @@ class _Creations(TorchFunctionMode):
     ) -> Any:
         keywords = kwargs or {}
         result = func(*args, **keywords)
+        # A function of a traced value returns a traced value; this tensor was made of none.
         if (
-            # A function of a traced value returns one; a tensor was made of none.
             self._tracer._examples.busy
             or not isinstance(result, Tensor)
             or is_tensor_method_or_property(func)
@@ -572,8 +572,8 @@ def _modes() -> tuple[bool, ...]:
 
 
 def _reason(error: Exception) -> str:
-    # The tracer's own messages begin like this.
     text = str(error).partition("\n")[0]
+    # The tracer's own messages begin with "it".
     if isinstance(error, fx.proxy.TraceError) and text.startswith("it "):
         return text
     return f"it does what torch.fx cannot follow: {type(error).__name__}: {text}"

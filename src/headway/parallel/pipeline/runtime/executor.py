@@ -219,6 +219,7 @@ class RankActions:
                 wait_for_sends(self._sent.popitem()[1])
             times.append(perf_counter())
         except Exception as error:
+            # `times` has the beginning, then one entry for each finished action.
             trouble = explain_distributed_error(error, self._row, len(times) - 1, self._team.rank)
             if trouble is None:
                 raise
@@ -481,6 +482,7 @@ def open_shared_memory_streams(
         ranks = team.ranks[a], team.ranks[b]
         if own in ranks and together(*ranks):
             peer = ranks[0] if own == ranks[1] else ranks[1]
+            # Room for all headers of a step, so that no put waits.
             ahead = edges * _PER_MICROBATCH * schedule.num_microbatches
             stream = open_stream(peer, ahead=ahead, group=team.group, timeout=timeout)
             if stream is not None:

@@ -487,6 +487,7 @@ class MicrobatchKeys:
 
     def of(self, microbatches: Sequence[Any]) -> list[Hashable]:
         """A key for each micro-batch of a step."""
+        # What decides which tensors between stages have gradients.
         state = (
             self._model.training,
             torch.is_grad_enabled(),

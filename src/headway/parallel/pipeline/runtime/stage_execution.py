@@ -129,6 +129,7 @@ def input_gradients(
             hook.remove()
     given = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
     apart = [(r, g) for r, g in given if r.node not in graph.on_way]
+    # A node that no gradient has reached passes none on.
     tasks = _tasks([start for start in starts if start.gradients is not None])
     if apart:  # outputs that do not depend on the inputs: no hook has seen their gradients
         edges, weights = [root for root, _ in apart], graph.weights([r.node for r, _ in apart])
@@ -382,6 +383,7 @@ class StageExecutor:
             self._root(now, self._give(microbatch))
             now.entered = []
             self._passes[microbatch] = now
+        # Activations must not live until the next micro-batch.
         self._values = ()
 
     def _forward_only(self, microbatch: int, data: Any, now: _MicrobatchState) -> None:

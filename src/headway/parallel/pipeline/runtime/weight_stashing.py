@@ -117,6 +117,8 @@ class WeightVersionPlan:
                 newest[key] = now + 1
             elif action.kind in COMPUTE_KINDS:
                 if action.kind == ActionKind.FORWARD:
+                    # Tables without a flush name the version: PipeDream-2BW does not take the
+                    # newest.
                     given = now if action.version == NO_NUMBER else action.version
                     forward[key, action.microbatch] = given
                 version = forward[key, action.microbatch]
@@ -139,7 +141,7 @@ class WeightVersionPlan:
         last = self._last[(action.pipe, action.stage), version] == position
         return [version] if last and self._is_kept(action, version) else []
 
-    # A version that no STEP of the row ends stays the live one.
     def _is_kept(self, action: Action, version: int) -> bool:
         key = (action.pipe, action.stage), version
+        # A version that no STEP of the row ends stays the live one.
         return self._last.get(key, NO_NUMBER) > self._end.get(key, len(self._row))

@@ -269,6 +269,7 @@ def cross_entropy(
         raise RuleRefused("weights of classes are not supported")
     if target.is_floating_point() or not isinstance(input, SplitTensor):
         raise RuleRefused("its targets are no numbers of classes, or are cut alone")
+    # torch has the classes in dimension 1, split_cross_entropy in the last.
     logits: Any = input.movedim(1, -1) if input.ndim > 2 else input
     classes = logits.cuts[-1] if isinstance(logits, SplitTensor) else WHOLE_DIMENSION
     if classes.blocks > 1 or any(cut.blocks > 1 for cut in cuts_of(logits)[:-1]):
@@ -284,6 +285,7 @@ def cross_entropy(
     total = rows.sum()
     if reduction == "sum":
         return total
+    # Over all ranks, whose parts may have different numbers of targets that count.
     counted = context.wrap(local_target != ignore_index, own).sum()
     return total / counted
 
