@@ -106,9 +106,9 @@ def assumed_machine(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Mac
     sheet = _known(DATASHEETS, DATASHEET_ALIASES.get(name, name), "device")
     inner, outer = preset_levels(sheet, _known(UPLINKS, uplink, "uplink"))
     levels = (link_level(inner, width), link_level(outer, width))
+    # Logits that no tensor axis splits ran at a third of the usual rate on the A100 (`FITTED`);
+    # the reason is not known.
     return Machine(
-        # Logits that no tensor axis splits ran at a third of the usual rate on the A100 (`FITTED`);
-        # the reason is not known.
         device=_assumed_device(name), network=HierarchicalNetwork(levels), whole_head=0.35
     )
 

@@ -107,6 +107,7 @@ class _CollectiveTasks:
     ) -> None:
         self.source, self.wires, self.bytes, self.host = program, wires, element_bytes, host
         self.tasks = TaskProgram()
+        # Wires come first: their numbers in the topology are those of their streams.
         for wire in wires.wires:
             self.tasks.stream(0, "wire", wire.name, rate=wire.rate)
         self.threads = [self.tasks.stream(r, "rank", str(r)) for r in range(program.ranks)]
@@ -126,6 +127,7 @@ class _CollectiveTasks:
             for place, step in enumerate(steps):
                 if isinstance(step, Send) and (rank, place) in partners:
                     self._message(rank, place, step, partners[rank, place])
+        # Only now: a wait may name a message that the other end's steps have added.
         for rank, step, task in waits:
             self.tasks.need(task, *(self.through[rank, place] for place in step.steps))
         played = run_tasks(self.tasks)
@@ -167,6 +169,7 @@ class _CollectiveTasks:
         else:
             sent = self.tasks.add("message", (), 0.0, before, label=label)
         self.through[rank, place] = self.through[other] = sent
+        # The sender is done when the last byte has left; only the receiver waits for the latency.
         if way.latency:
             self.through[other] = self.tasks.add(
                 "latency", (), 0.0, (sent,), delay=way.latency, label=label

@@ -98,6 +98,7 @@ class MaxMinSharing:
             flow = self._flows[number]
             flow.left = max(0.0, flow.left - flow.rate * (self.now - flow.since))
             flow.since, flow.rate = self.now, shares[number]
+            # Ends that were noted at another rate are void.
             flow.version += 1
             found.append((self.now + flow.left / flow.rate, number, flow.version))
         return found
@@ -315,6 +316,8 @@ class _Share:
     def until(self, time: float) -> None:
         """Let time go by."""
         if self.flows:
+            # Each of k flows receives 1 / k of the time. Ends in virtual time do not change when
+            # others join (Parekh and Gallager 1993).
             self.virtual += (time - self.now) / len(self.flows)
         self.now = time
 
@@ -346,6 +349,8 @@ class _EngineRun:
         for task, before in enumerate(program.before):
             for one in before:
                 self.after[one].append(task)
+        # The third number tells events apart: NO_TASK for a task that is ready, a stream where a
+        # flow of it ends, anything below NO_TASK for a flow over wires.
         self.events = [(0.0, task, NO_TASK) for task in range(number) if not self.missing[task]]
         heapify(self.events)
 
@@ -437,6 +442,7 @@ class _EngineRun:
             return
         share.until(time)
         virtual, task = heappop(share.flows)
+        # Rounding may leave the clock a little before the end that was noted.
         share.virtual = max(share.virtual, virtual)
         self._expect(stream)
         self._finish(task, time)

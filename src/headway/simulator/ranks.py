@@ -154,6 +154,8 @@ class SimulatedRanks:
         size = self.grid.data * len(places)
         if self.grid.data > 1 or len(places) == 1:
             return size, data
+        # Without copies of the pipeline a stage is summed over its places in it (Chimera), at their
+        # mean distance.
         return size, pipeline * (max(places) - min(places)) // (len(places) - 1)
 
     def level_of(self, size: int, stride: int) -> LinkLevel:

@@ -179,6 +179,8 @@ def _waits(played: TaskTimes, row: Sequence[int]) -> Iterator[_Wait]:
     kinds, since = played.program.kind, 0.0
     for task in row:
         end, cause = played.starts[task], played.awaited[task]
+        # A message may have waited for another one: each has its part of the wait, and what lies
+        # before the first of them is bubble.
         while end > since and cause != NO_TASK and kinds[cause] in COMMUNICATION:
             begin = max(since, min(end, played.ready[cause]))
             yield _Wait(kinds[cause], begin, end)

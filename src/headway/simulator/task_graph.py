@@ -96,6 +96,8 @@ class CellPlan:
         if kind == ActionKind.FORWARD:
             took = stage.kept
         elif kind in BACKWARD_KINDS:
+            # The pass for the inputs has computed the activations again; that for the weights finds
+            # them.
             took = stage.transient + (again if kind != ActionKind.WEIGHT_GRAD else 0.0)
             freed = stage.transient + (stage.kept + again if kind in WEIGHT_GRADIENT_KINDS else 0.0)
         elif kind == ActionKind.STEP:
@@ -344,6 +346,7 @@ class _Builder:
             if action.stage in late and action.kind in BACKWARD_KINDS:
                 late.remove(action.stage)
                 more = stages[action.stage].more
+                # Gradients that this backward makes stay, so they are taken and not freed.
                 took, freed = took + more + stages[action.stage].gradients, freed + more
             chain = []
             for chunk in cells.chunks(cell):
@@ -418,6 +421,7 @@ class _Builder:
         for cell, events in enumerate(self.wiring.needs):
             first = self.tasks[copy, cell][0]
             for event in events:
+                # An event without a message or a sum is a cell of the same rank.
                 found = self.events.get((copy, event)) or self.tasks[copy, event][-1:]
                 self.program.need(first, *found)
 
@@ -523,6 +527,7 @@ class _Builder:
         """A task on the lanes of its members, and on their compute, where that feels it."""
         numbers = [self.numbers[member] for member in members]
         lanes = [self._lane(number, name, "collectives") for number in numbers]
+        # A task on a shared stream has no other stream, so each member gets a task of its own.
         parts = [(lane,) for lane in lanes] if self.work.shared else [tuple(lanes)]
         tasks = [self.program.add(kind, on, seconds, before, label=label) for on in parts]
         felt = (1.0 - self.work.overlap) * seconds

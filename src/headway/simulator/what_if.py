@@ -218,6 +218,7 @@ def parse_step_faults(
 
 def _parsed(sentence: str) -> Fault:
     whys = []
+    # A fault may need the step from which it holds; here there is one step only.
     for text in (sentence, f"{sentence} from step 1"):
         try:
             return parse_fault(text)
