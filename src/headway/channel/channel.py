@@ -372,6 +372,7 @@ class Channel:
     def _close(self, *, patient: bool) -> None:
         if self._open:
             self._open = False
+            # These views would keep the memory in use, and an MPI window could not be freed.
             self._seen = [None] * self._slots
             # Later calls read zeros, not memory that may be unmapped by then.
             self._words, self._acquire = memoryview(bytes(len(self._words) * 8)).cast("Q"), None

@@ -158,6 +158,7 @@ class SharedMemoryTransport(PollingTransport):
     ) -> None:
         layout = own.region.layout
         super().__init__(peer, layout, seconds)
+        # Before the map: if the token then is right, this was the right process, too.
         self._process = PeerProcess(int(theirs["pid"]))
         map_ = map_peer_memory(self._process.pid, int(theirs["memory"]), layout.size)
         self._far = MemoryRegion(map_, layout)

@@ -338,6 +338,7 @@ class _TopologyBuilder:
     def _own(self, first: str, second: str) -> float | None:
         usual = self.cluster.between if self.cluster.fabric == "mesh" else None
         rate = self._pair(first, second)
+        # A link that the file names counts before the usual one of a mesh.
         return rate if rate is not None else usual.rate if usual else None
 
     def _joined(self, first: str, second: str) -> bool:

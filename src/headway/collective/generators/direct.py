@@ -122,6 +122,7 @@ def _collect(writer: ProgramBuilder, root: int, others: list[int], tag: int) -> 
     script = writer.ranks[root]
     parts = parts_of(even_sizes(writer.collective.elements, max(1, len(others))))
     arriving = []
+    # Not strict: a rank alone has one part, and nobody to get it from.
     for rank, part in zip(others, parts, strict=False):
         slot = script.room(part[1] - part[0])
         arriving.append((script.recv(rank, tag, slot), part, slot))

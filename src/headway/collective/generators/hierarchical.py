@@ -153,6 +153,7 @@ def _sum_inside(
         if other not in sums
         for handle in script.send(doors.door_at_home(rank, other), tags[other], source.span(part))
     ]
+    # The copies run while the numbers of the node's other ranks arrive.
     for other, span in sums.items():
         script.copy(span, source.span(parts[other]))
     for handle, other, slot in arriving:
@@ -179,6 +180,7 @@ def _all_gather(writer: ProgramBuilder, nodes: Nodes) -> None:
             handles += script.send(peer, tags[rank], own)
         script.copy(OUT.span(parts[rank]), own)
         script.wait(handles)
+        # Not begun before the wait: a door hands on what it has received.
         handed = [
             handle
             for mate in mates

@@ -194,6 +194,7 @@ class _Ring:
 
     def _recv(self, step: int, piece: Part) -> list[int]:
         final = self.size - (1 if self.source is None else 2)
+        # Results arrive in place; with a source apart, so do the sums of the last step (`_sum`).
         into = self.area.span(piece) if step >= final else self._slot(step, piece)
         return self.script.recv(self.left, self.tag, into)
 

@@ -442,6 +442,7 @@ def _flat(
     if not factor:
         return BucketService(0.0)
     dense = element_bytes * sum(map(prod, shapes))
+    # Without flags: a plain all-reduce is then priced at exactly what was measured.
     parts = scheme.compression.payloads(shapes, element_bytes, ranks, flags=False)
     sent, copies = 0.0, 1
     for part in parts:

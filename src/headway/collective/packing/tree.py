@@ -170,6 +170,7 @@ def root_tree(links: Sequence[tuple[int, int]], ranks: int, root: int | None = N
         near[j].append(i)
     root = _centre(near) if root is None else root
     parent: dict[int, int | None] = {root: None}
+    # The list grows while it is walked: level by level, from the root.
     for rank in (todo := [root]):
         for other in near[rank]:
             if other not in parent:

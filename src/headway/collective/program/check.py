@@ -392,6 +392,7 @@ class _Symbolic:
         for place in wait.steps:
             step = self.program.steps[rank][place]
             if isinstance(step, Recv):
+                # It counts from the Wait on: nothing may read the span earlier (rule "race").
                 runs = self.sent[self.partners[rank, place]]
                 self.held[rank, step.into.buffer].write(step.into.start, runs)
 

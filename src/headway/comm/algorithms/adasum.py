@@ -304,7 +304,7 @@ class _Combination:
                 circle, operands.other, self.flat[given], partner, self.tag
             ):
                 yield waiting
-                # While the next parts are on their way.
+                # The products are formed while the next parts are on their way.
                 operands.measure(there, self.widened)
             level *= 2
             yield from self._combine(operands, circle, block=level, last=level == power)

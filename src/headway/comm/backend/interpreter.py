@@ -221,6 +221,7 @@ class ProgramExecution:
             self._out.div_(len(self._interpreter.ranks))
             self._divide = False
         if self._held is not None:
+            # Only here: a late message may still be written to the memory of a program that failed.
             self._interpreter.scratch.give(self._held)
             self._held = None
         self._buffers.clear()
@@ -266,7 +267,7 @@ class ProgramExecution:
         assert isinstance(step, Recv | Send)
         self._awaited = step
         for work in self._works.pop(place):
-            # Never zero, which torch takes for no limit at all (kNoTimeout).
+            # Never zero: that is torch's kNoTimeout, the time-out of the group.
             left = max(deadline - monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))

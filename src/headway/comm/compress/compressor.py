@@ -163,6 +163,7 @@ class UncompressedPart:
     def spread(self, summed: Tensor, buffer: Tensor) -> None:
         """Put the sums back, wherever they have been collected."""
         place = 0
+        # Collected as a view of the bucket: the sums are there already.
         if len(self.spans) == 1 and summed.data_ptr() == buffer[self.spans[0][0] :].data_ptr():
             return
         for start, stop in self.spans:

@@ -109,6 +109,7 @@ def _magnitudes(keys: MagnitudeKeys) -> MagnitudeKeys:
 
 def _largest(magnitudes: MagnitudeKeys, k: int, infinite: int) -> Indices:
     """Positions of the k largest, ascending; among equal ones the first."""
+    # As bits, only NaN is above infinity.
     if magnitudes.size and magnitudes.max() > infinite:
         raise nan_error()
     if k == magnitudes.size:

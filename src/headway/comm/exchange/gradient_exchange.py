@@ -227,6 +227,7 @@ class GradientExchange(ABC):
     def _hide_gradients(self) -> None:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
+                # Otherwise the next backward pass would add to the sums in the buckets.
                 parameter.grad = None
 
     def _detach(self) -> None:

@@ -38,6 +38,7 @@ OptimizerSettings = list[dict[str, Any]]
 class _BucketOptimizer:
     def __init__(self, original: Optimizer, bucket: Bucket, groups: Mapping[Tensor, int]) -> None:
         self.bucket = bucket
+        # The same memory, each with a `.grad` of its own: the parameter's may be the next step's.
         self.shadows = [parameter.detach() for parameter in bucket.parameters]
         members: dict[int, list[Tensor]] = {}
         for parameter, shadow in zip(bucket.parameters, self.shadows, strict=True):

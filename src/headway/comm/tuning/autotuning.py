@@ -377,6 +377,7 @@ class AdaptiveExchange:
         self.wanted = description
         automatic = description.compress == "auto"
         self._measures = automatic or description.bucket == "auto" or description.priority
+        # "auto" sends everything until something has been measured.
         self.description = replace(description, compress="none") if automatic else description
         self._routes = routes
         self._seed = seed
