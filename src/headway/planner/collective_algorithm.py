@@ -275,6 +275,7 @@ def _trees(collective: CollectiveTask, wires: NetworkTopology) -> Families:
 def _grown(collective: CollectiveTask, weighted: Sequence[Weighted]) -> Iterator[ProgramCandidate]:
     heaviest = max((weight for _, weight in weighted), default=1.0)
     share = heaviest / (math.fsum(weight for _, weight in weighted) or 1.0)
+    # Chunks are parts of what the heaviest tree carries: it has the most to send one by one.
     for chunk in _chunks(math.ceil(collective.elements * share)):
         yield ProgramCandidate(trees(collective, weighted, chunk=chunk), weighted, chunk)
 

@@ -336,6 +336,7 @@ def _exposed(
 ) -> tuple[float, ...]:
     """By how much each layer raises the largest lateness so far, in the order of the needs."""
     late = np.where(sent, np.maximum(end - need, 0.0), 0.0)
+    # The last key of lexsort counts most: by need, of equal needs the one that ends first.
     order = np.lexsort((end, need))
     most = np.maximum.accumulate(late[order])
     exposed = np.zeros(len(late))

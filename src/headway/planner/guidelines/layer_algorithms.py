@@ -83,6 +83,7 @@ def _own(layers: LayerAlgorithms) -> ChoiceGraph:
 
 def _pooled(layers: LayerAlgorithms) -> ChoiceGraph:
     """A pool of each size that some algorithm needs; an algorithm that needs more is forbidden."""
+    # A pool between two of these sizes allows no more than the smaller one.
     sizes = sorted({a.bytes for some in layers.values() for a in some})
     edges = {
         (_POOL, name): np.array(
@@ -93,6 +94,7 @@ def _pooled(layers: LayerAlgorithms) -> ChoiceGraph:
     }
     return ChoiceGraph(
         OBJECTIVES,
+        # The bytes are the pool's alone: a layer's own would count them again.
         nodes={_POOL: _costs((size, 0.0) for size in sizes)}
         | {name: _costs((0.0, a.seconds) for a in some) for name, some in layers.items()},
         edges=edges,
@@ -150,6 +152,7 @@ def choose_minibatch(
     trials: list[MinibatchTrial] = []
     for batch in sorted(b for b in batches if most is None or b <= most):
         trials.append(_try(profile(batch), batch, memory, samples, mode))
+        # A larger minibatch leaves even less.
         if trials[-1].bound < 0:
             break
     fitting = [trial for trial in trials if trial.chosen is not None]

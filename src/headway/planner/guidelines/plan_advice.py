@@ -187,6 +187,7 @@ def advice_of(
         workers=nodes,
         server_rate=rate,
         link_rate=rate,
+        # What the cost model says that a device reaches, not its peak.
         node_rate=job.flops / job.compute * job.node,
         batch=job.batch,
         layers=by_module(graph),
@@ -279,6 +280,7 @@ def _layers(job: AdviceRequest) -> Iterator[paradl.ParadlLayer]:
             w=layer.weights,
             filters=layer.ofm,
             channels=layer.ifm,
+            # The positions of a linear layer are (n, 1): there is no space to split.
             points=math.prod(layer.input) if layer.input[1] > 1 else 1,
             halo_x=rows * layer.input[1] * layer.ifm,
             halo_dy=0 if layer.first else rows * layer.output[1] * layer.ofm,
@@ -314,6 +316,7 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     """For each kind of product the tensor degree with the least exchange."""
     found: dict[das.DasLayer, list[str]] = {}
     for layer in by_module(job.engine.question.work.graph):
+        # The first layer has the same volumes, only less to compute.
         found.setdefault(replace(layer, name="", first=False), []).append(layer.name)
     if not found:
         return

@@ -56,6 +56,7 @@ class ListProblem:
         self.is_last_use = [action.kind == ActionKind.WEIGHT_GRAD for action in self.actions]
         self.feeds: list[list[tuple[int, float]]] = [[] for _ in cells]
         self.num_needs = [0 for _ in cells]
+        # An event without a message is the end of a cell on the same rank.
         giver = {cell: (cell, 0.0) for cell in cells}
         for cell in cells:
             for message in wiring.sends[cell]:
@@ -119,6 +120,7 @@ class _Listing:
     def run(self) -> Order | None:
         while self.events:
             time, rank = heappop(self.events)
+            # The rank has started another cell since this was noted, or has nothing to start.
             if self.free_at[rank] > time or not self.ready[rank]:
                 continue
             cell = self._choose(rank, time)
@@ -164,6 +166,7 @@ class _Listing:
             if not self.num_needs[consumer]:
                 self.ready[problem.ranks[consumer]].append(consumer)
                 heappush(self.events, (self.at[consumer], problem.ranks[consumer]))
+                # A patient rank may take a cell before it is there, so it looks again now.
                 if self.policy.patience:
                     heappush(self.events, (start, problem.ranks[consumer]))
         heappush(self.events, (end, rank))
@@ -178,6 +181,8 @@ class _Listing:
             return
         while self.oldest + 1 < len(entering) and not self.forwards_left[entering[self.oldest]]:
             self.oldest += 1
+        # What was kept for the old micro-batch is free: ranks that could not start anything look
+        # again.
         for other in range(len(self.rows)):
             heappush(self.events, (max(start, self.free_at[other]), other))
 
@@ -212,6 +217,7 @@ def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Ran
     """A rule drawn at random: a period between micro-batches, and how late weight gradients are."""
     total = max(solo)
     period = draw.uniform(0.0, 1.2) * _work_of_a_microbatch(problem)
+    # 10 times the total puts weight gradients behind everything else: they only fill gaps.
     late = draw.choice((0.0, draw.uniform(0.0, 0.5) * total, 10.0 * total))
     eager = draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * total))
     place = {m: turn for turn, m in enumerate(problem.entering)}
@@ -347,6 +353,7 @@ class _Climb:
             rank = self.draw.randrange(len(self.order))
             position = self.draw.randrange(1, max(2, len(self.order[rank])))
         far = self.draw.randint(1, _FARTHEST)
+        # Either the cell goes forward, or the one in front of it goes behind it.
         if self.draw.random() < 0.5:
             move = TableMove(rank, position, max(0, position - far))
         else:

@@ -43,6 +43,8 @@ class PipePlacement:
                 tuple(
                     Action(kind, pipe.name, stage, microbatch)
                     for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
+                    # Backwards begin at the last stage: on a rank with several the order must be
+                    # executable.
                     for pipe, stage in (places if kind == ActionKind.FORWARD else reversed(places))
                     for microbatch in pipe.microbatches
                 )
@@ -75,6 +77,7 @@ def make_placement(
     down = SchedulePipe("d0", mine, tuple(range(half)))
     mirrored = tuple(ranks - 1 - rank for rank in mine)
     up = SchedulePipe("u0", mirrored, tuple(range(half, microbatches)))
+    # One micro-batch leaves nothing for the second pipe.
     pipes = (down, up) if up.microbatches else (down,)
     return PipePlacement(placement, ranks, pipes, costs_of(len(mine), costs))
 

@@ -112,6 +112,7 @@ def _early(pieces: list[Piece], most: float) -> float:
         time, size, _ = pieces[0]
         fitting = math.floor(most / size + _BOUND_ROUNDING) if size else math.inf
         return time * min(fitting, sum(number for _, _, number in pieces))
+    # A fractional knapsack is never below any set of whole micro-batches.
     total, left = 0.0, most
     for time, size, number in sorted(pieces, key=lambda p: p[0] / p[1] if p[1] else math.inf)[::-1]:
         fitting = min(float(number), left / size) if size else float(number)
@@ -149,8 +150,10 @@ def _named(layout: PipePlacement) -> Iterator[PipelineSchedule]:
             continue
         try:
             schedule = make_schedule(name, stages=layout.ranks, microbatches=number)
+        # Not every schedule exists for these sizes.
         except PlanError:
             continue
+        # What is found is written with the pipes of the placement.
         if set(schedule.pipes) == set(layout.pipes):
             yield replace(schedule, recompute=())
 
@@ -251,6 +254,7 @@ class _TableSearch:
         self.draw = random.Random(budget.seed)
         self.end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
         bounded = ((lower_bound(layout, most), layout) for layout in layouts)
+        # The least bound first: its tables may exclude other placements, and it bounds all of them.
         self.layouts = sorted(bounded, key=lambda pair: pair[0])
         self.best: tuple[TableCandidate, PipePlacement, str] | None = None
         self.trail: list[Improvement] = []
@@ -306,6 +310,7 @@ class _TableSearch:
         self, layout: PipePlacement, bound: float, pool: list[TableCandidate], moves: int
     ) -> None:
         """From every table of the pool; what is found is varied in the next turn."""
+        # A copy: `_add` changes the pool.
         for start in tuple(pool):
             better = improve_table(
                 start,

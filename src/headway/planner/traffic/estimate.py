@@ -148,6 +148,7 @@ def of_gradients(degrees: Degrees, sizes: Iterable[float], held: float) -> Itera
         held: Bytes of all parameters of a device.
     """
     m, zero = _microbatches_of_rank(degrees), degrees.zero
+    # Without a data axis the copies of a stage are those of several pipes.
     axis = "data" if degrees.data > 1 else "pipe"
     ranks = degrees.data * (degrees.pipes if zero < 2 else 1)
     for size in sizes:
@@ -218,6 +219,7 @@ def _of_tensors(tables: SegmentTables, point: Point, stage: PointStage) -> Itera
     for unit, pair in zip(row[stage.start : stage.stop], way, strict=True):
         equal[unit.kind, pair] += 1
     m = _microbatches_of_rank(point.degrees)
+    # Strategies lie (A, B, 2 J): those without recomputation first.
     strategy = again * tables.weights.shape[1] + stage.price
     # Recomputation repeats the collectives of the forward pass.
     times = {"forward": m * (1 + again), "backward": m, "gradients": 1}
@@ -290,6 +292,8 @@ def _edges(
         number = picks.get(ends.get(tensor, f"={tensor}"))
         if tensor and number is not None:
             places = setting.placements(tensor)
+            # Behind the placements `segments` has one more state: whole, with gradients added up
+            # before they are summed.
             states[tensor] = (places[number],) * 2 if number < len(places) else ("R", "P")
 
     def source(tensor: str) -> _Placed:

@@ -131,6 +131,7 @@ def fsdp2_wrapper_calls(
             count=1 if zero == 1 else microbatches,
         )
         found.append(sums)
+        # Over the copies only this rank's part is summed.
         found.append(
             replace(
                 sums, kind="all_reduce", axis="replicate", ranks=copies,
@@ -147,6 +148,7 @@ def padded_shard_bytes(
     whole = filled = 0
     for name, spec in parameters.items():
         if name not in without:
+            # FSDP2 splits along the first dimension, filled up to as many rows for each rank.
             full = _rows(spec, ranks) * math.prod(spec.shape[1:]) * spec.itemsize
             whole += full
             filled += full - spec.bytes
@@ -194,6 +196,7 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
     every = {**part.frozen, **part.parameters}
     known = {name: spec for name, spec in every.items() if spec.shape}
     inside = {name for names in gathered for name in names}
+    # torch keeps the parameters of FSDP2's root between forward and backward.
     rest = FullyShardedModule(
         parameters={name: spec for name, spec in known.items() if name not in inside},
         reshard=False,
@@ -212,6 +215,7 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
         microbatches=plan.batch.passes(plan.data_degree),
         copies=rows.copies,
     )
+    # A single number has no rows to split, so FSDP2 leaves it out.
     numbers = sum(not spec.shape for spec in part.parameters.values())
     kinds = {part.cuts.get(name, ()) for name, spec in part.parameters.items() if spec.shape}
     for ranks, size, times in (
@@ -291,6 +295,7 @@ def stage_entries(
     else they stay for the step."""
     if plan.memory.zero < 3:
         return 1
+    # A stage that is recomputed whole is entered twice in its backward, blocks within one entry.
     again = () if table.blockwise else table.recompute
     times = {
         ActionKind.FORWARD: (1, 1),
@@ -419,6 +424,7 @@ def of_exchange(
 
 def _buckets(exchange: ExchangePlan, parameters: Parameters) -> Iterator[tuple[list[str], str]]:
     alike: dict[tuple[str, str], list[str]] = {}
+    # In reverse, as backward makes the gradients.
     for name in reversed(list(parameters)):
         part = exchange.part(name)
         text = part.compress if part and part.compress else exchange.compress
@@ -452,6 +458,7 @@ def _of_pipeline(
     row = table.order[place]
     found: list[CollectiveCall] = []
     for action in row:
+        # Sums and updates belong to no micro-batch.
         if action.microbatch >= 0:
             found += _of_action(by_size[sizes[action.microbatch]], action)
     order = [action.stage for action in row if action.kind == ActionKind.SYNC]
