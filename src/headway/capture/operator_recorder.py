@@ -201,6 +201,7 @@ class _Probe:
                 number = self.meter.watch(value)
                 aliases.append(seen.index(number) if number in seen else -1)
                 seen.append(number)
+            # Before backward, so that what nobody has saved can go.
             entered.clear()
             return self._footprint(forward, tuple(aliases), self._backward(kept))
 
@@ -312,6 +313,7 @@ class OperatorRecorder:
         if not isinstance(value, Tensor):
             return None
         key = id(value.untyped_storage())
+        # Constants that share memory share a name.
         if key not in self._owner:
             self._own(value, name)
             self.values.setdefault(name, spec_of(value))

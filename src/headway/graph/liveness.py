@@ -148,6 +148,7 @@ class GraphSlice:
             near = [*operator.inputs, *operator.outputs]
             aliases = operator.footprint.aliases or (-1,) * len(operator.outputs)
             for tensor, alias in zip(operator.outputs, aliases, strict=True):
+                # Of a view of a view, too, the tensor that has the memory.
                 found[tensor] = tensor if alias < 0 else found.get(near[alias], near[alias])
         return found
 

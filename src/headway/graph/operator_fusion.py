@@ -80,6 +80,7 @@ def fuse_pair(first: Operator, second: Operator, tensor: str, *, main: Operator)
         axes=axes,
         flops=first.flops + second.flops,
         traffic=first.traffic + second.traffic,
+        # What both save is kept once.
         saved=tuple(dict.fromkeys((*first.saved, *second.saved))),
         footprint=Footprint(
             passing=max(first.footprint.passing, second.footprint.passing),

@@ -97,6 +97,7 @@ def _convolutions() -> Iterator[KernelCase]:
     for samples, inner, outer, side, kernel, stride in shapes:
         yield KernelCase(
             kind="conv2d",
+            # Defaults bind the numbers of this turn: a closure would see those of the last one.
             call=lambda x, w, s=stride, k=kernel: F.conv2d(x, w, None, s, k // 2),
             roles=("input", "weight"),
             inputs=((samples, inner, side, side), (outer, inner, kernel, kernel)),

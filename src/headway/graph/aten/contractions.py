@@ -291,6 +291,7 @@ def pooling(call: OperatorCall) -> IndexExpression:
     index = " ".join([*outer, *space])
     form = IndexExpression(
         inputs={"self": index},
+        # A second result, of the maxima's places, has the same shape.
         outputs=[index] * len(call.outputs),
         axes=axes,
         linear=[("self",)] if call.kind.startswith("avg") else [],
@@ -355,6 +356,7 @@ def reduction(call: OperatorCall) -> IndexExpression:
     """sum, mean, amax, amin: the dimensions that vanish are pending where they are split."""
     shape = call.shape("self")
     dims = call.attributes.get("dim")
+    # torch takes no dimension, and an empty list, for all of them.
     listed = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
     gone = {int(dim) % max(len(shape), 1) for dim in listed}
     names = axis_labels(len(shape))

@@ -100,6 +100,7 @@ APART = "its parts are taken apart along this dimension"
 def reshape(call: OperatorCall) -> IndexExpression:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: by groups of factors."""
     first, second = call.shape("self"), call.result
+    # () stays at dimensions of size 1, which no axis counts.
     source: list[tuple[str, ...]] = [()] * len(first)
     target: list[tuple[str, ...]] = [()] * len(second)
     form = IndexExpression(inputs={}, outputs=[], linear=[("self",)])

@@ -127,6 +127,7 @@ def traffic_of(
     """
     result = sum(spec.bytes for spec in call.outputs)
     if view:
+        # The whole gradient is filled with zeros, then that of the part is read and written.
         cut = call.kind in SLICING_KINDS and needs[0]
         return Work(input_gradient=call.inputs[0].bytes + 2 * result if cut else 0)
     weights = sum(s.bytes for s, is_weight in zip(call.inputs, trained, strict=True) if is_weight)
