@@ -62,6 +62,7 @@ def to_safetensors(source: Path, destination: Path) -> ConversionResult:
     """
     checkpoint = newest(source)
     manifest = read_manifest(checkpoint)
+    # Now, because a safetensors file has no checksum: a copy of damaged bytes would look sound.
     for name, file in manifest.files.items():
         check_file(checkpoint / name, file)
     # Largest elements first, as the safetensors package does it: every tensor stays aligned.
@@ -112,6 +113,7 @@ def from_safetensors(source: Path, destination: Path) -> ConversionResult:
     _refuse_existing(destination)
     partial = begin(destination, 0)
     name = "rank-00000.safetensors"
+    # In the order of the file: its data are copied as one run behind a header with other names.
     rows = [(MODEL + row.key, row.dtype, row.shape) for row in stored]
     head, places = build_header(rows, {"format": "pt", "writer": "headway"})
     start = stored[0].start if stored else source.stat().st_size

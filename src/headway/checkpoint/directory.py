@@ -47,6 +47,7 @@ def committed_steps(directory: Path) -> list[int]:
 def begin(directory: Path, step: int) -> Path:
     """Make an empty directory to write into; what earlier attempts left half done is deleted."""
     directory.mkdir(parents=True, exist_ok=True)
+    # Saves of a run follow each other, so that every partial directory is a leftover.
     for name in os.listdir(directory):
         if _PARTIAL.fullmatch(name):
             shutil.rmtree(directory / name)
@@ -66,6 +67,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     with (partial / MANIFEST_NAME).open("w", encoding="utf-8") as file:
         file.write(manifest.to_json())
         file.flush()
+        # Before the rename: a power cut could else leave a committed name with an empty manifest.
         os.fsync(file.fileno())
     sync_directory(partial)
     # A rename does not replace a full directory; what is moved away counts no more at any moment.
@@ -76,6 +78,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
         shutil.rmtree(replaced)
     else:
         partial.rename(final)
+    # The rename itself must be on the disk before `retain` deletes older checkpoints.
     sync_directory(directory)
     return final
 
@@ -88,6 +91,7 @@ def retain(directory: Path, step: int, keep: int, damaged: Iterable[int] = ()) -
         damaged: Steps that a restore found damaged: they are of no use any more, and as they may
             be newer than `step`, counting them would push sound ones out.
     """
+    # A damaged checkpoint of this very step has just been replaced.
     bad = set(damaged) - {step}
     steps = committed_steps(directory)
     sound = [old for old in steps if old <= step and old not in bad]

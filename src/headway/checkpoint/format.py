@@ -44,6 +44,7 @@ def encode_facts(value: Any, path: str = "facts") -> Any:
         CheckpointError: A value of another type; the message names its path.
     """
     kind = type(value)
+    # The exact types only: an IntEnum or numpy's str_ would come back as another type.
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float):  # numpy's float64 is a float too, and schedulers return it
@@ -86,6 +87,8 @@ def decode_facts(value: Any) -> Any:
         return [decode_facts(item) for item in value]
     if not isinstance(value, dict):
         return value
+    # A user's key that begins with "$" was written in the tagged form: a single one is always a
+    # tag.
     if len(value) == 1:
         tag, content = next(iter(value.items()))
         if tag.startswith("$"):
@@ -206,6 +209,8 @@ class Manifest:
             f'"format": {self.format},',
             f'"step": {self.step},',
             f'"checksum": {_checksum(body)},',
+            # `encode_facts` has tagged NaN and infinity, which Python would write although JSON has
+            # neither.
             f'"facts": {json.dumps(body["facts"], allow_nan=False)},',
             f'"files": {_json_table(body["files"])},',
             f'"tensors": {_json_table(body["tensors"])}',
@@ -237,6 +242,8 @@ class Manifest:
         if not isinstance(facts, dict):
             raise CheckpointDamaged("the manifest states no facts", where=where)
         try:
+            # What the facts hold is the user's: there is no type that `to_type` could check them
+            # against.
             manifest = to_type({**body, "facts": {}}, Manifest, where=where)
             manifest = dataclasses.replace(manifest, facts=decode_facts(facts))
         except (DocumentError, CheckpointDamaged) as error:
@@ -368,6 +375,7 @@ def build_header(
         table[key] = {"dtype": code, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, separators=(",", ":")).encode()
+    # The tensors then begin at a multiple of 8 bytes; with large elements first all are aligned.
     text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:
         raise CheckpointError(f"{len(rows)} tensors are too many for one safetensors file")
@@ -388,6 +396,7 @@ def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            # Before it is read: eight damaged bytes could ask for more memory than any machine has.
             if length > min(size - 8, _LARGEST_HEADER):
                 raise CheckpointDamaged(
                     "is not a safetensors file",
@@ -405,6 +414,7 @@ def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
         raise CheckpointDamaged(
             "has a malformed safetensors header", where=str(path), why=str(error)
         ) from None
+    # A tensor without elements begins where the next one does, and must come before it.
     stored.sort(key=lambda row: (row.start, row.bytes))
     _check_layout(stored, 8 + length, size, path)
     return stored, metadata
@@ -423,6 +433,7 @@ def _safetensors_entry(
     begin, end = (int(offset) for offset in row["data_offsets"])
     shape = tuple(int(extent) for extent in row["shape"])
     stored = SafetensorsEntry(key, names[row["dtype"]], shape, start + begin)
+    # Two negative extents have a positive product, so that the bytes alone do not show them.
     if stored.bytes != end - begin or min(shape, default=0) < 0:
         raise ValueError(f"{key}: {end - begin} bytes for shape {list(shape)}")
     return stored

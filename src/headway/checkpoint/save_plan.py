@@ -190,6 +190,7 @@ def _partition_tensor(
     borders = [0]
     for edge in edges:
         distance = math.floor(edge) - position
+        # floor(distance / row_bytes + 1/2), without floats.
         nearest = (2 * distance + row_bytes) // (2 * row_bytes)
         borders.append(min(rows, max(0, nearest)))
     borders.append(rows)

@@ -77,6 +77,7 @@ class StagingBuffer:
     def reserve(self, size: int, *, pinned: bool = False) -> None:
         """Hold at least `size` bytes, every page touched."""
         if self._allocate(size, pinned):
+            # One byte in each page is enough to have the kernel map it.
             self._buffer[::_PAGE].zero_()
 
     def _allocate(self, size: int, pinned: bool) -> bool:
@@ -104,10 +105,14 @@ class StagingBuffer:
         for piece in pieces:
             source = local_data(tensors[piece.name].detach())
             part = source[piece.rows] if source.dim() else source  # a number has no rows
+            # Larger elements come first, so that `start` is a multiple of this element's size:
+            # `view` needs it.
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)
             place.copy_(part, non_blocking=True)  # asynchronous only from a GPU to pinned memory
             staged[piece.name] = place
             start += piece.bytes
+        # Copies from a GPU are only queued: training must not change their sources before they are
+        # done.
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
         return staged

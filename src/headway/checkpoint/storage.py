@@ -204,6 +204,7 @@ class SafetensorsWriter(StorageWriter):
         head, stored = build_header(rows, {"format": "pt", "writer": "headway"})
         blocks = [memoryview(head), *(_bytes_of(view) for view in views)]
         entry = write_file(path, blocks)
+        # The file's name must be on the disk, too, before rank 0 commits.
         sync_directory(path.parent)
         return [
             WriteResult(
@@ -239,8 +240,10 @@ class SafetensorsWriter(StorageWriter):
             },
             files=files,
         )
+        # Before the rename: a manifest that contradicts itself must never become a checkpoint.
         manifest.check()
         commit(self._directory, manifest)
+        # Only once the new one counts: until then an old one may be the only sound checkpoint.
         retain(self._directory, manifest.step, self._keep, self._damaged)
 
     @classmethod
@@ -293,9 +296,11 @@ class SafetensorsReader(StorageReader):
             chunk = self._chunk(item.storage_index)
             work.setdefault(chunk.file, []).append((chunk, item))
         for name in sorted(work):
+            # Unbuffered: `readinto` then fills the destination's own memory.
             with (self._checkpoint / name).open("rb", buffering=0) as file:
                 # Forwards through the file: disks read ahead.
                 for chunk, item in sorted(work[name], key=lambda pair: pair[0].start):
+                    # torch refuses `numpy()`, and in-place copies, for a leaf that requires grad.
                     tensor = planner.resolve_tensor(item).detach()
                     _read_box(file, chunk, item, tensor)
                     planner.commit_tensor(item, tensor)
@@ -353,6 +358,8 @@ def _read_box(file: FileIO, chunk: StoredChunk, item: ReadItem, destination: Ten
     first, rows = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
     shape = (rows, *chunk.shape[1:]) if chunk.shape else ()
     row_bytes = chunk.bytes // (chunk.shape[0] if chunk.shape else 1)
+    # Straight only where the file's bytes are those of the memory, which they are not where a
+    # conjugation or negation is still pending.
     direct = (
         tuple(destination.shape) == shape
         and destination.device.type == "cpu"

@@ -140,6 +140,7 @@ class CheckpointStore:
                 fact cannot be stored.
         """
         began = time.perf_counter()
+        # The staging buffer and the group still belong to the save before.
         self.wait()
         snapshot = decode_facts(encode_facts(dict(facts)))  # training may change the facts too
         manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
@@ -226,6 +227,7 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
+            # A save that is left behind still holds its views: only this reference goes.
             self._staging.release()
 
     def restore(self, prepare: Callable[[Manifest], dict[str, Tensor]]) -> Manifest | None:
@@ -292,6 +294,7 @@ class CheckpointStore:
         _compare(path, manifest, tensors)
         try:
             storage.load(path, manifest, tensors, group=self._group)
+        # These are BaseExceptions as well, but no failures of the checkpoint.
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is not an Exception
@@ -324,6 +327,7 @@ def _compare(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> N
 
 
 def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:
+    # torch's CheckpointException maps each failed rank to (exception, summary of its stack).
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", None) or {}
     rank, cause = next(((rank, pair[0]) for rank, pair in failures.items()), (None, error))
     place = str(directory) if rank is None else f"rank {rank}, {directory}"

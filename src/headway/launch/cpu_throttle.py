@@ -25,6 +25,8 @@ class ProcessThrottle:
     """
 
     def __init__(self, factor: float) -> None:
+        # Isolated and without site-packages: the helper starts fast, and imports neither headway
+        # nor torch.
         self._helper = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(factor)],
             stdin=subprocess.DEVNULL,
@@ -40,7 +42,9 @@ class ProcessThrottle:
 def stop_and_continue(pid: int, factor: float) -> None:
     """Stop and continue the parent process for as long as it lives."""
     ended: list[int] = []
+    # Only noted, so that the loop always ends behind a SIGCONT.
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    # When the rank ends, its helper gets another parent.
     while not ended and os.getppid() == pid:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(THROTTLE_PERIOD * (1.0 - 1.0 / factor))

@@ -82,6 +82,7 @@ class NodeShaping:
 
     def class_of(self, address: str) -> str:
         """The id of the class through which everything to a peer goes."""
+        # tc reads the numbers of classes as hexadecimal.
         return f"1:{_FIRST_PEER + list(self.peers).index(address):x}"
 
     @staticmethod
@@ -213,6 +214,7 @@ class EmulatedCluster:
         """
         port = self.node(name).port
         facts = command_json("ip", "-s", "link", "show", port, namespace=self.hub)[0]["stats64"]
+        # Seen from the switch: what its port receives, the node has sent.
         return int(facts["rx"]["bytes"]), int(facts["tx"]["bytes"])
 
     def sent_to(self, name: str) -> dict[str, int]:
@@ -253,10 +255,13 @@ def interface_bytes(interface: str = INTERFACE) -> tuple[int, int]:
     Raises:
         UsageError: There is no such interface where the calling thread is.
     """
+    # A namespace belongs to a thread; /proc/self shows that of the main thread.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, colon, numbers = line.partition(":")
         if colon and name.strip() == interface:
             fields = numbers.split()
+            # Eight columns of what was received, then those of what was sent; bytes are the first
+            # of each.
             return int(fields[8]), int(fields[0])
     raise UsageError(f"there is no interface {interface} here")
 
@@ -281,9 +286,11 @@ class Emulation:
         with ExitStack() as stack, exclusive():
             remove_stale()
             tag = _new_tag()
+            # Before anything is made: the guard also removes what a failing `_make` leaves.
             stack.callback(NamespaceGuard(tag).close)
             emulated = _describe(self._cluster, tag)
             _make(emulated, tag)
+            # Not before: after an error above the stack removes what has been made.
             self._stack = stack.pop_all()
         return emulated
 

@@ -94,6 +94,7 @@ class FaultInjector:
 
     def __call__(self, place: LaunchEnv, step: int) -> None:
         """Inject what is due before a step, if it is this rank's to inject."""
+        # By step: in a run that starts behind both actions of a fault, the recovery must come last.
         for action in sorted(self._actions(), key=lambda action: action.step):
             due = step >= action.step if action.late else step == action.step
             if due and action.rank == place.rank and action.text not in self._over:
@@ -132,6 +133,7 @@ class FaultInjector:
     def _happened(self) -> set[str]:
         path = RunDirectory(self.directory).events_file
         lines = path.read_bytes().splitlines() if path.exists() else []
+        # A rank that was killed may have left half a line.
         events = [json.loads(line) for line in lines if b'"fault"' in line and line.endswith(b"}")]
         return {
             event["text"]

@@ -64,6 +64,7 @@ def run_attempt(
             stop = error.sigval.name
         except ChildFailedError as error:
             statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        # Ctrl-C before the agent has installed its own handlers.
         except KeyboardInterrupt:
             stop = "SIGINT"
         except (EOFError, ConnectionError) as error:
@@ -122,6 +123,7 @@ def _config(job: Job, processes: int, shutdown_seconds: float, monitor_seconds: 
         "signals_to_handle": ",".join(_signals()),
         "shutdown_timeout": max(1, round(shutdown_seconds)),
     }
+    # The fields differ between versions of torch, and an unknown one is a TypeError.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{name: value for name, value in facts.items() if name in known})
 
@@ -145,6 +147,8 @@ def _agent_contained() -> Iterator[None]:
         try:
             yield
         finally:
+            # Python sets handlers in the main thread only; None is one of C code that it cannot put
+            # back.
             for number, handler in before.items():
                 if main and handler is not None:
                     signal.signal(number, handler)

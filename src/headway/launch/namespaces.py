@@ -70,6 +70,7 @@ def process_start(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
+    # proc(5), field 22; the command's name, field 2, may contain spaces and brackets itself.
     return int(text.rpartition(")")[2].split()[19])
 
 
@@ -176,11 +177,14 @@ def name_hosts(names: Mapping[str, str]) -> None:
     for address, name in names.items():
         # Sockets for both families, as torch's, see IPv4 addresses in their IPv6 form.
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+    # The mount keeps the file's content after its name is gone.
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join([*lines, ""]))
         file.flush()
+        # Readable for programs of all users, as /etc/hosts is; a temporary file is not.
         os.chmod(file.name, 0o644)
         library_call("unshare", ctypes.c_int(CLONE_NEWNS))
+        # Else the mount below would spread to the machine's own view, where mounts are shared.
         mount("none", "/", MS_REC | MS_SLAVE)
         mount(file.name, str(_HOSTS), MS_BIND)
 
@@ -338,15 +342,18 @@ def _tried() -> bool:
 
 
 def _move() -> None:
+    # Before unshare: afterwards both read as "nobody" until the maps are written.
     user, group = os.geteuid(), os.getegid()
     library_call("unshare", ctypes.c_int(_CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS))
     own = Path("/proc/self")
+    # user_namespaces(7): without this an unprivileged process may not write its gid_map.
     (own / "setgroups").write_text("deny")
     (own / "uid_map").write_text(f"0 {user} 1")
     (own / "gid_map").write_text(f"0 {group} 1")
     mount("none", "/", MS_REC | MS_SLAVE)
     # `ip netns` keeps names there; the machine's folder belongs to the real root.
     mount("tmpfs", str(NETNS_FOLDER if NETNS_FOLDER.is_dir() else NETNS_FOLDER.parent), 0, "tmpfs")
+    # The loopback of a new network namespace is down.
     _run("ip link set lo up")
 
 

@@ -69,6 +69,7 @@ class RestartPolicy:
             return Stop(error=root.error(), reason=f"rank {root.rank} failed")
         if last.stop is not None:
             return Stop(error=None, reason=f"stopped by {last.stop}")
+        # An exit of its own would only recur; a negative status is a signal from outside.
         for rank, status in sorted(last.deaths.items()):
             if status is not None and status >= 0:
                 return Stop(error=_mute(rank, status), reason=f"rank {rank} ended by itself")
@@ -79,6 +80,7 @@ class RestartPolicy:
     def _fruitless(self, history: Sequence[AttemptFacts]) -> int:
         """The number of restarts at the end of the history without a new checkpoint."""
         count = 0
+        # The first attempt is no restart.
         for facts in reversed(history[1:]):
             if facts.progress_after > facts.progress_before:
                 break

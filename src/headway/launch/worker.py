@@ -63,6 +63,7 @@ def end_process(status: int, *, flush: bool = True) -> None:
     Args:
         flush: Write out what was printed; not from the watching thread, which could wait for ever.
     """
+    # `os._exit` skips multiprocessing's own clean-up, which would end them.
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr) if flush else ():
@@ -133,6 +134,7 @@ class _Watcher:
             return
         how = "failed" if has_reported(self._outbox, rank) else "gone"
         path = self._outbox / f"gone-{rank:05d}"
+        # The first note counts: deaths are ordered by it.
         if how == "gone" and not path.exists():
             with contextlib.suppress(OSError):
                 write_note(path, repr(time.time()).encode())
@@ -187,6 +189,7 @@ def run_worker(job: Job) -> None:
         try:
             _set_threads(job.threads)
             entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
+            # Pickled here, so that a result which cannot be is an error of this rank.
             result = pickle.dumps(entry(place, *job.arguments))
             stopped_by = signals()
             if stopped_by:
@@ -246,6 +249,7 @@ class WorkerExit:
     def __call__(self, error: BaseException) -> None:
         """End this process with the error's exit code; a second error is not reported."""
         if not self._claimed.acquire(blocking=False):
+            # Another thread is reporting, and ends this process unless it hangs.
             time.sleep(REPORT_SECONDS)
             end_process(ABANDONED, flush=False)
         with _undisturbed():

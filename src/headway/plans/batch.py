@@ -56,6 +56,8 @@ class BatchSplit:
             return ()
         most = self.microbatch or len(share)
         parts = min(self.parts, len(share)) if self.parts else -(-len(share) // most)
+        # Micro-batches differ by at most one sample, as even shares do: the same arithmetic once
+        # more.
         cuts = BatchSplit(samples=len(share))
         return tuple(
             share[part.start : part.stop] for part in (cuts.share(i, parts) for i in range(parts))

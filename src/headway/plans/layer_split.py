@@ -115,6 +115,7 @@ class LayerSplit:
             if any(size < 1 for size in sizes):
                 yield f"{name} is {list(sizes)}; sizes of at least 1"
         try:
+            # `grid` raises ValueError where no grid has these sizes.
             assert self.grid is None or self.grid.ranks
             yield from self._problems_of_others()
         except ValueError as error:

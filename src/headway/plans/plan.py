@@ -167,6 +167,7 @@ class Plan:
     @cached_property
     def flushes(self) -> bool:
         """Whether all weights are updated together, at the end of a step."""
+        # Without parts there is no table to ask; `check` refuses such a pipeline.
         if self.pipe_degree == 1 or self.batch.parts is None:
             return True
         return self.pipeline.make(self.pipe_degree, self.batch.parts).flush
@@ -232,6 +233,7 @@ def _wrong_types(plan: Plan) -> list[str]:
     try:
         to_type(plan.to_dict(), Plan, where="plan")
     except DocumentError as error:
+        # Without the place, which stands in front of two blanks: there is no file.
         return [problem.partition("  ")[2] for problem in error.problems]
     return []
 
@@ -275,6 +277,7 @@ def _illegal_values(plan: Plan) -> list[str]:
     found.extend(_layout_problems(plan))
     found.extend(plan.split.problems(plan.mesh, plan.exchange))
     found.extend(sharding_problems(plan.memory.zero, plan.mesh, plan.exchange))
+    # A table can be made only where degrees and batch are legal.
     if not found and plan.pipe_degree > 1:
         found.extend(_pipeline_problems(plan))
     return found
@@ -399,9 +402,11 @@ def pipelined(
     pipe, parts = PipelinePlan(), None
     if stages > 1:
         axes, pipe = (Axis(name=PIPE_AXIS, size=stages),), pipeline or pipe
+        # From the largest share, so that no micro-batch has more samples than `microbatch`.
         share = max(whole, default=-(-batch // copies))
         if pipe.microbatches is None and microbatch and not pipe.table:
             pipe = replace(pipe, microbatches=-(-share // microbatch))
+        # From the smallest share, so that every copy has a sample for each of its micro-batches.
         parts = pipe.parts(stages, min(whole, default=batch // copies))
     plan = Plan(
         mesh=Mesh(axes=(*_data_axes(copies, shards), *axes, *layers.axes)),

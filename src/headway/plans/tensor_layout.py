@@ -91,6 +91,7 @@ class TensorGrid:
         if x == self.resident:
             rest = {"classic": MatrixParts("", "j"), "cuboid": MatrixParts("il", "j"), "summa": x}
             return rest[self.form]
+        # Layers alternate: the second of a pair leads back (in Megatron by columns, then by rows).
         if self.form != "summa" and x == self.after(self.resident):
             return self.resident
         raise ValueError(f"rows {x.rows!r} and columns {x.columns!r} are no layout of {self.form}")
@@ -160,6 +161,7 @@ def _common(grid: TensorGrid, needs: Sequence[AxisDivisor]) -> str:
     """For a single axis all degrees; else, for each axis, those with the others as they are."""
     found = []
     for axis, _ in grid.sizes:
+        # What the other axes leave of each size; the axis must divide all of these.
         sizes = [n.size // math.gcd(n.size, grid.size(set(n.axes) - {axis})) for n in needs
                  if axis in n.axes]  # fmt: skip
         legal = divisors(math.gcd(*sizes)) if sizes else ()

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from headway.verification.recording import KINDS, Recording
 
+# float64 rounds to 1.1e-16. Sums of a million terms in another order differ by 1e-13; a wrong count
+# or
+# sample by 1/N, more than 1e-6 for every realistic batch (docs/verification.md).
 TOLERANCE = 1e-12
 FLOOR = 2.0**-10
 LOOSE = 1e-6
@@ -60,6 +63,7 @@ class Comparison:
     @property
     def wrong(self) -> tuple[Difference, ...]:
         """The tensors that differ by more than the tolerance, in the order of execution."""
+        # In this form, so that NaN counts as wrong.
         return tuple(d for d in self.differences if not d.error <= self.tolerance)
 
     @property
@@ -145,6 +149,7 @@ def _slack(
     found: dict[str, Tensor] = {}
     steps = _steps(serial)
     sums: dict[str, Tensor] = {}
+    # In the order of the steps: the sums grow from each step to the next.
     for key in sorted(serial.order, key=_rank_of):
         step, kind, name = key.split("/", 2)
         if kind != "parameter" or key not in steps:

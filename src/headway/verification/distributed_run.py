@@ -59,11 +59,13 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     source = as_source(recipe.data())
     cursor = job.start(recipe, len(source))
     with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
+        # The range first: else zip would read one more batch before it notices the end.
         for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
             run.cut(batch)  # split layers have no exchange before
             exchange = run.strategy.exchange
             if watch and exchange:
                 watch.before_step(exchange.now)
+                # A re-arranged exchange has new methods: these are watched as well.
                 exchange.on_made = watch.before_step
             loss = run.step(batch)
             run.strategy.show()

@@ -92,6 +92,7 @@ class ObservedMethod(ExchangeMethod):
 
     def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
         if fused.pieces:
+            # A copy, because the method works in this buffer.
             self.seen = _Seen(fused.gradients.clone(), residual_of(self.inner, self._bucket))
         yield from self.inner.rounds(fused, route)
         if fused.pieces and self.seen is not None:
@@ -141,10 +142,12 @@ class ExchangeLawMonitor:
         if self.description.reduce == "adasum":
             expected = self._adasum(seen.into, bucket)
             return _law(step, bucket, "adasum", expected, seen.out, TOLERANCE)
+        # The plan does not say which compressor was chosen, hence not which law holds.
         if text == "auto":
             return None
         compression = parse_compression(text)
         if compression.law == "feedback":
+            # What this rank has sent: gradient and old residual, less what it keeps back now.
             expected = seen.into + seen.kept_before - residual_of(witness.inner, bucket)
             dist.all_reduce(expected, group=group)
             return _law(step, bucket, "feedback", expected, seen.out, TOLERANCE)

@@ -66,6 +66,7 @@ class Recording:
     order: tuple[str, ...]
 
     def save(self, path: Path) -> None:
+        # safetensors refuses tensors that are not contiguous.
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(clones, path, metadata={"order": json.dumps(self.order)})
 
@@ -86,6 +87,7 @@ class Recorder:
         self._gradients: list[str] = []
         self._made: list[str] = []
         for name, parameter in trained.model.named_parameters():
+            # torch raises where such a hook is registered on a parameter that requires no grad.
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._notes(name))
 
@@ -102,6 +104,8 @@ class Recorder:
         for kind in KINDS[1:]:
             tensors = numbers.get(kind, {})
             made = self._gradients if kind == "gradient" else []
+            # Where backward has noted nothing here (other kinds, stages on other ranks): the
+            # model's order.
             for name in dict.fromkeys([*made, *self._names, *tensors]):
                 if name in tensors:
                     self._put(step, kind, name, tensors[name])
@@ -109,6 +113,7 @@ class Recorder:
 
     def _put(self, step: int, kind: str, name: str, tensor: Tensor) -> None:
         key = f"{step}/{kind}/{name}"
+        # Cloned in any case, because the next step overwrites this memory.
         whole = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         # safetensors knows no complex128: real and imaginary part in a last dimension.
         self._tensors[key] = (

@@ -92,6 +92,7 @@ def _step(
             )
             (total / batch.samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
+    # What the loss is a sum over (words, pixels) is known only after the last micro-batch.
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(batch.samples / counts)
@@ -182,6 +183,7 @@ class _Step:
             }
             for stage in range(len(stages))
         ]
+        # `history[v]` is what the table calls version v: the weights after v updates of the stage.
         self._history: list[list[Weights]] = [[self._read(stage)] for stage in range(len(stages))]
         self._gradients: dict[int, Weights] = {}
         self._counts: dict[int, float] = {}
@@ -190,6 +192,9 @@ class _Step:
         """All updates of the step; returns the mean loss."""
         pending = list(range(len(batches[0].micros)))
         total = 0.0
+        # The table's order between stages plays no role here: a micro-batch runs as soon as the
+        # versions
+        # that the table names for it exist.
         while pending:
             ready = [m for m in pending if self._is_ready(m)]
             assert ready, "a version that no group can make"
@@ -220,6 +225,7 @@ class _Step:
                 total, count = sum_and_count(value, len(micro.positions))
                 total.backward()
             loss, counted = loss + float(total.detach()), counted + float(count)
+        # `zero_grad` sets `grad` to None, so that these tensors stay as they are.
         found = {name: p.grad for name, p in self._all.items() if p.grad is not None}
         self._gradients[microbatch], self._counts[microbatch] = found, counted
         self._trained.model.zero_grad()
@@ -235,6 +241,8 @@ class _Step:
             self._write(history[-1])
             for name, gradient in self._mean(stage, group).items():
                 self._all[name].grad = gradient
+            # No other stage's parameters have a gradient now, and the optimiser skips those without
+            # one.
             self._trained.optimizer.step()
             self._trained.model.zero_grad()
             history.append(self._read(stage))
