@@ -158,6 +158,7 @@ class _Fetched(torch.autograd.Function):
             ),
             lambda rank, came: found[spans[rank]].copy_(came),
         )
+        # Backward sends gradients for the same ids, without asking for them again.
         ctx.asked, ctx.spans, ctx.by, ctx.shape = asked, spans, by, held.shape
         return found
 

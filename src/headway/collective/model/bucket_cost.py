@@ -423,6 +423,7 @@ def compressed_link(
     total = element_bytes * sum(map(prod, shapes))
     if not total:
         return link
+    # Without speeds, because the processor's work is no property of the link.
     whole = bucket_service(scheme, shapes, network, {}, element_bytes)
     ratio = whole.num_bytes / total
     return LinkFit(

@@ -82,6 +82,7 @@ def _sets(wires: NetworkTopology) -> Iterator[Iterable[int]]:
     for group in groups:
         if len(group) < n:
             yield group
+            # The rest as well: what leaves it is what has to reach the group.
             yield [rank for rank in range(n) if rank not in group]
 
 

@@ -167,4 +167,5 @@ def chunk_spans(num_bytes: int, chunk: int) -> tuple[tuple[int, int], ...]:
     parts = -(-num_bytes // chunk)
     inner = (num_bytes * i // parts // CHUNK_ALIGNMENT for i in range(1, parts))
     borders = [0, *(CHUNK_ALIGNMENT * place for place in inner), num_bytes]
+    # Alignment may let borders of small chunks coincide.
     return tuple((a, b) for a, b in pairwise(borders) if b > a)

@@ -144,6 +144,7 @@ def _wait(
     """The wait for each load; it delays everything that comes after it."""
     waited, lost = [0.0] * len(loads), 0.0
     due = [load.needed if crossing else 0.0 for load in loads]
+    # In the order of use: a wait also moves every later use back.
     for i in sorted(range(len(loads)), key=lambda i: (due[i], received[i], i)):
         waited[i] = max(0.0, received[i] - (end + due[i] + lost))
         lost += waited[i]

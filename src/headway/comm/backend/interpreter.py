@@ -192,6 +192,7 @@ class ProgramExecution:
     @property
     def travels(self) -> bool:
         """Whether the messages that have begun get there although nobody waits."""
+        # Gloo's handles do not say: a thread of Gloo moves their messages in any case.
         return all(
             getattr(work, "travels", True) for works in self._works.values() for work in works
         )

@@ -345,6 +345,7 @@ class HeadwayGroup(dist.ProcessGroup):
         return compat.NAME
 
     def shutdown(self) -> None:
+        # The thread first, because it uses the connections.
         self._finisher.close()
         self._interpreter.scratch.clear()
         if self._links is not None:

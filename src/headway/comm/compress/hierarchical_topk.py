@@ -93,6 +93,7 @@ class HierarchicalTopK(ExchangeMethod):
         if inside:
             yield from reduce_scatter(buffer, spans, inside, tag, self._scratch)
         parcels = _node_payloads(rows[place], cut[place], across.size, kind)
+        # Straight into this node's part of the row, which the all-gather sends from where it is.
         self._pack(fused, cut[place], parcels[across.place])
         parts = split_evenly(rows[place].numel(), across.size)
         yield from all_gather(rows[place], parts, across, tag)

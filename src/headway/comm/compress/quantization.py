@@ -357,6 +357,7 @@ class Sign(Compressor):
             self._parts = torch.zeros((parts, width), dtype=torch.uint8)
             self._server = torch.zeros(self._part, dtype=self._residual.dtype)
         else:
+            # Two ranks round only once: there is no second residual.
             self._server = self._residual[:0]
 
     def _exchange(self, buffer: Tensor, route: Route) -> Iterator[PendingOperation]:

@@ -202,6 +202,7 @@ class LargestElements(Compressor):
             count = self._counts[number]
             if gradient.dtype != kept_back.dtype:
                 kept_back.add_(gradient)
+            # The selection adds the gradient on its way if that has the same type.
             same = gradient if gradient.dtype == kept_back.dtype else None
             try:
                 chosen = self._select(number, kept_back, count, same)
@@ -256,6 +257,7 @@ class RandomK(Compressor):
         counts = [kept_elements(size, self.compression.amount) for size in sizes]
         total = sum(counts) + self._layout.dense_size
         self._payload = torch.empty(total, dtype=buffer.dtype, device=buffer.device)
+        # From a place in the bucket to that of the same element in the packed array.
         shifts = [
             torch.full((count,), packed.start - source.start, device=buffer.device)
             for count, source, packed in zip(

@@ -351,6 +351,7 @@ def _ms_top_k_of_candidates(
         if kept.indices.size <= k:
             return None
     magnitudes = kept.magnitudes.view(f"f{keys.itemsize}")
+    # Sorted once, so that each count of the bisection is a binary search.
     ordered = np.sort(magnitudes)
     mean, largest = _finite(kept.total / keys.size, float(ordered[-1]))
     search = BisectedSelection(k, keys.size, mean, largest)

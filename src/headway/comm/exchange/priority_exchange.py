@@ -421,6 +421,7 @@ class PriorityExchange(GradientExchange):
         before, self._flights = self._flights, tuple(b.flight for b in self.buckets)
         if not discard:
             assert self._applier.optimizers is not None
+            # Before the lane may use them: a scheduler may change the original's right after this.
             self._applier.optimizers.release()
             # Runs the optimiser's own hooks and counters; without gradients it changes nothing.
             self._optimizer.step()

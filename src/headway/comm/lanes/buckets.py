@@ -219,5 +219,6 @@ def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
 def _view_as_parameter(place: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece in the parameter's shape and memory order (transposed, channels last)."""
     order = dims_by_stride(parameter)
+    # The inverse permutation, from memory order back to the parameter's dimensions.
     back = sorted(range(parameter.ndim), key=order.__getitem__)
     return place.view(_memory_shape(parameter)).permute(back)

@@ -664,6 +664,7 @@ def _slowdown(compression: Compression, route: Route, device: torch.device) -> f
             torch.cuda.synchronize(device)
         times.append(perf_counter() - start)
     typical = TYPICAL_COMPRESSOR_SPEEDS[compression.name]
+    # The shortest, because other programs only ever add to a time.
     return min(times) / (fused.gradients.nbytes * (typical.encode + typical.decode))
 
 
