@@ -126,6 +126,8 @@ def index_cells(schedule: PipelineSchedule) -> tuple[CellIndex, list[Violation]]
     for rank, row in enumerate(schedule.order):
         for position, action in enumerate(row):
             cell = TableCell(rank, position, action)
+            # The order matters: every check relies on those before it (`legal[action.pipe]` needs a
+            # known pipe).
             problem = (
                 _malformed(cell)
                 or _unknown(cell, legal)
@@ -231,6 +233,7 @@ def find_incomplete(table: CellIndex) -> Iterator[Violation]:
             for microbatch in pipe.microbatches:
                 rest = (pipe.name, stage, microbatch, NO_NUMBER)
                 kinds = [kind for kind in (_F, _B, _I, _W) if table.has((kind, *rest))]
+                # `kinds` has the order of the tuple above, so that lists can be compared.
                 if kinds in ([_F, _B], [_F, _I, _W]):
                     continue
                 yield from _unfinished(table, kinds, rank, Action(_F, pipe.name, stage, microbatch))
@@ -344,6 +347,7 @@ def find_misordered_messages(table: CellIndex) -> Iterator[Violation]:
     """Lanes on which messages are sent in one order and posted in another."""
     sent, posted = _by_lane(table)
     for lane, posts in posted.items():
+        # A lane without any SEND is reported by `find_unmatched_messages`.
         pairs = ((p, sent[lane].get(edge)) for edge, p in posts.items() if lane in sent)
         matched = [(post, send) for post, send in pairs if send]
         # In the order of the POSTs, the order of the SENDs must not go back.
@@ -429,14 +433,17 @@ def _circles(stuck: Mapping[int, tuple[TableCell, TableCell]]) -> Iterator[list[
             seen.add(rank)
             path.append(rank)
             rank = stuck[rank][1].rank
+        # A walk that runs into an earlier walk has no circle of its own: that one has reported it.
         if rank in path:
             yield path[path.index(rank) :]
 
 
 def _needs(table: CellIndex) -> dict[tuple[int, int], list[TableCell]]:
     needs = dict[tuple[int, int], list[TableCell]]()
+    # In a lowered table a consumer waits for nothing but the RECV before it, on its own rank.
     pairs = _messages(table) if table.schedule.is_lowered else _results(table)
     for cell, needed in (*pairs, *_all_reduces(table)):
+        # Within a rank the order of the row decides; `find_misordered` has looked at that.
         if cell and needed and cell.rank != needed.rank:
             needs.setdefault((cell.rank, cell.position), []).append(needed)
     return needs
@@ -473,6 +480,7 @@ def find_wrong_updates(table: CellIndex) -> Iterator[Violation]:
     """SYNC, WAIT or STEP missing, too many, too early, or not the same on all copies."""
     schedule = table.schedule
     every = [cell for cells in table.of_stage.values() for cell in cells]
+    # With a flush the updates may be left to `lower`; a single STEP demands those of all stages.
     steps = not schedule.flush or bool(cells_of_kinds(every, ActionKind.STEP))
     for stage in range(schedule.stages):
         holders = schedule.holders(stage)
@@ -573,6 +581,7 @@ def _unsummed(table: CellIndex, stage: int) -> Iterator[Violation]:
     holders = table.schedule.holders(stage)
     cells = [cell for rank in holders for cell in table.of_stage.get((rank, stage), [])]
     steps = cells_of_kinds(cells, ActionKind.STEP)
+    # A SYNC that only some of the copies lack is reported by `_uneven`; here none has one.
     if len(holders) > 1 and steps and not cells_of_kinds(cells, ActionKind.SYNC):
         ranks = ", ".join(map(str, holders))
         text = f"the copies on ranks {ranks} would drift apart; add SYNC and WAIT before each STEP"
@@ -596,6 +605,8 @@ def find_wrong_versions(table: CellIndex) -> Iterator[Violation]:
             elif cell.action.kind == ActionKind.FORWARD:
                 yield from _not_there(cell, steps)
             else:
+                # One report for a cell: a version that is not the forward's need not be judged by
+                # its age.
                 yield from _not_that_of_the_forward(cell, table) or _too_old(
                     cell, steps, table.schedule.stages
                 )
@@ -641,7 +652,7 @@ def _too_old(cell: TableCell, steps: int, stages: int) -> list[Violation]:
     return [cell_violation("version", cell, text)]
 
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # Three stages on a rank make shares of 1/3.
 
 
 def find_excess_activations(table: CellIndex) -> Iterator[Violation]:

@@ -99,6 +99,7 @@ def parse_sheet(text: str) -> CsvSheet:
 
 def _cells(line: str, number: int) -> list[CsvCell]:
     cells, start = [], 0
+    # Not the csv module: no action contains a comma, and problems name the column.
     for part in line.split(","):
         text = part.strip().strip('"').strip()
         offset = part.find(text) if text else 0
@@ -309,6 +310,7 @@ def to_torch_csv(schedule: PipelineSchedule) -> str:
                 f"{first[action.pipe] + action.stage}{word}"
                 for word in _torch_words(action, number)
             ]
+        # A rank without actions keeps its row: readers skip a blank line.
         rows.append(",".join(texts) or ",")
     return "\n".join(rows) + "\n"
 
@@ -469,11 +471,13 @@ def _fits_slots(schedule: PipelineSchedule) -> bool:
         places = [slots.get(action, -1) for action in row]
         if places != sorted(places) or (places and places[0] < 0):
             return False
+    # An action that stands twice, or has a slot but no cell, would be lost on the way back.
     return len(slots) == sum(map(len, schedule.order))
 
 
 def _row(row: Sequence[Action], slots: Mapping[Action, int] | None) -> Iterable[str]:
     if not row:
+        # A blank line would not be read as a row.
         return ["."]
     if slots is None:
         return map(str, row)
@@ -518,6 +522,7 @@ def from_csv(text: str, *, where: str = "the table", name: str = "table") -> Pip
     cells = [list(_actions(row, problems)) for row in sheet.rows]
     if not sheet.rows:
         problems.append(CsvProblem(1, 1, "there are no rows; write one for each rank"))
+    # Before the pipe is inferred: a malformed cell would be reported again, as a missing stage.
     raise_problems(problems, where)
     pipes = header["pipes"] or _inferred(cells, problems)
     raise_problems(problems, where)
@@ -578,6 +583,7 @@ def _inferred(cells: Cells, problems: list[CsvProblem]) -> tuple[SchedulePipe, .
     missing = [str(stage) for stage in range(max(place, default=0) + 1) if stage not in place]
     if missing:
         problems.append(CsvProblem(1, 1, f"no rank does anything for stage {', '.join(missing)}"))
+    # A pipe lists its micro-batches as they enter it, which is the order of stage 0's forwards.
     microbatches = (*entering, *sorted(others - entering.keys()))
     return (SchedulePipe(name, tuple(place[stage] for stage in sorted(place)), microbatches),)
 

@@ -131,6 +131,7 @@ def add_messages(
     rows = []
     for rank, actions in enumerate(schedule.order):
         row: list[Action] = []
+        # One position more than actions: the SENDs behind the last one.
         for position in range(len(actions) + 1):
             for inserted in (sent, posted, received):
                 row += inserted.get((rank, position), ())
@@ -148,9 +149,11 @@ def _posts(
 ) -> dict[Message, int]:
     room = _Room(schedule)
     posts = {}
+    # By consumer, because each room that is taken leaves less for the messages after it.
     for message in sorted(found, key=attrgetter("taker")):
         rank, position = message.taker
         first = room.earliest(rank, position, lookahead)
+        # Only activations count towards `most_activations`; gradients have no bound.
         if message.target > message.source:
             first = room.take(rank, first, position)
         posts[message] = first
@@ -326,6 +329,7 @@ def _hosted(schedule: PipelineSchedule, rank: int) -> dict[int, str]:
     found: dict[int, str] = {}
     for pipe, stage in schedule.hosted(rank):
         found.setdefault(stage, pipe)
+    # In the order of stages on every rank, so that copies start their all-reduces in one order.
     return dict(sorted(found.items()))
 
 

@@ -40,6 +40,7 @@ BACKWARD_KINDS = COMPUTE_KINDS - {ActionKind.FORWARD}
 WEIGHT_GRADIENT_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
 """Behind them the gradients of a stage's weights are complete and its activations are free."""
 NO_NUMBER = -1  # and not None: actions are sorted, and hashed in the innermost loops
+# Longer kinds first, or W would be tried before WAIT.
 _KINDS = "|".join(sorted(ActionKind, key=len, reverse=True))
 _TEXT = re.compile(
     rf"(?P<pipe>[A-Za-z]\w*)\.s(?P<stage>\d+)\.(?P<kind>{_KINDS})"
@@ -128,6 +129,7 @@ class SchedulePipe:
     microbatches: tuple[int, ...]
 
 
+# Without `slots`: `cached_property` needs a `__dict__`, to which it writes past the frozen setter.
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule:
     """Who does what in which order.
@@ -151,6 +153,7 @@ class PipelineSchedule:
     name: str
     pipes: tuple[SchedulePipe, ...]
     order: tuple[tuple[Action, ...], ...]
+    # Not compared: slots only matter to drawings, and a mapping cannot be hashed.
     slots: Mapping[Action, int] | None = field(default=None, compare=False)
     recompute: tuple[int, ...] = ()
     blockwise: bool = False

@@ -112,6 +112,7 @@ class StageCosts:
         def half(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(value / 2 for value in values)
 
+        # Overhead and latency stay: they are paid per action and per message, whatever the size.
         return replace(
             self,
             forward=half(self.forward),

@@ -71,11 +71,13 @@ class _LongestPaths:
         found = (0, -1)
         for event in before:
             if self._late(self.run.at[event]) >= start:
+                # An all-reduce (rank -1) crosses to no rank of its own.
                 crossed = rank >= 0 and self._rank(event) != rank
                 found = max(found, (self.best[event][0] + crossed, event))
         return found
 
     def _late(self, time: float) -> float:
+        # Equal moments differ in their last bits where they are sums of other terms.
         return time + _SAME_MOMENT * max(1.0, time)
 
     def _rank(self, event: int) -> int:
@@ -87,6 +89,7 @@ def critical_path(timer: ScheduleTimer, run: TimerRun) -> tuple[tuple[int, Actio
     chains = _LongestPaths(timer.wiring, run)
     cells = len(timer.wiring.actions)
     syncs = {sync.event: sync for sync in timer.wiring.syncs}
+    # Causes come first in `done`, so that `best` is known for all that an event comes after.
     for event in run.done:
         if event < cells:
             chains.add_cell(event)

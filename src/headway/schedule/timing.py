@@ -155,6 +155,8 @@ class _WiringBuilder:
             elif kind == ActionKind.WAIT:
                 # It waits for the last SYNC of its stage that stands before it on its rank.
                 before = self.stage_syncs.get(stage, {}).get(rank, [])
+                # Without one, the first of its stage: it cannot happen without this rank, and the
+                # WAIT hangs.
                 self.waits.append((cell, stage, max(len(before) - 1, 0)))
         made.actions.append(action)
         made.ranks.append(rank)
@@ -473,6 +475,7 @@ class _Execution:
         sync = self.wiring.syncs[number]
         if self.arrived[number] == len(sync.ranks):
             ready = max(self.made.at[cell] for cell in sync.cells)
+            # Of those that are ready at one moment, the lowest stage goes first on every rank.
             heappush(self.ready_syncs, (ready, sync.stage, number))
 
     def _sync(self) -> None:
@@ -610,6 +613,7 @@ class FixedOrder:
             seconds = _SECONDS[action.kind] * schedule.stages + stage
             link = border = -1
             if wiring.sends[cell]:
+                # Border b is behind stage b: a gradient crosses the border in front of its stage.
                 link, border = wiring.sends[cell][0].link, stage if ahead else stage - 1
             place[cell] = len(cells)
             cells.append((ends[rank], source, seconds, link, border))
@@ -676,6 +680,7 @@ class OneFOneBOrder:
                 link, border = (2 * rank, rank) if rank < p - 1 else (-1, -1)
                 cells.append((last[rank], come[rank], rank, link, border))
                 last[rank] = come[rank + 1] = len(cells) - 1
+            # Here from the first rank on: each reads what the rank behind made a second earlier.
             for rank in range(p)[back]:
                 link = 2 * rank - 1 if rank else -1
                 cells.append((last[rank], back_[rank + 1], p + rank, link, rank - 1))
@@ -697,6 +702,8 @@ class OneFOneBOrder:
             if time < p:
                 yield slice(max(0, time - m + 1), time + 1), slice(0)
                 continue
+            # F of k is at 2 k + r and B at 2 p - 1 - r + 2 k: solved for the k with 0 <= r < p.
+            # Forwards with k > time - p belong to the fill.
             last = min(m - 1, time - p, time // 2)  # micro-batches of the forwards
             first = max(0, -(-(time - p + 1) // 2))
             ahead = slice(time - 2 * last, time - 2 * first + 1, 2) if first <= last else slice(0)

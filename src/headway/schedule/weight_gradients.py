@@ -54,6 +54,7 @@ def fill_with_weight_gradients(
     timer = ScheduleTimer(tight, costs)
     orders: list[Order] = [timer.wiring.order]
     orders += [order for fit in _FITS if (order := _BubbleFilling(timer, most, fit).order())]
+    # Of equally short orders `min` keeps the first: the tight one, which holds least.
     best = min(orders, key=timer.makespan)
     if timer.makespan(best) > ScheduleTimer(schedule, costs).timing().makespan + _ROUNDING:
         return schedule
@@ -159,5 +160,6 @@ class _BubbleFilling:
         end = start + self.wiring.seconds[cell]
         self.rows[rank].append(cell)
         self.clock[rank] = self.at[cell] = end
+        # Messages that queue on a link are left to the timer, which judges the finished order.
         for message in self.wiring.sends[cell]:
             self.at[message.event] = end + message.wire + message.latency

@@ -89,6 +89,7 @@ def _rows(
     ranks: int, slots: dict[Action, int], chains: dict[str, SchedulePipe]
 ) -> tuple[tuple[Action, ...], ...]:
     rows: list[list[Action]] = [[] for _ in range(ranks)]
+    # The slots were inserted in ascending order, so that each row comes out in its order.
     for action in slots:
         rows[chains[action.pipe].placement[action.stage]].append(action)
     return tuple(map(tuple, rows))
@@ -175,6 +176,7 @@ def _without_collisions(
     # what it needs, so their order stays possible whoever waits.
     slots = dict[Action, int]()
     newest = dict[int, Action]()  # of each rank
+    # Of one slot by micro-batch: the two forwards of a pair then follow each other on their rank.
     for action in sorted(wanted, key=lambda a: (wanted[a], a.microbatch)):
         rank = chains[action.pipe].placement[action.stage]
         before = newest.get(rank, action)

@@ -98,6 +98,7 @@ def _eight_phases(
         program.input_grad(1)
         program.weight_grad()
         program.forward(1)
+    # What phases 1 and 2 leave of chunk 0's forwards: N - 2 inner - (edge + 1).
     for _ in range(microbatches - 2 * depth + edge + 1):  # 4
         program.forward(0)
         program.backward(1)

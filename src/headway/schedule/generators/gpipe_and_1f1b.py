@@ -79,6 +79,7 @@ def _in_turn(rank: int, down: SchedulePipe, up: SchedulePipe) -> Iterable[Action
     """Forward and backward of the first micro-batch down, of the first one up, and so on."""
     for turn in range(len(down.microbatches)):
         for pipe in (down, up):
+            # A slice, because the up pipe may have one micro-batch less.
             for microbatch in pipe.microbatches[turn : turn + 1]:
                 stage = pipe.placement.index(rank)
                 yield Action(ActionKind.FORWARD, pipe.name, stage, microbatch)

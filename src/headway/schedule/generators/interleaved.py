@@ -33,6 +33,7 @@ def interleaved(ranks: int, microbatches: int, *, virtual: int = 2) -> PipelineS
         ranks,
         microbatches,
         [interleaved_order(rank, ranks, microbatches, virtual, hop=2) for rank in range(ranks)],
+        # Rank 0 holds most: its forwards ahead and the one after, each 1/v of a rank's share.
         most=((virtual - 1) * len(first) + 2 * ranks - 1) / virtual,
     )
 
