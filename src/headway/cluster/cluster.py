@@ -261,6 +261,7 @@ class Cluster:
         these nodes may take their share of it.
         """
         if self.levels:
+            # Of a single node the last and the first rank, which its inner level joins.
             joining = self.level_of([self.ranks_of(first)[-1], self.ranks_of(second)[0]])
             return joining.alone
         if first == second:

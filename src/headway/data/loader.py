@@ -88,6 +88,7 @@ class MicroBatchReader(Dataset[Any]):
                 return self._source.read(indices)
             seeds = sample_seeds(self._order.seed, epoch, places.start, places.stop)
             return self._seeded.read_seeded(indices, seeds)
+        # It says what happened; a wrapper would hide its advice.
         except HeadwayError:
             raise
         except Exception as error:
@@ -139,6 +140,8 @@ class WorkerFetcher:
             batch_size=None,
             sampler=requests,
             num_workers=workers,
+            # torch's default for single items, `default_convert`, would turn numpy arrays into
+            # tensors.
             collate_fn=_as_it_is,
             worker_init_fn=functools.partial(_enter_worker, self._listen, self._tell),
             # Without a generator of its own it would take a number from the global one: training
@@ -179,8 +182,9 @@ class WorkerFetcher:
             return
         atexit.unregister(self.close)
         os.write(self._tell.fileno(), b"." * self._workers)  # a byte for each to read
-        self._items = None
+        self._items = None  # torch's iterator ends the workers when it is deleted
         for process in self._processes:
+            # Longer than `_GRACE`, after which a worker that still reads ends itself (`_leave`).
             process.join(_GRACE + 1)
             if process.is_alive():  # stuck in the data set, or stopped
                 process.kill()
@@ -235,7 +239,7 @@ def _leave(listen: int) -> None:
     """End this process: at once if the rank has died (end of file), later if it says so."""
     if os.read(listen, 1):  # a byte: the loader was closed; nothing: its end of the pipe is gone
         time.sleep(_GRACE)
-    os._exit(0)
+    os._exit(0)  # not sys.exit, which would only end this thread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,8 @@ class _Grid:
 
     def permute(self, places: Words) -> Words:
         result = self._stir(places)
+        # Cycle walking: what falls outside is stirred again until it is inside, and no two places
+        # meet.
         while (outside := result >= self.length).any():
             result[outside] = self._stir(result[outside])
         return result
@@ -97,6 +99,7 @@ class _Grid:
 def _keys(purpose: str, seed: int, epoch: int, count: int) -> Words:
     # A hash, because numpy may change the streams of its generators.
     digest = hashlib.shake_128(f"{purpose} {seed} {epoch}".encode()).digest(8 * count)
+    # One byte order for all machines, or the order of the samples would depend on them.
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

@@ -133,6 +133,7 @@ class DatasetSource:
             batch = self._one_by_one(indices, seeds, generators)
         finally:
             generators.restore()
+        # Each sample could be read alone, so the fault lies in reading or joining them together.
         if failure is not None and not self._draws:
             what = f"samples {_format_indices(indices)} cannot be read together"
             raise self._failure(what, failure) from failure
@@ -250,6 +251,7 @@ class MemmapSource:
         """Input and target, each int64 [len(indices), window]."""
         # A file that shrank would kill the process with SIGBUS at the first touch.
         _size(self.path, self.offset + self._tokens * self.dtype.itemsize)
+        # An index array copies, so that the batch does not refer to the mapped file.
         rows = self._mapped()[np.asarray(indices, dtype=np.int64)]
         return (
             torch.from_numpy(rows[:, :-1].astype(np.int64)),
@@ -333,6 +335,7 @@ class ArraySource:
         return tensors[0] if len(tensors) == 1 else tensors
 
     def __getstate__(self) -> dict[str, Any]:
+        # The pickle would otherwise hold what is in the files.
         return self.__dict__ | {"_arrays": None}
 
 

@@ -241,6 +241,7 @@ class Layerwise(Optimizer):
         """Directions and norms of the own layers, one all-gather, then everything else."""
         assert self.shared_norms is not None
         device = next(layer.weight.device for layer in layers if layer.adapted)
+        # Layers that are not adapted have the index -1, so they are nobody's own.
         chunks = list(_chunks(layer for layer in layers if layer.index in own))
         directions = [self._direct(chunk) for chunk in chunks]
         rows = torch.empty(len(own), 2, dtype=torch.float64, device=device)
@@ -424,6 +425,7 @@ class LARS(Layerwise):
         below = directions + chunk.decay * weights
         defined = (weights > 0) & (below > 0)
         trust = float(chunk.group["trust"])
+        # The inner `where` keeps zeros out of the quotient, which is not used there.
         return (trust * weights / below.where(defined, 1.0)).where(defined, 1.0)
 
     def _update(

@@ -187,6 +187,7 @@ class SharedNorms:
             if self._calls > WARM_STEPS + TIMED_STEPS:
                 self.choice = self._decide(device)
             elif self._calls > WARM_STEPS:
+                # One entry per timed step, to which `_timed` adds every chunk.
                 self._seconds.append(0.0)
         return self._division.own if self.choice is not None and self.choice.pays else None
 

@@ -78,6 +78,8 @@ class WarmUp(LRScheduler):
         """The rates of step `last_epoch`; called by `step` alone."""
         self._uncover()
         begins = self.steps if self.delay else 0
+        # Its constructor has set the rates of step 0, so the first call comes one step after its
+        # beginning.
         if self._then is not None and self.last_epoch > begins:
             self._then.step()
         self._rates = _rates(self.optimizer)

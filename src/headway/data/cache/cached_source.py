@@ -85,6 +85,8 @@ def sample_access_of(source: Source, *, collate: Collate | None, prepared: bool)
 
 class _Items:
     def __init__(self, source: DatasetSource, collate: Collate) -> None:
+        # With `list` as its collate function it gives single samples, with the errors of a
+        # DatasetSource.
         self._single = DatasetSource(source.dataset, collate=list)
         self._collate = collate
 
@@ -292,6 +294,7 @@ class CachedSource:
             for place, seed in enumerate(seeds):
                 generators.seed(seed)
                 samples[place] = self._augment(samples[place])
+            # For a collate function that draws, as in `DatasetSource`.
             generators.seed(seeds[0])
             return self._items.join(indices, samples)
         finally:
@@ -308,6 +311,7 @@ class CachedSource:
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """The samples before `augment`, each in memory of its own or the source's."""
         found: dict[int, Any] = {}
+        # A copy, because `_give_up` removes a level from the list.
         for level in list(self._levels):
             self._look(level, [i for i in indices if i not in found], found)
         missing = list(dict.fromkeys(i for i in indices if i not in found))  # each once
@@ -488,6 +492,7 @@ def _bytes(amount: int | str, name: str) -> int:
 
 def _key(source: Source, name: str, version: int | str, prepare: Change | None) -> StoreKey:
     """What decides what a stored sample is."""
+    # A callable object has no name of its own; its class stands for it.
     kind = prepare if hasattr(prepare, "__qualname__") else type(prepare)
     facts: dict[str, object] = {
         "name": name,

@@ -139,6 +139,7 @@ class DiskLevel(CacheLevel):
         try:
             return self._current().get(sample)
         except OSError as error:
+            # As damage, so that the sample is read from the source again.
             raise DamagedBlob(f"sample {sample}: {error.strerror}") from error
 
     def put(self, sample: int, encoded: Encoded, cost: int) -> bool | None:
@@ -195,6 +196,8 @@ class DiskLevel(CacheLevel):
                 raise TimeoutError(0, f"another process has held {lock} for {LOCK_SECONDS:.0f} s")
             self._folder.mkdir(exist_ok=True)
             files: list[int] = []
+            # The list is filled below: if one file cannot be opened, those before it are closed all
+            # the same.
             close = weakref.finalize(self, close_all, files)
             files.extend(_opened(self._folder / name) for name in ("users", "index", "data"))
             # Held by every process that inherits the descriptor, and so until the last one ends.
@@ -349,6 +352,8 @@ class MemoryLevel(CacheLevel):
         note = _notes() / f"memory-{self.key.digest[:16]}-{self.limit}"
         with file_lock(f"{note}.lock", LOCK_SECONDS) as mine:
             found = _noted(note) if mine and not fresh else None
+            # Without the lock, or afresh, they are new files; without the lock nobody else finds
+            # them.
             token, files = found or create_memfds(2)
             if mine and not found:
                 note.write_text(json.dumps({"pid": os.getpid(), "token": token, "fds": files}))

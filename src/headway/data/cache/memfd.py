@@ -27,6 +27,8 @@ def attach_memfds(pid: int, token: str, descriptors: Sequence[int]) -> list[int]
     try:
         for number, descriptor in enumerate(descriptors):
             files.append(os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDWR))
+            # The process number may belong to another process by now, and the descriptor to another
+            # file.
             found = os.readlink(f"/proc/self/fd/{files[-1]}")
             if found != f"/memfd:{_label(token, number)} (deleted)":
                 raise FileNotFoundError(found)

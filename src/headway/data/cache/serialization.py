@@ -107,6 +107,7 @@ class _Raw:
 
 def _describe(value: Any, raw: _Raw, place: str) -> list[Any]:
     """The layout of a value; its raw bytes are added to `raw`."""
+    # Exact types: a subclass would come back as its base.
     kind = type(value)
     if kind is Tensor:
         return _describe_tensor(value, raw, place)
@@ -139,6 +140,7 @@ def _describe_plain(value: Any, raw: _Raw, place: str) -> list[Any]:
         raw.add(np.array(value).tobytes())
         return ["f" if kind is float else "c"]
     if kind is str:
+        # File names of the system may hold lone surrogates, which strict UTF-8 refuses.
         raw.add_text(value.encode("utf-8", "surrogatepass"))
         return ["s"]
     if kind is bytes:
@@ -158,6 +160,7 @@ def _describe_tensor(tensor: Tensor, raw: _Raw, place: str) -> list[Any]:
         raise _refusal(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}", place)
     if tensor.requires_grad:
         raise _refusal("a tensor that requires a gradient", place)
+    # torch conjugates and negates lazily: the memory holds the numbers without it.
     plain = tensor.resolve_conj().resolve_neg()
     if not _is_dense(plain.shape, plain.stride()):
         plain = plain.clone()  # dense, with the dimensions in the same order where torch can
@@ -269,6 +272,7 @@ def _build_tensor(name: str, shape: list[int], strides: list[int], *, raw: _Curs
     kind: torch.dtype = getattr(torch, name)
     count = math.prod(shape)
     if not count:
+        # `torch.frombuffer` refuses a buffer without bytes.
         return torch.empty(0, dtype=kind).as_strided(shape, strides)
     flat = torch.frombuffer(raw.take(count * kind.itemsize), dtype=kind)
     return flat.as_strided(shape, strides)

@@ -51,6 +51,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, *, virtual: int = 2) 
         for rank in range(ranks)
     ]
     first = microbatch_groups(ranks, microbatches)[0]
+    # Rank 0 holds most: its forwards ahead and the one after, each 1/v of a rank's share.
     most = ((virtual - 1) * len(first) + ranks) / virtual
     return looped_chain(name, ranks, microbatches, orders, most=most)
 
