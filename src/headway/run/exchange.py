@@ -86,10 +86,12 @@ class Exchange:
                 model=model,
                 optimizer=optimizer,
                 scheduler=None,
+                # Of the plan only the exchange matters; one sample for each rank makes it legal.
                 plan=data_parallel(ranks, processes=ranks, exchange=self.description),
                 world=self.world,
                 clip=None,
                 seed=seed,
+                # The mean of DDP; Adasum needs the ranks' own gradients, unscaled.
                 weight=1.0 / ranks if self.description.reduce != "adasum" else 1.0,
             )
         )
@@ -97,6 +99,7 @@ class Exchange:
         self._last: list[BucketTiming] = []
         self._record = StepRecord(samples=1)
         self._begin()
+        # With priority updates may still be under way when the user saves.
         self._guards = [
             model.register_state_dict_pre_hook(lambda *_: self.flush()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.flush()),
@@ -222,6 +225,7 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # After an error the peers may be gone, and `close` would wait for them.
         if kind is None:
             self.close()
 

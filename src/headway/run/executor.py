@@ -227,6 +227,7 @@ class Executor:
         if self._dtype is not None:
             to_float64(self.model)
         move_optimizer_state(optimizer)
+        # While the model is whole: under ZeRO `make_strategy` shards it.
         if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
         self._spare = PaddingBatch(self.plan)
@@ -330,11 +331,13 @@ class Executor:
         self.flush()
         self.strategy.parameters.share_buffers()
         sums = self._sums if self.pipeline is None else self.pipeline.evaluate
+        # float64, because counts above 2^24 are not exact in float32.
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             self._spare.note(batch)
             self.cut(batch)
             with evaluating(self.model), torch.no_grad():
+                # All ranks that share a sample have computed its loss: only one of them counts.
                 totals += sums(batch) * self.plan.counts(self.world.rank)
         self.world.sum(totals, f"validation of step {self.steps_done + 1}")
         return float(totals[0] / totals[1]), int(totals[2])
@@ -392,6 +395,7 @@ class Executor:
     # -- the interpreter ---------------------------------------------------------------------
 
     def _carry_out(self, program: StepProgram) -> None:
+        # Spans are on the wall clock, so that those of several ranks can be compared.
         offset = time() - perf_counter()
         node = f"step {self.steps_done + 1}"
         for instruction in program.instructions:
@@ -410,6 +414,8 @@ class Executor:
         micro = self._micro(instruction)
         with self.strategy.exchanging(), self._randomness(micro, drawing=True):
             total, count = self._sum_and_count(micro)
+        # By the samples of the global batch, so that gradients of ranks and micro-batches only need
+        # adding.
         share = total / self.record.samples
         self._loss_of[instruction.microbatch or 0] = share
         self._shares.append(share.detach())
@@ -450,9 +456,13 @@ class Executor:
 
     def _sums(self, batch: RankBatch) -> Tensor:
         """Of a batch: loss, what it is a sum over, samples."""
+        # With a first row of zeros: a ragged batch may leave this rank without micro-batches.
         found = [(*map(float, self._sum_and_count(m)), len(m.positions)) for m in batch.micros]
+        # Other ranks gather sharded weights for passes that this one lacks: it must take part in
+        # them.
         for _ in range(self._spare.lacking(batch)):
             self._sum_and_count(self._spare.micro)
+        # The row of zeros is for a rank that a ragged batch leaves without micro-batches.
         return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
@@ -480,6 +490,7 @@ class Executor:
         # Every micro-batch starts from the same state, so that draws have the same numbers; see
         # `step.randomness`.
         seed_everything(self.seed, start.epoch, start.position)
+        # Backward gets the same object: recomputation looks up the draws that forward has met.
         if self._mode is None or self._mode_of is not micro:
             self._mode = LogicalRandomness(self._sites, micro.positions, start.epoch)
             self._mode_of = micro
@@ -506,6 +517,7 @@ def _carry_out(do: Callable[[], None], _: Instruction) -> None:
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
     """Move existing state of the optimiser to the device and type of its parameters."""
+    # `load_state_dict` casts every tensor of the state to its parameter's device and type.
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 

@@ -57,6 +57,7 @@ class FailureRecord:
     def error(self) -> HeadwayError:
         """The error to raise in the launcher: of the same class, with rank and step in `where`."""
         kind = getattr(errors, self.kind, WorkerFailed)
+        # Past the constructors of subclasses, some of which take other arguments (`problems`).
         error: HeadwayError = kind.__new__(kind)
         HeadwayError.__init__(error, self.what, where=self.where, why=self.why, fix=self.fix)
         if self.problems:

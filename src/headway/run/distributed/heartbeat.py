@@ -169,6 +169,7 @@ class HeartbeatConnection:
         if not hasattr(socket, "TCP_INFO"):
             return None
         try:
+            # 104 bytes are the struct as glibc knows it; newer kernels append fields behind these.
             info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
         except OSError:
             return None
@@ -467,6 +468,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread."""
+        # A program that ends without `leave` must say goodbye, too, or it counts as lost.
         atexit.register(self.stop)
         self._thread.start()
 
@@ -503,6 +505,7 @@ class Heartbeat:
             sockets.append(self._listener.socket)
         for copy in sockets:
             with suppress(OSError):
+                # Detached: the object's own clean-up must not close a number that is in use again.
                 os.close(copy.detach())
 
     # -- the thread --------------------------------------------------------------------------

@@ -106,4 +106,5 @@ def _receive(targets: Sequence[Tensor], source: int, device: torch.device) -> No
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     dist.recv(flat, src=source)
     for target, part in zip(targets, flat.split(sizes), strict=True):
+        # A part may begin at any byte; its clone is aligned, as `view` to a larger type requires.
         target.copy_(part.clone().view(target.dtype).view(target.shape))

@@ -138,6 +138,7 @@ def _host(address: str, port: int) -> TCPStore:
                 port,
                 is_master=True,
                 timeout=timedelta(seconds=_PATIENCE_SECONDS),
+                # Else torch waits here for all clients, and nobody could say who is missing.
                 wait_for_workers=False,
             )
         except DistNetworkError as error:

@@ -32,6 +32,7 @@ def sync_initial_state(model: nn.Module, world: World) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _same_shape(tensors, world)
     sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
+    # `copy`, because on a CPU both would else be the same tensor.
     low, high = sums.to(world.device), sums.to(world.device, copy=True)
     with world.explained("comparing the initial parameters"):
         dist.all_reduce(low, op=dist.ReduceOp.MIN)

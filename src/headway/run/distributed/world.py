@@ -75,6 +75,8 @@ def break_connections(kept: frozenset[str]) -> int:
         if identity in kept or number in of_python:
             continue
         with suppress(OSError):
+            # A second descriptor: `shutdown` acts on the connection itself, and `close` on this number
+            # only, so that torch's own stays valid.
             copy = socket.socket(fileno=os.dup(number))
             try:
                 copy.getpeername()  # raises where it is not connected: a listening one stays
@@ -335,6 +337,8 @@ class World:
             store=meeting.store,
             timeout_seconds=timeout_seconds,
         )
+        # Before the groups, because a rank that dies while they are made would keep the others
+        # waiting in Gloo until the time-out.
         world._watchdog.start(listener, meeting.store.host, meeting.notice, patience_seconds)
         with world.explained("making the process groups"):
             world._make_groups(meeting.store)
@@ -358,6 +362,7 @@ class World:
         """Leave in order: all other ranks, then rank 0, which hosts the store; idempotent."""
         if self.store is None:
             return
+        # First, because connections that close from now on are no loss.
         self._watchdog.stop()
         self._farewell()
         if dist.is_initialized():
@@ -377,6 +382,7 @@ class World:
         # the groups could wait for them. The process ends, and with it everything.
         if error is None:
             self.leave()
+        # The loss of a peer is not this rank's own failure: it must not be announced as the cause.
         elif not isinstance(error, PeerLost):
             self._watchdog.stop(summarize_exception(error).partition("\n")[0])
 
@@ -466,6 +472,7 @@ class World:
         timeout = timedelta(seconds=self.timeout_seconds)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        # The prefix keeps torch's keys apart from those of the meeting and of the goodbye.
         dist.init_process_group(
             self.backend,
             store=PrefixStore("groups", store),

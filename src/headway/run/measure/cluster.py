@@ -171,6 +171,7 @@ def measure_in(world: World, seconds: float = ROUNDS_SECONDS) -> list[RankReadin
 def _slowest(world: World, by_node: list[list[int]]) -> Slowest:
     """Of the ranks of this one's node; collective."""
     found = slowest_of_one
+    # Every rank makes the groups of all nodes, because `new_group` is collective over the world.
     for ranks in by_node:
         group = dist.new_group(ranks) if len(ranks) > 1 else None
         if isinstance(group, dist.ProcessGroup) and world.rank in ranks:

@@ -305,6 +305,7 @@ class PipelineRunner:
 
     def _run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
         if not batch.micros:
+            # The copies wait in their sums for this rank, also where it has nothing to add.
             self._sum_late()
             return
         pipeline = self._pipeline_of(len(batch.micros))
@@ -349,6 +350,7 @@ class PipelineRunner:
             dist.broadcast_object_list(found, src=source)
             if place in (0, own):
                 data = found[0]
+            # Whole samples are the same at all of these places: one broadcast is enough.
             if not isinstance(found[0], SampleParts):
                 break
         in_parts = isinstance(data, SampleParts)
@@ -381,6 +383,7 @@ class PipelineRunner:
         full = replace(full, skips=stages.skips)
         sites = forward.probe(data, loss)
         self._randomness = StageRandomness(
+            # Blockwise recomputation is the schedule's: a probe of the whole model does not see it.
             replace(sites, in_backward=sites.in_backward or full.blockwise),
             stages,
             lambda: self._run_all(stages, loss, data),
@@ -391,6 +394,8 @@ class PipelineRunner:
             a.stage for a in table.order[self._team.rank] if a.kind == ActionKind.SYNC
         )
         self.ownership = parameter_ownership(stages, full, self._copies, self._world.rank)
+        # From here on this rank has memory for its own stages only; probing the draws needed all of
+        # them.
         kept = self._weights.keep_own(self.ownership, stages, loss, data)
         self._team = replace(self._team, own=self._team.own + self._weights.own)
         self._team = self._with_streams(table)
@@ -489,6 +494,8 @@ class PipelineRunner:
         assert self._randomness is not None
         stack = ExitStack()
         stack.enter_context(self._weights.at(stage))
+        # torch wants autocast around forward only: backward runs each operator in the type of its
+        # forward.
         if phase != "backward":
             stack.enter_context(self._forward.arithmetic())
         stack.enter_context(self._randomness.around(stage, microbatch, phase))

@@ -37,6 +37,7 @@ def _show(value: object) -> str:
 
 def _whole(least: int) -> BeforeValidator:
     def check(value: object) -> object:
+        # A bool is an int in Python: `workers = true` would pass for 1.
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{_show(value)} is not a whole number of at least {least}")
         return value
@@ -290,6 +291,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     changed = apply_overrides(raw, overrides)
     in_file = _problems(raw, str(path), text)
     problems = _problems(changed, "--set", "") if overrides else in_file
+    # What is wrong in the file already is told with its line there, not as an override's problem.
     known = {_message(line): line for line in in_file}
     merged = sorted((known.get(_message(line), line) for line in problems), key=_line)
     return _check(changed, merged, str(path))

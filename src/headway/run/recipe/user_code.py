@@ -32,6 +32,7 @@ def importable_folders(*folders: Path) -> Iterator[None]:
     """Make modules in `folders` importable inside the `with`; sys.path is the same after it."""
     before = sys.path.copy()
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
+    # The import system caches the listing of a folder: a file written since would not be found.
     importlib.invalidate_caches()
     try:
         yield
@@ -109,6 +110,7 @@ def call_user_function(
         return function(*values, **arguments)
     except HeadwayError:
         raise
+    # `sys.exit` in the user's code would end the program without a word.
     except (Exception, SystemExit) as error:
         place, shown = user_frame(error)
         raise RecipeError(
@@ -237,6 +239,7 @@ def _import(module_name: str, where: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # Missing is the module that was asked for, or a package above it, not one that it imports.
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise _missing_module(module_name, where) from None
         raise _not_importable(module_name, error, where) from error

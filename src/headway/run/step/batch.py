@@ -56,6 +56,7 @@ def map_tensors(
             return function(value)
         case dict():
             return {key: map_tensors(inner, function, texts) for key, inner in value.items()}
+        # A named tuple is made of its fields one by one, not of an iterable.
         case tuple() if hasattr(value, "_fields"):
             return type(value)(*(map_tensors(inner, function, texts) for inner in value))
         case list() | tuple() if value and all(isinstance(inner, str | bytes) for inner in value):
@@ -251,6 +252,7 @@ def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
     if plan.split.head == "gathered":
         return None
     everyone = dict.fromkeys(plan.mesh.peers(rank, SPACE) for rank in range(plan.ranks))
+    # `new_group` is collective over the world: all ranks make all groups, in the same order.
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
         ranks: dist.new_group(list(ranks)) for ranks in everyone
     }

@@ -55,6 +55,7 @@ def seed_everything(*parts: int) -> None:
         torch.manual_seed(key & (_MASK >> 1))
     else:  # torch.manual_seed would queue it for accelerators to come, with a stack trace: 1 ms
         torch.default_generator.manual_seed(key & (_MASK >> 1))
+    # numpy's legacy generator takes 32 bits.
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
 
@@ -214,6 +215,7 @@ def _record(
         total, _ = sum_and_count(value, 1)
         if backward and any(recorder.drew) and total.requires_grad:
             try:
+                # Not `backward`, which would leave gradients and run the hooks of an exchange.
                 torch.autograd.grad(total, parameters, allow_unused=True)
             except RuntimeError:  # reentrant activation checkpointing does not allow it
                 recorder.again = True
@@ -310,6 +312,7 @@ class LogicalRandomness(TorchDispatchMode):
         token, site = self._meet()
         if not site.draws:
             return func(*args, **keywords)
+        # The state is put back, because the numbers of later draws come from the same generator.
         generator = _generator(device)
         state = generator.get_state()
         try:
@@ -337,6 +340,7 @@ class LogicalRandomness(TorchDispatchMode):
             generator.manual_seed(mix_seeds(token, self._epoch, position) >> 1)
             cut = _Cut(site.dim, number * site.block, site.block, extent)
             parts.append(func(*cut.all(args), **cut.named(keywords)))
+        # In place: every part was a view of the first argument.
         if func.__name__.partition(".")[0].endswith("_"):
             return args[0]
         return _joined(parts, site.dim)

@@ -214,6 +214,9 @@ class ShardedParameters(HeldParameters):
         first = self._context.world.rank == 0
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with self._context.exchanging(), torch.no_grad():
+            # Each tensor takes a collective, so that every rank goes through all of them; rank 0
+            # keeps clones,
+            # because an undivided one is the live tensor itself.
             full = completed({"": tensors}, self.layers)
             found = {name: tensor.clone() for _, name, _, tensor in full if first}
         if first:
@@ -462,6 +465,7 @@ class StageParameters(HeldParameters):
             own = {name: tensor for name, tensor in tensors.items() if self.ownership.owns(name)}
             found = gather_to_rank0(own, self._context.world)
         for name in (name for name in found if not self.ownership.holds(name)):
+            # Through `.data`: the optimiser, hooks and tied modules keep the same parameter object.
             tensors[name].data = found[name].data
         self._guard.lifted = self._context.world.rank == 0
 

@@ -198,6 +198,7 @@ class BucketReducer(Reducer):
         if self.exchange is not None:
             with self._context.exchanging():
                 self.exchange.begin()
+            # Updates are exchanged as they are: `Strategy.propose` has applied the factor before.
             self.exchange.now.factor = 1.0 if self._description.values == "updates" else factor
 
     def arm(self) -> None:

@@ -124,6 +124,7 @@ class StepReduction:
 
 
 def _total(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    # float64 counts samples and words exactly up to 2^53, whatever the precision of the model.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for value in values:
         total += value.detach() if isinstance(value, Tensor) else value

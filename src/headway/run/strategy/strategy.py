@@ -227,6 +227,7 @@ class Strategy:
         self.parameters.follow()
         trained = {name: p for name, p in self.parameters.named.items() if p.requires_grad}
         known = self._trained
+        # By identity as well: a split model has other parameters under the same names.
         if trained.keys() == known.keys() and all(p is known[n] for n, p in trained.items()):
             return
         self._trained = trained
@@ -407,6 +408,8 @@ class Strategy:
         record = self._context.record
         with self.exchanging():
             share, count, record.votes = self._tally.read()
+        # `share` is sum / N: this is the mean over what the loss is a sum over. A count of 0 has no
+        # mean.
         record.loss = share * (record.samples / count) if count else math.nan
         if not math.isfinite(record.loss):
             self.skip()  # else the lane would apply these gradients while the error is raised
@@ -468,6 +471,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
     reducer = LocalReducer(
         context, plan.memory.zero, weight=setup.share, gradient_copies=plan.mesh.degree(SPACE)
     )
+    # Before FSDP2 replaces the parameters: a whole model is later made of this copy.
     form = meta_copy(model)
     with setup.world.explained("sharding the model's state"):
         reducer.shard(model, setup.optimizer, state_mesh(plan, setup.world.device))

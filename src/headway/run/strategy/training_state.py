@@ -157,6 +157,7 @@ def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str
     """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
+    # `keep_vars`, because detached tensors would not show that two names are tied.
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(

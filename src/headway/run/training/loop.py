@@ -157,6 +157,7 @@ class Training:
                     cores=os.cpu_count() or 1,
                 ),
             )
+        # The others look for what rank 0 has written.
         world.barrier("opening the run directory")
         if not self._directory.recipe_file.exists():
             raise UsageError(
@@ -284,6 +285,7 @@ class Training:
             self._counter.current = run.steps_done + 1
             if self._job.before_step is not None:
                 self._job.before_step(self._world.place, self._counter.current)
+            # A failed save ends the job at the next step, not only at the next save.
             with self._storing():
                 self._store.check()
             self.step()
@@ -340,6 +342,7 @@ class Training:
         step = self._executor.steps_done
         self._executor.flush()
         self._world.doing("the checkpoint of step %d", step)
+        # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
         self._executor.strategy.parameters.share_buffers()
         start = time()
         with self._storing():

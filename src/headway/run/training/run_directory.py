@@ -70,6 +70,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         plan.save(self.plan_file)
         _write_json(self.environment_file, environment)
+        # Last: this file marks a directory as holding a run.
         _write_json(self.recipe_file, recipe)
 
 
