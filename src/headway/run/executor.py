@@ -414,8 +414,8 @@ class Executor:
         micro = self._micro(instruction)
         with self.strategy.exchanging(), self._randomness(micro, drawing=True):
             total, count = self._sum_and_count(micro)
-        # By the samples of the global batch, so that gradients of ranks and micro-batches only need
-        # adding.
+        # By the samples of the global batch, so that gradients only need to be added: over
+        # micro-batches here, over ranks in the exchange.
         share = total / self.record.samples
         self._loss_of[instruction.microbatch or 0] = share
         self._shares.append(share.detach())
@@ -456,10 +456,8 @@ class Executor:
 
     def _sums(self, batch: RankBatch) -> Tensor:
         """Of a batch: loss, what it is a sum over, samples."""
-        # With a first row of zeros: a ragged batch may leave this rank without micro-batches.
         found = [(*map(float, self._sum_and_count(m)), len(m.positions)) for m in batch.micros]
-        # Other ranks gather sharded weights for passes that this one lacks: it must take part in
-        # them.
+        # Other ranks gather sharded weights for the passes that this one lacks, and need it there.
         for _ in range(self._spare.lacking(batch)):
             self._sum_and_count(self._spare.micro)
         # The row of zeros is for a rank that a ragged batch leaves without micro-batches.

@@ -75,8 +75,8 @@ def break_connections(kept: frozenset[str]) -> int:
         if identity in kept or number in of_python:
             continue
         with suppress(OSError):
-            # A second descriptor: `shutdown` acts on the connection itself, and `close` on this number
-            # only, so that torch's own stays valid.
+            # A second descriptor: `shutdown` acts on the connection itself, `close` on this number
+            # alone, and torch's own stays valid.
             copy = socket.socket(fileno=os.dup(number))
             try:
                 copy.getpeername()  # raises where it is not connected: a listening one stays
