@@ -26,6 +26,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # what a shell does to jobs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SLOW_PER_DAY = 4
+"""Of some twenty: each has its turn within a week, and a run stays short."""
+
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False
 )
@@ -54,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if sampling.VARIABLE not in os.environ:  # a worker of xdist has the seed of its controller
         seed = config.getoption("--case-seed") or sampling.seed_of_today()
         os.environ[sampling.VARIABLE] = sampling.ALL if config.getoption("--all-cases") else seed
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the slow tests a few run today; the others are skipped, and say so."""
+    slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
+    today = set(sampling.sampled(slow, SLOW_PER_DAY)) if len(slow) > 1 else set(slow)
+    for item in items:
+        if item.get_closest_marker("slow") and item.nodeid not in today:
+            item.add_marker(pytest.mark.skip(reason="slow: runs on other days and in test-all"))
 
 
 def pytest_report_header() -> str:

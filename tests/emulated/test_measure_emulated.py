@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headway.cluster import read_cluster
 from support.commands import headway
 from support.emulated import needs_root
@@ -11,6 +13,7 @@ RATE = 25e6
 """Bytes/s of 200 Mbit/s."""
 
 
+@pytest.mark.slow
 def test_the_link_between_nodes_is_measured_apart(tmp_path):
     (tmp_path / "nodes.toml").write_text('nodes = 2\nbetween = { rate = "200 Mbit/s" }\n')
     words = ("cluster", "measure", "--emulate", "nodes.toml", "--seconds", "1")

@@ -79,7 +79,7 @@ def test_all_problems_come_at_once():
         "batch.microbatch is 0; at least 1, or leave it out",
         "exchange.bucket is 0 bytes; at least 1",
         "layout of w: tensor is not an axis of the mesh",
-        "layout of w: 'split:0' on tensor: no mechanism yet; only copy",
+        "layout of w: 'split:0' on tensor: not implemented; only copy",
     )
     for problem in caught.value.problems:
         assert problem in str(caught.value)

@@ -152,6 +152,7 @@ def under_torchrun(folder, *more, recipe=RECIPE):
     return command(*TORCHRUN, *words, *options, cwd=folder)
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_searches_for_all(tmp_path):
     """The plan, what is kept and shown of it, and the parameters are those without torchrun."""
     cluster = described(tmp_path)
@@ -205,6 +206,7 @@ def recipe():
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_an_error_of_rank_1_ends_the_search_of_rank_0(tmp_path):
     """In time, told once and with the rank; the deadline of `command` is far below the search's."""
     (tmp_path / "failing.py").write_text(FAILS_ON_RANK_1)

@@ -54,6 +54,7 @@ def swap_many(world, channel, make, count):
             assert came.sum().item() == 2 * number * (coming - 1), "torn"
 
 
+@pytest.mark.slow
 @every_provider
 @ranks(2, timeout=150)
 def test_a_hundred_thousand_puts_of_random_size_with_random_delays(world, provider):

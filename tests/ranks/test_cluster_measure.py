@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -44,6 +45,7 @@ def misses(world, folder):
     return [pair for pair in wrong if pair[0] in many]
 
 
+@pytest.mark.slow
 @ranks(2, timeout=160)
 def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
     # A third program on two cores delays single operations twentyfold; a wrong unit always fails.
@@ -53,6 +55,7 @@ def test_a_measured_file_predicts_a_fresh_measurement(world, tmp_path):
     assert not found[-1], found
 
 
+@pytest.mark.slow
 def test_torchrun_and_headway_measure_alike(tmp_path):
     words = ("-m", "headway", "cluster", "measure", "--device", "cpu", "--seconds", "1")
     done = command(

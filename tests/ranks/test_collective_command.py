@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from headway.plans import Plan
 from support.commands import events, headway_here
 from support.link_graphs import SLOW_MESH
@@ -16,6 +18,7 @@ def train(cwd: Path, run: str, *words: str):
     return headway_here("train", RECIPE, "-d", run, "--device", "cpu", *words, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_the_best_program_is_trained_saved_resumed_and_proved(tmp_path):
     """The losses are those of Gloo's ring; a resumed run goes on with the same trees; `verify` and
     `explain` take the plan."""

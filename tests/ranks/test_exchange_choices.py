@@ -3,6 +3,7 @@ inexact ones keep all ranks alike and still learn."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headway.run.distributed import process_groups
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks
+from support.sampling import sampled
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import ALL, cross_entropy
 
@@ -56,8 +58,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("choice", EXACT)
-@pytest.mark.parametrize("case", ["unused", "tied"])
+@pytest.mark.parametrize(("case", "choice"), sampled([*product(["unused", "tied"], EXACT)], 5))
 def test_exact_choices_equal_the_serial_run(case, choice):
     build, data = ALL[case]
     expected = train_serially(build, data(), cross_entropy, adamw, batch=12, steps=STEPS, seed=SEED)
@@ -94,7 +95,7 @@ INEXACT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", INEXACT)
+@pytest.mark.parametrize("choice", sampled([*INEXACT], 7))
 def test_inexact_choices_keep_the_ranks_alike_and_learn(choice):
     """Unused parameters stay as they are, whatever the compressor sends for them."""
     (first, *others) = run_ranks(4, split, "unused", INEXACT[choice], PAIRS)

@@ -14,6 +14,7 @@ from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import RanksFailed, run_ranks
+from support.sampling import sampled
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import (
     ALL,
@@ -108,8 +109,17 @@ def test_two_ranks_equal_the_serial_run(case):
     check(run_ranks(2, split, case, 12, 4, 5), case, 12, 5)
 
 
-@pytest.mark.parametrize(("size", "batch", "microbatch"), [(3, 13, 2), (4, 9, None), (4, 6, 1)])
-@pytest.mark.parametrize("case", ["dropout", "pair"])
+@pytest.mark.parametrize(
+    ("case", "size", "batch", "microbatch"),
+    sampled(
+        [
+            (case, *sizes)
+            for case in ("dropout", "pair")
+            for sizes in ((3, 13, 2), (4, 9, None), (4, 6, 1))
+        ],
+        3,
+    ),
+)
 def test_batches_that_no_number_of_ranks_divides(case, size, batch, microbatch):
     """40 = 3 x 13 + 1: on the last batch of one sample two of three ranks have no work."""
     check(run_ranks(size, split, case, batch, microbatch, 7), case, batch, 7)

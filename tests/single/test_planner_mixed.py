@@ -398,7 +398,7 @@ def test_what_the_executor_lacks_is_said(work):
     with pytest.raises(PlanError, match="cannot run this point") as caught:
         to_plan(found, found.best)
     lacks = missing_in_executor(found.search, found.best)
-    assert list(caught.value.problems) == [f"no mechanism yet: {lacks}"]
+    assert list(caught.value.problems) == [f"not implemented: {lacks}"]
     assert "tensor axis" in lacks
 
 

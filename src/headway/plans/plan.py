@@ -306,7 +306,7 @@ def _layout_problems(plan: Plan) -> list[str]:
             if axis not in plan.mesh.names:
                 found.append(f"{place}: {axis} is not an axis of the mesh")
             if word != "copy":
-                found.append(f"{place}: {word!r} on {axis}: no mechanism yet; only copy")
+                found.append(f"{place}: {word!r} on {axis}: not implemented; only copy")
     return found
 
 

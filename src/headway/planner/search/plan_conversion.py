@@ -61,7 +61,7 @@ def check_executor(lacks: str) -> None:
     if lacks:
         raise PlanError(
             "the executor cannot run this point of the frontier",
-            problems=[f"no mechanism yet: {lacks}"],
+            problems=[f"not implemented: {lacks}"],
             fix="Take a point that is marked as runnable, or search with --runnable.",
         )
 

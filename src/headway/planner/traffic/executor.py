@@ -376,7 +376,7 @@ def _refuse(
         raise PlanError(
             "the operations of this plan are not listed",
             problems=problems,
-            fix="Give the parts that `run.rehearsal.rehearsed` makes of the model.",
+            fix="Give the parts that headway.run.measure.communication_dry_run.dry_run returns.",
         )
 
 
