@@ -184,6 +184,7 @@ def test_no_worker_survives_the_launcher(tmp_path):
 # -- in a world that torchrun made ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_joins_and_restarts_under_torchrun(tmp_path):
     """Plain torchrun fails here (torch 2.13): a restart meets the addresses of dead processes."""
     with torchrun(tmp_path, "--standalone", "--nproc-per-node=2", "kill") as agent:
@@ -194,6 +195,7 @@ def test_joins_and_restarts_under_torchrun(tmp_path):
     assert seen == ["2 3.0 1 True"] * 2
 
 
+@pytest.mark.slow
 def test_joins_and_restarts_under_two_agents(tmp_path):
     """The agents count restarts differently (only one has lost a worker): all ranks agree on 1."""
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"

@@ -28,6 +28,7 @@ from support.pipelines import (
     sites_of,
 )
 from support.ranks import ranks, run_ranks
+from support.sampling import sampled
 from support.tiny_models import CLASSES, FEATURES, WORDS, cross_entropy
 
 COUNT, SAMPLES = 4, 3
@@ -267,6 +268,7 @@ def test_equal_to_the_serial_run(case):
     expected = expected_of(case)
     # Two copies of a batch-norm see half of the micro-batches each: their statistics differ.
     names = [n for n in SCHEDULES if not n.startswith("chimera") or case not in STATISTICS]
+    names = sampled(names, 3)
     found = run_ranks(4, pipelined, case, names)
     for name in names:
         assert_equal(expected, [of_rank[name] for of_rank in found], 1e-12)

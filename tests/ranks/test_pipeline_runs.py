@@ -11,6 +11,7 @@ from headway.plans import ExchangePlan, PipelinePlan, pipelined
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks
+from support.sampling import sampled
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import CLASSES, FEATURES
 from support.tiny_models import Residual as Net
@@ -94,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled([*CASES], 5))
 def test_a_pipeline_equals_the_serial_run(case):
     ranks, stages, pipeline, loss, clip = CASES[case]
     expected = train_serially(

@@ -286,6 +286,7 @@ T_max = 12
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("kind", "lr", "rule"), [("LAMB", 0.02, "square_root"), ("LARS", 0.1, "linear")]
