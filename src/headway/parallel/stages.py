@@ -175,7 +175,7 @@ def _like(example: Any, fields: dict[str, Any]) -> Any:
 
 
 LossFunction = Callable[[Any, Any], Any]
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _SETTINGS = (type(None), bool, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format)
 

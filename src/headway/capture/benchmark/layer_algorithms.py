@@ -258,7 +258,7 @@ def layers_of(model: nn.Module, run: Callable[[], object]) -> tuple[LayerCall, .
 def use_algorithms(model: nn.Module, algorithms: Mapping[str, str]) -> Iterator[None]:
     """Within it, the model's layers are computed in the ways that are named.
 
-        with chosen(model, {"stem": "channels-last", "blocks.0.attention": "math"}):
+        with use_algorithms(model, {"stem": "channels-last", "blocks.0.attention": "math"}):
             loss = criterion(model(x), y)
 
     Args:
