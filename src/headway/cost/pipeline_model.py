@@ -100,6 +100,7 @@ def price_chimera_step(shape: ChimeraShape, times: ChimeraTimes) -> ChimeraPrice
     own = times.of_table(shape)
     ratio = own.backward / own.forward if own.forward else 2.0
     counts = critical_counts(shape, ratio=ratio)
+    # Free regions are in units of a forward (F = 1), so that those of a shape serve all times.
     late = max(
         unoverlapped_all_reduce(region, own.sync / own.forward if own.forward else own.sync)
         for region in free_regions(shape, ratio=ratio)
@@ -211,6 +212,8 @@ def unoverlapped_all_reduce(region: FreeRegion, sync: float) -> float:
     """
     left = 0.0
     for gap in region.gaps:
+        # What one gap does not hide delays the sum of the next stage: a worker has one lane for
+        # sums.
         left = max(0.0, left + sync - gap)
     return max(0.0, left - region.tail)
 
@@ -393,6 +396,7 @@ def _memory(workload: EqualLayers, setting: ChimeraSetting, stages: int, microba
     weights = setting.pipes * layers * workload.state
     if not setting.recomputes:
         return weights + min(number, stages) * held
+    # Forward doubling has the forwards of two units in flight at once (Chimera).
     live = min(number, 2 * stages if setting.mode == "doubling" else stages)
     return weights + live * workload.activation * microbatch + held
 
@@ -408,6 +412,7 @@ def _candidate(
         backward=forward * (3 if setting.recomputes else 2),
         wire=workload.activation * microbatch / setting.link.rate,
         latency=setting.link.latency,
+        # Each replica has a copy of the stage in each of its pipes.
         sync=rabenseifner(setting.pipes * replicas, workload.gradient * layers, setting.link),
     )
     number = setting.batch // replicas // microbatch
@@ -472,6 +477,7 @@ def schedule_formula(
         case "gems":
             bubble = (d - 1) / (d + 0.5)
             return ScheduleFormula(bubble, "(D-1)/(D+1/2)", (2, 2), (1, 1), exact=False)
+        # PipeDream keeps the weights with which each micro-batch in flight began, 2BW the last two.
         case "pipedream":
             return ScheduleFormula(0.0, "0", (1, deep), (1, deep), exact=False)
         case "pipedream-2bw":

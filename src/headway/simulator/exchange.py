@@ -70,6 +70,7 @@ def _forward_waits(predicted: ExchangePrediction) -> dict[int, tuple[float, int]
     """Of the first layer of each bucket: seconds that it waits for the last step's sums."""
     waits: dict[int, tuple[float, int]] = {}
     for number, trip in zip(predicted.home, predicted.played.trips, strict=True):
+        # The next forward pass comes to this layer of the bucket first.
         layer = min(predicted.buckets[number])
         waits[layer] = waits.get(layer, (0.0, number))[0] + trip.waited, number
     return waits

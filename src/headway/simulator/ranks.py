@@ -194,6 +194,7 @@ class RepresentativeRanks:
         copies = range(self.world.grid.data)
 
         def look(part: int) -> object:
+            # A stage's group spans all copies: what it costs depends on the part alone.
             groups = tuple(_rates(self.world.group(part, places)) for places in self.holders)
             return tuple(self._messages(part, copy) for copy in copies), groups
 

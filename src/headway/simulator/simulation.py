@@ -152,6 +152,7 @@ def summarize_step(built: StepTasks, played: TaskTimes) -> SimulatedStep:
     spans = list(_communication(built, played))
     accounts = []
     for device in built.devices:
+        # Tasks that take no time may share a start: these stay in the order of addition.
         row = sorted(rows[device.compute], key=lambda task: (played.starts[task], task))
         waits = [wait for wait in _waits(played, row) if wait.end > wait.start]
         accounts.append(_account(built, played, device, row, waits))
@@ -178,6 +179,7 @@ class _Wait(NamedTuple):
 def _waits(played: TaskTimes, row: Sequence[int]) -> Iterator[_Wait]:
     kinds, since = played.program.kind, 0.0
     for task in row:
+        # `awaited`, not `cause`: the rank's own last task is nothing that it waits for.
         end, cause = played.starts[task], played.awaited[task]
         # A message may have waited for another one: each has its part of the wait, and what lies
         # before the first of them is bubble.

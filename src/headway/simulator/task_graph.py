@@ -82,6 +82,7 @@ class CellPlan:
         found = {
             ActionKind.FORWARD: forward,
             ActionKind.BACKWARD: again + backward,
+            # Tables do not say where in a split backward the collectives are: half is in each part.
             ActionKind.INPUT_GRAD: again + backward / 2,
             ActionKind.WEIGHT_GRAD: backward / 2,
         }.get(action.kind, 0.0)
@@ -294,6 +295,8 @@ class _Builder:
                 self._row(copy.first, place)
         for copy in self.cast.copies:
             self._messages(copy.first)
+        # Tasks that are ready at the same moment start in the order of addition, so this one must
+        # not depend on the table's row order.
         for sync in sorted(self.wiring.syncs, key=lambda sync: (sync.stage, sync.event)):
             self._sum(sync)
         for copy in self.cast.copies:
@@ -335,6 +338,7 @@ class _Builder:
         stages = cells.work.stages
         before = self._host(copy, place, on)
         known: dict[tuple[ActionKind, int], tuple[float, float, float, float]] = {}
+        # Stages whose gradients do not exist before the first backward of the step.
         late = {n for n, stage in enumerate(stages) if stage.gradients}
         for cell in self.wiring.order[place]:
             action = self.wiring.actions[cell]
@@ -460,6 +464,7 @@ class _Builder:
         rounds = [cells.rounds(place, sync.stage) for place in sync.ranks]
         label = f"stage {sync.stage}"
         first = cells.chunks(rounds[0][-1]) if rounds[0] else ()
+        # No cell is cut: all gradients of the stage leave together, behind the cells of the sum.
         if not any(chunk.leaves for chunk in first):
             before = [self.tasks[c.first, cell][-1] for c in copies for cell in sync.cells]
             stage = self.work.stages[sync.stage]

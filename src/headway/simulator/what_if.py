@@ -72,6 +72,7 @@ def _addressed(sentence: str, kinds: Sequence[str]) -> tuple[Sequence[str], list
     """The types of devices that a sentence is about, and its words without their name."""
     words = sentence.split()
     name = words[1] if len(words) > 1 else ""
+    # "memory 80 GiB" has three words, too; the name of a type begins with a letter.
     typed = {"device": len(words) > 3, "memory": len(words) > 2 and name[0].isalpha()}
     if not typed.get(words[0] if words else ""):
         return kinds, words
@@ -92,6 +93,7 @@ def levels_of(network: HierarchicalNetwork, cluster: Cluster) -> dict[str, int]:
     widest = max(cluster.processes if number is None else number for number in own)
     between = [n for n, level in enumerate(network.levels) if level.width > widest]
     aliases = {"rank-rank": 0} | ({BETWEEN: between[0]} if between else {})
+    # A level that is itself called "node-node" wins over the alias.
     return aliases | names
 
 
@@ -140,6 +142,7 @@ def _value(text: str, parse: Callable[[str], float], sentence: str) -> tuple[flo
     found = _TIMES.fullmatch(text)
     try:
         factor, value = (float(found[1]), 0.0) if found else (0.0, float(parse(text)))
+        # Bytes and seconds may be bare numbers; here one may as well be a factor without its x.
         if not found and text.strip().replace(".", "", 1).isdigit():
             raise ValueError(f"{text} has neither a unit nor the x of 2x")
     except ValueError as error:

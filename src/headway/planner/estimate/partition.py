@@ -215,7 +215,7 @@ class _StageProgramme:
             picks = paid.argmin(axis=1)
             least = np.take_along_axis(paid, picks[:, None], 1).sum()
             most = max(most, float(least + price * self.length))
-            # The cheapest stages hold too few units: a unit must pay for more.
+            # The cheapest stages hold too few units: a higher price makes longer ones cheaper.
             if picks.sum() + len(picks) < self.length:
                 low = price
             else:

@@ -46,6 +46,7 @@ def distinguishing_labels(heads: Sequence[Hashable], features: Sequence[PlanFeat
         alike = [f for other, f in zip(heads, features, strict=True) if other == head]
         named: list[str] = []
         for name in dict.fromkeys(name for one in alike for name in one):
+            # An aspect is named only if it tells more plans apart than those named already.
             if _kinds(alike, [*named, name]) > _kinds(alike, named):
                 named.append(name)
         found.append(", ".join(own.get(name, f"no {name}") for name in named))
@@ -153,6 +154,7 @@ def plan_figures(engine: PlanSearch, point: Point) -> PlanFigures:
         one = engine.candidate(alone, kind)
         passes = one.planned((0, len(engine.row))).stages[0].seconds
         samples = engine.question.batch / degrees.microbatch
+        # Copies on several types have micro-batches of several sizes: there the whole batch counts.
         own = passes * (degrees.data * degrees.microbatches if len(point.amounts) < 2 else samples)
         compute = min(compute, own) if compute else own
     return PlanFigures(
@@ -178,6 +180,7 @@ def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[Alterna
     if len(found) < number:
         around = neighbour_plans(outcome.search, best, most=outcome.question.most)
         found += [(one.step, one.point) for one in around if one.point is not None]
+    # Half the time and twice the time are equally far.
     found.sort(key=lambda line: abs(math.log(line[1].seconds / best.seconds)))
     kept = sorted(found[:number], key=lambda line: line[1].seconds)
     return tuple(_against(outcome.question, best, step, point) for step, point in kept)
@@ -194,6 +197,7 @@ def _against(question: PlanRequest, best: Point, step: str, point: Point) -> Alt
     cost, own = (
         question.cost(one.devices, one.seconds, one.amounts)
         if one.amounts
+        # On one type of devices the price cancels in the ratio below.
         else one.seconds * one.devices
         for one in (point, best)
     )
@@ -230,6 +234,7 @@ def peak_utilisation(engine: PlanSearch, point: Point) -> float:
     """Share of the devices' peak that a step's products reach."""
     question, work = engine.question, engine.question.work
     graph = work.graph
+    # The format of the largest product stands for that of all.
     largest = max(graph.operators, key=lambda operator: operator.flops.total)
     peaks = 0.0
     for kind, number in point.amounts or (("", point.devices),):
@@ -244,6 +249,8 @@ def launch_seconds(engine: PlanSearch, point: Point) -> float:
     slowest = max(point.stages, key=lambda stage: stage.seconds)
     units = engine.row[slowest.start : slowest.stop]
     operators = engine.question.work.graph.operators[units[0].start : units[-1].stop]
+    # Forward, backward and, where the stage recomputes, forward again; the gradients of weights are
+    # kernels of their own.
     number = sum(
         (2 + slowest.recompute) * kernel_count(o) + bool(o.flops.weight_gradient) for o in operators
     )
@@ -325,6 +332,7 @@ def _moved(
     moved = replace(old, tensor=t, data=d, pipeline=p, microbatch=b, zero=zero)
     if p == 1:
         moved = replace(moved, schedule=PLAIN.name, virtual=1, pipes=1)
+    # Both orders are the same mesh then; the search lists the first one only.
     if 1 in (d, p):
         moved = replace(moved, order=ORDERS[0])
     return replace(moved, microbatches=batch // d // b), ""

@@ -104,6 +104,7 @@ def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     for name, network in faster_networks(machine.network, question.most):
         yield name, replace(question, machine=replace(machine, network=network))
     for name, device in other_devices(machine.device):
+        # Under a limit of the user's own, twice the memory alone would change nothing.
         twice = 2 * question.memory if question.memory and name == TWICE else question.memory
         yield name, replace(question, machine=replace(machine, device=device), memory=twice)
 

@@ -75,6 +75,7 @@ def least_memory(engine: PlanSearch) -> LeastMemory | None:
     best: Point | None = None
     least = np.inf
     for opened, (bound, candidate) in enumerate(_by_memory(engine, np.inf)):
+        # Combinations come by rising bounds: none of the rest can need less.
         if bound >= least or opened == MOST:
             return _least_memory(best, bound >= least)
         point = candidate.fastest(least - 1) if best else candidate.fastest(np.inf)
@@ -82,6 +83,8 @@ def least_memory(engine: PlanSearch) -> LeastMemory | None:
         while point is not None:
             best, least = point, float(np.ceil(point.bytes))
             point = None
+            # Bisection in whole bytes; every plan that is found begins it anew from what that plan
+            # needs.
             while least - low > 1 and point is None:
                 middle = np.floor((low + least) / 2)
                 point = candidate.fastest(middle)
@@ -111,6 +114,7 @@ def _by_memory(
         if candidate is not None:
             yield bound, candidate
             continue
+        # Its tables take time, so they are made only when its first bound is the least.
         candidate = engine.open(combination)
         better = max(bound, _second(candidate))
         if better <= cap:
@@ -256,6 +260,7 @@ def _devices(
     whole = engine.bounds.held * state_per_byte(
         question.itemsize, 0, 1, question.work.optimiser.state
     )
+    # However it is split, all devices together hold the whole state.
     least = max(most + 1, int(np.ceil(whole / question.cap)))
     # Up to a node one by one, then node by node; where the file does not say how large a node is,
     # doubled.
@@ -317,6 +322,7 @@ def _same_machines(question: PlanRequest) -> Iterator[tuple[str, list[tuple[str,
 
 def _larger_devices(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Devices with a datasheet, those with the least memory first."""
+    # A limit of the user's own would hold on larger devices, too.
     if question.memory is not None or question.groups:
         return
     machine = question.machine
@@ -343,6 +349,7 @@ def _first_that_fits(
     shorter = None
     for change, question in tried:
         old = engine.question
+        # Tables depend on the machine and on what is forced: only if both stay can they be shared.
         same = question.machine is old.machine and question.force == old.force
         own = engine.related(question) if same else PlanSearch(question)
         if _fits(own):
@@ -552,10 +559,12 @@ def _moved(engine: PlanSearch, point: Point, name: str) -> Iterator[MemoryFix]:
         degrees
         for degrees in (one.degrees for one in engine.related(asked).combinations())
         if getattr(degrees, name) != getattr(old, name)
+        # Nothing else may differ, as the message names this change alone.
         and replace(degrees, **{one: getattr(old, one) for one in follow}) == old
     ]
 
     def far(degrees: Degrees) -> float:
+        # 1 is added because the stages of ZeRO begin at 0.
         return abs(math.log((1 + getattr(degrees, name)) / (1 + getattr(old, name))))
 
     for degrees in sorted(others, key=lambda one: (far(one), one)):

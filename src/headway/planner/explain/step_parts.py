@@ -73,6 +73,7 @@ def step_parts(question: PlanRequest, point: Point) -> tuple[StepPart, ...]:
         "exchange": point.exchange,
         "update": point.update,
     }
+    # A message spans its two ends, an exchange all of its group.
     reach = {
         "messages": degrees.stride("pipe") + 1,
         "exchange": degrees.stride("data") * degrees.data,

@@ -21,6 +21,7 @@ def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Pred
         question: That the point answers, or that prices it.
         cluster: That the question's machine was made of.
     """
+    # While it fills and drains, a pipeline shows a message at each border in both directions.
     edges = 2 * (len(point.stages) - 1)
     return Prediction(
         seconds=point.seconds,

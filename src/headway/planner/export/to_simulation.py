@@ -185,6 +185,7 @@ def _strides(plan: Plan) -> tuple[int, int, int]:
     # The last axis of a mesh varies fastest.
     sizes = [axis.size for axis in reversed(plan.mesh.axes)]
     names = [axis.name for axis in reversed(plan.mesh.axes)]
+    # `accumulate` ends with the number of all ranks, to which no axis belongs.
     inside = dict(zip(names, accumulate([1, *sizes], lambda a, b: a * b), strict=False))
     return (
         inside.get(TENSOR, 1),
@@ -221,6 +222,7 @@ def _stage(
         message=_message(tables, point, number),
         params=stage.params,
         step=step,
+        # `after` has all three; the simulator has tasks of their own for the other two.
         update=max(0.0, stage.after - step - _gathered(search, point, stage)),
         host=pricing.reading + pricing.host,
         state=stage.state,
@@ -273,6 +275,7 @@ def _collectives(search: PlanSearch, point: Point) -> tuple[tuple[float, float],
             for phase in ("forward", "backward")
         )
         m = degrees.microbatches
+        # Where a stage recomputes, its forward collectives have been counted twice.
         found.append((ahead / m / (2 if stage.recompute else 1), back / m))
     return tuple(found)
 

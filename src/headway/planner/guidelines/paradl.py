@@ -128,6 +128,7 @@ def data_filter(job: ParadlJob, p1: int, p2: int) -> ParadlRow:
        + 2 D/B (p1-1)(alpha + sum|w|/p delta beta), p = p1 p2.
     """
     p, layers = _positive(p1) * _positive(p2), job.layers
+    # The paper sums over l < G: no layer needs the outputs of the last one.
     outputs = sum(job.message(job.batch * layer.y / p) for layer in layers[:-1])
     weights = job.message(_total(layers, "w") / p)
     return ParadlRow(
@@ -205,6 +206,7 @@ def _positive(number: int) -> int:
 
 def _limit(job: ParadlJob, parts: int, p1: int, p2: int) -> int:
     """Most devices: at most a sample for each group, and a part for each of its devices."""
+    # A single group of several devices splits no samples, so the batch does not limit it.
     samples = int(job.batch) if p1 > 1 or p2 == 1 else 1
     return samples * (parts if p2 > 1 else 1)
 
@@ -222,6 +224,7 @@ def _memory(
     job: ParadlJob, layers: Sequence[ParadlLayer], *, samples: float, shards: int = 1
 ) -> float:
     """gamma delta sum(2 samples (|x| + |y|) + 2|w| / shards + |b|)."""
+    # Twice for the gradients of activations and weights; the paper counts biases once.
     elements = sum(
         2 * samples * (layer.x + layer.y) + 2 * layer.w / shards + layer.b for layer in layers
     )

@@ -145,6 +145,7 @@ class AdviceRequest:
 
 
 def _times(setting: OperatorSetting, operator: Operator) -> LayerTimes:
+    # Without a tensor axis the first rule is the whole operator.
     forward, backward = operator_cost(setting, operator, legal_rules(setting, operator)[0], ())[
         :2
     ].tolist()
@@ -182,6 +183,7 @@ def advice_of(
         period="an epoch" if measured else "a device's share of a step",
     )
     each = AdviceFacts(
+        # In Lemma 2 T_C is the compute of a round, in which each device has its share of the batch.
         compute=job.compute / job.devices,
         parameter_bytes=graph.parameter_bytes,
         workers=nodes,

@@ -269,7 +269,7 @@ class PlanCandidate:
         """(stages, classes): the least time of a stage with so many behind it, and its strategy."""
         # Reversed: row s of `cut_stages` is the stage with s behind it.
         counts = np.array(self._in_flight[::-1])
-        # Stages with as many micro-batches in flight have the same times, so they are sorted once.
+        # Stages with as many micro-batches in flight have the same times.
         flights, place = np.unique(counts, return_inverse=True)
         times, picks = self._order(border, width).picked(cap, flights)
         return times[place], picks[place]

@@ -192,6 +192,8 @@ def point_of(plan: Plan, search: PlanSearch, kinds: Sequence[str] = ()) -> Point
     overlap = plan.exchange.overlap
     point = candidate.planned(borders, recompute, buckets=buckets, overlap=overlap)
     fits = point.bytes <= min(search.question.cap, candidate.limit)
+    # `planned` takes the fastest strategies with whole tensors at the borders: without borders, and
+    # within the memory, none is faster.
     if degrees.tensor == 1 or (degrees.pipeline == 1 and fits):
         return point
     found = _fastest_split(plan, search, degrees, kind)

@@ -196,7 +196,7 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
     every = {**part.frozen, **part.parameters}
     known = {name: spec for name, spec in every.items() if spec.shape}
     inside = {name for names in gathered for name in names}
-    # torch keeps the parameters of FSDP2's root between forward and backward.
+    # The root keeps its parameters between forward and backward, as `parallel/fsdp.py` wraps it.
     rest = FullyShardedModule(
         parameters={name: spec for name, spec in known.items() if name not in inside},
         reshard=False,
