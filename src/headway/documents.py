@@ -110,6 +110,7 @@ def _validate(data: object, kind: type[T]) -> T:
         plain = json.dumps(data)
     except (TypeError, ValueError):
         return adapter.validate_python(data)
+    # As JSON: pydantic's strict mode takes a list for a tuple there, and nowhere else.
     return adapter.validate_json(plain, strict=True)
 
 
@@ -295,7 +296,7 @@ def _toml_table(
 ) -> tuple[str, ...]:
     """The path of a [table] or of the next [[table]], with the indices of the lists on the way."""
     path: tuple[str, ...] = ()
-    for last, name in enumerate(names, start=1 - len(names)):
+    for last, name in enumerate(names, start=1 - len(names)):  # `last` is 0 at the last name
         path = (*path, name)
         if several and last == 0:
             arrays[path] = arrays.get(path, -1) + 1

@@ -63,6 +63,7 @@ class Timeline:
     @staticmethod
     def of(spans: Iterable[Span]) -> Timeline:
         """A timeline in order of (rank, start)."""
+        # Of spans that start together the longest first: `tracks` puts the others inside it.
         return Timeline(tuple(sorted(spans, key=lambda s: (s.rank, s.start, -s.end))))
 
     @property
@@ -91,6 +92,7 @@ class Timeline:
             )
         rows = {place: iter(tracks(spans)) for place, spans in self._by_lane().items()}
         named = {(rank, _thread(lane, 0)) for rank, lane in rows}
+        # `tracks` answered in the order of a lane's spans, which is the order here.
         for span in self.spans:
             row = next(rows[span.rank, span.lane])
             thread = _thread(span.lane, row)

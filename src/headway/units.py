@@ -128,6 +128,7 @@ class Amount:
             number, rest = match.groups()
             prefix = rest[:1] if rest[:1] in _DECIMAL and _unit(rest, units) is None else ""
             unit = _unit(rest.removeprefix(prefix), units)
+            # Not a float: "2.3M" is a whole number, and a product of floats need not be one.
             value = Decimal(number) * _DECIMAL[prefix]
             if unit is not None and 0 < value < 10**18 and value == int(value):
                 return Amount(int(value), unit)

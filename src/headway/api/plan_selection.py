@@ -141,6 +141,7 @@ class AutoPlanSearch:
                 if self.cluster == MEASURE:
                     with world.explained("measuring"):
                         readings = measure_in(world)
+                # `asked` is filled on rank 0 alone, where both functions run.
                 plan = first(lambda: self._decide(asked[0], run, world.ranks, lambda: readings))
         except PlanError as error:
             self._fall_back(error, told=world.rank == 0)

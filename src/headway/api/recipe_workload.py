@@ -94,6 +94,7 @@ def optimizer_footprint(recipe: Recipe) -> OptimiserMemory:
         name += ", weight decay"
     found = OPTIMISER_MEMORY[name]
     together = 0 if options.get("fused") else found.together
+    # AMSGrad keeps one more number per parameter, the largest second moment so far.
     return replace(found, state=found.state + bool(options.get("amsgrad")), together=together)
 
 

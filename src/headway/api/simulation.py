@@ -203,6 +203,7 @@ def _scenario(
     places: Sequence[int],
 ) -> tuple[Machines, StepFaults]:
     """Other hardware and what is wrong in a step; what is wrong in both is told together."""
+    # Each sentence alone first, so that all wrong ones are named.
     checks: list[Callable[[], object]] = [
         *(partial(change_device_types, machines, cluster, [sentence]) for sentence in change),
         *(partial(parse_step_faults, [sentence], ranks, cluster, places) for sentence in fault),

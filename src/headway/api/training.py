@@ -320,6 +320,7 @@ def choose_directory(
     if given is None:
         return _newest(name) if resume else _next_free(name)
     given = Path(given)
+    # Only the first rank of the first attempt: later ones find what this very run has written.
     if place.attempt == 0 and place.rank == 0:
         RunDirectory(given).check_free(resume=resume)
         if resume and not RunDirectory(given).recipe_file.exists():
@@ -413,6 +414,7 @@ def _launch(
     if result.killed:
         ranks = ", ".join(map(str, result.killed))
         warnings.warn(f"ranks {ranks} did not stop in time and were killed", stacklevel=2)
+    # Of any rank that lived to say it; those that were killed said nothing.
     outcome = next((value for value in result.results if value is not None), None)
     stopped_by = result.stopped_by or (outcome.stopped_by if outcome else None)
     return _result(job, outcome, stopped_by, result.attempts)
@@ -433,7 +435,7 @@ def _result(
 
 def _next_attempt(run: RunDirectory) -> int:
     """A resumed run goes on counting, so that the history knows which step was done last."""
-    attempts = [-1]
+    attempts = [-1]  # without any event the next attempt is 0
     for line in run.events_file.read_bytes().splitlines() if run.events_file.exists() else ():
         try:
             attempts.append(json.loads(line).get("attempt") or 0)

@@ -152,6 +152,7 @@ def _change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
     used = [wire for way in wires.ways.values() for wire in way.wires]
     rates = list(wires.wires)
     for pair in (ends, ends[::-1]):
+        # A wire that other pairs use, too (the interface of a node), is no link of these two.
         own = [w for w in wires.way(pair[0], pair[1]).wires if used.count(w) == 1]
         if not own:
             raise _change_error(sentence, "these ranks have no link of their own")

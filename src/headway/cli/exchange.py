@@ -204,6 +204,8 @@ def _ddp(layers: Sequence[GradientLayer], network: ExchangeNetwork) -> list[Exch
     order = backward_order(ready)
 
     def row(name: str, cap: int) -> ExchangeEstimate:
+        # torch closes DDP's first bucket at 1 MiB (`_DEFAULT_FIRST_BUCKET_BYTES`), whatever the
+        # cap.
         caps = (min(cap, 1) << 20, cap << 20)
         buckets = ddp_buckets(sizes, order, caps)
         predicted = predict_exchange(
@@ -214,6 +216,7 @@ def _ddp(layers: Sequence[GradientLayer], network: ExchangeNetwork) -> list[Exch
 
     tuned = [row(f"DDP, best buckets ({cap} MiB)", cap) for cap in DDP_CAPS]
     best = min(tuned, key=lambda found: found.choice.step)
+    # 25 MiB is DDP's default `bucket_cap_mb`.
     return [row("DDP, default buckets", 25), best]
 
 

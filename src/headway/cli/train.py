@@ -115,6 +115,7 @@ class _Progress:
 
     def failed(self, error: HeadwayError) -> None:
         if self._display is not None:
+            # The process ends right after this, and the display's thread with it.
             self._display.close()
         show_error(error, trace=False)
 

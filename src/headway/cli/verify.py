@@ -71,6 +71,7 @@ def verify(
     )
     if json:
         say_json(verdict_data(result))
+    # After the output, because it raises where the verdict does not hold.
     result.check()
     if not json:
         say(_verdict_line(result.runs, steps))

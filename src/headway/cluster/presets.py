@@ -101,6 +101,7 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
 def preset_levels(card: Datasheet, uplink: Uplink) -> tuple[Level, Level]:
     """The links inside and between nodes of such devices, with assumed shares and latencies."""
     rate = LINK_EFFICIENCY * card.link_rate
+    # A copy through the host is no faster than the link that it goes over.
     message = Link(rate=min(COPIED.rate, rate), latency=COPIED.latency)
     said = {"latency": "assumed", "message": "assumed: copies through the host"}
     inside = Level(

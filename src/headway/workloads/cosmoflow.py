@@ -98,6 +98,7 @@ def transfer(k: Array, universe: Cosmology) -> Array:
     matter, baryons = universe.omega_m * universe.h**2, universe.omega_b * universe.h**2
     share = universe.omega_b / universe.omega_m
     theta = universe.temperature / 2.7
+    # k comes in h/Mpc; the paper's is in 1/Mpc.
     k = k * universe.h
     # Equations 2 to 7: equality, drag epoch, sound horizon, Silk damping.
     z_equality = 2.5e4 * matter * theta**-4
@@ -129,6 +130,7 @@ def transfer(k: Array, universe: Cosmology) -> Array:
     ks = k * horizon
     shifted = ks / np.cbrt(1 + (node / ks) ** 3)
     damped = alpha_b / (1 + (beta_b / ks) ** 3) * np.exp(-((k / k_silk) ** 1.4))
+    # numpy's sinc(x) is sin(pi x) / (pi x).
     wave = np.sinc(shifted / np.pi)
     wet = (_pressureless(q, 1, 1) / (1 + (ks / 5.2) ** 2) + damped) * wave
     result: Array = share * wet + (1 - share) * cold
@@ -160,6 +162,7 @@ def _variance(universe: Cosmology, radius: float) -> float:
     k = np.exp(log_k)
     x = k * radius
     window = 3 * (np.sin(x) - x * np.cos(x)) / x**3
+    # One power of k more than in the integral over k, because this one is over log k.
     each = k**3 * _shape(k, universe) * window**2 / (2 * np.pi**2)
     return float(np.sum((each[1:] + each[:-1]) * np.diff(log_k)) / 2)
 
@@ -213,6 +216,8 @@ class PeriodicBox:
     def linear(self, noise: Array, universe: Cosmology) -> NDArray[np.complex128]:
         """delta_k today, of white noise [W, W, W]."""
         volume = (self.width * self.cell) ** 3
+        # A mode of the noise has variance W^3 in numpy's unnormalised transform, one of the field P
+        # W^6 / volume.
         scale = np.sqrt(power(np.sqrt(self.square()), universe) * self.width**3 / volume)
         delta: NDArray[np.complex128] = np.fft.rfftn(noise) * scale
         delta[0, 0, 0] = 0
@@ -589,6 +594,7 @@ def fit(model: CosmoFlow, x_NCDHW: Tensor) -> None:
             wanted = FIRST_OUTPUT if layer is model.head[-1] else 1.0
             scale = torch.where(deviation > 0, wanted / deviation, 1.0)
             layer.weight.mul_(scale.view(-1, *(1,) * (layer.weight.ndim - 1)))
+            # The result becomes scale (W x + b - mean).
             layer.bias.sub_(y.mean(dim=1)).mul_(scale)
         x = layer(x)
     model.train(training)
@@ -650,6 +656,7 @@ def recipe(
             why="It does in every step what they do once.",
             fix="Set arguments.fitted=0.",
         )
+    # Numbers of their own: training counts from 0, validation from 1 << 32.
     universes = partial(Universes, fitted, width, first=2 << 32, seed=seed, order=order)
     data = partial(source, width=width, directory=directory, seed=seed, order=order)
     validation = partial(data, "validation", count=validation_samples)
@@ -673,6 +680,7 @@ def recipe(
 def build(config: CosmoFlowConfig, universes: Callable[[], Universes] | None) -> CosmoFlow:
     """The model, with initial weights fitted on universes where they are given."""
     model = CosmoFlow(config)
+    # On the meta device, where plans are made, there are no values to fit.
     if universes is not None and not next(model.parameters()).is_meta:
         samples = universes()
         fit(model, samples.read(range(len(samples)))[0])

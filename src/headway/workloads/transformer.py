@@ -119,7 +119,7 @@ def text_file(
     files = source_files(library)
     name = f"stdlib-{platform.python_version()}-{_fingerprint(files)}-{split}.bin"
     members = [file for file in files if split_of(file.name) == split]
-    size = sum(file.size + 1 for file in members)
+    size = sum(file.size + 1 for file in members)  # a newline behind each
     folders = cache_folders() if directory is None else (Path(directory),)
     # In all folders before any is written: the text may lie in the second one already.
     for folder in folders:
@@ -174,6 +174,7 @@ def _write(path: Path, library: Path, members: Sequence[SourceFile], size: int) 
             for file in members:
                 out.write(_content(library, file))
                 out.write(b"\n")
+            # Whole on the disk before it gets its name: later runs look at its size alone.
             out.flush()
             os.fsync(out.fileno())
         _publish(aside, path, size)

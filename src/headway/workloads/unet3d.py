@@ -78,8 +78,10 @@ def read_nifti(path: str | Path) -> NiftiVolume:
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (OSError, EOFError, zlib.error) as error:
         raise DataError("a volume cannot be read", where=str(path), why=str(error)) from error
+    # "ni1" would mean voxels in a second file.
     if len(content) < HEADER or content[344:347] != b"n+1":
         raise DataError("not a NIfTI-1 file with its voxels in it", where=str(path))
+    # The header begins with its own length, which shows its byte order.
     order = "<" if struct.unpack_from("<i", content)[0] == HEADER else ">"
     dims = struct.unpack_from(f"{order}8h", content, 40)
     (code,) = struct.unpack_from(f"{order}h", content, 70)
@@ -290,6 +292,7 @@ def _instance_norm(channels: int) -> nn.Module:
 
 def _convolution(entering: int, leaving: int, norm: Norm, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
+        # Without a bias: the norm behind it would subtract it again.
         nn.Conv3d(entering, leaving, 3, stride=stride, padding=1, bias=False),
         norm(leaving),
         nn.ReLU(),

@@ -135,6 +135,7 @@ class Progress:
         """Seconds to the end at the recent speed; None where it is not known."""
         if self.steps is None or not self.seconds:
             return None
+        # The median: a single slow step does not move the estimate.
         return max(self.steps - self.step, 0) * median(self.seconds)
 
 
@@ -411,6 +412,7 @@ class ProgressDisplay:
         try:
             while True:
                 ended = self._ended.wait(POLL_SECONDS)
+                # Once more after the end, for what was written last.
                 progress = self._show_news(view, progress)
                 if ended:
                     return
@@ -418,6 +420,7 @@ class ProgressDisplay:
             view.close()
 
     def _show_news(self, view: ProgressView, progress: Progress) -> Progress:
+        # Before the job's events, so that the line of a step has the parts of that step.
         for event in self._ranks.read():
             if event.get("event") == "rank_step":
                 with contextlib.suppress(KeyError, TypeError):

@@ -95,6 +95,7 @@ class CacheCounters:
             os.ftruncate(self._file, self._size)
             weakref.finalize(self, os.close, self._file)
         else:
+            # -1 maps anonymous memory, which forked processes share.
             self._token, self._file = "", -1
         self._open()
 
@@ -106,6 +107,7 @@ class CacheCounters:
         memory = mmap.mmap(self._file, self._size)
         # Column 0: the process of the row; the last: what has been warned of, one bit each.
         table: NDArray[np.float64] = np.frombuffer(memory, np.float64).reshape(_ROWS, -1)
+        # 0 is no process: `_own` looks for a row at the first use, and again in a fork.
         self._table, self._pid = table, 0
         self._row: NDArray[np.float64] = table[0]
 

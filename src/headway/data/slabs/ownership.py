@@ -71,6 +71,7 @@ class SlabOwnership:
         if len(held) >= self._room[to]:
             if self._keep == "first" or not held:
                 return SlabTransfer(sample, to)
+            # The least recently used: `move_to_end` keeps the slabs in this order.
             gone, _ = held.popitem(last=False)
             del self._owner[gone]
         held[sample] = None

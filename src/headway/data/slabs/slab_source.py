@@ -110,6 +110,7 @@ class _SlabFiles(ABC):
         path = self.paths[0 if self._rows else sample]
         with self._opened(path) as array:
             self._check(path, array)
+            # A copy, because the file is closed behind the `with`.
             return native_byte_order(np.array(array[(sample, *box) if self._rows else box]))
 
     @abstractmethod
@@ -266,6 +267,7 @@ def write_sample(path: str | Path, arrays: Mapping[str, Array]) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed, so that no reader finds half a file.
     aside = path.with_suffix(".part")
     with h5py.File(aside, "w") as file:
         for name, array in arrays.items():

@@ -130,6 +130,7 @@ class SlabStore:
                 flight = self._flight
                 slabs = self._land(flight)
                 self._flight = None
+                # Before the batch is given out: the next slabs travel while the step computes.
                 self._start(next(steps, None))
                 ready = [self._batch(flight.step, slabs)]
                 del flight, slabs  # what arrived is not held while the batch is used
@@ -219,6 +220,7 @@ class SlabStore:
 
     def _land(self, flight: _Flight) -> list[Tensor]:
         """The slabs of a step: those that are missing are read while messages arrive."""
+        # Until all have arrived: an error here leaves messages without a partner.
         self._broken = True
         slabs: list[Tensor] = []
         for move, found in zip(flight.moves, flight.slabs, strict=True):

@@ -49,6 +49,7 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         The objects, and notes about lines that could not be read. A missing file has no lines.
     """
     try:
+        # A file may end in the middle of a character.
         text = path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return [], []
@@ -66,6 +67,8 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             row = _salvage(line)
         if row is not None:
             rows.append(row)
+    # A last line without an end may still be written: it counts if it is whole, and is no damage
+    # else.
     last = _object(rest)
     if last is not None:
         rows.append(last)
@@ -370,6 +373,8 @@ class _RankReplay:
         if event not in ("rank_step", "span"):
             return
         step, attempt = int(row["step"]), int(row.get("attempt") or 0)
+        # A step that no event has named yet belongs to the newest attempt; without attempts all
+        # rows count.
         if self._attempts.get(step, self._newest) not in (attempt, None):
             return
         if event == "span":
@@ -388,7 +393,7 @@ class _RankReplay:
         self.spans = [
             (number, span)
             for number, span in self.spans
-            if number < step or not span.start <= death
+            if number < step or not span.start <= death  # `not`: a NaN keeps it
         ]
 
 

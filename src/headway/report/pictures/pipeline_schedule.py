@@ -126,6 +126,7 @@ def _paint(figure: Figure, shown: Sequence[TimedSchedule], hue: Hue, unit: str =
     elif len(shown) == 1:
         axes.set_xlabel(shown[0].title.replace("\n", ": "), color=hue("ink"))
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
+    # Downwards, so that rank 0 is at the top.
     axes.set_ylim(top - _GAP - 0.4, -0.6)
     axes.set_xlim(0, until * 1.005)
     _legend(axes, bars, hue)

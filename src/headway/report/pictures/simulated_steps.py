@@ -70,6 +70,7 @@ def simulated_memory_svg(step: SimulatedStep, name: str = "", cap: float = 0.0) 
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_seconds(max(0.0, x))))
         axes.yaxis.set_major_locator(
+            # Powers of two are round numbers in binary units.
             MultipleLocator(2.0 ** math.floor(math.log2(max(step.peak, 3.0) / 3)))
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(max(0.0, y))))
@@ -118,6 +119,7 @@ def exchange_steps_svg(
         axes.set_xlim(0, _STEPS_SHOWN * max(step for _, step in played) * 1.005)
         _seconds_axis(axes)
         for kind in _KINDS:
+            # Without a length: for the legend alone.
             axes.barh(0, 0, color=colour(kind), label=_WORDS.get(kind, kind))
         legend(axes, columns=len(_KINDS))
 
@@ -129,6 +131,7 @@ def _steady_state(
     predicted: ExchangePrediction, layers: Sequence[GradientLayer]
 ) -> tuple[list[tuple[Span, float, float]], float]:
     """Spans with their start and length in the picture, and the seconds of a step."""
+    # One step more at either end: the first one does not yet overlap with one before it.
     simulated = simulate_exchange(predicted, layers, steps=_STEPS_SHOWN + 2)
     start, end = simulated.starts[1], simulated.starts[1 + _STEPS_SHOWN]
     found = []

@@ -199,6 +199,7 @@ def _bar(axes: Axes, span: Span, start: float, height: float, group: str) -> Non
         edgecolor=colour("card"),
         linewidth=0.4,
     )
+    # The key of this bar's text in `titles`.
     bars[0].set_gid(group)
 
 
@@ -232,6 +233,7 @@ def _kinds_legend(axes: Axes, spans: Sequence[Span]) -> None:
     present = {span.kind if span.kind in KINDS else "other" for span in spans}
     for kind in (*KINDS, "other"):
         if kind in present:
+            # Without a length: for the legend alone.
             axes.barh(0, 0, color=colour(kind), label=_word(kind))
     legend(axes, columns=len(present))
 

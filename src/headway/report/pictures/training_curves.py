@@ -37,6 +37,7 @@ def smooth(points: Points) -> list[tuple[int, float]]:
     The window shrinks towards both ends and stays centred, so that a straight line stays one.
     """
     half = max(1, len(points) // 80)
+    # Running sums: a window costs two look-ups, however wide it is.
     sums = [0.0, *accumulate(value for _, value in points)]
     smoothed = []
     for place, (step, _) in enumerate(points):
@@ -56,6 +57,7 @@ def thin(points: Points, limit: int = _LIMIT) -> list[tuple[int, float]]:
     for number in range(stretches):
         stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
         low, high = (pick(stretch, key=lambda point: point[1]) for pick in (min, max))
+        # A set, because in a stretch of one value both are the same point.
         chosen += sorted({low, high})
     return [*chosen, points[-1]]
 
