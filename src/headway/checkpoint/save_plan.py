@@ -147,6 +147,7 @@ def partition_writes(holdings: Holdings, ranks: int) -> tuple[tuple[SavePiece, .
         size come first, so that pieces packed one after the other stay aligned.
     """
     lines: dict[tuple[int, ...], list[tuple[str, HeldTensorSpec]]] = {}
+    # Sorted, because every rank must lay out the same lines.
     for (name, box), who in sorted(holdings.holders.items(), key=_by_name):
         lines.setdefault(who, []).append((name, replace(holdings.specs[name], box=box)))
     shares: list[list[SavePiece]] = [[] for _ in range(ranks)]

@@ -79,6 +79,7 @@ def run_attempt(
 def _ending(
     job: Job, processes: int, statuses: Mapping[int, int], stop: str | None
 ) -> AttemptFacts:
+    # From files, because the agent returns nothing when a rank has failed.
     results = [_result(job.outbox, rank) for rank in range(processes)]
     silent = [rank for rank in range(processes) if not has_reported(job.outbox, rank)]
     deaths: dict[int, int | None] = {
@@ -251,6 +252,7 @@ def launch_local(
     with tempfile.TemporaryDirectory(prefix="headway-", ignore_cleanup_errors=True) as scratch:
         while True:
             attempt = first_attempt + len(history)
+            # An outbox of its own: no record of an earlier attempt can be taken for one of this.
             outbox = Path(scratch) / f"attempt-{attempt}"
             outbox.mkdir()
             job = Job(

@@ -209,6 +209,7 @@ def _hierarchical(exchange: ExchangePlan) -> list[str]:
 
 
 def _carried(exchange: ExchangePlan, ranks: int) -> list[str]:
+    # Also for a collective that is no program: a carrier there would be ignored.
     found = [*all_reduce_problems(exchange.collective, exchange.carrier, ranks)]
     if not exchange.carried:
         return found

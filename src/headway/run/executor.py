@@ -310,6 +310,7 @@ class Executor:
         self.record = StepRecord(samples=batch.samples)
         self._spare.note(batch)
         self.cut(batch)
+        # Anew in each step: a ragged batch has another program.
         program = compile_step(
             self.plan, len(batch.micros), clip=self._clip is not None, passes=batch.passes
         )

@@ -85,6 +85,7 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
     """
     scales = _scales(serial)
     slack = _slack(serial, split, scales)
+    # A tensor that only the split run has is a difference, too.
     extra = [key for key in split.order if key not in serial.tensors]
     order = sorted([*serial.order, *extra], key=_rank_of)
     return Comparison(

@@ -28,6 +28,7 @@ def refined_mesh(
     ranks = torch.arange(plan.ranks, dtype=torch.int).view(*found.values())
     names = list(found)
     if first:
+        # The sort is stable: the other dims keep the plan's order.
         order = sorted(names, key=lambda one: one not in axes)
         ranks = ranks.permute([names.index(one) for one in order]).contiguous()
         names = order

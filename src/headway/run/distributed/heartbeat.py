@@ -458,6 +458,7 @@ class Heartbeat:
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
+        # A pair of sockets, because `select` cannot wait for a `threading.Event`.
         self._selector.register(self._woken, selectors.EVENT_READ)
         if listener is not None:
             self._selector.register(listener.socket, selectors.EVENT_READ)
@@ -474,6 +475,7 @@ class Heartbeat:
 
     def stop(self, failure: str | None = None) -> None:
         """End the thread with a goodbye, or with a line that says why this rank fails."""
+        # After a loss this rank's own error is only its effect, and is not announced.
         if self._ended or (failure is not None and self.loss is not None):
             return
         self._farewell = {"bye": 1} if failure is None else {"failed": failure}
@@ -481,6 +483,7 @@ class Heartbeat:
         self.beat_now()
         atexit.unregister(self.stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # Not without end: the exit of the program must not depend on this thread.
             self._thread.join(_BEAT_SECONDS)
 
     def beat_now(self) -> None:

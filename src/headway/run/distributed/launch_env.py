@@ -206,6 +206,7 @@ def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, family: st
             why=f"{size_name}={ranks}, {size_here}={local_ranks}: there are several machines.",
             fix="Give the host of rank 0: mpirun -x MASTER_ADDR=... (and -x MASTER_PORT=...).",
         )
+    # These name one mpirun, and are equal on all its ranks.
     job = "".join(env.get(name, "") for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
     return LaunchEnv(
         rank=rank,

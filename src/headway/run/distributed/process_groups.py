@@ -42,6 +42,7 @@ def find_nodes(world: World) -> Nodes:
     place = world.place
     own = place.node_name or f"{socket.gethostname()} {place.node_rank}"
     names: list[str | None] = [None] * world.ranks
+    # Small Python objects go over Gloo, also where the tensors are on GPUs.
     dist.all_gather_object(names, own, group=world.side_group)
     return Nodes.of([str(name) for name in names])
 

@@ -161,6 +161,7 @@ def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
     agents = _agent_store(place, deadline)
     address = ""
     for _ in _polls(deadline):
+        # A new word for each question: an answer to an older one may name a store that is gone.
         word = secrets.token_hex(8)
         agents.set(_question(place.rank), word)
         for _ in _polls(deadline):

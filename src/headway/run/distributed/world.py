@@ -450,6 +450,7 @@ class World:
         thread = threading.Thread(target=look, name="headway-missing", daemon=True)
         thread.start()
         thread.join(grace_seconds + 2.0)
+        # No answer means that the store's host hangs, which is rank 0.
         return found[0] if found else (0,)
 
     def _without_note(self, waiting_for: str, grace_seconds: float) -> tuple[int, ...]:
@@ -466,6 +467,7 @@ class World:
                     return tuple(rank for rank, note in enumerate(notes) if not note)
                 time.sleep(0.05)
         except RuntimeError:
+            # The store is gone, and with it rank 0, which hosts it.
             return () if self.rank == 0 else (0,)
 
     def _make_groups(self, store: Store) -> None:
@@ -549,6 +551,7 @@ def _device(place: LaunchEnv, wish: str) -> torch.device:
     if wish == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # By the number of ranks, too, so that those of one machine decide alike.
     if place.local_rank < found and place.local_ranks <= found:
         return torch.device("cuda", place.local_rank)
     if wish == "auto":

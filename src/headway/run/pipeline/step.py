@@ -91,6 +91,7 @@ class PipelineEvaluation:
             micros: Of this rank's pipeline, the same on all its ranks; any number of them.
         """
         self._totals = torch.zeros(3, dtype=torch.float64)
+        # A batch of more micro-batches than the table has goes through in several runs.
         for first in range(0, len(micros), self._most):
             self._micros = micros[first : first + self._most]
             self._pipeline.evaluate([prepare(micro.data) for micro in self._micros])
@@ -129,6 +130,7 @@ class UpdateGroupWeights:
         self._samples = batch.samples
         self._own = [len(micro.positions) for micro in batch.micros]
         self._group = {m: number for number, group in enumerate(groups) for m in group}
+        # Over all copies: their gradients are summed, and the mean is over the samples of all.
         self._sizes = [sum(copy[m] for copy in sizes for m in group) for group in groups]
         self._alone = [len(sizes) * len(group) == 1 for group in groups]
         self._per_sample.clear()
@@ -305,7 +307,7 @@ class PipelineRunner:
 
     def _run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
         if not batch.micros:
-            # The copies wait in their sums for this rank, also where it has nothing to add.
+            # The other copies wait in their sums for this rank, even if it has nothing to add.
             self._sum_late()
             return
         pipeline = self._pipeline_of(len(batch.micros))
@@ -394,8 +396,7 @@ class PipelineRunner:
             a.stage for a in table.order[self._team.rank] if a.kind == ActionKind.SYNC
         )
         self.ownership = parameter_ownership(stages, full, self._copies, self._world.rank)
-        # From here on this rank has memory for its own stages only; probing the draws needed all of
-        # them.
+        # From here on this rank has memory for its own stages only: the probes needed all.
         kept = self._weights.keep_own(self.ownership, stages, loss, data)
         self._team = replace(self._team, own=self._team.own + self._weights.own)
         self._team = self._with_streams(table)
@@ -451,6 +452,7 @@ class PipelineRunner:
 
         def step(stage: int) -> None:
             made[stage] += 1
+            # The count runs on over all steps of the recipe, as the pipeline is kept.
             last = made[stage] % steps[stage] == 0
             self._update_stage(stages[stage].parameters.values(), last)
 
@@ -494,8 +496,7 @@ class PipelineRunner:
         assert self._randomness is not None
         stack = ExitStack()
         stack.enter_context(self._weights.at(stage))
-        # torch wants autocast around forward only: backward runs each operator in the type of its
-        # forward.
+        # torch wants autocast around forward passes only: backward runs in their types.
         if phase != "backward":
             stack.enter_context(self._forward.arithmetic())
         stack.enter_context(self._randomness.around(stage, microbatch, phase))
@@ -524,6 +525,7 @@ def _copies(plan: Plan, rank: int) -> list[tuple[int, ...]]:
     apart = [
         name for name in plan.mesh.names if name not in (plan.exchange.axis, SHARD_AXIS, SPACE)
     ]
+    # One rank stands for each pipeline: the one on its first place.
     first = {name: 0 if name == PIPE_AXIS else place[name] for name in apart}
     return [
         plan.mesh.peers(other, PIPE_AXIS)

@@ -205,6 +205,7 @@ class _Parts:
             )
         else:
             check_arguments(function, (None, None), table.arguments, where)
+            # A partial and no closure, because recipes are sent to workers and must pickle.
             function = functools.partial(function, **table.arguments)
         return criterion(function) if table.criterion else cast("Loss", function)
 

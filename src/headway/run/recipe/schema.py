@@ -401,6 +401,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     Raises:
         RecipeError: An override has no "=", or goes through a key that is not a table.
     """
+    # Tables inside are changed as well, and `read_recipe` still needs the file as it was.
     changed = deepcopy(dict(raw))
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -44,8 +44,7 @@ def share_of_memory(local_ranks: int) -> int:
     container = Path("/sys/fs/cgroup/memory.max")
     text = container.read_text().strip() if container.is_file() else ""
     shared = min(machine, int(text)) if text.isdigit() else machine
-    # RLIMIT_AS and RLIMIT_DATA are limits of each process, so that they are not divided by the
-    # ranks.
+    # These are limits of each process, and not divided by the ranks.
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     own = (limit for limit in limits if limit != resource.RLIM_INFINITY)
     return min((shared // local_ranks, *own)) // 2
@@ -155,8 +154,7 @@ def _refuse_optimizer(*_: Any) -> None:
 
 def meta_copy(model: nn.Module) -> nn.Module | None:
     """The model without memory for its parameters; None where it cannot be copied."""
-    # A memo entry stands for a copy that was made already: `deepcopy` does not touch the memory of
-    # these.
+    # `deepcopy` takes an entry of its memo for a copy made already, and copies no parameter.
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

@@ -331,6 +331,7 @@ class LogicalRandomness(TorchDispatchMode):
     ) -> Any:
         count = len(self._positions)
         extent = None if site.dim is None else _extent(args, keywords, site.dim)
+        # Not along the samples, or not of all of them: drawn as a whole, by a key without a sample.
         if extent is None or extent != count * site.block:
             generator.manual_seed(mix_seeds(token) >> 1)
             return func(*args, **keywords)

@@ -214,9 +214,8 @@ class ShardedParameters(HeldParameters):
         first = self._context.world.rank == 0
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with self._context.exchanging(), torch.no_grad():
-            # Each tensor takes a collective, so that every rank goes through all of them; rank 0
-            # keeps clones,
-            # because an undivided one is the live tensor itself.
+            # Every rank goes through all tensors, as each may take a collective. Only rank 0 keeps
+            # them, as clones, because an undivided tensor is the live one.
             full = completed({"": tensors}, self.layers)
             found = {name: tensor.clone() for _, name, _, tensor in full if first}
         if first:

@@ -115,6 +115,7 @@ class LocalReducer(Reducer):
 
     def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
         for parameter in trained:
+            # None and not zero: an unused parameter must have no gradient, as in the serial run.
             parameter.grad = None
         if self._state is not None:
             self._state.begin()

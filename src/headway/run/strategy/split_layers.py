@@ -68,6 +68,7 @@ class SplitLayers:
     @classmethod
     def of(cls, plan: Plan, world: World) -> SplitLayers:
         """The groups that a plan's split needs; collective."""
+        # Each grid once, in the same order on all ranks, because making a mesh is collective.
         grids = dict.fromkeys((plan.split.grid, *(other for _, other in plan.split.others)))
         with world.explained("making the groups that split layers"):
             return cls(
@@ -121,6 +122,7 @@ class SplitLayers:
     def _part(self, name: str, leaf: nn.Parameter) -> nn.Parameter:
         assert self.split is not None
         if name in self.split.away:
+            # What is away has no memory that a DTensor could lie over.
             return leaf
         return nn.Parameter(self.split.wrapped(name, leaf), leaf.requires_grad)
 

@@ -408,8 +408,7 @@ class Strategy:
         record = self._context.record
         with self.exchanging():
             share, count, record.votes = self._tally.read()
-        # `share` is sum / N: this is the mean over what the loss is a sum over. A count of 0 has no
-        # mean.
+        # `share` is sum / N, so that this is sum / count; a count of 0 has no mean.
         record.loss = share * (record.samples / count) if count else math.nan
         if not math.isfinite(record.loss):
             self.skip()  # else the lane would apply these gradients while the error is raised

@@ -106,6 +106,7 @@ class TrainingState:
             if name.startswith((STATE_PREFIX, "optimizer.")):
                 targets[name] = self._place(name, entry, places)
         _compare(targets, manifest)
+        # What is away has no memory to read into; the meta device marks its optimiser state.
         return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
 
     def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:

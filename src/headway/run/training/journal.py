@@ -113,6 +113,7 @@ class Journal:
         others = [span for span in record.spans if span.lane != "compute"]
         rank, node = self._world.rank, f"step {step}"
         messages = [message.span(rank, offset, node) for message in record.messages]
+        # The waits have spans of their own (`bucket_spans`), with which these must not overlap.
         self._write_spans(step, [*without_intervals(compute, still), *others, *messages])
 
     def _trace_flights(

@@ -298,6 +298,7 @@ class Training:
             if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
                 self._save()
             if stopping:
+                # The vote may be another rank's, which alone has got the signal.
                 return self._stop.requested or "another rank"
             if last or _due(recipe.validate_every, run.steps_done):
                 self._validate()
@@ -447,6 +448,7 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
     world: World | None = None
     folders = [Path.cwd()]
     if isinstance(job.recipe, str) and job.recipe.endswith(".toml"):
+        # The user's modules are imported throughout the run, not only while the recipe is built.
         folders.append(Path(job.recipe).parent)
     try:
         with importable_folders(*folders), ExitStack() as stack:
