@@ -412,6 +412,7 @@ class _EngineRun:
         self.done[task] = done
         for later in self.after[task]:
             self.missing[later] -= 1
+            # The second test is for what is done at 0, which is no later than the initial value.
             if done > self.ready[later] or self.awaited[later] == NO_TASK:
                 self.ready[later] = done
                 self.awaited[later] = task

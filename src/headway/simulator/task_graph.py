@@ -337,6 +337,7 @@ class _Builder:
         on, cells = self._compute(copy, place), self._of(copy)
         stages = cells.work.stages
         before = self._host(copy, place, on)
+        # Cells of a kind and stage are alike, whatever their micro-batch.
         known: dict[tuple[ActionKind, int], tuple[float, float, float, float]] = {}
         # Stages whose gradients do not exist before the first backward of the step.
         late = {n for n, stage in enumerate(stages) if stage.gradients}
@@ -377,6 +378,8 @@ class _Builder:
         whole, inside = self._of(copy).seconds(cell)
         slow = self.world.slowness(copy, place)
         links = self.world.links_of_tensor(copy, place)
+        # (whole - inside) + inside may differ by rounding; without faults a step is that of
+        # `schedule.timing` to the bit.
         if slow == 1.0 and links == 1.0:
             return whole, inside
         return (whole - inside) * slow + inside * links, inside * links
