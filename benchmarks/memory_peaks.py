@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY, step_memory
 from headway.graph.model_graph import ModelGraph
 from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of

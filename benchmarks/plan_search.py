@@ -19,7 +19,7 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.graph.model_graph import ModelGraph
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.degrees import describe_degrees

@@ -38,7 +38,7 @@ import torch
 from headway.api.recipe_workload import with_measured_optimizer
 from headway.cluster import Cluster
 from headway.cost.cluster_fit import cluster_of_readings
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.data import RankBatch
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.step_parts import step_parts

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.machine_presets import NUMBERS, assumed_machine
+from headway.cost.machines import NUMBERS, assumed_machine
 from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from prediction_rows import (
     ORDER,

@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
 from headway.cluster import of_preset
 from headway.collective.program.program import CollectiveTask
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.planner.collective_algorithm import parse_wires, price_programs
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.to_simulation import step_of_plan

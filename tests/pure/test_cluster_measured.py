@@ -13,7 +13,7 @@ from headway.cluster.device import HostOverhead
 from headway.cluster.measurement import DeviceReadings, IdleStep, LinkReadings, RankReadings
 from headway.cost.cluster_fit import busy_warning, cluster_of_readings
 from headway.cost.device import DeviceModel
-from headway.cost.machine_presets import device_of, machine_of
+from headway.cost.machines import device_of, machine_of
 from headway.cost.network import HierarchicalNetwork, LinkLevel, network_of
 
 SIZES = [2.0**power for power in range(10, 25, 2)]

@@ -19,7 +19,7 @@ from headway.cluster import (
 )
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS
-from headway.cost.machine_presets import assumed_machine, device_of, fitted_machine, machine_of
+from headway.cost.machines import assumed_machine, device_of, fitted_machine, machine_of
 from headway.cost.network import network_of
 from headway.errors import DocumentError, PlanError, UsageError
 from headway.units import Price, format_flops, parse_flops

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.machine_presets import FITTED, NUMBERS, assumed_machine, fitted_machine
+from headway.cost.machines import FITTED, NUMBERS, assumed_machine, fitted_machine
 from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from headway.errors import PlanError
 from support.calibration import (

@@ -14,7 +14,7 @@ from headway.cluster.device import HostOverhead
 from headway.cluster.link import Link
 from headway.cluster.presets import UPLINKS
 from headway.cost.device import DeviceModel
-from headway.cost.machine_presets import FITTED, assumed_machine, fitted_machine
+from headway.cost.machines import FITTED, assumed_machine, fitted_machine
 from headway.cost.network import HierarchicalNetwork, LinkLevel, network_of
 from headway.errors import PlanError
 

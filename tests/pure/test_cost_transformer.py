@@ -10,7 +10,7 @@ import pytest
 
 from headway.cluster.link import Link
 from headway.cost.device import DeviceModel
-from headway.cost.machine_presets import fitted_machine
+from headway.cost.machines import fitted_machine
 from headway.cost.memory import memory_of_transformer
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.cost.transformer import (

@@ -9,7 +9,7 @@ import pytest
 
 from headway.planner.estimate.degrees import combinations as degrees_of
 from headway.planner.estimate.degrees import state_per_byte
-from headway.planner.estimate.partition import (
+from headway.planner.estimate.stage_cut import (
     LayerUnit,
     _StageProgramme,
     bar_intervals,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.machine_presets import assumed_machine
+from headway.cost.machines import assumed_machine
 from headway.cost.transformer import price_transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

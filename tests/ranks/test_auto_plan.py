@@ -19,7 +19,7 @@ from headway.api.plan_selection import AutoPlanSearch
 from headway.api.recipe_workload import with_measured_optimizer
 from headway.cluster import read_cluster
 from headway.cluster.measurement import DeviceReadings, LinkReadings, RankReadings
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.errors import RecipeError
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.auto import RecipeLimits, find_auto_plan

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from headway.capture.benchmark.links import measure_exchanges
 from headway.cluster import read_cluster, to_toml
 from headway.cost.cluster_fit import cluster_of_readings
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.run.distributed.world import World
 from headway.run.measure.cluster import measure_in
 from support.commands import command, headway, warm_variables

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload

@@ -17,7 +17,7 @@ from headway.errors import HeadwayError, PlanError, RecipeError
 from headway.plans import PipelinePlan, Plan, explain, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
-from headway.run.pipeline.partition import partition_model, user_partition
+from headway.run.pipeline.stage_ownership import partition_model, user_partition
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.factory import load_recipe
 from headway.verification.compare import compare

@@ -14,7 +14,7 @@ from headway.capture import capture
 from headway.capture.annotations import annotations_of, building
 from headway.cli.plan.output import report_data
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations
 from headway.graph.operator_fusion import fuse_light_operators

@@ -16,7 +16,7 @@ from headway.cli.explain import explanation_lines, part_line
 from headway.cli.main import main
 from headway.cluster import to_toml
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import PlanError

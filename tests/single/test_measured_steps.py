@@ -20,7 +20,7 @@ from headway.capture.benchmark.kernels import (
 from headway.capture.benchmark.timer import DeviceTimer, time_in_rounds
 from headway.cluster import Cluster
 from headway.cluster.device import Device, OptimizerPace
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.run.recipe.recipe import Recipe
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
 from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
 from headway.parallel import cut

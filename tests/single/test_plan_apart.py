@@ -8,7 +8,7 @@ import pytest
 
 from headway.cli.plan.output import report_lines
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.planner.estimate.degrees import Degrees, describe_degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import distinguishing_labels, label_points

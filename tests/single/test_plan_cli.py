@@ -13,7 +13,7 @@ from headway.api.plan_request import parse_device_counts
 from headway.cli.main import main
 from headway.cli.plan.output import format_money
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.alternatives import nearest_plans, plan_figures
 from headway.planner.explain.sources import FORMULAS, machine_numbers

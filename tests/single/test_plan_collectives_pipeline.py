@@ -13,7 +13,7 @@ from headway import Executor, criterion
 from headway.capture import capture
 from headway.cluster.presets import of_preset
 from headway.collective.collective_calls import CommunicatingStage
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.graph.model_graph import TensorSpec
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.parallel.pipeline.runtime.p2p import StageConnection, TensorFormat

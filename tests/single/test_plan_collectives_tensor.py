@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.network import HierarchicalNetwork
 from headway.graph.model_graph import TensorSpec
 from headway.graph.operator_fusion import fuse_light_operators

@@ -9,7 +9,7 @@ import pytest
 from headway.api.explanation import explain_plan
 from headway.cli.explain import explanation_lines
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.explain.infeasible import excess_bytes, memory_fixes
 from headway.planner.search.branch_and_bound import PlanSearch

@@ -10,7 +10,7 @@ import torch
 
 import headway.cost.transformer as formulas
 from headway.capture import capture
-from headway.cost.machine_presets import fitted_machine
+from headway.cost.machines import fitted_machine
 from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.degrees import Degrees

@@ -11,7 +11,7 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import assumed_machine, machine_of
+from headway.cost.machines import assumed_machine, machine_of
 from headway.errors import NothingFits, PlanError
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload

@@ -13,7 +13,7 @@ from torch import nn
 from headway.capture import capture
 from headway.cluster.device import HostOverhead
 from headway.cluster.link import Link
-from headway.cost.machine_presets import fitted_machine
+from headway.cost.machines import fitted_machine
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.graph.operator_fusion import fuse_light_operators

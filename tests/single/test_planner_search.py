@@ -11,12 +11,12 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.errors import PlanError
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.estimate.partition import make_units, unit_of_module
+from headway.planner.estimate.stage_cut import make_units, unit_of_module
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_conversion import missing_in_executor

@@ -12,7 +12,7 @@ import pytest
 from headway.cli.main import main
 from headway.cluster.device import HostOverhead
 from headway.cluster.presets import of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.errors import UsageError
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.to_simulation import step_of_plan, step_of_point

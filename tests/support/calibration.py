@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cost.device import Array
-from headway.cost.machine_presets import NUMBERS
+from headway.cost.machines import NUMBERS
 from headway.cost.transformer import (
     Machine,
     Transformer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.cluster import read_cluster
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.planner.search.request import DeviceGroup, request_of_groups
 
 RECIPE = "support.recipes:stack"

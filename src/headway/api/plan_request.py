@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.cluster import Cluster
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.cost.network import network_of
 from headway.cost.transformer import Machine
 from headway.documents import nearest

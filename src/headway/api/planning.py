@@ -33,7 +33,7 @@ from headway.api.plan_request import (
 )
 from headway.cluster import Cluster
 from headway.cluster.presets import PRESETS, of_preset
-from headway.cost.machine_presets import machine_of
+from headway.cost.machines import machine_of
 from headway.errors import NothingFits, PlanError, RecipeError
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.infeasible import infeasible_error

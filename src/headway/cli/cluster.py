@@ -25,7 +25,7 @@ from headway.cli.terminal.console import say, show_error, table_lines, warn
 from headway.cluster import Cluster, Level, find_cluster, read_cluster, to_toml
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS, UPLINKS
-from headway.cost.machine_presets import device_of
+from headway.cost.machines import device_of
 from headway.errors import HeadwayError, UsageError
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.units import format_bytes, format_flops, format_rate, format_seconds

@@ -44,7 +44,7 @@ from headway.cluster.measurement import (
     SizeTimings,
 )
 from headway.collective.model.link_fit import LinkFit, fit_line, fit_link
-from headway.cost.machine_presets import device_of
+from headway.cost.machines import device_of
 from headway.cost.network import HierarchicalNetwork, link_level, network_of
 from headway.units import format_bytes
 

@@ -24,7 +24,7 @@ from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
 from headway.cost.device import Array
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.estimate.partition import IntervalClasses, LayerUnit, unnameable_units
+from headway.planner.estimate.stage_cut import IntervalClasses, LayerUnit, unnameable_units
 
 PriceOfBytes = Callable[[Array], Array]
 """Seconds of a collective by its bytes."""

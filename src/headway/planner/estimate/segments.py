@@ -35,7 +35,7 @@ from headway.planner.estimate.operators import (
     legal_rules,
     operator_cost,
 )
-from headway.planner.estimate.partition import IntervalClasses, LayerUnit
+from headway.planner.estimate.stage_cut import IntervalClasses, LayerUnit
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.pareto.choice_graph import (
     BUDGET,

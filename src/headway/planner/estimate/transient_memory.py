@@ -25,7 +25,7 @@ import numpy as np
 from headway.cost.device import Array
 from headway.graph.model_graph import Operator
 from headway.planner.estimate.operators import OperatorSetting, PlanningWorkload
-from headway.planner.estimate.partition import IntervalClasses, LayerUnit
+from headway.planner.estimate.stage_cut import IntervalClasses, LayerUnit
 
 
 class _Facts(NamedTuple):

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import dtype_of, kernel_count
-from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.pipeline_time import PointStage
+from headway.planner.estimate.stage_cut import LayerUnit
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_point import (

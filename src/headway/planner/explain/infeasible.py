@@ -22,7 +22,7 @@ import numpy as np
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.device import Device
 from headway.cost.device import Array
-from headway.cost.machine_presets import device_of
+from headway.cost.machines import device_of
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (

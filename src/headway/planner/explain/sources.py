@@ -55,7 +55,7 @@ FORMULAS = (
         "sum of t_i + (m - 1) max t_i; gradients where computation waits for them, and the update",
         paper="Zheng et al. 2022 (Alpa), equation 2",
         code="planner/search/candidate.py, planner/estimate/pricing.py, "
-        "planner/estimate/partition.py",
+        "planner/estimate/stage_cut.py",
     ),
     FigureFormula(
         figure="time of an operator",

@@ -22,13 +22,13 @@ from headway.planner.estimate.operators import (
     kernel_count,
     roofline_seconds,
 )
-from headway.planner.estimate.partition import (
+from headway.planner.estimate.segments import ROUNDING, SegmentTables, make_segment_tables
+from headway.planner.estimate.stage_cut import (
     IntervalClasses,
     LayerUnit,
     interval_classes,
     make_units,
 )
-from headway.planner.estimate.segments import ROUNDING, SegmentTables, make_segment_tables
 from headway.planner.estimate.transient_memory import TransientMemory
 from headway.planner.search.device_layout import Combination
 from headway.planner.search.request import PlanRequest

@@ -27,10 +27,10 @@ from headway.planner.estimate.degrees import (
     Degrees,
     combinations,
 )
-from headway.planner.estimate.partition import (
+from headway.planner.estimate.segments import SegmentTables
+from headway.planner.estimate.stage_cut import (
     forced_stage_starts,
 )
-from headway.planner.estimate.segments import SegmentTables
 from headway.planner.pareto.front import reduce_front
 from headway.planner.search.bounds import LayoutBounds, SearchBounds
 from headway.planner.search.candidate import FINER, Picks, PlanCandidate, ShareCandidate

@@ -28,12 +28,6 @@ from headway.cost.device import Array, Number
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees, late_per_byte
 from headway.planner.estimate.gradient_exchange import BUCKETS, ModelParameters
-from headway.planner.estimate.partition import (
-    bar_intervals,
-    cut_stages,
-    forced_stage_starts,
-    unnameable_units,
-)
 from headway.planner.estimate.pipeline_time import PeriodicTable, PointStage, make_periodic_table
 from headway.planner.estimate.pricing import (
     IntervalRows,
@@ -42,6 +36,12 @@ from headway.planner.estimate.pricing import (
     sort_strategies,
 )
 from headway.planner.estimate.segments import ROUNDING, SegmentTables
+from headway.planner.estimate.stage_cut import (
+    bar_intervals,
+    cut_stages,
+    forced_stage_starts,
+    unnameable_units,
+)
 from headway.planner.search.bounds import (
     indivisible_units_bound,
     lower_hull_bound,

@@ -15,7 +15,7 @@ from typing import cast
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.gradient_exchange import BUCKETS
-from headway.planner.estimate.partition import LayerUnit, border_name, unit_of_module
+from headway.planner.estimate.stage_cut import LayerUnit, border_name, unit_of_module
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination, DeviceLayout

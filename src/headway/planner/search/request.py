@@ -25,7 +25,7 @@ from headway.planner.estimate.operators import (
     check_force,
     forcible_names,
 )
-from headway.planner.estimate.partition import forced_stage_starts, make_units
+from headway.planner.estimate.stage_cut import forced_stage_starts, make_units
 
 Objective = Literal["fastest", "fewest-devices", "cheapest", "frontier"]
 ORDERS = ("tpd", "tdp")

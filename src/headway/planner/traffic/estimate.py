@@ -26,9 +26,9 @@ from headway.graph.model_graph import Operator
 from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import OperatorSetting, gradient_placement, parameter_bytes
-from headway.planner.estimate.partition import LayerUnit
 from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.segments import ENDS, SegmentTables
+from headway.planner.estimate.stage_cut import LayerUnit
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.plan_point import CopyClass, Point, uniform_class

@@ -38,7 +38,7 @@ from headway.parallel.tensor.grid import ProcessGrid
 from headway.parallel.tensor.layer_context import SplitSettings
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE, TENSOR
-from headway.run.pipeline.partition import partition_model
+from headway.run.pipeline.stage_ownership import partition_model
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import (

@@ -39,7 +39,11 @@ from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
 from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
-from headway.run.pipeline.partition import ParameterOwnership, parameter_ownership, partition_model
+from headway.run.pipeline.stage_ownership import (
+    ParameterOwnership,
+    parameter_ownership,
+    partition_model,
+)
 from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import SpatialInputs, spatial_context
 from headway.run.step.forward_pass import ForwardPass

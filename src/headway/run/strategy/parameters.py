@@ -52,7 +52,7 @@ from headway.run.step.memory import (
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split, with_split_inputs
 
 if TYPE_CHECKING:
-    from headway.run.pipeline.partition import ParameterOwnership
+    from headway.run.pipeline.stage_ownership import ParameterOwnership
     from headway.run.strategy.split_layers import SplitLayers
     from headway.run.strategy.step_context import StepContext
 
