@@ -56,6 +56,7 @@ def write_measured(out: Path, readings: list[RankReadings]) -> str | None:
     on = fingerprint(device=readings[0].kernels.name, ranks=len(readings), threads=threads)
     stamp = f"{on[DATE]}, torch {on['torch']}"
     head = [
+        # `to_toml` puts a "#" in front of every line.
         f"{MEASURED_HEADER.removeprefix('# ')} on {stamp},",
         f"{len(readings)} processes with {threads} thread{'s' if threads > 1 else ''} each.",
     ]

@@ -91,6 +91,7 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
         "returns the recipe."
     )
     try:
+        # Pickled here to find the problem before workers are started.
         content = pickle.dumps(recipe)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RecipeError(
@@ -99,6 +100,7 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
             why=str(error),
             fix=fix,
         ) from error
+    # Workers import a script again by its path; what is typed in has none.
     if b"__main__" in content and not hasattr(sys.modules["__main__"], "__file__"):
         raise RecipeError(
             "worker processes cannot import what an interactive session defines",

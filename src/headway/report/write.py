@@ -111,6 +111,7 @@ def _with_counts(warnings: tuple[LoggedWarning, ...]) -> list[tuple[LoggedWarnin
     counts: dict[str, int] = {}
     for warning in warnings:
         counts[warning.text] = counts.get(warning.text, 0) + 1
+    # Backwards, so that of equal texts the first one stays.
     first = {warning.text: warning for warning in reversed(warnings)}
     return [(first[text], count) for text, count in counts.items()]
 
@@ -141,6 +142,7 @@ def write_report(directory: Path) -> ReportFiles:
     try:
         timeline = _replace(directory / "timeline.json", chrome_trace_json(history.timeline))
         tensorboard, notes = _tensorboard(history, directory / "tensorboard")
+        # Last, because the page carries the notes about the other two.
         html = _replace(directory / "report.html", render_page(history, notes))
     except OSError as error:
         raise UsageError(

@@ -256,6 +256,7 @@ def parse_record(kind: type[R], row: Mapping[str, Any]) -> R:
             if field.default is dataclasses.MISSING:
                 raise ValueError(f"{field.name} is missing")
             continue
+        # Annotations are texts in this module, because of the future import.
         values[field.name] = _CONVERT[str(field.type)](given)
     return kind(**values)
 

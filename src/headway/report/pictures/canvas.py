@@ -87,6 +87,7 @@ def draw(
         figure.savefig(
             buffer,
             format="svg",
+            # Without the date the same data give the same bytes.
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     return _clean(buffer.getvalue(), alt, titles or {})
@@ -143,11 +144,14 @@ def legend(axes: Axes, columns: int = 4, *, hue: Hue = colour, **options: Any) -
 def _settings(name: str) -> dict[Any, Any]:
     return {
         "svg.fonttype": "none",
+        # matplotlib's ids are random without a salt, and would clash between pictures with the same
+        # one.
         "svg.hashsalt": f"headway {name}",
         "font.family": ["sans-serif"],
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": 11,
         "text.color": colour("ink"),
+        # A dollar sign in a user's label does not begin a formula.
         "text.parse_math": False,
         "axes.labelcolor": colour("muted"),
         "axes.unicode_minus": True,

@@ -148,6 +148,7 @@ def _circle(
 ) -> None:
     """Who sends how much to whom."""
     places = _places(len(names))
+    # Sorted, because the order of the lines is that of the bytes in the file.
     for (sender, receiver), size in sorted(drawn.sent.items()):
         axes.annotate(
             "",

@@ -124,6 +124,7 @@ def _paint(figure: Figure, shown: FrontierPlot, title: str, hue: Hue) -> None:
     axes.set_ylabel(f"memory of the fullest device, {size[1]}", color=hue("muted"))
     places = [(spot.seconds / time[0], spot.bytes / size[0]) for spot in shown.spots]
     _limits(axes, places, shown.allowed / size[0])
+    # A plan of the fewest devices dominates with any number of them.
     fewest = [p for p, s in zip(places, shown.spots, strict=True) if s.devices == shown.counts[0]]
     _dominated(axes, fewest, len(shown.counts) > 1, hue)
     for number, devices in enumerate(shown.counts):
@@ -203,6 +204,7 @@ def _dominated(axes: Axes, places: Sequence[tuple[float, float]], several: bool,
     ordered = sorted(places)
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     across = [*(x for x, _ in ordered), right]
+    # One value more, for the right edge: a step reaches to the next point.
     up = [*(y for _, y in ordered), ordered[-1][1]]
     words = "dominated, with any number of devices" if several else "dominated"
     axes.fill_between(
