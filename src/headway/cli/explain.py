@@ -110,6 +110,7 @@ def explain(
             loaded, engine, most=subject.cluster.ranks, kinds=kinds, recipe=recipe
         )
     except PlanError as error:
+        # Plans that split layers may have no price; their collectives are known all the same.
         calls = collectives_of_split_plan(loaded, recipe)
         if not calls:
             raise

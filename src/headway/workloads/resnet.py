@@ -155,6 +155,7 @@ class ResidualBlock(nn.Module):
         layers: list[nn.Module] = []
         for a, b, kernel, step in sizes:
             layers += [convolution(a, b, kernel, step), norm(b), nn.ReLU()]
+        # The last ReLU follows the sum.
         self.body = nn.Sequential(*layers[:-1])
         self.past: nn.Module = nn.Identity()
         if stride != 1 or entering != leaving:

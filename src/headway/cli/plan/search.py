@@ -101,4 +101,5 @@ def _peak_memory() -> str:
     except ImportError:  # not on Windows
         return ""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB.
     return f"; peak memory of this process {format_bytes(most * 1024)}"

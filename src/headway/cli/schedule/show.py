@@ -278,6 +278,7 @@ def check(
     check_at_least_1(pipes=pipes)
     schedule = read_table(file, pipes=pipes)
     wrong = schedule_violations(schedule)
+    # With --json the violations are the result, and no error.
     if wrong and json:
         rows = [
             {"rule": v.rule, "rank": v.rank, "cell": v.position, "action": v.action, "text": v.text}

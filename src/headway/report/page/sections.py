@@ -265,6 +265,7 @@ def compare_with_table(plan: Plan, trace: Timeline) -> tuple[PipelineStep, Pipel
     if not parts or [*map(list, schedule.compute)] != done:
         return None
     messages = [one for rank in ranks for one in _parsed(trace, rank, MESSAGE_LANE)]
+    # The plan names no skip connections; the messages of the step show them.
     skips = {(min(a.stage, a.other), max(a.stage, a.other)) for a, _, _ in messages}
     table = lower(
         replace(schedule, skips=tuple(sorted(skips - set(schedule.edges)))),
@@ -320,12 +321,15 @@ def _costs(
         return [statistics.mean(found) if found else 0.0 for found in of_stages]
 
     forward, inputs = mean(ActionKind.FORWARD), mean(ActionKind.INPUT_GRAD)
+    # A whole backward counts as a weight gradient: its parts were not measured, only their sum
+    # counts.
     weights = [
         w + b for w, b in zip(mean(ActionKind.WEIGHT_GRAD), mean(ActionKind.BACKWARD), strict=True)
     ]
     for stage in range(table.stages):
         steps, backwards = times[ActionKind.STEP, stage], times[ActionKind.BACKWARD, stage]
         if steps:
+            # Spread over the backwards, because a STEP takes no time in the timing of a table.
             weights[stage] += sum(steps) / max(1, len(backwards))
         if stage in table.recompute:  # its forward is in what was measured
             inputs[stage] -= forward[stage]
@@ -334,6 +338,7 @@ def _costs(
         input_grad=tuple(inputs),
         weight_grad=tuple(weights),
         latency=transit,
+        # The latency above is the whole transit, the bytes included.
         message=(0.0,) * table.stages,
         sync=tuple(mean(ActionKind.SYNC)),
     )
