@@ -104,6 +104,7 @@ def _decode_tagged(tag: str, content: Any) -> Any:
             case "$float":
                 return float(content)
             case "$bytes":
+                # Without `validate` foreign characters are skipped silently.
                 return base64.b64decode(content, validate=True)
             case "$dict" | "$ordered" | "$counter":
                 pairs = [(decode_facts(key), decode_facts(item)) for key, item in content]
@@ -267,6 +268,7 @@ class Manifest:
         problems += [
             f"{name!r} is not a plain file name"
             for name in self.files
+            # A manifest is input: its names must not lead out of the checkpoint's directory.
             if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name
         ]
         if problems:

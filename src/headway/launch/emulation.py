@@ -53,6 +53,7 @@ from headway.units import format_rate, format_seconds
 UNLIMITED = 12_500_000_000
 """Bytes per second (100 Gbit/s) that stand for "no limit" in a class: more than a veth carries."""
 
+# Numbers of htb classes: 1 is the interface, 2 the rest, 10 and more are the peers.
 REST = 2
 _FIRST_PEER = 10
 _QUANTUM = 60_000
@@ -147,6 +148,7 @@ def _limits(share: float, ceiling: float) -> str:
 INTERFACE = "eth0"
 ROOT_ADVICE = "Use sudo, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN."
 _NETWORK = ipaddress.ip_network("198.18.0.0/15")  # reserved for benchmarks (RFC 2544)
+# In a /24: the host's number, the first node's, and how many nodes have room behind it.
 _HOST, _FIRST, _LARGEST = 1, 10, 240
 
 

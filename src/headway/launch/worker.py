@@ -106,6 +106,7 @@ class _Watcher:
         while True:
             self._meet_siblings()
             waiting: list[int] = [*launcher, *self._siblings]
+            # Polls only until every sibling has written its process id.
             pause = _POLL_SECONDS if self._unknown else None
             ready = connection.wait(waiting, timeout=pause)
             if any(item in launcher for item in ready):

@@ -122,6 +122,7 @@ def largest_remainder_shares(samples: int, weights: Sequence[float]) -> tuple[in
     total = sum(map(Fraction, weights))
     wanted = [samples * Fraction(weight) / total for weight in weights]
     found = [math.floor(share) for share in wanted]
+    # The largest remainder is the most negative difference; ties go to the lower rank.
     order = sorted(range(len(found)), key=lambda rank: (found[rank] - wanted[rank], rank))
     for rank in order[: samples - sum(found)]:
         found[rank] += 1

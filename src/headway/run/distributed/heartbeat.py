@@ -670,6 +670,7 @@ class Heartbeat:
     def _known_states(self, now: float) -> dict[int, tuple[str, float]]:
         text, since, _ = self._status()
         states = {self._own.rank: (text, now - since)}
+        # A copy, because the main thread also comes here (`states`) while peers come and go.
         for peer in list(self._peers):
             if peer.identity is not None:
                 states[peer.identity.rank] = (peer.doing[0], now - peer.doing[1])

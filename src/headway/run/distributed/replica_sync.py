@@ -30,6 +30,7 @@ def sync_initial_state(model: nn.Module, world: World) -> None:
         RunError: The ranks have models with different tensors.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # First: collectives over different tensors would hang, or mix numbers of different parameters.
     _same_shape(tensors, world)
     sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
     # `copy`, because on a CPU both would else be the same tensor.

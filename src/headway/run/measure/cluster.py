@@ -139,6 +139,7 @@ def measure(
 
 def measure_in(world: World, seconds: float = ROUNDS_SECONDS) -> list[RankReadings]:
     """The same in a world that has been joined already; collective."""
+    # First, before this job itself makes the cores busy.
     busy = cores_in_use()
     names = _gathered(world, world.place.node)
     mine = [rank for rank, name in enumerate(names) if name == world.place.node]

@@ -181,6 +181,7 @@ class ParameterOwnership:
         """Tensors that may differ from the owner's, mostly buffers: (owner, holder) -> names."""
         found: dict[tuple[int, int], list[str]] = {}
         for name, (owner, *others) in sorted(self.holders.items()):
+            # Where all holders train it, their gradients are summed and the copies stay equal.
             if self.holders[name] != self.trainers.get(name):
                 for rank in others:
                     found.setdefault((owner, rank), []).append(name)

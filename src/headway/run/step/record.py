@@ -156,6 +156,7 @@ class PipelineTrace:
                     bucket=stage,
                     parameters=one.parameters,
                     num_bytes=one.num_bytes,
+                    # As a ring all-reduce sends it, 2 (n - 1) / n of the bytes.
                     wire_bytes=round(one.num_bytes * ring_factor(one.holders)),
                     ready=times[begun],
                     sent=times[begun + 1],

@@ -485,6 +485,7 @@ class StageParameters(HeldParameters):
             self._guard.lifted = False
         for tensor in self.away:
             release_storage(tensor)
+            # Else the state of a released parameter would keep its memory.
             self._optimizer.state.pop(tensor, None)
 
     def share_buffers(self) -> None:
@@ -553,6 +554,7 @@ def sharded_rows(
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(ranks):
             place = mesh.coordinate(rank)
+            # Ranks that split layers lie innermost: the first of them stands for all.
             first = rank - place.get(TENSOR, 0)
             rows.setdefault(tuple(place[axis] for axis in apart), []).append(first)
         if len(next(iter(rows.values()))) > 1:

@@ -489,6 +489,7 @@ def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     context, plan, model = StepContext(setup.world), setup.plan, setup.model
     layers = SplitLayers.of(plan, setup.world)
     parameters = ShardedParameters(model, context, layers=layers)
+    # With a single share of the batch there is nobody to keep the state together with.
     zero = plan.memory.zero if plan.data_degree > 1 else 0
     dims = (plan.exchange.axis, SHARD_AXIS) if zero else ()
     data_dims = tuple(name for name in dims if plan.mesh.degree(name) > 1)

@@ -406,8 +406,10 @@ class Training:
         self._world.doing("the end of the run after step %d", run.steps_done)
         self._executor.flush()
         with self._storing():
+            # Before the event "stop": a run is complete only with its last checkpoint.
             self._store.wait()
         if stopped_by is None and showcase is not None:
+            # On all ranks, because gathering the model is collective; rank 0 alone shows it.
             with run.whole() as model:
                 self._show(model)
         if isinstance(self._data, CachedSource):
