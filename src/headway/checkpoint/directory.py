@@ -22,7 +22,7 @@ BLOCK = 4 * 2**20
 """Bytes that are read, summed or written at a time: large, so that the GIL is seldom taken."""
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
-# Also `.removed.partial` and `.replaced.partial`, which an interrupted commit leaves.
+# Also `.removed.partial` and `.replaced.partial`, left by an interrupted commit or deletion.
 _PARTIAL = re.compile(r"step-\d{8,}(\.\w+)?\.partial")
 
 
