@@ -136,6 +136,7 @@ class WorkerFetcher:
         self._workers = workers
         self._listen, self._tell = multiprocessing.Pipe(duplex=False)
         loader = DataLoader(
+            # No batches of torch's making: an item of this data set is a whole micro-batch.
             reader,
             batch_size=None,
             sampler=requests,

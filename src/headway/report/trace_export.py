@@ -64,12 +64,14 @@ def chrome_trace_json(timeline: Timeline) -> str:
     problems = check_chrome_trace(trace)
     if problems:
         raise ValueError("not a sound Chrome trace: " + "; ".join(problems[:5]))
+    # NaN is no JSON: a viewer would refuse the whole file.
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
 # TensorBoard events of a run: losses, rates, norm, exposed communication, memory per rank.
 
 
+# The same name for every report of a run, so that the newest one replaces the others' events.
 FILE = "events.out.tfevents.0000000000.headway"
 
 Scalar = tuple[str, int, float, float]

@@ -418,6 +418,7 @@ def _reached(order: Sequence[Sequence[object]], needs: Needs) -> list[int]:
                 waiting.setdefault(unmet[0].rank, []).append(rank)
                 break
             position += 1
+        # Whoever waits for this rank looks at its cell again only when this rank has moved.
         if position > reached[rank]:
             reached[rank] = position
             able += waiting.pop(rank, ())

@@ -216,6 +216,8 @@ class _WiringBuilder:
             self.needs[consumer].append(receive)
             post = self.messages[ActionKind.POST].get((pipe, own, stage, microbatch))
             self.needs[receive].extend([] if post is None else [post])
+        # Half a message never arrives: who needs it stands still, and the deadlock names the other
+        # half.
         if (send is None) != (receive is None):
             kind = ActionKind.SEND if send is None else ActionKind.RECV
             ends = (stage, own) if send is None else (own, stage)
@@ -426,6 +428,7 @@ class _Execution:
             if not self.ready_syncs:
                 break
             self._sync()
+        # What is still waited for now will not happen.
         for event, ranks in self.waiting.items():
             for rank in ranks:
                 self.made.stuck[rank] = (self.position[rank], event)
@@ -473,6 +476,7 @@ class _Execution:
     def _join(self, number: int, time: float) -> None:
         self.arrived[number] += 1
         sync = self.wiring.syncs[number]
+        # Without a SYNC of every holder an all-reduce never becomes ready.
         if self.arrived[number] == len(sync.ranks):
             ready = max(self.made.at[cell] for cell in sync.cells)
             # Of those that are ready at one moment, the lowest stage goes first on every rank.

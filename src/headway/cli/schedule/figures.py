@@ -168,6 +168,7 @@ class ScheduleCosts:
             held = self.activation
             part = tuple(v * ranks / count for v in held * count) if len(held) == 1 else held
             found = replace(found, activation=part)
+        # `costs_of` raises where these parts cannot be cut or joined into so many stages.
         with suppress(ValueError):
             if count % ranks == 0:
                 return costs_of(stages, found)

@@ -164,6 +164,8 @@ class BlobStore:
                 return False
             if self._record(sample) is not None:
                 return None
+            # The length of the file is what has been claimed; the lock keeps two from claiming the
+            # same room.
             begin = os.fstat(self.data).st_size
             begin += -begin % 16
             if size > self._room(size):

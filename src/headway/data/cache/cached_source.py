@@ -500,6 +500,7 @@ def _key(source: Source, name: str, version: int | str, prepare: Change | None) 
         "samples": len(source),
         "prepare": prepare and f"{kind.__module__}:{getattr(kind, '__qualname__', '')}",
     }
+    # The format belongs to the key, so that samples stored in another one are not found.
     text = json.dumps([_FORMAT, facts], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return StoreKey(name=name, digest=digest, facts=facts, samples=len(source))

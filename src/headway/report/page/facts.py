@@ -76,7 +76,7 @@ def moment(time: float) -> str:
     """Unix seconds as text in UTC; a dash where unknown."""
     try:
         when = datetime.datetime.fromtimestamp(time, tz=datetime.UTC)
-    except (ValueError, OverflowError, OSError):
+    except (ValueError, OverflowError, OSError):  # NaN is unknown, too
         return ABSENT
     return when.strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -159,6 +159,7 @@ def _throughput(history: RunHistory) -> Fact | None:
     rates = [step.rate for step in history.steps if math.isfinite(step.rate)]
     if not rates:
         return None
+    # Without the first step, which is warm-up.
     middle = statistics.median(rates[1:] or rates)
     tokens = _tokens(history)
     seconds = [step.seconds for step in history.steps if math.isfinite(step.seconds)]

@@ -557,6 +557,8 @@ def predicted_spans(plan: Plan) -> list[Span]:
         return _of_pipeline(plan, prediction)
     spans = []
     for rank in range(min(plan.ranks, _MOST_RANKS)):
+        # Without a pipeline the only stage is all of a micro-batch: their number follows from the
+        # compute.
         now, count = 0.0, max(1, round(prediction.compute / prediction.stages[0]))
         for number in range(count):
             for kind, share in (("forward", _FORWARD), ("backward", 1.0 - _FORWARD)):
@@ -585,6 +587,7 @@ def _of_pipeline(plan: Plan, prediction: Prediction) -> list[Span]:
         weight_grad=third,
         latency=prediction.message,
         message=nothing,
+        # The exchange is drawn behind the table, by `_ending`.
         sync=nothing,
     )
     timing = time_schedule(table, costs)
