@@ -310,7 +310,7 @@ def to_torch_csv(schedule: PipelineSchedule) -> str:
                 f"{first[action.pipe] + action.stage}{word}"
                 for word in _torch_words(action, number)
             ]
-        # A rank without actions keeps its row: readers skip a blank line.
+        # A rank without actions keeps its row: `parse_sheet` skips a blank line.
         rows.append(",".join(texts) or ",")
     return "\n".join(rows) + "\n"
 
