@@ -204,8 +204,8 @@ def _ddp(layers: Sequence[GradientLayer], network: ExchangeNetwork) -> list[Exch
     order = backward_order(ready)
 
     def row(name: str, cap: int) -> ExchangeEstimate:
-        # torch closes DDP's first bucket at 1 MiB (`_DEFAULT_FIRST_BUCKET_BYTES`), whatever the
-        # cap.
+        # With its default cap DDP closes the first bucket at 1 MiB (torch 2.13,
+        # `_DEFAULT_FIRST_BUCKET_BYTES`).
         caps = (min(cap, 1) << 20, cap << 20)
         buckets = ddp_buckets(sizes, order, caps)
         predicted = predict_exchange(
