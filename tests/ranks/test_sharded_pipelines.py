@@ -130,6 +130,7 @@ def test_it_is_the_serial_run(cases):
     compare(4, sampled(CASES[cases], 3))
 
 
+@pytest.mark.slow
 def test_copies_of_parts():
     """Two groups of two copies each, of two stages."""
     compare(8, [("residual", 2, ONE, 1, 2, 0.3, 2), ("residual", 2, CHIMERA, 3, 2, 0.3, 2)])

@@ -51,6 +51,7 @@ def test_files_read_in_parts_are_the_serial_run(tmp_path, kind, ranks, changes):
     assert "equal" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_any_other_split(tmp_path):
     """In the middle of the second epoch; a whole sample is read by a rank that is alone only.
 

@@ -235,6 +235,7 @@ MESHES = [
 """Every number of ranks up to 8, in all ways to write it as a product, along other dimensions."""
 
 
+@pytest.mark.slow
 @ranks(4, timeout=120, check=nothing_differs)
 def test_models_with_every_head(world):
     meshes = [(4, 1, 1), (2, 1, 2)]
@@ -244,6 +245,7 @@ def test_models_with_every_head(world):
     )
 
 
+@pytest.mark.slow
 @ranks(8, timeout=120, check=nothing_differs)
 def test_models_on_every_number_of_ranks_up_to_eight(world):
     return compare(MESHES, ["u-net"], [3], ["auto"]) | compare(MESHES, ["cosmo"], [4], ["auto"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -136,6 +137,7 @@ def test_heads_on_four_ranks():
 THREE = PipelinePlan(schedule="gpipe", microbatches=2)
 
 
+@pytest.mark.slow
 def test_heads_in_pipelines():
     """Whole samples go from stage to stage; where a rank has none, nothing is sent."""
     compare(
@@ -150,6 +152,7 @@ def test_heads_in_pipelines():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_heads_on_eight_ranks():
     compare(
         8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from headway.checkpoint.staging import local_data
@@ -96,6 +97,7 @@ CHIMERA = PipelinePlan(schedule="chimera", microbatches=4, sync="eager")
 HALVES, CORNERS = LayerSplit(spatial=(2, 1, 1)), LayerSplit(spatial=(2, 2, 1))
 
 
+@pytest.mark.slow
 def test_samples_in_parts():
     """Halos between ranks of a stage, parts between stages, a skip over two of them."""
     compare(
@@ -108,6 +110,7 @@ def test_samples_in_parts():
     )
 
 
+@pytest.mark.slow
 def test_copies_of_samples_in_parts():
     compare(8, ("segmenter", CORNERS, 2, ONE, {}), ("segmenter", HALVES, 2, ONE, {"zero": 3}))
 
@@ -142,6 +145,7 @@ def test_layers_in_parts():
     )
 
 
+@pytest.mark.slow
 def test_layers_and_state_in_parts():
     """Parts of layers are cut once more, over both copies; with Chimera over four ranks."""
     compare(
@@ -153,6 +157,7 @@ def test_layers_and_state_in_parts():
     )
 
 
+@pytest.mark.slow
 def test_grids():
     """Samples of a micro-batch are cut as well: it has four of them."""
     compare(

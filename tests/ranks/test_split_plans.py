@@ -19,6 +19,7 @@ from headway.verification.exchange_law import load_laws
 from headway.verification.recording import VerifyJob
 from support.commands import headway_here, resumed
 from support.ranks import run_ranks
+from support.sampling import sampled
 from support.serial import flat, largest_error, train_serially
 from support.split_recipes import (
     Dropping,
@@ -83,13 +84,16 @@ def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None, **kept)
 
 @pytest.mark.parametrize(
     ("ranks", "layers"),
-    [
-        (2, LayerSplit(tensor=(2,))),
-        (4, LayerSplit(tensor=(2,))),
-        (4, LayerSplit(tensor=(2, 2))),
-        (4, LayerSplit(tensor=(1, 2, 2))),
-        (4, LayerSplit(tensor=(1, 2, 1))),
-    ],
+    sampled(
+        [
+            (2, LayerSplit(tensor=(2,))),
+            (4, LayerSplit(tensor=(2,))),
+            (4, LayerSplit(tensor=(2, 2))),
+            (4, LayerSplit(tensor=(1, 2, 2))),
+            (4, LayerSplit(tensor=(1, 2, 1))),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_split_layers_are_the_serial_run(ranks, layers):
@@ -151,13 +155,16 @@ def test_modules_are_split_otherwise_than_the_rest(ranks, layers, kept, said):
 
 @pytest.mark.parametrize(
     ("ranks", "layers", "kept"),
-    [
-        (4, LayerSplit(tensor=(2,)), {"zero": 1}),
-        (4, LayerSplit(tensor=(2,)), {"zero": 3}),
-        (4, LayerSplit(tensor=(2, 1, 1)), {"zero": 2}),
-        (8, LayerSplit(tensor=(2, 2)), {"zero": 3}),
-        (8, LayerSplit(tensor=(1, 2, 1)), {"zero": 3, "shards": 2}),
-    ],
+    sampled(
+        [
+            (4, LayerSplit(tensor=(2,)), {"zero": 1}),
+            (4, LayerSplit(tensor=(2,)), {"zero": 3}),
+            (4, LayerSplit(tensor=(2, 1, 1)), {"zero": 2}),
+            (8, LayerSplit(tensor=(2, 2)), {"zero": 3}),
+            (8, LayerSplit(tensor=(1, 2, 1)), {"zero": 3, "shards": 2}),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_split_layers_with_sharded_state(ranks, layers, kept):
@@ -298,7 +305,7 @@ PRIORITY = ExchangePlan(priority=True, bucket="1 KiB", chunk="100")
 KEPT = ({"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}, {"exchange": PRIORITY})
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("kept", sampled(KEPT, 2), ids=str)
 def test_split_samples_with_sharded_state_and_by_priority(kept):
     compare("segmenter", 4, LayerSplit(spatial=(2, 1, 1)), batch=4, microbatch=1, clip=0.5, **kept)
 

@@ -31,6 +31,7 @@ from support.commands import (
     warm_variables,
 )
 from support.patience import patient
+from support.sampling import sampled
 
 STEPS = 20
 
@@ -93,7 +94,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "rank", "at"), DEATHS)
+@pytest.mark.parametrize(("what", "rank", "at"), sampled([*DEATHS], 2))
 def test_kill_9_of_any_worker_at_any_time(tmp_path, undisturbed, what, rank, at):
     trap = tmp_path / "sprung"
     done = train(
@@ -139,6 +140,7 @@ def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path, undisturbed, name)
     each_sample_once(run)
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_processes(tmp_path):
     """2, then 3, then 1 processes, in float64: the same to rounding as one process throughout."""
     double = "precision='float64'"
