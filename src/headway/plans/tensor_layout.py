@@ -2,8 +2,8 @@
 
 Y[M x N] = X[M x K] W[K x N], with M rows (samples x positions), on three kinds of grids:
 
-    classic  p ranks; activations whole, W by columns and then by rows (Megatron; Shoeybi et al.
-    2019) cuboid   q_i x q_j x q_l ranks; everything in 1/p parts (Bian et al. 2021, for any cuboid)
+    classic  p ranks; activations whole, W by columns, then by rows (Megatron, Shoeybi et al. 2019)
+    cuboid   q_i x q_j x q_l ranks; everything in 1/p parts (Bian et al. 2021, for any cuboid)
     summa    d x q x q ranks; blocks of X and W, W once per depth (Optimus, Tesseract)
 
 An axis of the grid is a letter. A part of a dimension is named by its axes, the major one first:

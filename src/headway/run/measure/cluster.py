@@ -38,7 +38,7 @@ from headway.run.executor import Executor
 from headway.run.step.memory import keep_freed_memory
 
 _WIDTH, _SAMPLES = 4, 2
-"""TensorsByKind of a tensor; samples of a micro-batch."""
+"""Elements of a tensor; samples of a micro-batch."""
 _DATA = ((1, 1), (49, 1), (1, 8))
 """Trained tensors and micro-batches of steps without a pipeline."""
 _PIPES = (2, 8)

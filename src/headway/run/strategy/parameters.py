@@ -2,7 +2,7 @@
 
 `WholeParameters`: every rank has all of them. `ShardedParameters`: every rank has parts of them,
 rows that FSDP2 keeps (Rajbhandari et al., ZeRO, SC 2020), parts of split layers, or both. Of a
-model that is cut into stages see `stage_parameters`.
+model that is cut into stages: `StageParameters`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from headway.run.strategy.split_layers import SplitLayers, infer_plan_split, wit
 
 if TYPE_CHECKING:
     from headway.run.pipeline.stage_ownership import ParameterOwnership
-    from headway.run.strategy.split_layers import SplitLayers
     from headway.run.strategy.step_context import StepContext
 
 TensorsByKind = Mapping[str, Mapping[str, Tensor]]
@@ -100,7 +99,7 @@ class HeldParameters(ABC):
 
     @abstractmethod
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
-        """TensorsByKind of all parameters, whole and of all ranks, on rank 0; collective."""
+        """The tensors of all parameters, whole and of all ranks, on rank 0; collective."""
 
     @abstractmethod
     def gather_whole(self) -> None:
