@@ -117,7 +117,7 @@ class PlanError(HeadwayError):
 
 
 class NothingFits(PlanError):
-    """No plan of a model fits; `planner.relaxations.refusal` says which changes would do."""
+    """No plan of a model fits; `planner.explain.infeasible.infeasible_error` says what would."""
 
     code = "HW-2002"
 

@@ -118,9 +118,9 @@ class OptimizerPace:
     lie in no cache.
 
     Attributes:
-        small: Of tensors of `UPDATED[0]` numbers; one of fewer takes as long as one of these.
-        middle: Of `UPDATED[1]`.
-        large: Of `UPDATED[2]` and more.
+        small: Of tensors of `UPDATE_TENSOR_SIZES[0]` numbers, and of fewer: they take as long.
+        middle: Of `UPDATE_TENSOR_SIZES[1]`.
+        large: Of `UPDATE_TENSOR_SIZES[2]` and more.
     """
 
     small: Seconds

@@ -72,7 +72,7 @@ class DeviceReadings:
         kinds: Of kernels in a training step.
         overlap: Share of an exchange under way that products beside it do not feel.
         updates: Seconds per parameter of a step of each optimiser alone, and of the norm of the
-            gradients as "clip", in tensors of each of `cluster.device.UPDATED` numbers.
+            gradients as "clip", in tensors of each of `cluster.device.UPDATE_TENSOR_SIZES` numbers.
         idle: Seconds of steps with nothing to compute; empty: not measured.
     """
 

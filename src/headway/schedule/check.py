@@ -66,8 +66,8 @@ class Violation:
     """A broken rule.
 
     Attributes:
-        rank: Of the offending cell, or the rank where an action is missing; NONE: no single one.
-        position: Of the cell in the rank's row, from 0; NONE where an action is missing.
+        rank: Of the offending cell, or where an action is missing; NO_NUMBER: no single rank.
+        position: Of the cell in the rank's row, from 0; NO_NUMBER where an action is missing.
     """
 
     rule: str

@@ -334,7 +334,7 @@ def looks_like_torch(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """A cell of torch's: a stage of all pipes, a kind, a micro-batch of its pipe (or NONE)."""
+    """A cell of torch's: a stage of all pipes, a kind, a micro-batch of its pipe (or NO_NUMBER)."""
 
     stage: int
     kind: str

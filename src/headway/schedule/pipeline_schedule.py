@@ -55,11 +55,11 @@ class Action:
     Attributes:
         pipe: Name of the pipe (a chain of stages; several may share the ranks).
         stage: Number of the stage in its pipe, from 0.
-        microbatch: Number of the micro-batch in the step, from 0; NONE for SYNC, WAIT, STEP.
+        microbatch: Number of the micro-batch in the step, from 0; NO_NUMBER for SYNC, WAIT, STEP.
         other: Of a message: the stage at the other end. Between s and t > s, s sends activations
-            and t sends their gradients. NONE otherwise.
+            and t sends their gradients. NO_NUMBER otherwise.
         version: Of F, B, I, W in schedules without a flush: the number of steps of this stage whose
-            weights are used. NONE: the newest. Of STEP in them: the version that it makes.
+            weights are used. NO_NUMBER: the newest. Of STEP in them: the version that it makes.
     """
 
     kind: ActionKind

@@ -39,7 +39,7 @@ Key = tuple[str, int, int]
 
 
 class TimedMessage(NamedTuple):
-    """A message that a cell sets off: it occupies `link` for `make_wiring` seconds."""
+    """A message that a cell sets off: it occupies `link` for `wire` seconds."""
 
     event: int
     link: int

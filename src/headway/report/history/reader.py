@@ -2,10 +2,8 @@
 
 events.jsonl is replayed in file order: a resume at step s, or a step logged again, discards
 everything logged beyond it. Rows of a rank count if they belong to the attempt whose step counts.
-Files may still
-be growing or end in half a line: a damaged line or file costs that line or file, never the report,
-    and
-is named in a note.
+Files may still be growing or end in half a line: a damaged line or file costs that line or file,
+never the report, and is named in a note.
 
 A received message starts, in the trace, when its sender handed it over, not when the receiver asked
 for it. Clocks of several machines may differ, so the start is clipped to the end.
