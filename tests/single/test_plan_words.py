@@ -123,10 +123,10 @@ def test_alternatives_without_what_is_forced_say_so(run):
     code, out, err = run("bare", *asked, "--force", "w1=split")
     assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("  time ")]
-    free = [line.endswith("; without what is forced") for line in lines]
+    free = [line.endswith("; without --force") for line in lines]
     assert free == ["tensor 2 ->" in line for line in lines]
     assert any(free)
-    assert "without what is forced" not in run("bare", *asked)[1]
+    assert "; without --force" not in run("bare", *asked)[1]
 
 
 def test_a_plan_whose_model_cannot_be_cut_does_not_run_today(run):

@@ -142,11 +142,9 @@ def every_cut(sharing, caps, at=None):
     """The least Alpa's sum over all cuts, all recomputations and strategies; one by one."""
     one = sharing.combination
     p, m = one.degrees.pipeline, one.degrees.microbatches
-    row = sharing.of(next(iter(one.layout.types_of(0)))).tables.row
-    of = sharing.of(next(iter(one.layout.types_of(0)))).tables.classes.of
-    borders = {
-        b for s in range(p) for c in one.layout.types_of(s) for b in sharing.of(c).tables.borders
-    }
+    row = sharing.of(next(iter(one.types_of(0)))).tables.row
+    of = sharing.of(next(iter(one.types_of(0)))).tables.classes.of
+    borders = {b for s in range(p) for c in one.types_of(s) for b in sharing.of(c).tables.borders}
     best = np.inf
     for border in ({at} if at else borders) if p > 1 else {"R"}:
         for middle in itertools.combinations(range(1, len(row)), p - 1):
@@ -165,7 +163,7 @@ def slowest(sharing, stage, border, number, again, caps):
     """Of the copies of a stage; strategies of different cells may differ without a tensor axis."""
     one = sharing.combination
     ways = []
-    for cell in sorted(one.layout.types_of(stage)):
+    for cell in sorted(one.types_of(stage)):
         candidate = sharing.of(cell)
         under_way = candidate._in_flight[stage]
         every = candidate._prepared(border)[0]
@@ -226,7 +224,7 @@ def test_a_stage_of_unlike_copies_is_as_slow_as_the_slowest(small, counts, tenso
         if combination.degrees.data == 1 or len(combination.amounts) == 1:
             continue
         sharing = search.sharing(combination, (2, 2))
-        cells = sorted(combination.layout.types_of(0))
+        cells = sorted(combination.types_of(0))
         for border in (
             sharing.of(cells[0]).tables.borders if combination.degrees.pipeline > 1 else "R"
         ):

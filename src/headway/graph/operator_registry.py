@@ -187,8 +187,10 @@ def splits_in_layers(kind: str) -> bool:
     row = OPERATORS.get(kind)
     if row is None:
         return False
+    # Each rank makes positions and masks whole and takes its part: nothing has to be carried out.
+    made = row.expression in ("factory", "arange")
     captured_only = not row.layers and not row.space
-    return bool(row.layers) or (captured_only and row.expression in _CARRIED_OUT)
+    return bool(row.layers) or made or (captured_only and row.expression in _CARRIED_OUT)
 
 
 def implement(reader: Reader, functions: Mapping[str, _Function]) -> dict[str, _Function]:

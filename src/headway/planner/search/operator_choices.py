@@ -96,8 +96,7 @@ def unsplittable_operators(search: PlanSearch, point: Point) -> tuple[str, ...]:
                 operator.kind
                 for stage in point.stages
                 for operator, rule in _rules(tables, point, stage)
-                # Without inputs (`arange`) each rank makes what it needs: nothing is split.
-                if rule.axis and operator.inputs and not splits_in_layers(operator.kind)
+                if rule.axis and not splits_in_layers(operator.kind)
             }
         )
     )
