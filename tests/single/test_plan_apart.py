@@ -84,7 +84,11 @@ def test_what_the_tensor_axis_splits_tells_apart():
     (module,) = how  # of one module both say what they do
     assert said[0] != said[1]
     for point, words in zip(points, said, strict=True):
-        own = {choice.how for choice in operator_choices(engine, point) if choice.module == module}
+        own = {
+            choice.how
+            for choice in operator_choices(engine.tables_at(point), point)
+            if choice.module == module
+        }
         assert words == f"{module} {' and '.join(own)}"
 
 

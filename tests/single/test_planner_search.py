@@ -111,7 +111,7 @@ def test_forced_choices(work):
     forced = find_plans(
         asked(work, tensor=(8,), force=(("blocks.*", "split"),), objective="fastest")
     )
-    found = operator_choices(forced.search, forced.best)
+    found = operator_choices(forced.search.tables_at(forced.best), forced.best)
     products = [c for c in found if c.module.startswith("blocks.") and c.kind == "linear"]
     assert products
     assert all(choice.how.startswith("split:") for choice in products)
@@ -123,7 +123,7 @@ def test_decisions_add_up(work):
     outcome = find_plans(asked(work, tensor=(4,)))
     for point in outcome.points:
         held = [0.0] * len(point.stages)
-        for choice in operator_choices(outcome.search, point):
+        for choice in operator_choices(outcome.search.tables_at(point), point):
             held[choice.stage] += choice.parameters
         # A tied parameter counts once in a stage, but each of its operators holds it.
         twice = [outcome.search.shared.doubled(s.start, s.stop) / 4 for s in point.stages]
@@ -144,7 +144,11 @@ def test_a_hundred_thousand_classes():
     work = PlanningWorkload(graph=graph, samples=64)
     changed = {"machine": machine, "devices": (32,), "tensor": (32,), "batch": 1024}
     outcome = find_plans(asked(work, objective="fastest", **changed))
-    found = [c for c in operator_choices(outcome.search, outcome.best) if c.parameters]
+    found = [
+        c
+        for c in operator_choices(outcome.search.tables_at(outcome.best), outcome.best)
+        if c.parameters
+    ]
     assert {c.how for c in found if c.module != "head"} == {"split:n"}  # each its samples
     assert [c.how for c in found if c.module == "head"] == ["split:o"]  # each its classes
     fallen = 1 - sum(choice.summed for choice in found) / graph.parameter_bytes
@@ -237,5 +241,9 @@ def test_a_split_that_no_rule_of_the_executor_carries_out_is_said():
 
 def test_split_transformers_are_carried_out(work):
     found = find_plans(asked(work, devices=(4,), tensor=(4,), force=(("blocks.*", "split"),)))
-    assert {c.how for c in operator_choices(found.search, found.best) if c.how.startswith("split")}
+    assert {
+        c.how
+        for c in operator_choices(found.search.tables_at(found.best), found.best)
+        if c.how.startswith("split")
+    }
     assert missing_in_executor(found.search, found.best) == ""

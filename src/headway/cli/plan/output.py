@@ -223,7 +223,7 @@ def _layout_lines(question: PlanRequest, point: Point) -> Iterator[str]:
 def _split_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     """Which modules the tensor axis splits, and how."""
     ways: dict[str, list[str]] = {}
-    for choice in operator_choices(search, point):
+    for choice in operator_choices(search.tables_at(point), point):
         if choice.parameters:
             ways.setdefault(choice.how, []).append(choice.module or "(model)")
     if not any(how.startswith("split") for how in ways):
@@ -343,7 +343,7 @@ def report_data(result: PlanningResult) -> dict[str, object]:
         "points": [_point(result, point) for point in outcome.points],
         "choices": []
         if several
-        else [asdict(choice) for choice in operator_choices(outcome.search, best)],
+        else [asdict(choice) for choice in operator_choices(outcome.search.tables_at(best), best)],
         "collectives": [[asdict(call) for call in one.calls] for one in collectives],
         "collective_ranks": [
             {"stage": one.stage, "type": one.kind, "copies": one.copies} for one in collectives

@@ -79,7 +79,9 @@ def _features(search: PlanSearch, point: Point) -> PlanFeatures:
         ranks = {"ranks": f"ranks on {format_device_runs(point.rank_kinds)}"}
         return ranks | found | {"strategies": f"strategies {prices}"}
     modules: dict[str, list[str]] = {}
-    for choice in operator_choices(search, point) if point.degrees.tensor > 1 else ():
+    for choice in (
+        operator_choices(search.tables_at(point), point) if point.degrees.tensor > 1 else ()
+    ):
         modules.setdefault(choice.module or choice.operator, []).append(choice.how)
     ways = {name: " and ".join(dict.fromkeys(hows)) for name, hows in modules.items()}
     return found | {f"split of {name}": f"{name} {way}" for name, way in ways.items()}

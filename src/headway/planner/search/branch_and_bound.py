@@ -401,6 +401,10 @@ class PlanSearch:
         """Shared by all combinations with this tensor degree and micro-batch on one type."""
         return self._type(kind).tables_of(tensor, samples)
 
+    def tables_at(self, point: Point) -> SegmentTables:
+        """Those that a point on devices of one type was found in."""
+        return self.tables_of(point.degrees.tensor, point.degrees.microbatch, point.kind)
+
     def machine_of(self, kind: str) -> Machine:
         """That of a type; "": of the first."""
         return self._type(kind).question.machine

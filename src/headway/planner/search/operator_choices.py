@@ -15,7 +15,6 @@ from headway.graph.sharding_rules import Rule
 from headway.planner.estimate.operators import parameter_bytes
 from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.segments import SegmentTables
-from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point
 
 
@@ -39,14 +38,16 @@ class OperatorChoice:
     summed: float
 
 
-def operator_choices(search: PlanSearch, point: Point) -> tuple[OperatorChoice, ...]:
-    """Of every operator of a point of the search, in order."""
-    degrees = point.degrees
-    shared = search.tables_of(degrees.tensor, degrees.microbatch, point.kind)
+def operator_choices(tables: SegmentTables, point: Point) -> tuple[OperatorChoice, ...]:
+    """Of every operator of a point of the search, in order.
+
+    Args:
+        tables: Of the point's tensor degree and micro-batch, `PlanSearch.tables_at`.
+    """
     return tuple(
-        _choice(shared, number, operator, rule)
+        _choice(tables, number, operator, rule)
         for number, stage in enumerate(point.stages)
-        for operator, rule in _rules(shared, point, stage)
+        for operator, rule in _rules(tables, point, stage)
     )
 
 
@@ -84,12 +85,11 @@ def _rules(
             yield one, solved.rules[other.name][chosen]
 
 
-def unsplittable_operators(search: PlanSearch, point: Point) -> tuple[str, ...]:
+def unsplittable_operators(tables: SegmentTables, point: Point) -> tuple[str, ...]:
     """Kinds of operators that the point splits, but that split layers have no rule for.
 
     The executor would keep the weights around them whole, which is not what the point is priced at.
     """
-    tables = search.tables_of(point.degrees.tensor, point.degrees.microbatch, point.kind)
     return tuple(
         sorted(
             {

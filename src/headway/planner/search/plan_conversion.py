@@ -38,7 +38,10 @@ def missing_in_executor(search: PlanSearch, point: Point) -> str:
     if point.degrees.tensor > 1 and len(point.amounts) > 1:
         found.append("tensor axis on unequal devices")
     elif point.degrees.tensor > 1:
-        found += [f"a tensor split of {kind}" for kind in unsplittable_operators(search, point)]
+        found += [
+            f"a tensor split of {kind}"
+            for kind in unsplittable_operators(search.tables_at(point), point)
+        ]
     return ", ".join(filter(None, found))
 
 
