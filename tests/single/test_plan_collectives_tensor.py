@@ -29,8 +29,8 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate import segments
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload, legal_rules, operator_cost
-from headway.planner.explain.alternatives import _rules
 from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.operator_choices import _rules
 from headway.planner.search.request import PlanRequest
 from headway.planner.traffic.estimate import collective_seconds, collectives_of
 from headway.planner.traffic.executor import (
