@@ -173,24 +173,23 @@ OPERATORS: Mapping[str, OperatorRules] = MappingProxyType(
 """Name of an operator -> its rules."""
 
 
-_CARRIED_OUT = frozenset(row.expression for row in OPERATORS.values() if row.layers)
+_EXPRESSIONS_IN_LAYERS = frozenset(row.expression for row in OPERATORS.values() if row.layers)
 """Index expressions of operators that split layers have a rule for."""
 
 
 def splits_in_layers(kind: str) -> bool:
-    """Whether the executor of split layers carries out an operator of a captured graph.
-
-    Args:
-        kind: A captured graph has names of its own (`_softmax`), which no executor meets: they
-            count as what they are captured from, an operator with the same index expression.
-    """
+    """Whether split layers can execute an operator of a captured graph in parts."""
     row = OPERATORS.get(kind)
     if row is None:
         return False
-    # Each rank makes positions and masks whole and takes its part: nothing has to be carried out.
-    made = row.expression in ("factory", "arange")
-    captured_only = not row.layers and not row.space
-    return bool(row.layers) or made or (captured_only and row.expression in _CARRIED_OUT)
+    # Each rank creates positions and masks whole and takes its part: no rule is needed.
+    created = row.expression in ("factory", "arange")
+    # A captured graph has names of its own (`_softmax`), which no executor meets: they count as
+    # what they were captured from, an operator with the same index expression.
+    only_captured = not row.layers and not row.space
+    return (
+        bool(row.layers) or created or (only_captured and row.expression in _EXPRESSIONS_IN_LAYERS)
+    )
 
 
 def implement(reader: Reader, functions: Mapping[str, _Function]) -> dict[str, _Function]:

@@ -51,8 +51,8 @@ def operator_choices(tables: SegmentTables, point: Point) -> tuple[OperatorChoic
     )
 
 
-def _choice(shared: SegmentTables, stage: int, operator: Operator, rule: Rule) -> OperatorChoice:
-    held, summed = parameter_bytes(shared.setting, operator, rule)
+def _choice(tables: SegmentTables, stage: int, operator: Operator, rule: Rule) -> OperatorChoice:
+    held, summed = parameter_bytes(tables.setting, operator, rule)
     passes = "pass" if "P" in rule.outputs else "replicate"
     return OperatorChoice(
         stage=stage,
@@ -66,15 +66,16 @@ def _choice(shared: SegmentTables, stage: int, operator: Operator, rule: Rule) -
 
 
 def _rules(
-    shared: SegmentTables, point: Point, stage: PointStage
+    tables: SegmentTables, point: Point, stage: PointStage
 ) -> Iterator[tuple[Operator, Rule]]:
-    row, again = shared.row, int(stage.recompute)
-    way = shared.path(stage.start, stage.stop, again, stage.price, point.border)
+    """Each operator of a stage, with the rule that the search chose for it."""
+    row, again = tables.row, int(stage.recompute)
+    way = tables.path(stage.start, stage.stop, again, stage.price, point.border)
     for place, pair in zip(range(stage.start, stage.stop), way, strict=True):
         unit = row[place]
-        solved = shared.solved(unit.kind)
-        number = again * shared.weights.shape[1] + stage.price
-        operators = shared.setting.work.graph.operators
+        solved = tables.solved(unit.kind)
+        number = again * tables.weights.shape[1] + stage.price
+        operators = tables.setting.work.graph.operators
         # Strategies are solved for the first unit of a kind; operators of equal units correspond in
         # order.
         first = next(u for u in row if u.kind == unit.kind)

@@ -53,13 +53,18 @@ def sample_shares(batch: int, point: Point) -> tuple[int, ...]:
 
 
 def executor_lacks(degrees: Degrees, recompute: bool) -> str:
-    """The same of degrees, and whether some stage recomputes."""
+    """What the executor lacks for such degrees, if some stage recomputes."""
     return "recomputation without a pipeline" if degrees.pipeline == 1 and recompute else ""
 
 
 def check_executor(lacks: str) -> None:
-    """Raises:
-    PlanError: The executor lacks something for a point of the frontier.
+    """Refuse a point of the frontier that the executor cannot run.
+
+    Args:
+        lacks: What it lacks for the point; "": nothing.
+
+    Raises:
+        PlanError: It lacks something.
     """
     if lacks:
         raise PlanError(
