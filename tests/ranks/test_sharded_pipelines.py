@@ -144,7 +144,7 @@ def test_what_is_gathered_is_counted():
 
 
 def gathers(world):
-    from headway.parallel.pipeline.grad_sync import zero as stage_zero
+    from headway.parallel.pipeline import data_parallel as stage_zero
 
     counts, before = {}, stage_zero._gather
     for zero in (1, 3):

@@ -5,7 +5,7 @@ This package exports the pipeline for users without a recipe: cut a model into s
 shards parameters, gradients and optimiser state.
 """
 
-from headway.parallel.pipeline.grad_sync.gradient_reduction import StageGradientSync
+from headway.parallel.pipeline.data_parallel import StageGradientSync
 from headway.parallel.pipeline.partition.cut import cut, cut_module_chain, list_units, run_stages
 from headway.parallel.pipeline.partition.stage_modules import balanced_partition
 from headway.parallel.pipeline.runtime.executor import (

@@ -13,10 +13,10 @@ from typing import Any
 
 from headway.graph.operator_registry import implement
 from headway.parallel import layout_rules
-from headway.parallel.spatial import rules as spatial
+from headway.parallel.spatial import pointwise_and_reductions as spatial
 from headway.parallel.spatial import windows
 from headway.parallel.split_tensor import OperatorRule, SplitKind
-from headway.parallel.tensor.rules import alignment, layers, products
+from headway.parallel.tensor.rules import alignment, layers
 
 
 def _by_name(*rules: Callable[..., Any]) -> dict[str, OperatorRule]:
@@ -44,9 +44,9 @@ _LAYERS: dict[str, OperatorRule] = {
     "embedding": layers.embedding, "layer_norm": layers.layer_norm, "rms_norm": layers.rms_norm,
     "cross_entropy": layers.cross_entropy, "mse_loss": layers.mse_loss, "mean": layers.mean,
     "var": layers.var, "softmax": layers.softmax, "log_softmax": layers.log_softmax,
-    "linear": products.linear, "addmm": products.addmm, "matmul": products.matmul,
-    "einsum": products.einsum, "attention": products.attention,
-    "multi_head_attention": products.multi_head_attention,
+    "linear": layers.linear, "addmm": layers.addmm, "matmul": layers.matmul,
+    "einsum": layers.einsum, "attention": layers.attention,
+    "multi_head_attention": layers.multi_head_attention,
     "reshape": alignment.reshape, "repeat_interleave": alignment.repeat_interleave,
     "triangle": alignment.triangle, "cat": alignment.cat,
     **_by_name(

@@ -49,7 +49,7 @@ from headway.parallel.tensor.layer_context import (
     UndecidedParameter,
     cuts_of,
 )
-from headway.parallel.tensor.rules.products import cuboid_axes_for
+from headway.parallel.tensor.rules.layers import cuboid_axes_for
 from headway.plans.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
 
 

@@ -219,7 +219,7 @@ def state_per_byte(
     """
     # In a pipeline a stage has its weights and gradients whole while it computes, with any ZeRO:
     # gradients are summed once a step, behind the last backward
-    # (`parallel/pipeline/grad_sync/zero.py`).
+    # (`parallel/pipeline/data_parallel.py`).
     whole = pipeline > 1
     # With Adam's two copies of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
     # weights in 32 bits; 32 bits: 4 + 4 + 8.

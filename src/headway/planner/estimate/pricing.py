@@ -177,7 +177,7 @@ class DeviceMemory:
         degrees, message = self.degrees, gradients_per_byte(self.itemsize)
         if degrees.pipeline == 1 or degrees.data * degrees.pipes == 1:
             return 0.0
-        # The gradients lie one after the other in a message (`grad_sync/`).
+        # The gradients lie one after the other in a message (`pipeline/data_parallel.py`).
         if not degrees.zero:
             return message
         # With ZeRO they become rows, one for each rank, and go; all rows are put together in a

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
-from headway.parallel.pipeline.grad_sync.gradient_reduction import StageGradientSync
+from headway.parallel.pipeline.data_parallel import StageGradientSync
 from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
 from headway.parallel.pipeline.runtime.executor import (
     Pipeline,

@@ -29,7 +29,7 @@ from headway.parallel.fsdp import (
     rebind_optimizer_parameters,
     squared_gradient_norm,
 )
-from headway.parallel.pipeline.grad_sync.zero import ShardedStageParameters, ShardingRanks
+from headway.parallel.pipeline.data_parallel import ShardedStageParameters, ShardingRanks
 from headway.parallel.split_layers import ParameterPlacement, SplitDecisions
 from headway.parallel.split_layers.parameters import install_parameter_access
 from headway.plans import Plan
