@@ -25,8 +25,6 @@ from headway.planner.whale.load_balance import (
     DeviceShare,
     algorithm_1,
     proportional,
-    water_filling,
-    whole_samples,
 )
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
@@ -36,6 +34,7 @@ from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.big_models import ResNet50, ids, meta
+from support.water_filling import water_filling, whole_samples
 from support.whale_task_graphs import (
     StageBlock,
     StageDevice,

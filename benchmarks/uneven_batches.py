@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.planner.whale.load_balance import DeviceShare, algorithm_1, whole_samples
+from headway.planner.whale.load_balance import DeviceShare, algorithm_1
+from headway.plans.batch import largest_remainder_shares
 
 BATCH, STEPS, WARM = 24, 14, 4
 FAULT = "rank 1 2x slower"
@@ -27,7 +28,7 @@ FAULT = "rank 1 2x slower"
 def shares() -> tuple[int, ...]:
     """Of a rank of rate 2 and one of rate 1; memory does not matter."""
     devices = [DeviceShare(rate=rate, memory=1.0, scaled=0.0) for rate in (2.0, 1.0)]
-    return whole_samples(algorithm_1(devices).loads, BATCH, devices)
+    return largest_remainder_shares(BATCH, algorithm_1(devices).loads)
 
 
 def steps(folder: Path, *changes: str) -> list[float]:

@@ -27,8 +27,8 @@ from headway.collective.program.program import COLLECTIVE_OPS, CollectiveTask
 from headway.collective.topology import LinkGraph, NetworkTopology, dgx1v
 from headway.errors import PlanError, UsageError
 from headway.planner.collective_algorithm import (
+    INTERPRETED,
     PROGRAMS,
-    choose_program,
     parse_wires,
     price_programs,
 )
@@ -308,10 +308,12 @@ def test_each_program_is_the_best_somewhere():
 
 
 def test_the_choice_is_a_program_that_is_right():
-    program = choose_program("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
+    wires = NetworkTopology.of_cluster(Cluster.of(2, 2, rate="1 Gbit/s"))
+    task = CollectiveTask.of("reduce_scatter", 4, 1000)
+    program = price_programs(task, wires, host=INTERPRETED)[0][0].program
     check_program(program)
     assert (program.elements, program.ranks) == (1000, 4)
-    assert program == choose_program("reduce_scatter", 4000, Cluster.of(2, 2, rate="1 Gbit/s"))
+    assert program == price_programs(task, wires, host=INTERPRETED)[0][0].program
 
 
 def test_equal_programs_are_chosen_by_their_messages():

@@ -105,7 +105,7 @@ def test_the_algorithms_equal_brute_force_on_200_instances(part):
             _, solution = frontier_of(layers, mode)
             np.testing.assert_array_equal(solution.costs.T, [size[front], seconds[front]])
             bound = float(size.mean())
-            found = choose_algorithms(layers, bound, mode)
+            found = choose_algorithms(*frontier_of(layers, mode), bound)
             assert found.seconds == seconds[size <= bound].min()
             check_the_names(layers, found, mode)
 
@@ -128,7 +128,7 @@ def test_the_algorithms_equal_a_solver_of_integer_programmes():
             ],
         )
         assert solved.success
-        assert choose_algorithms(layers, bound, "sum").seconds == pytest.approx(
+        assert choose_algorithms(*frontier_of(layers), bound).seconds == pytest.approx(
             solved.fun, rel=1e-6
         )
 
@@ -147,15 +147,15 @@ def test_a_shared_pool_is_never_slower():
         layers = random_layers(seed)
         for bound in (40.0, 80.0, 200.0):
             try:
-                alone = choose_algorithms(layers, bound, "sum").seconds
+                alone = choose_algorithms(*frontier_of(layers), bound).seconds
             except PlanError:
                 continue
-            assert choose_algorithms(layers, bound, "max").seconds <= alone
+            assert choose_algorithms(*frontier_of(layers, "max"), bound).seconds <= alone
 
 
 def test_a_bound_that_nothing_meets_says_how_far_it_is():
     with pytest.raises(PlanError, match="at least 7, the cap is 6"):
-        choose_algorithms({"conv": [LayerAlgorithm("fft", 1.0, 7.0)]}, 6.0)
+        choose_algorithms(*frontier_of({"conv": [LayerAlgorithm("fft", 1.0, 7.0)]}), 6.0)
 
 
 def profile(batch):

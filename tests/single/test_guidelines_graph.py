@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.capture import capture
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.planner.guidelines.das import communication, computation, layers_of, ratio, ratio_of
+from headway.planner.guidelines.das import communication, computation, layers_of, ratio_of
 from support.big_models import OVERFEAT_FAST, VGG_A, ResNet50, meta, plain_convolutions
 
 
@@ -26,7 +26,7 @@ def test_ratio_and_totals_of_the_papers_networks(channels, size, giga, mega, who
     layers = [replace(layer, first=False) for layer in found]
     for layer in layers:
         width, height = layer.output
-        assert ratio(layer, 4) == 1.5 * width * height * 4
+        assert ratio_of([layer], 4) == 1.5 * width * height * 4
     assert sum(computation(layer, 1) for layer in layers) == 3 * graph.flops.forward
     assert sum(computation(layer, 1) for layer in found) == graph.flops.total
     assert round(3 * graph.flops.forward / 1e9, 1) == giga

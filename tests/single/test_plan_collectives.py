@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import Executor, criterion
 from headway.collective.collective_calls import CollectiveCall, CommunicatingStage
 from headway.graph.model_graph import TensorSpec
-from headway.planner.traffic.executor import collectives_of_plan, ddp_calls, of_exchange
+from headway.planner.traffic.executor import collectives_of_plan, of_exchange
 from headway.plans import ExchangePlan, data_parallel
 from support.collective_recorder import CollectiveRecorder, collective_differences
+from support.ddp_traffic import ddp_calls
 from support.fake_world import fake_world
 from support.tiny_models import CLASSES, FEATURES, Points, TinyConv
 

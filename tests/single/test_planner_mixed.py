@@ -20,10 +20,11 @@ from headway.planner.search.branch_and_bound import PlanSearch, find_plans, micr
 from headway.planner.search.device_layout import device_counts, device_layouts
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares, to_plan
 from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
-from headway.planner.whale.load_balance import DeviceShare, water_filling, whole_filling
+from headway.planner.whale.load_balance import DeviceShare, whole_filling
 from headway.plans import explain
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
+from support.water_filling import water_filling
 
 NETWORK = machine_of(of_preset("p3.16xlarge", nodes=1)).network
 MACHINES = {  # without launches, in which they would be alike

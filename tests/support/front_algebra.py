@@ -14,7 +14,6 @@ import numpy as np
 
 from headway.planner.pareto.front import (
     Floats,
-    Front,
     Ints,
     concatenate_fronts,
     reduce_front,
@@ -42,9 +41,10 @@ class FrontBlock:
     picks: Ints | None = None
     factor: float = 1.0
 
-    def front(self, entry: int, exit_: int) -> Front:
-        """Of one pair of choices; origins are rows of the cell."""
-        return reduce_front(self.costs[:, entry, exit_].T)
+    def front(self, entry: int, exit_: int) -> Floats:
+        """Of one pair of choices, (K, d)."""
+        cell = self.costs[:, entry, exit_].T
+        return cell[reduce_front(cell)]
 
     def choices(self, entry: int, exit_: int, row: int) -> list[int]:
         """The choices at all borders between the given blocks, both ends included."""

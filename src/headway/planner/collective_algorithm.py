@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from headway.cluster import Cluster, find_cluster
+from headway.cluster import find_cluster
 from headway.collective.all_reduce.algorithm import (
     ALL_REDUCE_KINDS,
     AllReduceOptions,
@@ -31,7 +31,7 @@ from headway.collective.model.link_fit import LinkFit, fit_link
 from headway.collective.packing.pack import pack
 from headway.collective.packing.tree import root_tree
 from headway.collective.program.check import check_program
-from headway.collective.program.program import CollectiveProgram, CollectiveTask, Op
+from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.collective.topology import NetworkTopology, dgx1p, dgx1v
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
@@ -157,30 +157,6 @@ def price_programs(
         found.append(min(tried, key=_order))
         check_program(found[-1].program)
     return sorted(found, key=_order), refused
-
-
-def choose_program(
-    op: Op,
-    num_bytes: int,
-    cluster: Cluster,
-    *,
-    element_bytes: int = 4,
-    root: int | None = None,
-    host: HostCosts = INTERPRETED,
-) -> CollectiveProgram:
-    """The fastest program.
-
-    Args:
-        cluster: On which machine, all of its ranks.
-        host: What sums, copies and messages cost the ranks.
-
-    Raises:
-        PlanError: The cluster does not join its ranks.
-    """
-    wires = NetworkTopology.of_cluster(cluster)
-    collective = CollectiveTask.of(op, wires.ranks, num_bytes // element_bytes, root=root)
-    found, _ = price_programs(collective, wires, element_bytes=element_bytes, host=host)
-    return found[0].program
 
 
 def _falling(

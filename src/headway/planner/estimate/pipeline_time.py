@@ -88,29 +88,6 @@ class PointStage:
         return self.state + max(self.kept + self.moment, self.passing)
 
 
-@dataclass(frozen=True, slots=True)
-class TableSeconds:
-    """Seconds.
-
-    Attributes:
-        ends: When each rank has done its compute.
-        ready: When the gradients of each stage can leave each rank that has it: (stage, rank).
-        finish: When all compute and all sums have ended.
-    """
-
-    ends: tuple[float, ...]
-    ready: dict[tuple[int, int], float]
-    finish: float
-
-    def plus(self, before: TableSeconds, times: int) -> TableSeconds:
-        """After `times` more rounds like the one from `before` to this."""
-        return TableSeconds(
-            tuple(b + times * (b - a) for a, b in zip(before.ends, self.ends, strict=True)),
-            {key: b + times * (b - before.ready[key]) for key, b in self.ready.items()},
-            self.finish + times * (self.finish - before.finish),
-        )
-
-
 @dataclass(frozen=True)
 class Timetable:
     """A table that the search times: what its ranks hold, and the order of their actions.
@@ -155,8 +132,8 @@ class Timetable:
 
     def play(
         self, work: StagePasses, wire: StageMessages | None = None, sums: Sequence[float] = ()
-    ) -> TableSeconds:
-        """When everything ends.
+    ) -> float:
+        """Seconds after which all compute and all sums have ended.
 
         Args:
             wire: Of the borders; None: messages take no time.
@@ -166,7 +143,7 @@ class Timetable:
         """
         done, gradients = self.order.play(work, wire)
         ready = {key: end if key in self._eager else done[key[1]] for key, end in gradients.items()}
-        return TableSeconds(done, ready, max(self._summed(done, ready, sums), default=0.0))
+        return max(self._summed(done, ready, sums), default=0.0)
 
     def _summed(
         self, done: Sequence[float], ready: dict[tuple[int, int], float], sums: Sequence[float]
@@ -312,12 +289,13 @@ class PeriodicTable:
 
     def play(
         self, work: StagePasses, wire: StageMessages | None = None, sums: Sequence[float] = ()
-    ) -> TableSeconds:
+    ) -> float:
         """As `Timetable.play`, for all micro-batches."""
-        played = self.table.play(work, wire, sums)
+        seconds = self.table.play(work, wire, sums)
         if self.before is None:
-            return played
-        return played.plus(self.before.play(work, wire, sums), self.rounds)
+            return seconds
+        # Each round that is left out takes as long as the last one.
+        return seconds + self.rounds * (seconds - self.before.play(work, wire, sums))
 
     def held(self, rank: int, kept: Sequence[float]) -> float:
         """Most bytes that a rank keeps for backward."""

@@ -705,11 +705,11 @@ class Pricing:
         update = float(self._update(max(sum(stage.params for stage in own) for own in hosted)))
         if not parts:
             # One simulation; telling messages and sums from compute takes three.
-            whole = book.play(work, wire, sums).finish + last + self.reading + self.host
+            whole = book.play(work, wire, sums) + last + self.reading + self.host
             return CandidatePrice(seconds=whole, exchange=0.0, hidden=0.0, update=update, busy=0.0)
-        bare = book.play(work).finish
-        sent = book.play(work, wire).finish if any(map(any, wire)) else bare
-        summed = book.play(work, wire, sums).finish if any(sums) else sent
+        bare = book.play(work)
+        sent = book.play(work, wire) if any(map(any, wire)) else bare
+        summed = book.play(work, wire, sums) if any(sums) else sent
         busy = max(
             sum(n * (stage.seconds + beside) for n, stage in zip(numbers, own, strict=True))
             for numbers, own in zip(book.computed, hosted, strict=True)

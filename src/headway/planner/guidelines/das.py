@@ -76,13 +76,9 @@ def communication(layer: DasLayer, overlap: float = 1.0) -> float:
     return layer.element * layer.weights * (2 - overlap)
 
 
-def ratio(layer: DasLayer, samples: float = 1.0, overlap: float = 1.0) -> float:
-    """FLOP per byte; 1.5 ow oh MB_node for fp32 and full overlap, whatever kernel and features."""
-    return computation(layer, samples) / communication(layer, overlap)
-
-
 def ratio_of(layers: Iterable[DasLayer], samples: float = 1.0, overlap: float = 1.0) -> float:
-    """FLOP per byte of a whole network."""
+    """FLOP per byte of a network; of a layer 1.5 ow oh MB_node for fp32 and full overlap, whatever
+    kernel and features."""
     both = [(computation(one, samples), communication(one, overlap)) for one in layers]
     return sum(flop for flop, _ in both) / sum(moved for _, moved in both)
 
@@ -100,13 +96,6 @@ def least_samples(balance: float, ratio_per_sample: float) -> int:
 def most_nodes(batch: int, balance: float, ratio_per_sample: float) -> int:
     """How many nodes a minibatch suffices for; 0 if not even for one."""
     return batch // least_samples(balance, ratio_per_sample)
-
-
-def model_is_better(layer: DasLayer, batch: float, overlap: float = 1.0) -> bool:
-    """Whether splitting the features moves less than exchanging gradients, one way each:
-    ofm kw kh (2 - overlap) > iw ih MB."""
-    weights = layer.ofm * math.prod(layer.kernel) * (2 - overlap)
-    return weights > math.prod(layer.input) * batch
 
 
 def hybrid_volume(
@@ -280,11 +269,6 @@ class ExchangeWindows:
     need: tuple[float, ...]
     exposed: tuple[float, ...]
     compute: float
-
-    @property
-    def available(self) -> tuple[float, ...]:
-        """avail_k: seconds from the gradient to the need of the sum."""
-        return tuple(need - ready for need, ready in zip(self.need, self.ready, strict=True))
 
     @property
     def step(self) -> float:

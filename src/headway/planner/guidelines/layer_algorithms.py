@@ -20,7 +20,6 @@ import numpy as np
 from headway.cost.device import Array
 from headway.errors import PlanError
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithms
-from headway.planner.guidelines.zou import left_for_algorithms
 from headway.planner.pareto.choice_graph import ChoiceGraph
 from headway.planner.pareto.solve import Solution, mini_time, solve
 from headway.units import format_bytes
@@ -52,25 +51,17 @@ def frontier_of(layers: LayerAlgorithms, mode: Mode = "sum") -> tuple[ChoiceGrap
     return graph, solve(graph)
 
 
-def choose_algorithms(
-    layers: LayerAlgorithms, bound: float, mode: Mode = "sum"
-) -> AlgorithmSelection:
-    """The fastest algorithms within M_bound.
-
-    Args:
-        bound: M_bound, bytes of work space.
+def choose_algorithms(graph: ChoiceGraph, solution: Solution, bound: float) -> AlgorithmSelection:
+    """The fastest algorithms of a frontier within M_bound bytes of work space.
 
     Raises:
         PlanError: None is within the bound; says how far it is.
     """
-    return _pick(*frontier_of(layers, mode), bound)
-
-
-def _pick(graph: ChoiceGraph, solution: Solution, bound: float) -> AlgorithmSelection:
-    found = mini_time(OBJECTIVES, solution, cap={"bytes": bound})
-    names = graph.named(solution.choices(found.row))
+    row = mini_time(OBJECTIVES, solution, cap={"bytes": bound})
+    names = graph.named(solution.choices(row))
     names.pop(_POOL, None)
-    return AlgorithmSelection(names, float(found.costs[1]), float(found.costs[0]))
+    num_bytes, seconds = solution.costs[row].tolist()
+    return AlgorithmSelection(names, seconds, num_bytes)
 
 
 def _own(layers: LayerAlgorithms) -> ChoiceGraph:
@@ -168,18 +159,14 @@ def choose_minibatch(
 def _try(
     found: AlgorithmProfile, batch: int, memory: float, samples: int, mode: Mode
 ) -> MinibatchTrial:
-    bound = left_for_algorithms(
-        memory,
-        features=found.features,
-        parameters=found.parameters,
-        classifier=found.classifier,
-    )
+    # M_bound = M_GPU - M_FM - M_MP - M_C: what is left for work spaces.
+    bound = memory - found.features - found.parameters - found.classifier
     if bound < 0:
         return MinibatchTrial(batch, bound)
     graph, solution = frontier_of(found.layers, mode)
     if solution.costs[:, 0].min() > bound:
         return MinibatchTrial(batch, bound)
-    chosen = _pick(graph, solution, bound)
+    chosen = choose_algorithms(graph, solution, bound)
     iteration = chosen.seconds + found.rest
     return MinibatchTrial(batch, bound, chosen, iteration, iteration * math.ceil(samples / batch))
 

@@ -83,20 +83,6 @@ def parameter_servers(
     return max(1, math.ceil(exact * (1 - _ROUNDING))), exact
 
 
-def left_for_algorithms(
-    memory: float, *, features: float, parameters: float, classifier: float = 0.0
-) -> float:
-    """M_bound = M_GPU - M_FM - M_MP - M_C: bytes left for the work spaces of convolutions.
-
-    Args:
-        memory: M_GPU, bytes of the device.
-        features: M_FM, of all feature maps of a minibatch, with their gradients.
-        parameters: M_MP, with gradients and copies of the optimiser.
-        classifier: M_C, of the fully connected layers.
-    """
-    return memory - features - parameters - classifier
-
-
 def _check_overhead(overhead: float) -> None:
     if not overhead >= 0:
         raise ValueError(f"an overhead of {overhead:g} times the compute; at least 0")

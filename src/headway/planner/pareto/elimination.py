@@ -415,7 +415,7 @@ def cut(corners: Floats, points: Floats) -> Floats:
             pieces[objective, :, objective] = value
         corners = np.concatenate([corners[~hit], pieces.reshape(-1, width)])
         # Of nested boxes only the largest is needed: a front of the negated corners.
-        corners = -reduce_front(-corners).costs
+        corners = corners[reduce_front(-corners)]
     return corners
 
 
@@ -495,9 +495,9 @@ class Incumbents:
         costs = self.graph.evaluate(strategies)
         allowed = (costs <= self.caps * (1 + _TOLERANCE)).all(axis=1)
         allowed &= np.isfinite(costs).all(axis=1)
-        front = reduce_front(np.concatenate([self.costs, costs[allowed]]))
-        rows = front.origins[:, 0]
-        self.costs = front.costs
+        costs_of_both = np.concatenate([self.costs, costs[allowed]])
+        rows = reduce_front(costs_of_both)
+        self.costs = costs_of_both[rows]
         for name, before in self.strategies.items():
             self.strategies[name] = np.concatenate([before, strategies[name][allowed]])[rows]
 

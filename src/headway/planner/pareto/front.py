@@ -3,8 +3,6 @@
 A batch of R sets of cost vectors is one numpy array (d, R, n): d objectives, padded with infinity;
 a vector with an infinite cost is forbidden. A reduced front is in lexicographic order, and of equal
 vectors the first one stays.
-`Front` holds one front with the rows that each of its vectors was made from, so that a strategy can
-be recovered.
 
 Sources: Cai et al. 2022 (TensorOpt), section on the frontier algebra; reduction by sorting and
 sweeping as in Kung, Luccio and Preparata 1975, "On finding the maxima of a set of vectors".
@@ -12,7 +10,6 @@ sweeping as in Kung, Luccio and Preparata 1975, "On finding the maxima of a set 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -219,28 +216,13 @@ def _with(archive: Ints, more: Ints) -> Ints:
     return joined[:, keep]
 
 
-@dataclass(frozen=True, slots=True)
-class Front:
-    """A Pareto front.
-
-    Attributes:
-        costs: (K, d), one row per strategy, one column per objective; lower is better.
-        origins: (K, 1), for each row the number of the given row that it is.
-    """
-
-    costs: Floats
-    origins: Ints
-
-    def __len__(self) -> int:
-        return len(self.costs)
-
-
-def reduce_front(costs: Floats) -> Front:
-    """The front of some cost vectors (n, d); vectors with an infinite cost are forbidden."""
+def reduce_front(costs: Floats) -> Ints:
+    """The rows of cost vectors (n, d) that form their front; those with an infinite cost are
+    forbidden."""
     if costs.shape[1] == 0:
         raise ValueError("a front needs at least one objective")
     if len(costs) == 0:
-        return Front(costs, np.zeros((0, 1), dtype=np.int64))
+        return np.zeros(0, dtype=np.int64)
     _, picks = reduce_rows(np.ascontiguousarray(costs.T)[:, None, :])
-    rows = picks[0][picks[0] >= 0]
-    return Front(costs[rows], rows[:, None])
+    rows: Ints = picks[0][picks[0] >= 0]
+    return rows

@@ -269,27 +269,18 @@ def _infeasible(network: CostTables, hubs: Hubs, known: Incumbents) -> PlanError
     return PlanError("no strategy is possible", problems=problems, fix=fix)
 
 
-@dataclass(frozen=True, slots=True)
-class FrontierAnswer:
-    """One strategy of a frontier."""
-
-    row: int
-    costs: Floats
-
-
 def mini_time(
     objectives: tuple[str, ...],
     frontier: Solution,
     *,
     cap: Mapping[str, float],
-    time: str = "seconds",
-) -> FrontierAnswer:
-    """The fastest strategy within the caps (mini-time of Cai et al. 2022, TensorOpt).
+) -> int:
+    """The row of the fastest strategy within the caps (mini-time of Cai et al. 2022, TensorOpt).
 
     Raises:
         PlanError: None is within them; says how far each cap is from being met.
     """
-    place = _place(objectives, time)
+    place = _place(objectives, "seconds")
     within = np.ones(len(frontier), dtype=np.bool_)
     for name, most in cap.items():
         within &= frontier.costs[:, _place(objectives, name)] <= most
@@ -298,8 +289,7 @@ def mini_time(
             "no strategy is within the caps", problems=_missing(objectives, frontier, cap)
         )
     rows = np.flatnonzero(within)
-    row = int(rows[frontier.costs[rows, place].argmin()])
-    return FrontierAnswer(row, frontier.costs[row])
+    return int(rows[frontier.costs[rows, place].argmin()])
 
 
 def _place(objectives: tuple[str, ...], name: str) -> int:

@@ -117,8 +117,9 @@ def pareto_optimal(
     points: list[Point], of: Callable[[Point], tuple[float, ...]] = point_objectives
 ) -> tuple[list[Point], Array]:
     """Those that no other one beats; and (n, figures) of them, as `of` has them."""
-    front = reduce_front(np.array([of(point) for point in points]))
-    return [points[row] for row in front.origins[:, 0]], front.costs
+    figures = np.array([of(point) for point in points])
+    rows = reduce_front(figures)
+    return [points[row] for row in rows], figures[rows]
 
 
 def distinct_points(

@@ -1,4 +1,4 @@
-"""What a rank sends in one step of a plan: headway's executor, DDP and FSDP2.
+"""What a rank sends in one step of a plan: headway's executor, and FSDP2 beneath it.
 
 Of headway's executor buckets are those of the plan, payloads those of `collective.compression`,
 messages and sums those of the lowered table: nothing is decided here. Counts and bytes are those
@@ -6,13 +6,13 @@ recorded when the executor runs, after the first step, which also agrees on layo
 
 With ZeRO and no pipeline FSDP2 gathers and sums groups of modules. In a pipeline headway itself
 gathers the parameters of stages and sums their gradients into shards, each element type by itself
-(Rajbhandari et al. 2020, ZeRO, section 5). DDP and FSDP2 as torch 2.11 to 2.14 have them.
+(Rajbhandari et al. 2020, ZeRO, section 5). FSDP2 as torch 2.11 to 2.14 has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headway.collective.collective_calls import (
@@ -25,7 +25,7 @@ from headway.collective.collective_calls import (
 )
 from headway.collective.compression import gathered_parts, parse_compression
 from headway.collective.model.exchange_scheme import FIRST_BUCKET
-from headway.collective.model.gradient_buckets import ddp_buckets, fill_buckets
+from headway.collective.model.gradient_buckets import fill_buckets
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
 from headway.planner.search.branch_and_bound import PlanSearch
@@ -42,43 +42,9 @@ STEP_REDUCTION = 3 * 8
 """Bytes of the sum of loss, count and votes."""
 EXACT = 8
 """Bytes of a number that is summed in float64: squares of norms, gradients of single numbers."""
-FIRST_CAP = 2**20
-"""Bytes at which DDP closes its first bucket by default."""
-CAP = 25 * 2**20
-"""Bytes at which it closes the others by default."""
 
 
-# -- torch's own wrappers ------------------------------------------------------------------------
-
-
-def ddp_calls(
-    arriving: Mapping[str, TensorSpec],
-    ranks: int,
-    *,
-    cap: int | None = None,
-    buffers: Sequence[TensorSpec] = (),
-) -> CollectiveCalls:
-    """From the second step on, when DDP has made its buckets anew in the order of arrival.
-
-    Args:
-        arriving: The trained parameters, in the order in which backward makes their gradients.
-        cap: `bucket_cap_mb`, in bytes; None: the default, with a smaller first bucket.
-        buffers: That rank 0 gives to all before each forward pass.
-    """
-    caps = (FIRST_CAP, CAP) if cap is None else (cap,)
-    named = {str(number): spec for number, spec in enumerate(buffers)}
-    found = [_broadcast(specs.values(), ranks) for specs in parameters_by_dtype(named)]
-    for specs in parameters_by_dtype(arriving):
-        sizes = [spec.bytes for spec in specs.values()]
-        for bucket in ddp_buckets(sizes, range(len(sizes)), caps):
-            size = sum(sizes[number] for number in bucket)
-            found.append(collective_call("all_reduce", "gradients", "data", ranks, size))
-    return merge_calls(found)
-
-
-def _broadcast(specs: Iterable[TensorSpec], ranks: int) -> CollectiveCall:
-    size = sum(spec.bytes for spec in specs)
-    return collective_call("broadcast", "forward", "data", ranks, size)
+# -- torch's own wrapper -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,16 @@
-"""How unequal devices share one task graph: Whale's Algorithm 1, and the optimum by water filling.
+"""How unequal devices share one task graph: Whale's Algorithm 1, and whole samples by filling up.
 
 Device i has DF_i FLOP/s and room for DM_i bytes; with load L_i it takes L_i TG_flop / DF_i seconds
 and fixed_i + L_i scaled_i bytes. Loads add up to 1, and none exceeds a device's memory. Source: Jia
-et al. 2022 (Whale), eq. 1 and Algorithm 1; water filling, L_i = min(cap_i, lambda DF_i), is
-headway's.
+et al. 2022 (Whale), eq. 1 and Algorithm 1.
 
-`whole_filling` is the same in whole samples, for any times that grow with the share: a worker of
-class c that takes b samples needs costs[c][b - 1], and the level is raised until all samples are
-under it.
+`whole_filling` is headway's: the optimum in whole samples, for any times that grow with the share.
+A worker of class c that takes b samples needs costs[c][b - 1], and the level is raised until all
+samples are under it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,12 +63,6 @@ class LoadBalance:
     loads: tuple[float, ...]
     shifts: tuple[tuple[int, int, float], ...] = ()
 
-    def seconds(self, shares: Sequence[DeviceShare], flops: float = 1.0) -> float:
-        """Of the slowest device."""
-        return max(
-            load * flops / share.rate for load, share in zip(self.loads, shares, strict=True)
-        )
-
 
 def proportional(shares: Sequence[DeviceShare]) -> tuple[float, ...]:
     """L_i = DF_i / sum DF: the optimum where memory does not matter."""
@@ -88,7 +80,7 @@ def algorithm_1(shares: Sequence[DeviceShare], *, as_printed: bool = False) -> L
     Raises:
         PlanError: Loads do not fit; the error says by how much.
     """
-    _check(shares)
+    check_shares(shares)
     loads = list(proportional(shares))
     places = range(len(shares))
     over = {i for i in places if loads[i] > shares[i].cap + _ROUNDING}
@@ -117,70 +109,8 @@ def _idleness(share: DeviceShare, load: float) -> tuple[float, float]:
     return float(f"{load / share.rate:.9e}"), share.memory_utilisation(load)
 
 
-def water_filling(shares: Sequence[DeviceShare]) -> LoadBalance:
-    """The loads with the least time of the slowest device: L_i = min(cap_i, lambda DF_i).
-
-    In the order of cap_i / DF_i devices fill up one after the other; lambda is where the others
-    take the rest in proportion to their rates.
-
-    Raises:
-        PlanError: All devices together do not hold the load; the error says what is missing.
-    """
-    _check(shares)
-    _check_room(shares)
-    order = sorted(range(len(shares)), key=lambda i: (shares[i].cap / shares[i].rate, i))
-    loads = [0.0] * len(shares)
-    left, rate = 1.0, sum(share.rate for share in shares)
-    for place, i in enumerate(order):
-        level = left / rate
-        if shares[i].cap >= level * shares[i].rate:
-            for j in order[place:]:
-                loads[j] = level * shares[j].rate
-            break
-        loads[i] = shares[i].cap
-        left -= loads[i]
-        rate -= shares[i].rate
-    return LoadBalance(tuple(loads))
-
-
-def whole_samples(
-    loads: Sequence[float], samples: int, shares: Sequence[DeviceShare]
-) -> tuple[int, ...]:
-    """Integer batches by largest remainder, none above a device's memory; they add up to `samples`.
-
-    The gradients of a device then count with weight batch / samples, see `gradient_weights`.
-
-    Raises:
-        PlanError: In whole samples they do not fit.
-    """
-    # 0.29 * 100 is 28.999999999999996: rounding alone must not cost a sample.
-    caps = [math.floor(share.cap * samples + _ROUNDING * samples) for share in shares]
-    wanted = [load * samples for load in loads]
-    batches = [
-        min(cap, math.floor(w + _ROUNDING * samples)) for cap, w in zip(caps, wanted, strict=True)
-    ]
-    if sum(caps) < samples:
-        raise PlanError(
-            "the batch does not fit",
-            problems=[f"the devices hold {sum(caps)} of {samples} samples: {caps}"],
-            fix="take a smaller batch, or more micro-batches",
-        )
-    while (missing := samples - sum(batches)) > 0:
-        # Further rounds are needed where caps leave fewer open devices than missing samples.
-        open_ = [i for i in range(len(caps)) if batches[i] < caps[i]]
-        open_.sort(key=lambda i: (batches[i] - wanted[i], i))
-        for i in open_[:missing]:
-            batches[i] += 1
-    return tuple(batches)
-
-
-def gradient_weights(batches: Sequence[int]) -> tuple[float, ...]:
-    """What a device's mean gradient counts: batch / sum of batches, not 1 / devices."""
-    total = sum(batches)
-    return tuple(batch / total for batch in batches)
-
-
-def _check(shares: Sequence[DeviceShare]) -> None:
+def check_shares(shares: Sequence[DeviceShare]) -> None:
+    """Refuse devices that have no room, or no rate, at all."""
     problems = [] if shares else ["there is no device"]
     for i, share in enumerate(shares):
         if not (share.rate > 0 and share.memory > 0) or min(share.scaled, share.fixed) < 0:
@@ -194,7 +124,8 @@ def _check(shares: Sequence[DeviceShare]) -> None:
         )
 
 
-def _check_room(shares: Sequence[DeviceShare]) -> None:
+def check_room(shares: Sequence[DeviceShare]) -> None:
+    """Refuse devices that do not hold the load together; the error says what is missing."""
     room = sum(share.cap for share in shares)
     if room < 1 - _ROUNDING:
         # What is missing depends on the device that would take it; the largest need is reported.
@@ -210,7 +141,7 @@ def _check_room(shares: Sequence[DeviceShare]) -> None:
 
 
 def _check_fit(shares: Sequence[DeviceShare], loads: Sequence[float]) -> None:
-    _check_room(shares)
+    check_room(shares)
     problems = [
         f"device {i}: {share.memory_utilisation(load):.4g} of its memory"
         for i, (share, load) in enumerate(zip(shares, loads, strict=True))
