@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from headway.capture import capture
 from headway.cluster.presets import of_preset
 from headway.cost.machines import machine_of
-from headway.cost.memory import OPTIMISER_MEMORY, step_memory
+from headway.cost.memory import OPTIMISER_MEMORY
 from headway.graph.model_graph import ModelGraph
-from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
+from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import point_of
@@ -38,6 +38,7 @@ from headway.planner.search.request import PlanRequest
 from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
 from support.big_models import UNet, ids, meta
 from support.memory_models import CASES, Case, Gpt2, per_point, per_token
+from support.step_memory import operator_ranges_of, step_memory
 from support.tracked import peak_of_plan, peak_of_steps, peaks_of_ranks
 
 RULES = {"sgd": partial(SGD, lr=0.1), "adamw": partial(AdamW, lr=0.1)}

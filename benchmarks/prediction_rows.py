@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.memory import memory_of_transformer
-from headway.cost.transformer import Transformer, TransformerSplit
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.calibration import StepTable
+from support.transformer_formula import Transformer, TransformerSplit, memory_of_transformer
 
 NAMES = {
     "GPUs": r"gpu|device|world",

@@ -21,8 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.machines import NUMBERS, assumed_machine
-from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from prediction_rows import (
     ORDER,
     Rows,
@@ -38,6 +36,7 @@ from prediction_rows import (
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.calibration import (
+    NUMBERS,
     PRIORS,
     Calibration,
     CalibrationOptions,
@@ -45,6 +44,8 @@ from support.calibration import (
     calibrate,
     prediction_intervals,
 )
+from support.machines import assumed_machine
+from support.transformer_formula import Transformer, TransformerSplit, price_transformer
 
 MOST = 72
 NODE = 8

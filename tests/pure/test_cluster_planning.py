@@ -19,11 +19,12 @@ from headway.cluster import (
 )
 from headway.cluster.datasheets import DATASHEETS
 from headway.cluster.presets import PRESETS
-from headway.cost.machines import assumed_machine, device_of, fitted_machine, machine_of
+from headway.cost.machines import FITTED, device_of, machine_of
 from headway.cost.network import network_of
 from headway.errors import DocumentError, PlanError, UsageError
 from headway.units import Price, format_flops, parse_flops
 from support.golden import check_golden
+from support.machines import assumed_machine, fitted_machine
 
 RACKS = """
 processes = 4
@@ -180,10 +181,18 @@ def test_what_a_file_says_counts_before_what_the_preset_says(tmp_path):
 
 
 def test_a_preset_of_a_measured_machine_has_the_fitted_numbers():
-    machine, known = machine_of(of_preset("dgx-a100", nodes=4)), fitted_machine("a100")
-    assert machine.network.levels == known.network.levels
-    assert machine.whole_head == known.whole_head
-    assert machine.device.update == known.device.update
+    machine, known = machine_of(of_preset("dgx-a100", nodes=4)), FITTED["a100-80gb"]
+    inner = machine.network.levels[0]
+    assert (inner.link.rate, inner.link.latency) == (known["link_rate"], known["link_latency"])
+    assert (inner.message.rate, inner.message.latency) == (
+        known["message_rate"],
+        known["message_latency"],
+    )
+    assert machine.network.levels[1] == assumed_machine("a100").network.levels[1]
+    assert machine.whole_head == known["whole_head"]
+    assert machine.device.update == known["update"]
+    assert machine.device.source["update"] == machine.device.source["link_rate"]
+    assert machine.device.source["update"].startswith("fitted")
     own = of_preset("dgx-a100")
     level = Level(name="node", nodes=1, rate=1e9)
     slow = machine_of(Cluster(nodes=own.nodes, processes=8, levels=(level,), devices=own.devices))

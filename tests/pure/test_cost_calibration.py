@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.machines import FITTED, NUMBERS, assumed_machine, fitted_machine
-from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
+from headway.cost.machines import FITTED
 from headway.errors import PlanError
 from support.calibration import (
+    NUMBERS,
     PRIORS,
     CalibrationOptions,
     CalibrationProblem,
@@ -23,6 +23,8 @@ from support.calibration import (
     minimise_least_squares,
     prediction_intervals,
 )
+from support.machines import assumed_machine, fitted_machine
+from support.transformer_formula import Transformer, TransformerSplit, price_transformer
 
 VTRAIN = Path(__file__).parents[3] / "shared" / "data" / "vtrain" / "single_node.csv"
 FEW = tuple(p for p in PRIORS if p.name in ("efficiency", "dispatch", "link_rate", "memory_rate"))

@@ -10,20 +10,20 @@ import pytest
 
 from headway.cluster.link import Link
 from headway.cost.device import DeviceModel
-from headway.cost.machines import fitted_machine
-from headway.cost.memory import memory_of_transformer
+from headway.cost.machines import Machine
 from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.cost.transformer import (
-    Machine,
-    Transformer,
-    TransformerSplit,
-    layer_seconds,
-    pipeline_seconds,
-    price_transformer,
-)
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
+from support.machines import fitted_machine
+from support.transformer_formula import (
+    Transformer,
+    TransformerSplit,
+    layer_seconds,
+    memory_of_transformer,
+    pipeline_seconds,
+    price_transformer,
+)
 
 GPT = Transformer(layers=24.0, hidden=2048.0, heads=16.0, sequence=1024.0)
 GPT3 = Transformer(layers=96.0, hidden=12288.0, heads=96.0, sequence=2048.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
 from headway.graph.liveness import simulate_liveness
 from headway.graph.model_graph import Footprint, ModelGraph, Operator, Saved, TensorSpec
-from headway.graph.operator_fusion import operator_ranges_of, with_transient_bytes
+from headway.graph.operator_fusion import with_transient_bytes
+from support.step_memory import operator_ranges_of, optimiser_temporaries, step_memory
 
 N = 4 * 100
 """Bytes of every activation and weight."""
@@ -91,7 +91,7 @@ def test_passing_is_what_is_above_the_kept():
 
 @pytest.mark.parametrize(("way", "bytes_"), [("loop", 10 + 2 * 30), ("foreach", 60), ("fused", 0)])
 def test_temporaries_of_adamw(way, bytes_):
-    assert optimiser_temporaries(OPTIMISER_MEMORY["adamw"], (20, 10, 30), way) == bytes_
+    assert optimiser_temporaries("adamw", (20, 10, 30), way) == bytes_
 
 
 def test_a_step_holds_state_and_gradients_in_the_update():

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cost.machines import assumed_machine
-from headway.cost.transformer import price_transformer
+from support.machines import assumed_machine
+from support.transformer_formula import price_transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = [

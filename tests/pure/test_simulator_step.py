@@ -11,7 +11,6 @@ import pytest
 from headway.cluster.link import Link
 from headway.collective.model.link_fit import LinkFit
 from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.cost.transformer import pipeline_seconds
 from headway.errors import PlanError
 from headway.planner.guidelines.das import LayerTimes, windows
 from headway.schedule.generators.registry import make_schedule
@@ -19,6 +18,7 @@ from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaul
 from headway.simulator.simulation import simulate_training_step
 from headway.simulator.task_graph import buckets
 from headway.simulator.work import StageSegment, StageWork, StepWork
+from support.transformer_formula import pipeline_seconds
 
 FLAT = HierarchicalNetwork((LinkLevel(name="all", width=math.inf, link=Link(rate=1.0)),))
 NODES = HierarchicalNetwork(
@@ -97,7 +97,7 @@ def test_d4_the_windows_equal_the_simulated_step_on_1000_stacks(part):
 @pytest.mark.parametrize("last", [1.0, 1.4])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_the_closed_form_of_a_pipeline_is_simulated(stages, last, message):
-    """cost.transformer.pipeline_seconds, for equal stages and a heavier last one, m >= p."""
+    """transformer_formula.pipeline_seconds, for equal stages and a heavier last one, m >= p."""
     weights = [1.0] * (stages - 1) + [last]
     for microbatches in (stages, 2 * stages, 24):
         row = [stage(w, 2 * w, message=message) for w in weights]

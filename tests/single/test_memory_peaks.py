@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW
 from headway.capture import capture
 from headway.cluster.presets import of_preset
 from headway.cost.machines import machine_of
-from headway.cost.memory import OPTIMISER_MEMORY, optimiser_temporaries, step_memory
-from headway.graph.operator_fusion import fuse_light_operators, operator_ranges_of
+from headway.cost.memory import OPTIMISER_MEMORY
+from headway.graph.operator_fusion import fuse_light_operators
 from headway.parallel import cut
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
@@ -25,6 +25,12 @@ from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.plans import data_parallel
 from support.memory_models import CASES, Block, Gpt2
+from support.step_memory import (
+    UPDATE_TEMPORARIES,
+    operator_ranges_of,
+    optimiser_temporaries,
+    step_memory,
+)
 from support.tracked import found, peak_of_plan, peak_of_stage, peak_of_steps, tracker_of
 
 RULES = {
@@ -114,9 +120,9 @@ def test_what_an_update_needs_for_a_moment(rule, way):
     with tracker:
         optimizer.step()
     size = [4 * n for n in sizes]
-    rule_ = OPTIMISER_MEMORY[rule]
-    assert abs(found(tracker)[0] - before - optimiser_temporaries(rule_, size, way)) <= 64
-    assert 4 * sum(v.numel() for v in held) == rule_.state * sum(size) + 4 * rule_.counters * 5
+    state, counters = OPTIMISER_MEMORY[rule].state, UPDATE_TEMPORARIES[rule].counters
+    assert abs(found(tracker)[0] - before - optimiser_temporaries(rule, size, way)) <= 64
+    assert 4 * sum(v.numel() for v in held) == state * sum(size) + 4 * counters * 5
 
 
 # -- stages ----------------------------------------------------------------------------------------

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-import headway.cost.transformer as formulas
 from headway.capture import capture
-from headway.cost.machines import fitted_machine
-from headway.cost.transformer import Transformer, TransformerSplit, price_transformer
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer import TransformerConfig, TransformerLM
+from support import transformer_formula as formulas
 from support.big_models import ids
+from support.machines import fitted_machine
+from support.transformer_formula import Transformer, TransformerSplit, price_transformer
 
 MACHINE = replace(fitted_machine("a100"), whole_head=1.0)
 """Without the factor for logits that no axis splits, of which nobody knows the reason."""

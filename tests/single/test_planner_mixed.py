@@ -11,7 +11,7 @@ import torch
 
 from headway.capture import capture
 from headway.cluster.presets import of_preset
-from headway.cost.machines import assumed_machine, machine_of
+from headway.cost.machines import machine_of
 from headway.errors import NothingFits, PlanError
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
@@ -24,6 +24,7 @@ from headway.planner.whale.load_balance import DeviceShare, whole_filling
 from headway.plans import explain
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
+from support.machines import assumed_machine
 from support.water_filling import water_filling
 
 NETWORK = machine_of(of_preset("p3.16xlarge", nodes=1)).network

@@ -13,7 +13,6 @@ from torch import nn
 from headway.capture import capture
 from headway.cluster.device import HostOverhead
 from headway.cluster.link import Link
-from headway.cost.machines import fitted_machine
 from headway.cost.memory import OPTIMISER_MEMORY
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.graph.operator_fusion import fuse_light_operators
@@ -35,6 +34,7 @@ from headway.plans import data_parallel
 from headway.plans.exchange import ExchangePlan
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 from support.big_models import ids
+from support.machines import fitted_machine
 
 SLOW = Link(rate=1e9, latency=20e-6)
 FAST = Link(rate=200e9, latency=2e-6)

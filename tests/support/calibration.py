@@ -11,22 +11,59 @@ by the formula alone. The same rows give the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cost.device import Array
-from headway.cost.machines import NUMBERS
-from headway.cost.transformer import (
-    Machine,
+from headway.cost.machines import DEVICE, Machine
+from headway.errors import PlanError
+from support.transformer_formula import (
     Transformer,
     TransformerSplit,
     TransformerStepTime,
     price_transformer,
 )
-from headway.errors import PlanError
+
+Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
+"""How a number is read from a machine, and written."""
+
+
+def _device(name: str) -> Access:
+    def write(machine: Machine, value: float) -> Machine:
+        fields: dict[str, Any] = {name: value}
+        return replace(machine, device=replace(machine.device, **fields))
+
+    return lambda machine: float(getattr(machine.device, name)), write
+
+
+def _link(part: str, name: str) -> Access:
+    def read(machine: Machine) -> float:
+        return float(getattr(getattr(machine.network.levels[0], part), name))
+
+    def write(machine: Machine, value: float) -> Machine:
+        inner, *outer = machine.network.levels
+        link = replace(getattr(inner, part), **{name: value})
+        levels = (replace(inner, **{part: link}), *outer)
+        return replace(machine, network=replace(machine.network, levels=levels))
+
+    return read, write
+
+
+NUMBERS: Mapping[str, Access] = {
+    **{name: _device(name) for name in DEVICE},
+    "link_rate": _link("link", "rate"),
+    "link_latency": _link("link", "latency"),
+    "message_rate": _link("message", "rate"),
+    "message_latency": _link("message", "latency"),
+    "whole_head": (
+        lambda machine: machine.whole_head,
+        lambda machine, value: replace(machine, whole_head=value),
+    ),
+}
+"""What can be fitted to measured steps: how it is read from a machine, and written."""
 
 LEAST_SQUARES_ROUNDS = 200
 CONVERGENCE_TOLERANCE = 1e-12

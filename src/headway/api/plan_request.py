@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.cluster import Cluster
-from headway.cost.machines import machine_of
+from headway.cost.machines import Machine, machine_of
 from headway.cost.network import network_of
-from headway.cost.transformer import Machine
 from headway.documents import nearest
 from headway.errors import HeadwayError, PlanError, UsageError
 from headway.planner.estimate.operators import PlanningWorkload

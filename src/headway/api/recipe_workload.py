@@ -13,8 +13,8 @@ import torch
 
 from headway.capture.benchmark.kernels import optimizer_name
 from headway.cluster import Cluster
+from headway.cost.machines import Machine
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
-from headway.cost.transformer import Machine
 from headway.graph.annotations import ForcedChoices
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.run.measure.recipe_model import recipe_graph

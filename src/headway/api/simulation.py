@@ -28,7 +28,7 @@ from headway.api.plan_request import (
     recipe_workload,
 )
 from headway.cluster import Cluster
-from headway.cost.transformer import Machine
+from headway.cost.machines import Machine
 from headway.errors import UsageError
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans

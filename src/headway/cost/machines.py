@@ -7,29 +7,42 @@ fitted; your own machines should be measured instead (`headway cluster`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from headway.cluster.cluster import Cluster
-from headway.cluster.datasheets import DATASHEET_ALIASES, DATASHEETS
+from headway.cluster.datasheets import DATASHEET_ALIASES, datasheet_of
 from headway.cluster.device import Device
-from headway.cluster.presets import UPLINKS, preset_levels
 from headway.cost.device import DeviceModel
-from headway.cost.network import HierarchicalNetwork, link_level, network_of
-from headway.cost.transformer import Machine
+from headway.cost.network import HierarchicalNetwork, network_of
 from headway.errors import PlanError
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices and what joins them.
+
+    Attributes:
+        network: Ranks are numbered tensor axis first, then data, then pipeline.
+        whole_head: Share of the usual matmul rate at which logits run that no tensor axis splits.
+    """
+
+    device: DeviceModel
+    network: HierarchicalNetwork
+    whole_head: float = 1.0
+    dtype: str = "fp16"
+
 
 # Of the peak: cuBLAS with large fp16 matrices under a lasting load, 250 to 270 of 312 TFLOP/s on an
 # A100; assumed, 0.03 either way.
 EFFICIENCY = 0.82
 # Of the datasheet's memory rate that kernels reach; assumed.
 STREAM_EFFICIENCY = 0.73
+# Of the usual matmul rate, for logits that no tensor axis splits: a third on the A100 (`FITTED`);
+# the reason is not known.
+WHOLE_HEAD = 0.35
 
-Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
-"""How a number is read from a machine, and written."""
 DEVICE = (
     "efficiency",
     "depth",
@@ -40,41 +53,8 @@ DEVICE = (
     "sharpness",
     "update",
 )
-
-
-def _device(name: str) -> Access:
-    def write(machine: Machine, value: float) -> Machine:
-        fields: dict[str, Any] = {name: value}
-        return replace(machine, device=replace(machine.device, **fields))
-
-    return lambda machine: float(getattr(machine.device, name)), write
-
-
-def _link(part: str, name: str) -> Access:
-    def read(machine: Machine) -> float:
-        return float(getattr(getattr(machine.network.levels[0], part), name))
-
-    def write(machine: Machine, value: float) -> Machine:
-        inner, *outer = machine.network.levels
-        link = replace(getattr(inner, part), **{name: value})
-        levels = (replace(inner, **{part: link}), *outer)
-        return replace(machine, network=replace(machine.network, levels=levels))
-
-    return read, write
-
-
-NUMBERS: Mapping[str, Access] = {
-    **{name: _device(name) for name in DEVICE},
-    "link_rate": _link("link", "rate"),
-    "link_latency": _link("link", "latency"),
-    "message_rate": _link("message", "rate"),
-    "message_latency": _link("message", "latency"),
-    "whole_head": (
-        lambda machine: machine.whole_head,
-        lambda machine, value: replace(machine, whole_head=value),
-    ),
-}
-"""What can be fitted to measured steps: how it is read from a machine, and written."""
+LINK = ("rate", "latency")
+"""Numbers of a device, and of the innermost links, that can be fitted to measured steps."""
 
 FITTED: Mapping[str, Mapping[str, float]] = {
     "a100-80gb": {
@@ -97,24 +77,13 @@ FITTED: Mapping[str, Mapping[str, float]] = {
 FITTED_SOURCE = "fitted 2026-11-22 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
 
 
-def assumed_machine(name: str, *, uplink: str = "8x hdr", width: int = 8) -> Machine:
-    """A machine from its datasheet and the assumed shares.
+def assumed_device(name: str) -> DeviceModel:
+    """A device with a datasheet: its numbers, and for the others the assumed shares.
 
     Raises:
-        PlanError: No such device or uplink.
+        KeyError: There is no datasheet of this name.
     """
-    sheet = _known(DATASHEETS, DATASHEET_ALIASES.get(name, name), "device")
-    inner, outer = preset_levels(sheet, _known(UPLINKS, uplink, "uplink"))
-    levels = (link_level(inner, width), link_level(outer, width))
-    # Logits that no tensor axis splits ran at a third of the usual rate on the A100 (`FITTED`);
-    # the reason is not known.
-    return Machine(
-        device=_assumed_device(name), network=HierarchicalNetwork(levels), whole_head=0.35
-    )
-
-
-def _assumed_device(name: str) -> DeviceModel:
-    sheet = DATASHEETS[DATASHEET_ALIASES.get(name, name)]
+    sheet = datasheet_of(name)
     guessed = ("efficiency", "depth", "kernel", "dispatch", "skew", "sharpness", "update")
     return DeviceModel(
         name=name,
@@ -126,16 +95,6 @@ def _assumed_device(name: str) -> DeviceModel:
         | {"memory_rate": "assumed: a share of the datasheet's"}
         | dict.fromkeys(guessed, "assumed"),
     )
-
-
-def fitted_machine(name: str, *, uplink: str = "8x hdr") -> Machine:
-    """A machine with the numbers that were fitted to measured steps.
-
-    Raises:
-        PlanError: This one was not measured.
-    """
-    machine = assumed_machine(name, uplink=uplink)
-    return _with_fitted(machine, _known(FITTED, DATASHEET_ALIASES.get(name, name), "fitted device"))
 
 
 def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None = None) -> Machine:
@@ -158,14 +117,20 @@ def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None
             else 'Write [devices.NAME] with preset = "...", or measure: headway cluster measure.',
         )
     name = device if device is not None else next(iter(used))
-    described = _known(cluster.devices, name, "device")
+    if name not in cluster.devices:
+        raise PlanError(
+            f"no device {name!r}",
+            problems=[f"known: {', '.join(sorted(cluster.devices))}"],
+            fix="Take one of these, or describe the machine with its own numbers.",
+        )
+    described = cluster.devices[name]
     model = device_of(described, name)
     dtype = dtype or ("fp16" if "fp16" in model.peak else "fp32")
     machine = Machine(device=model, network=network_of(cluster), dtype=dtype)
     if described.preset is None:
         return machine
     numbers = FITTED.get(DATASHEET_ALIASES.get(described.preset, described.preset), {})
-    return _with_fitted(replace(machine, whole_head=0.35), numbers)
+    return _with_fitted(replace(machine, whole_head=WHOLE_HEAD), numbers)
 
 
 def device_of(device: Device, name: str) -> DeviceModel:
@@ -181,7 +146,7 @@ def device_of(device: Device, name: str) -> DeviceModel:
         plain = DeviceModel(name=name, peak=device.peak, **own)
         guessed = {key: "assumed" for key in DEVICE if key not in own}
         return replace(plain, source=guessed | source)
-    start = _assumed_device(device.preset)
+    start = assumed_device(device.preset)
     fits = FITTED.get(DATASHEET_ALIASES.get(device.preset, device.preset), {})
     known: dict[str, Any] = {key: value for key, value in fits.items() if key in DEVICE}
     start = replace(start, **known, source={**start.source, **dict.fromkeys(known, FITTED_SOURCE)})
@@ -192,22 +157,25 @@ def device_of(device: Device, name: str) -> DeviceModel:
 
 def _with_fitted(machine: Machine, numbers: Mapping[str, float]) -> Machine:
     """Fitted numbers in the place of assumed ones; what a file or a measurement says stays."""
-    inner = machine.network.levels[0]
+    inner, *outer = machine.network.levels
     said = dict(machine.device.source)
     said |= {"link_rate": inner.source.get("rate", ""), "link_latency": inner.source["latency"]}
     said |= dict.fromkeys(("message_rate", "message_latency"), inner.source.get("message", ""))
-    taken = [key for key in numbers if said.get(key, "assumed").startswith("assumed")]
-    for key in taken:
-        machine = NUMBERS[key][1](machine, numbers[key])
+    taken: dict[str, Any] = {
+        key: value
+        for key, value in numbers.items()
+        if said.get(key, "assumed").startswith("assumed")
+    }
+    for part, link in (("link", inner.link), ("message", inner.message)):
+        found = {name: taken[key] for name in LINK if (key := f"{part}_{name}") in taken}
+        if link is not None and found:
+            changed: dict[str, Any] = {part: replace(link, **found)}
+            inner = replace(inner, **changed)
     source = dict(machine.device.source) | dict.fromkeys(taken, FITTED_SOURCE)
-    return replace(machine, device=replace(machine.device, source=source))
-
-
-def _known(table: Mapping[str, T], name: str, what: str) -> T:
-    if name not in table:
-        raise PlanError(
-            f"no {what} {name!r}",
-            problems=[f"known: {', '.join(sorted(table))}"],
-            fix="Take one of these, or describe the machine with its own numbers.",
-        )
-    return table[name]
+    own = {key: taken[key] for key in DEVICE if key in taken}
+    return replace(
+        machine,
+        device=replace(machine.device, **own, source=source),
+        network=HierarchicalNetwork((inner, *outer)),
+        whole_head=taken.get("whole_head", machine.whole_head),
+    )

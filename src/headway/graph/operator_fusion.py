@@ -299,21 +299,6 @@ def _transient_footprint(
     return replace(operator, footprint=found)
 
 
-def operator_ranges_of(graph: ModelGraph, modules: Sequence[str]) -> list[tuple[int, int]]:
-    """For each of some modules the range of operators in which it is called.
-
-    Args:
-        modules: Paths: "blocks.3".
-    """
-    found = []
-    for module in modules:
-        inside = [
-            n for n, o in enumerate(graph.operators) if f"{o.module}.".startswith(f"{module}.")
-        ]
-        found.append((inside[0], inside[-1] + 1))
-    return found
-
-
 # Level 0 of the search: views and elementwise operators are folded into their neighbours.
 
 

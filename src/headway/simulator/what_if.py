@@ -14,8 +14,8 @@ from dataclasses import replace
 from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, check_faults, parse_fault
 from headway.cost.device import scale_device
+from headway.cost.machines import Machine
 from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.cost.transformer import Machine
 from headway.documents import nearest
 from headway.errors import UsageError
 from headway.simulator.ranks import SlowPath, StepFaults

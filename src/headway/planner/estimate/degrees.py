@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.cost.memory import GRADIENTS, WEIGHTS
-from headway.cost.transformer import HALF_PRECISION_BYTES
+from headway.cost.memory import GRADIENTS, HALF_PRECISION_BYTES, WEIGHTS
 from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import PLAIN, SCHEDULES, ScheduleOption
 

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 
 from headway.cluster.device import KernelPace
 from headway.cost.device import Array, DeviceModel
+from headway.cost.machines import Machine
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
 from headway.cost.network import HierarchicalNetwork
-from headway.cost.transformer import Machine
 from headway.errors import PlanError
 from headway.graph.aten.flops import parameter_traffic
 from headway.graph.model_graph import ModelGraph, Operator, TensorSpec, Work, parse_index

@@ -77,7 +77,7 @@ FORMULAS = (
         figure="messages between stages",
         formula="a + S/B",
         paper="Hockney 1994",
-        code="cost/network.py, cost/transformer.py",
+        code="cost/network.py",
         uses=("links.*.message",),
     ),
     FigureFormula(

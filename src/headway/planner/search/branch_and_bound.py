@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from headway.cost.device import Array
-from headway.cost.transformer import Machine
+from headway.cost.machines import Machine
 from headway.errors import NothingFits, PlanError
 from headway.planner.estimate.degrees import (
     Degrees,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headway.cost.transformer import Machine
+from headway.cost.machines import Machine
 from headway.documents import nearest
 from headway.errors import PlanError
 from headway.planner.estimate.operators import (

@@ -1,4 +1,7 @@
-"""The time of a training step of a GPT-like transformer under tensor, data and pipeline splits.
+"""Time and memory of a GPT-like transformer's step under tensor, data and pipeline splits.
+
+An oracle: nothing of it is taken from a graph or a table, and the planner's prices are held
+against it.
 
 Everything is a formula of numbers, so that thousands of plans are priced at once: each field may
 be an array. Layers are priced from their kernels (matrix products, attention, streaming, launches)
@@ -6,7 +9,9 @@ and collectives; the step from Alpa's pipeline form. Nothing of data-parallel ex
 overlap with compute: with one stage, rank and micro-batch the step is the sum of its kernels.
 
 Sources: Narayanan et al. 2021 (Megatron, SC'21), equations of section 3 and the appendix;
-Korthikanti et al. 2022 (recomputation, sequence parallelism); Zheng et al. 2022 (Alpa), equation 2.
+Korthikanti et al. 2022 (recomputation, sequence parallelism; section 4: activations); Zheng et al.
+2022 (Alpa), equation 2; Rajbhandari et al. 2020 (ZeRO); embedding and logits in memory as in
+Megatron-LM's own estimator.
 """
 
 from __future__ import annotations
@@ -15,11 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.cost.device import Array, DeviceModel, Number
-from headway.cost.network import HierarchicalNetwork
+from headway.cost.device import Array, Number
+from headway.cost.machines import Machine
+from headway.cost.memory import GRADIENTS, HALF_PRECISION_BYTES, WEIGHTS
 
-HALF_PRECISION_BYTES = 2.0
-"""Bytes of a number in fp16 or bf16: weights, activations and gradients."""
 FORWARD_KERNELS, BACKWARD_KERNELS = 20.0, 36.0
 """Of a layer with fused bias, dropout and softmax, as Megatron issues it."""
 # More in each pass where the fused softmax cannot be used: scale, mask, convert, and back.
@@ -100,21 +104,6 @@ class TransformerSplit:
     def batch(self) -> Number:
         """Samples of a step."""
         return self.data * self.microbatch * self.microbatches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Devices and what joins them.
-
-    Attributes:
-        network: Ranks are numbered tensor axis first, then data, then pipeline.
-        whole_head: Share of the usual matmul rate at which logits run that no tensor axis splits.
-    """
-
-    device: DeviceModel
-    network: HierarchicalNetwork
-    whole_head: float = 1.0
-    dtype: str = "fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,3 +333,74 @@ def _exchange(
     )
     update = machine.device.update * held / np.where(zero > 0, d, 1.0)
     return exchange + copied + tied, update
+
+
+STATE = 12.0
+"""Bytes per parameter beside 16-bit weights: their 32-bit copy and Adam's two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerMemory:
+    """Bytes on the fullest device.
+
+    Attributes:
+        activations: Of all micro-batches under way, and the layer that is being recomputed.
+    """
+
+    weights: Array
+    gradients: Array
+    state: Array
+    activations: Array
+    ends: Array
+
+    @property
+    def total(self) -> Array:
+        return self.weights + self.gradients + self.state + self.activations + self.ends
+
+
+def memory_of_transformer(model: Transformer, split: TransformerSplit) -> TransformerMemory:
+    """Bytes of a step on the first stage, which holds most."""
+    t, d, p = split.tensor, split.data, split.pipeline
+    zero = np.asarray(split.zero)
+    layers = np.ceil(model.layers / p)
+    held = (layers * model.layer_parameters + model.vocabulary * model.hidden) / t
+    kept, transient = _activations(model, split)
+    alone = np.asarray(p) == 1
+    # 1F1B keeps min(m, p) micro-batches on it, an interleaved one 1 + (p-1)/(p v) times its layers.
+    flight = np.where(
+        np.asarray(split.virtual) > 1,
+        layers * p * (1.0 + (p - 1.0) / (p * split.virtual)),
+        layers * np.minimum(split.microbatches, p),
+    )
+    tokens = model.sequence * split.microbatch
+    # 8 s b + s b h for each micro-batch in flight, and without a pipeline 4 s b (h + V) / t for the
+    # logits: Megatron-LM's estimator.
+    embedding = (8.0 + model.hidden) * tokens * np.minimum(split.microbatches, p)
+    logits = 4.0 * tokens * (model.hidden + model.vocabulary) / t
+    return TransformerMemory(
+        weights=WEIGHTS * held / np.where(zero >= 3, d, 1.0),
+        gradients=GRADIENTS * held / np.where(zero >= 2, d, 1.0),
+        state=STATE * held / np.where(zero >= 1, d, 1.0),
+        activations=np.asarray(kept * flight + transient),
+        ends=np.asarray(embedding + np.where(alone, logits, 0.0)),
+    )
+
+
+def _activations(model: Transformer, split: TransformerSplit) -> tuple[Number, Number]:
+    """(kept per layer and micro-batch, of the one layer that is computed again).
+
+    s b h (10 + 24/t + 5 a s/(h t)); with sequence parallelism all divided by t; "selective" without
+    5 a s/(h t); "full" 2 s b h, and one layer whole.
+    """
+    t = split.tensor
+    state = model.sequence * split.microbatch * model.hidden
+    scores = 5.0 * model.heads * model.sequence / (model.hidden * t)
+    whole = 10.0 / np.where(split.sequence_parallel, t, 1.0)
+    rest = whole + (8.0 + 4.0 * model.ffn) / t
+    how = np.asarray(split.recompute)
+    kept = (
+        np.select([how == "full", how == "selective"], [HALF_PRECISION_BYTES, rest], rest + scores)
+        * state
+    )
+    transient = np.select([how == "full", how == "selective"], [rest + scores, scores], 0.0) * state
+    return kept, transient
