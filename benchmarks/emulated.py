@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -31,8 +32,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from headway.cluster import Cluster
-from headway.launch.emulation import EmulatedCluster, Emulation, interface_bytes
+from headway.launch.emulation import EmulatedCluster, Emulation
+from support.interface_bytes import interface_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

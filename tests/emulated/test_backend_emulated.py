@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import headway
 from headway.cluster import Cluster
-from headway.launch.emulation import Emulation, interface_bytes
+from headway.launch.emulation import Emulation
 from headway.launch.namespaces import run_batch
 from support.emulated import needs_root, run_nodes
+from support.interface_bytes import interface_bytes
 
 ELEMENTS = 600_000
 PAYLOAD = ELEMENTS * 4

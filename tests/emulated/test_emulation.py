@@ -13,7 +13,7 @@ import pytest
 
 from headway.cluster import Cluster, Link, Node, Pair
 from headway.errors import UsageError
-from headway.launch.emulation import Emulation, check_possible, emulation_limits, interface_bytes
+from headway.launch.emulation import Emulation, check_possible, emulation_limits
 from headway.launch.namespaces import (
     NETNS_FOLDER,
     command_json,
@@ -23,6 +23,7 @@ from headway.launch.namespaces import (
 )
 from support.commands import environment
 from support.emulated import needs_root, run_nodes
+from support.interface_bytes import interface_bytes
 
 pytestmark = needs_root
 

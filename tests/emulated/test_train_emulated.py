@@ -183,7 +183,7 @@ def test_gpus_and_other_launchers_are_refused(tmp_path, monkeypatch):
 
 
 def place(rank: int, attempt: int = 0) -> LaunchEnv:
-    return replace(LaunchEnv.alone(), rank=rank, ranks=4, attempt=attempt)
+    return replace(LaunchEnv(), rank=rank, ranks=4, attempt=attempt)
 
 
 class Links:

@@ -126,9 +126,7 @@ def powerless(monkeypatch):
 def test_the_exchange_is_paced_and_a_warning_says_what_that_is(tmp_path, powerless):
     path = tmp_path / "cluster.toml"
     path.write_text(CLUSTER)
-    found = read_emulation_options(
-        path, ["link a-b 2x slower from step 3"], LaunchEnv.alone(), "auto"
-    )
+    found = read_emulation_options(path, ["link a-b 2x slower from step 3"], LaunchEnv(), "auto")
     assert found.device == "cpu"
     told = pytest.warns(UserWarning, match="emulated inside of the exchange")
     with told as caught, found.nodes() as nodes:
@@ -169,7 +167,7 @@ def test_the_steps_take_as_long_as_the_link_would(tmp_path):
 def test_a_cut_needs_real_links(tmp_path, powerless):
     path = tmp_path / "cluster.toml"
     path.write_text(CLUSTER)
-    found = read_emulation_options(path, ["cut link a-b at step 3"], LaunchEnv.alone(), "auto")
+    found = read_emulation_options(path, ["cut link a-b at step 3"], LaunchEnv(), "auto")
     with pytest.raises(UsageError, match="cannot be cut") as caught, found.nodes():
         pass
     assert "sudo" in caught.value.fix

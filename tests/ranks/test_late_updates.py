@@ -15,7 +15,8 @@ from headway.plans import PipelinePlan, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import UpdateGroupWeights, check_last_batch
-from headway.run.strategy.strategy import StageUpdater, check_clip
+from headway.run.strategy import strategy
+from headway.run.strategy.strategy import check_clip
 from headway.schedule.csv_format import to_csv
 from headway.schedule.pipeline_schedule import ActionKind
 from headway.verification.compare import compare
@@ -75,7 +76,7 @@ def run(tmp_path, names, plant=None):
         target = folder / name
         stages = json.loads(cut_file(target).read_text())
         law = tmp_path / f"{name}.law"
-        record_delayed(LaunchEnv.alone(), jobs()[name], law, ranks=RANKS, stages=stages)
+        record_delayed(LaunchEnv(), jobs()[name], law, ranks=RANKS, stages=stages)
         recording = Recording.load(target)
         found[name] = compare(Recording.load(law), recording), recording
     return found
@@ -88,7 +89,7 @@ def test_the_run_equals_one_process_that_makes_the_same_delayed_updates(tmp_path
         kinds = {d.kind for d in comparison.differences}
         assert kinds == {"loss", "gradient", "parameter", "optimizer"}
     serial = tmp_path / "serial"
-    record_serial(LaunchEnv.alone(), jobs()["pipedream"], serial)
+    record_serial(LaunchEnv(), jobs()["pipedream"], serial)
     assert not compare(Recording.load(serial), found["pipedream"][1]).equal
 
 
@@ -126,8 +127,10 @@ def means_of_the_batch():
 
 def others_step_too():
     """STEP leaves the gradients where they are."""
-    original = StageUpdater.update_stage
-    StageUpdater.update_stage = lambda self, parameters, last: original(self, parameters, last=True)
+    original = strategy.update_stage
+    strategy.update_stage = lambda optimizer, parameters, last: original(
+        optimizer, parameters, last=True
+    )
 
 
 PLANTS = (

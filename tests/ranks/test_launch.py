@@ -222,7 +222,7 @@ def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_pa
 
     monkeypatch.setattr("headway.launch.worker.end_process", end)
     with pytest.raises(InterruptedError):
-        run_rank_here(entries.usage, (), place=LaunchEnv.alone(), directory=tmp_path, tell=tell)
+        run_rank_here(entries.usage, (), place=LaunchEnv(), directory=tmp_path, tell=tell)
     assert ended == [1]
     assert signal.getsignal(signal.SIGTERM) is before
     assert [error.what for error in told] == ["asked for something impossible"]

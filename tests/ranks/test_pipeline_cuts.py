@@ -94,7 +94,7 @@ def test_the_split_run_equals_the_serial_one(tmp_path, way):
         overrides = (*overrides, *recipe_overrides(path))
     job = VerifyJob(recipe=f"support.cuts:{recipe}", overrides=overrides)
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
-    record_serial(LaunchEnv.alone(), job, serial)
+    record_serial(LaunchEnv(), job, serial)
     run_ranks(2, split, job, str(parallel))
     comparison = compare(Recording.load(serial), Recording.load(parallel))
     kinds = {d.kind for d in comparison.differences}

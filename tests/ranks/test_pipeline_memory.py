@@ -177,10 +177,10 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 def test_checkpoints_go_from_any_stages_to_any_others(tmp_path):
     """All ends equal six steps of one process, and so do the losses on the way."""
     whole = tmp_path / "whole"
-    train(LaunchEnv.alone(), job(whole, 6))
-    train(LaunchEnv.alone(), job(tmp_path / "one-four", 3))
+    train(LaunchEnv(), job(whole, 6))
+    train(LaunchEnv(), job(tmp_path / "one-four", 3))
     reads = run_ranks(4, several, tmp_path, timeout=60)
-    train(LaunchEnv.alone(), job(tmp_path / "two-one", 6, resume=True))
+    train(LaunchEnv(), job(tmp_path / "two-one", 6, resume=True))
     expected = newest_tensors(whole)
     for read in zip(*reads, strict=True):
         assert set().union(*read) == set(expected)
@@ -302,7 +302,7 @@ def recorded(world: Any, target: str, planted: bool) -> None:
 
 
 def test_a_pipeline_is_proved_on_rank_0_and_a_planted_bug_is_seen(tmp_path):
-    record_serial(LaunchEnv.alone(), VerifyJob(recipe=DEEP), tmp_path / "serial")
+    record_serial(LaunchEnv(), VerifyJob(recipe=DEEP), tmp_path / "serial")
     serial = Recording.load(tmp_path / "serial")
     for planted in (False, True):
         target = tmp_path / f"split-{planted}"
@@ -416,7 +416,7 @@ def serially() -> dict[str, Tensor]:
     model = chain()
     plan = data_parallel(12, processes=1)
     run = Executor(
-        model, adamw(model), loss=cross_entropy, plan=plan, world=World.join(LaunchEnv.alone())
+        model, adamw(model), loss=cross_entropy, plan=plan, world=World.join(LaunchEnv())
     )
     for _ in range(2):
         for batch in run.batches(Points()):

@@ -46,7 +46,7 @@ def split(world: Any, name: str, target: str, plant: Callable[[Any], None] | Non
 
 def verdict(tmp_path, name, size=2, plant=None):
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
-    record_serial(LaunchEnv.alone(), job_of(name), serial)
+    record_serial(LaunchEnv(), job_of(name), serial)
     run_ranks(size, split, name, str(parallel), plant)
     return compare(Recording.load(serial), Recording.load(parallel))
 
@@ -71,7 +71,7 @@ def test_unusual_models_are_equal_too(tmp_path, name):
 
 def test_complex_numbers_are_compared_in_both_parts(tmp_path):
     serial = tmp_path / "serial"
-    record_serial(LaunchEnv.alone(), job_of("complex_valued"), serial)
+    record_serial(LaunchEnv(), job_of("complex_valued"), serial)
     wave = Recording.load(serial).tensors["1/parameter/wave"]
     assert wave.dtype == torch.float64
     assert wave.shape[-1] == 2
@@ -274,7 +274,7 @@ def scheduler_twice(_):
 
 def no_scheduler(_):
     def update(self):
-        self.updater.update()
+        self._setup.optimizer.step()
 
     Strategy.update = update
 

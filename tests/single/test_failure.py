@@ -20,7 +20,7 @@ from headway.errors import (
     UsageError,
     WorkerFailed,
 )
-from headway.launch.restart_policy import AttemptFacts, Restart, RestartPolicy, Stop
+from headway.launch.restart_policy import AttemptFacts, RestartPolicy, Stop, explain_deaths
 from headway.run.distributed.failure_record import (
     FailureRecord,
     describe_failure,
@@ -33,7 +33,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World, translate_exception
 from headway.run.training.loop import StopRequest
 
-RANK_1 = replace(LaunchEnv.alone(), rank=1, ranks=2, attempt=3)
+RANK_1 = replace(LaunchEnv(), rank=1, ranks=2, attempt=3)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -146,12 +146,13 @@ def test_an_exception_stops_the_job():
 
 def test_a_death_by_a_signal_restarts():
     lost = replace(describe_failure(1, 3, PeerLost("gone")), rank=0)
-    decision = RestartPolicy().decide([replace(killed(0), records=(lost,))])
-    assert decision == Restart(reason="rank 1 was killed by SIGKILL")
-    only_lost = AttemptFacts(attempt=0, records=(lost,))
-    assert RestartPolicy().decide([only_lost]) == Restart(reason="rank 0 lost its peers")
-    unknown = AttemptFacts(attempt=0, deaths={2: None})
-    assert RestartPolicy().decide([unknown]) == Restart(reason="rank 2 died without a word")
+    for facts, reason in (
+        (replace(killed(0), records=(lost,)), "rank 1 was killed by SIGKILL"),
+        (AttemptFacts(attempt=0, records=(lost,)), "rank 0 lost its peers"),
+        (AttemptFacts(attempt=0, deaths={2: None}), "rank 2 died without a word"),
+    ):
+        assert RestartPolicy().decide([facts]) is None
+        assert explain_deaths(facts) == reason
 
 
 def test_an_exit_without_a_word_stops():
@@ -162,16 +163,16 @@ def test_an_exit_without_a_word_stops():
 
 def test_a_request_to_stop_is_no_error():
     decision = RestartPolicy().decide([AttemptFacts(attempt=0, stop="SIGINT", deaths={1: -9})])
-    assert decision == Stop(error=None, reason="stopped by SIGINT")
+    assert decision == Stop()
 
 
 def test_restarts_without_progress_are_limited_and_progress_starts_anew():
     policy = RestartPolicy(limit=2)
     fruitless = [killed(0), killed(1)]
-    assert isinstance(policy.decide(fruitless), Restart)
+    assert policy.decide(fruitless) is None
     assert isinstance(policy.decide([*fruitless, killed(2)]), Stop)
     fruitful = [*fruitless, killed(2, -1, 50), killed(3, 50, 50)]
-    assert isinstance(policy.decide(fruitful), Restart)
+    assert policy.decide(fruitful) is None
     decision = policy.decide([*fruitful, killed(4, 50, 50)])
     assert isinstance(decision, Stop)
     assert isinstance(decision.error, WorkerFailed)
@@ -271,7 +272,7 @@ NCCL_LATE = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ra
     ],
 )
 def test_what_torch_says_about_other_ranks(text, kind):
-    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"), timeout_seconds=7)
+    world = World(place=LaunchEnv(), device=torch.device("cpu"), timeout_seconds=7)
     error = translate_exception(RuntimeError(text), world, "the exchange of step 3")
     assert type(error) is (kind or type(None))
     if error is not None:
@@ -282,12 +283,12 @@ def test_what_torch_says_about_other_ranks(text, kind):
 
 
 def test_torchs_own_network_errors_mean_a_lost_peer():
-    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
+    world = World(place=LaunchEnv(), device=torch.device("cpu"))
     assert isinstance(translate_exception(dist.DistNetworkError("eof"), world, "x"), PeerLost)
 
 
 def test_other_errors_pass_the_explanation_unchanged():
-    world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
+    world = World(place=LaunchEnv(), device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="shapes"), world.explained("x"):
         raise RuntimeError("shapes")
     with pytest.raises(PeerLost) as caught, world.explained("the tally"):
@@ -297,7 +298,7 @@ def test_other_errors_pass_the_explanation_unchanged():
 
 
 def test_a_world_of_one_has_no_group():
-    with World.join(LaunchEnv.alone()) as world:
+    with World.join(LaunchEnv()) as world:
         assert (world.rank, world.ranks, world.backend) == (0, 1, "none")
         assert world.side_group is None
         assert not dist.is_initialized()
@@ -306,16 +307,16 @@ def test_a_world_of_one_has_no_group():
 
 
 def test_devices_are_checked(monkeypatch):
-    assert World.join(LaunchEnv.alone(), device="cpu").device == torch.device("cpu")
+    assert World.join(LaunchEnv(), device="cpu").device == torch.device("cpu")
     with pytest.raises(UsageError, match="no device 'gpu'"):
-        World.join(LaunchEnv.alone(), device="gpu")
+        World.join(LaunchEnv(), device="gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert World.join(LaunchEnv.alone(), device="auto").device == torch.device("cpu")
+    assert World.join(LaunchEnv(), device="auto").device == torch.device("cpu")
     with pytest.raises(UsageError, match="torch sees 0"):
-        World.join(LaunchEnv.alone(), device="cuda")
+        World.join(LaunchEnv(), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    second = replace(LaunchEnv.alone(), local_rank=1, local_ranks=2)
+    second = replace(LaunchEnv(), local_rank=1, local_ranks=2)
     assert World.join(second, device="auto").device == torch.device("cuda", 1)
-    third = replace(LaunchEnv.alone(), local_rank=2, local_ranks=3)
+    third = replace(LaunchEnv(), local_rank=2, local_ranks=3)
     assert World.join(third, device="auto").device == torch.device("cpu")

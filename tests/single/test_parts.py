@@ -231,7 +231,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
 def test_a_peer_that_dies_while_a_checkpoint_is_read_is_not_this_ranks_failure():
     """Else the launcher would take it for an error and not start the workers again."""
     training = Training.__new__(Training)
-    training._world = World(place=LaunchEnv.alone(), device=torch.device("cpu"))
+    training._world = World(place=LaunchEnv(), device=torch.device("cpu"))
     with pytest.raises(PeerLost), training._storing():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [1.2.3.4]")
     with pytest.raises(RuntimeError, match="something else"), training._storing():

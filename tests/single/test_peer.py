@@ -27,7 +27,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import Watchdog, World, break_connections, open_sockets
 
 OWN = ProcessIdentity(rank=0, local_rank=0, node=0, host="a", machine="m", pid=1, started="")
-HERE = ProcessIdentity.here(replace(LaunchEnv.alone(), rank=1))
+HERE = ProcessIdentity.here(replace(LaunchEnv(), rank=1))
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_silence_says_what_was_heard_last_and_is_one_ranks_to_tell(pair):
 
 
 def test_an_exchange_is_not_begun_once_a_rank_is_lost():
-    world = World(place=LaunchEnv.alone(), device="cpu")
+    world = World(place=LaunchEnv(), device="cpu")
     world._watchdog._heartbeat = Heartbeat(OWN)
     world._watchdog._heartbeat.loss = reported_failure(replace(OWN, rank=1), "no", "")
     world.doing("data of step %d", 4)
@@ -252,7 +252,7 @@ def test_an_exchange_is_not_begun_once_a_rank_is_lost():
 
 
 def test_too_little_patience_is_refused():
-    place = replace(LaunchEnv.alone(), ranks=2)
+    place = replace(LaunchEnv(), ranks=2)
     with pytest.raises(UsageError, match="a patience of 1 s is too short"):
         World.join(place, patience_seconds=1.0)
 
@@ -262,7 +262,7 @@ def test_doing_is_put_together_only_when_asked():
         def __str__(self) -> str:
             raise AssertionError("nobody asked")
 
-    line = Watchdog(LaunchEnv.alone())
+    line = Watchdog(LaunchEnv())
     assert line.status()[2]
     line.doing("bucket %s", (Costly(),))
     line.doing("bucket %d of step %d", (3, 4))

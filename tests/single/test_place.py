@@ -49,7 +49,7 @@ PMI = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANK
 
 def test_nothing_set_is_alone():
     place = LaunchEnv.here({"PATH": "/bin"})
-    assert place == LaunchEnv.alone()
+    assert place == LaunchEnv()
     assert (place.rank, place.ranks, place.found_world) == (0, 1, False)
 
 
@@ -80,7 +80,7 @@ def test_ranks_that_share_a_machine_have_the_same_node():
     assert LaunchEnv.here(TORCHRUN).node == "node-1"
     assert LaunchEnv.here(TORCHRUN | {"HEADWAY_NODE": "left"}).node == "left"
     assert LaunchEnv.here(SRUN).node == "node-2"
-    assert LaunchEnv.here(OPEN_MPI).node == LaunchEnv.alone().node == "node-0"
+    assert LaunchEnv.here(OPEN_MPI).node == LaunchEnv().node == "node-0"
     assert LaunchEnv.here(OPEN_MPI).pace is None
 
 
@@ -146,7 +146,7 @@ def test_slurm_without_a_list_of_hosts_uses_the_launching_node():
     ids=["salloc", "batch script", "one task", "interactive step of a larger allocation"],
 )
 def test_an_allocation_without_srun_is_alone(env):
-    assert LaunchEnv.here(env) == LaunchEnv.alone()
+    assert LaunchEnv.here(env) == LaunchEnv()
 
 
 def test_open_mpi_on_one_machine():
@@ -180,7 +180,7 @@ def test_mpich_inside_slurm_goes_by_pmi_unless_srun_set_both():
 
 
 def test_one_mpi_process_is_alone():
-    assert LaunchEnv.here({"PMI_RANK": "0", "PMI_SIZE": "1"}) == LaunchEnv.alone()
+    assert LaunchEnv.here({"PMI_RANK": "0", "PMI_SIZE": "1"}) == LaunchEnv()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ import pytest
 
 from headway.cluster import Cluster
 from headway.errors import UsageError
-from headway.launch.emulation import EmulatedCluster, Emulation, check_possible, interface_bytes
+from headway.launch.emulation import EmulatedCluster, Emulation, check_possible
+from support.interface_bytes import interface_bytes
 from support.ranks import World, _find, _load, run_ranks
 
 

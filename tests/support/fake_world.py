@@ -45,7 +45,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[World]:
         ) from error
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        place = replace(LaunchEnv.alone(), rank=rank, ranks=ranks, launcher="program")
+        place = replace(LaunchEnv(), rank=rank, ranks=ranks, launcher="program")
         yield World(place=place, device=torch.device("cpu"), backend="fake")
     finally:
         dist.destroy_process_group()

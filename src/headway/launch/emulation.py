@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from headway.cluster import Cluster
 from headway.errors import UsageError
@@ -251,23 +250,6 @@ class EmulatedCluster:
         return (one, other), (other, one)
 
 
-def interface_bytes(interface: str = INTERFACE) -> tuple[int, int]:
-    """Bytes that an interface has sent and received, seen from inside of its namespace.
-
-    Raises:
-        UsageError: There is no such interface where the calling thread is.
-    """
-    # A namespace belongs to a thread; /proc/self shows that of the main thread.
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, colon, numbers = line.partition(":")
-        if colon and name.strip() == interface:
-            fields = numbers.split()
-            # Eight columns of what was received, then those of what was sent; bytes are the first
-            # of each.
-            return int(fields[8]), int(fields[0])
-    raise UsageError(f"there is no interface {interface} here")
-
-
 class Emulation:
     """Context manager: the cluster exists inside of it, and nothing of it after.
 
@@ -296,12 +278,7 @@ class Emulation:
             self._stack = stack.pop_all()
         return emulated
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,7 +128,7 @@ class FaultInjector:
     def _note(self, action: FaultAction, place: LaunchEnv, step: int) -> None:
         # Any rank may append to the history that rank 0 writes: short lines are appended whole.
         path = RunDirectory(self.directory).events_file
-        with EventLog(path, attempt=place.attempt) as log:
+        with closing(EventLog(path, attempt=place.attempt)) as log:
             log.write("fault", step=step, rank=place.rank, text=action.text)
 
     def _happened(self) -> set[str]:

@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import tempfile
 import threading
@@ -25,13 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.directory import committed_steps
 from headway.errors import RunError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.forkserver import gc_paused, restored_environment, start_forkserver
 from headway.launch.preflight import check_processes, threads_for
-from headway.launch.restart_policy import AttemptFacts, Restart, RestartPolicy, explain_deaths
+from headway.launch.restart_policy import AttemptFacts, RestartPolicy, explain_deaths
 from headway.launch.worker import Job, has_reported, noted_deaths, noted_stop, run_worker
 from headway.run.distributed.failure_record import read_failures
+from headway.run.training.run_directory import RunDirectory
 
 _KILL_SECONDS = 2.0
 _NOISY = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
@@ -188,7 +189,6 @@ def _no_child_left() -> Iterator[None]:
 
 SHUTDOWN_SECONDS = 30.0
 MONITOR_SECONDS = 0.05
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ def _judge(history: list[AttemptFacts], policy: RestartPolicy) -> LaunchResult |
     last = history[-1]
     if last.silent or last.records:
         decision = policy.decide(history)
-        if isinstance(decision, Restart):
+        if decision is None:
             return None
         if decision.error is not None:
             raise decision.error
@@ -299,7 +299,5 @@ def _judge(history: list[AttemptFacts], policy: RestartPolicy) -> LaunchResult |
 
 def newest_checkpoint(directory: Path | None) -> int:
     """The step of the newest committed checkpoint of a run directory; -1: none."""
-    if directory is None or not (directory / "checkpoints").is_dir():
-        return -1
-    names = (_CHECKPOINT.fullmatch(p.name) for p in (directory / "checkpoints").iterdir())
-    return max((int(match.group(1)) for match in names if match), default=-1)
+    steps = [] if directory is None else committed_steps(RunDirectory(directory).checkpoints)
+    return steps[-1] if steps else -1

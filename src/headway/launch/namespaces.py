@@ -99,14 +99,7 @@ def run_batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
         UsageError: The first command that failed, with what the kernel said.
     """
     commands = list(lines)
-    where = ["-n", namespace] if namespace else []
-    done = subprocess.run(
-        [tool, *where, "-batch", "-"],
-        input="\n".join([*commands, ""]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _run_tool(tool, "-batch", "-", namespace=namespace, text="\n".join([*commands, ""]))
     if done.returncode:
         raise UsageError(
             "the emulated network could not be made or changed",
@@ -115,6 +108,15 @@ def run_batch(tool: str, lines: Iterable[str], *, namespace: str = "") -> None:
             fix="It needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), and a kernel with veth, bridge, "
             "sch_htb and cls_u32.",
         )
+
+
+def _run_tool(
+    tool: str, *words: str, namespace: str, text: str = ""
+) -> subprocess.CompletedProcess[str]:
+    where = ["-n", namespace] if namespace else []
+    return subprocess.run(
+        [tool, *where, *words], input=text, capture_output=True, text=True, check=False
+    )
 
 
 def _failed(tool: str, commands: list[str], said: str) -> str:
@@ -134,8 +136,7 @@ def command_output(tool: str, *words: str, namespace: str = "") -> str:
     Raises:
         UsageError: It fails.
     """
-    where = ["-n", namespace] if namespace else []
-    done = subprocess.run([tool, *where, *words], capture_output=True, text=True, check=False)
+    done = _run_tool(tool, *words, namespace=namespace)
     if done.returncode:
         raise UsageError(
             "the emulated network cannot be read",

@@ -36,19 +36,11 @@ class AttemptFacts:
     stop: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """Restart all workers from the last checkpoint."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stop:
     """End the job; with `error`, or in order (None)."""
 
-    error: HeadwayError | None
-    reason: str
+    error: HeadwayError | None = None
 
 
 @dataclass(frozen=True)
@@ -61,21 +53,19 @@ class RestartPolicy:
 
     limit: int = 3
 
-    def decide(self, history: Sequence[AttemptFacts]) -> Restart | Stop:
-        """Judge the last attempt of `history`."""
+    def decide(self, history: Sequence[AttemptFacts]) -> Stop | None:
+        """Judge the last attempt of `history`; None: restart all workers."""
         last = history[-1]
         root = root_cause(last.records)
         if root is not None:
-            return Stop(error=root.error(), reason=f"rank {root.rank} failed")
+            return Stop(root.error())
         if last.stop is not None:
-            return Stop(error=None, reason=f"stopped by {last.stop}")
+            return Stop()
         # An exit of its own would only recur; a negative status is a signal from outside.
         for rank, status in sorted(last.deaths.items()):
             if status is not None and status >= 0:
-                return Stop(error=_mute(rank, status), reason=f"rank {rank} ended by itself")
-        if self._fruitless(history) >= self.limit:
-            return Stop(error=self._exhausted(history), reason="too many restarts")
-        return Restart(reason=explain_deaths(last))
+                return Stop(_mute(rank, status))
+        return Stop(self._exhausted(history)) if self._fruitless(history) >= self.limit else None
 
     def _fruitless(self, history: Sequence[AttemptFacts]) -> int:
         """The number of restarts at the end of the history without a new checkpoint."""

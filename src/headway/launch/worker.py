@@ -183,7 +183,7 @@ def run_worker(job: Job) -> None:
     # user's modules and state. The platform's default is the first of the list.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     here = _enter_node(job) if job.emulated else LaunchEnv.here()
-    ending = WorkerExit(lambda error: _report(job, here, error))
+    ending = WorkerExit(lambda error: _record(here, error, job.outbox, job.directory))
     place = replace(here, emergency=ending.from_thread)
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
@@ -223,10 +223,7 @@ def run_rank_here(
     """
 
     def report(error: BaseException) -> FailureRecord:
-        record = describe_failure(place.rank, place.attempt, error)
-        if directory is not None:
-            with contextlib.suppress(OSError):
-                write_failure(directory, record)
+        record = _record(place, error, directory)
         if should_report(record, error):
             tell(record.error())
         return record
@@ -288,13 +285,12 @@ def _undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _report(job: Job, place: LaunchEnv, error: BaseException) -> FailureRecord:
-    """Write the failure down, for the launcher and in the run directory (its disk may be full)."""
+def _record(place: LaunchEnv, error: BaseException, *directories: Path | None) -> FailureRecord:
+    """Write the failure down, for the launcher and in the run directory."""
     record = describe_failure(place.rank, place.attempt, error)
-    for directory in (job.outbox, job.directory):
-        if directory is not None:
-            with contextlib.suppress(OSError):
-                write_failure(directory, record)
+    for directory in filter(None, directories):
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+            write_failure(directory, record)
     return record
 
 

@@ -28,7 +28,7 @@ _STEP_MARKS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_ST
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnv:
-    """Rank, world size and master address of this process.
+    """Rank, world size and master address of this process; by default those of a process alone.
 
     Attributes:
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
@@ -45,37 +45,21 @@ class LaunchEnv:
             whoever called the rank's program; None in a program of the user's own.
     """
 
-    rank: int
-    ranks: int
-    local_rank: int
-    local_ranks: int
-    node_rank: int
-    attempt: int
-    launcher: str
-    master_address: str
-    master_port: int
-    agent_store: bool
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    node_rank: int = 0
+    attempt: int = 0
+    launcher: str = "alone"
+    master_address: str = LOOPBACK
+    master_port: int = 0
+    agent_store: bool = False
     node_name: str = ""
     pace: tuple[Path, float] | None = None
     emergency: Callable[[HeadwayError], None] | None = field(
         default=None, compare=False, repr=False
     )
-
-    @classmethod
-    def alone(cls) -> LaunchEnv:
-        """The place of a process without a launcher."""
-        return cls(
-            rank=0,
-            ranks=1,
-            local_rank=0,
-            local_ranks=1,
-            node_rank=0,
-            attempt=0,
-            launcher="alone",
-            master_address=LOOPBACK,
-            master_port=0,
-            agent_store=False,
-        )
 
     @classmethod
     def here(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -86,18 +70,14 @@ class LaunchEnv:
         """
         env = os.environ if environ is None else environ
         if "RANK" in env or "WORLD_SIZE" in env:
-            place = _from_torchrun(env)
-        elif "OMPI_COMM_WORLD_RANK" in env:
-            place = _from_mpi(
-                env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_"
-            )
-        elif _in_slurm_step(env):
-            place = _from_slurm(env)
-        elif "PMI_RANK" in env:
-            place = _from_mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_")
-        else:
-            place = cls.alone()
-        return place
+            return _from_torchrun(env)
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return _from_mpi(env, "OMPI_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        if _in_slurm_step(env):
+            return _from_slurm(env)
+        if "PMI_RANK" in env:
+            return _from_mpi(env, "", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        return cls()
 
     @property
     def node(self) -> str:
@@ -188,15 +168,17 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnv:
     )
 
 
-def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, family: str) -> LaunchEnv:
-    """Open MPI's mpirun, or MPICH's (PMI) whose local variables are called otherwise."""
+def _from_mpi(env: Mapping[str, str], prefix: str, *names: str) -> LaunchEnv:
+    """Open MPI's mpirun, or MPICH's (PMI).
+
+    Args:
+        names: Of the variables behind the prefix: rank, ranks, and both on this machine.
+    """
+    rank_name, size_name, rank_here, size_here = (prefix + name for name in names)
     rank, ranks = _number(env, rank_name), _number(env, size_name)
     _below(env, rank_name, rank, size_name, ranks)
     if ranks == 1:
-        return LaunchEnv.alone()
-    open_mpi = family == "OMPI_COMM_WORLD_"
-    rank_here = "OMPI_COMM_WORLD_LOCAL_RANK" if open_mpi else "MPI_LOCALRANKID"
-    size_here = "OMPI_COMM_WORLD_LOCAL_SIZE" if open_mpi else "MPI_LOCALNRANKS"
+        return LaunchEnv()
     local_rank, local_ranks = _number(env, rank_here, 0), _number(env, size_here, 1)
     _below(env, rank_here, local_rank, size_here, local_ranks)
     one_machine = local_ranks == ranks
@@ -214,11 +196,9 @@ def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, family: st
         local_rank=local_rank,
         local_ranks=local_ranks,
         node_rank=0 if one_machine else rank // local_ranks,
-        attempt=0,
         launcher="mpi",
         master_address=env.get("MASTER_ADDR") or LOOPBACK,
         master_port=_port(env, derive_port(job) if job else DEFAULT_PORT),
-        agent_store=False,
     )
 
 
@@ -263,7 +243,6 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnv:
         launcher="slurm",
         master_address=env.get("MASTER_ADDR") or _slurm_host(env),
         master_port=_port(env, derive_port(f"{job}.{step}")),
-        agent_store=False,
     )
 
 

@@ -60,9 +60,9 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     found = _invitations(place, deadline) if place.agent_store else _encounters(place, deadline)
     for store in found:
         # A count above one: this process reported here before, so it is the store of an old world.
-        if store.add(_arrived(place.rank), 1) > 1:
+        if store.add(_key("arrived", place.rank), 1) > 1:
             continue
-        store.set(_told(place.rank), str(place.attempt))
+        store.set(_key("attempt", place.rank), str(place.attempt))
         meeting = _await_verdict(store, place, seconds, deadline)
         if meeting is not None:
             return meeting
@@ -98,14 +98,14 @@ def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> R
     for _ in _polls(deadline):
         if answers is not None:
             answers.give(waiting)
-        waiting -= {rank for rank in waiting if store.check([_told(rank)])}
+        waiting -= {rank for rank in waiting if store.check([_key("attempt", rank)])}
         if not waiting:
             break
     if waiting:
         store.set(_VERDICT, json.dumps({"missing": sorted(waiting), "attempt": 0}))
         time.sleep(1.0)  # the store ends with this process: let the others read the verdict
         raise _absent(sorted(waiting), place, seconds)
-    told = (int(store.get(_told(rank))) for rank in range(1, place.ranks))
+    told = (int(store.get(_key("attempt", rank))) for rank in range(1, place.ranks))
     attempt = max([place.attempt, *told])
     store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt, "notice": notice}))
     return RendezvousResult(store=store, attempt=attempt, notice=notice)
@@ -122,9 +122,9 @@ class _Answers:
     def give(self, waiting: Iterable[int]) -> None:
         # Questions of dead processes are answered as well; nobody reads those answers.
         for rank in waiting:
-            word = _read(self._agents, _question(rank))
+            word = _read(self._agents, _key("question", rank))
             if word is not None and word not in self._answered:
-                self._agents.set(_answer(word), self._address)
+                self._agents.set(_key("answer", word), self._address)
                 self._answered.add(word)
 
 
@@ -163,9 +163,9 @@ def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
     for _ in _polls(deadline):
         # A new word for each question: an answer to an older one may name a store that is gone.
         word = secrets.token_hex(8)
-        agents.set(_question(place.rank), word)
+        agents.set(_key("question", place.rank), word)
         for _ in _polls(deadline):
-            text = _read(agents, _answer(word))
+            text = _read(agents, _key("answer", word))
             if text is not None:
                 break
         else:
@@ -223,10 +223,8 @@ def _await_verdict(
 
 def _agent_store(place: LaunchEnv, deadline: float) -> TCPStore:
     """A client of the store that the launching agent keeps."""
-    for _ in _polls(deadline):
-        store = _connect(place.master_address, place.master_port)
-        if store is not None:
-            return store
+    for store in _encounters(place, deadline):
+        return store
     address = f"{place.master_address}:{place.master_port}"
     raise _unreachable(f"nobody answers at {address} (MASTER_ADDR, MASTER_PORT)", place)
 
@@ -244,6 +242,10 @@ def _read(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
+def _key(what: str, whose: int | str) -> str:
+    return f"headway/{what}/{whose}"
+
+
 def _polls(deadline: float) -> Iterator[int]:
     """0, 1, 2, ... until the deadline, with pauses of 2 ms that grow to 50 ms; at least once."""
     number, pause = 0, 0.002
@@ -253,22 +255,6 @@ def _polls(deadline: float) -> Iterator[int]:
             return
         time.sleep(pause)
         number, pause = number + 1, min(pause * 1.5, 0.05)
-
-
-def _arrived(rank: int) -> str:
-    return f"headway/arrived/{rank}"
-
-
-def _question(rank: int) -> str:
-    return f"headway/question/{rank}"
-
-
-def _answer(word: str) -> str:
-    return f"headway/answer/{word}"
-
-
-def _told(rank: int) -> str:
-    return f"headway/attempt/{rank}"
 
 
 def _absent(missing: Iterable[int], place: LaunchEnv, seconds: float) -> Stalled:

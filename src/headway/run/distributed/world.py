@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -350,7 +349,7 @@ class World:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
         return cls(
-            place=replace(LaunchEnv.alone(), rank=rank, ranks=ranks, launcher="program"),
+            place=replace(LaunchEnv(), rank=rank, ranks=ranks, launcher="program"),
             device=torch.device("cuda", torch.cuda.current_device())
             if gpu
             else torch.device("cpu"),
@@ -373,10 +372,7 @@ class World:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, _: type[BaseException] | None, error: BaseException | None, *__: object
     ) -> None:
         # After an error the other ranks may be gone or in the middle of an exchange: destroying
         # the groups could wait for them. The process ends, and with it everything.

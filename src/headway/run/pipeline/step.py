@@ -11,7 +11,7 @@ mean of that group (`UpdateGroupWeights`), as in a serial run whose batch is one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from time import perf_counter, time
@@ -169,7 +169,13 @@ class UpdateGroupWeights:
             first = self._per_sample.setdefault(group, per_sample)
             known = self._plan.data_degree == 1 and first == per_sample
         if not known:
-            raise _unknown_count()
+            raise RecipeError(
+                "this loss cannot be used where a step has updates from groups of micro-batches",
+                why="It returns a sum and a count that differs between micro-batches; the count of "
+                "all is only known after the gradients have been made.",
+                fix="Return the mean over samples, or use pipedream in one pipeline, or a schedule "
+                "with a flush.",
+            )
         return share / per_sample if per_sample else share
 
 
@@ -187,9 +193,10 @@ def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
     shares = [split.share(copy, copies, samples) for copy in range(copies)]
     sizes = [[len(part) for part in split.microbatches(share)] for share in shares]
     if len({len(copy) for copy in sizes}) > 1:
+        numbers = " and ".join(map(str, sorted({len(copy) for copy in sizes})))
         raise PlanError(
             "a batch cannot be cut into the same micro-batches for all copies of the pipeline",
-            problems=[f"{samples} samples give them {_listed(sizes)} micro-batches; without a "
+            problems=[f"{samples} samples give them {numbers} micro-batches; without a "
                       "flush all must make the same updates"],
             fix="Set drop_last = true, so that no epoch ends with a smaller batch.",
         )  # fmt: skip
@@ -204,20 +211,6 @@ def check_last_batch(plan: Plan, length: int) -> None:
     """
     if not plan.flushes and length % plan.batch.samples:
         microbatch_sizes(plan, length % plan.batch.samples)
-
-
-def _listed(sizes: Sequence[Sequence[int]]) -> str:
-    return " and ".join(map(str, sorted({len(copy) for copy in sizes})))
-
-
-def _unknown_count() -> RecipeError:
-    return RecipeError(
-        "this loss cannot be used where a step has updates from groups of micro-batches",
-        why="It returns a sum and a count that differs between micro-batches; the count of all is "
-        "only known after the gradients have been made.",
-        fix="Return the mean over samples, or use pipedream in one pipeline, or a schedule with a "
-        "flush.",
-    )
 
 
 class StageWeights(Protocol):
@@ -240,6 +233,7 @@ class PipelineRunner:
     Attributes:
         losses: Shares of the global loss of the last step, of the micro-batches that end here.
         ownership: Which rank holds which parameter; None before the model is cut.
+        stages: None before the model is cut.
     """
 
     def __init__(
@@ -273,7 +267,7 @@ class PipelineRunner:
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
         self.ownership: ParameterOwnership | None = None
-        self._stages: ModelStages | None = None
+        self.stages: ModelStages | None = None
         self._randomness: StageRandomness | None = None
         self._sums: StageGradientSync | None = None
         self._syncs: tuple[int, ...] = ()
@@ -285,11 +279,6 @@ class PipelineRunner:
         self._batch: RankBatch | None = None
         self._shares: dict[int, tuple[Tensor, Tensor | float]] = {}
         self._groups = None if plan.flushes else UpdateGroupWeights(plan)
-
-    @property
-    def stages(self) -> ModelStages | None:
-        """None before the first step."""
-        return self._stages
 
     def run(self, batch: RankBatch, record: StepRecord, node: str) -> None:
         """Run from the first forward to the summed gradients.
@@ -377,7 +366,7 @@ class PipelineRunner:
         forward, plan = self._forward, self._plan
         assert plan.batch.parts is not None
         full = self._schedule(plan.batch.parts)
-        self._stages = stages = partition_model(
+        self.stages = stages = partition_model(
             forward.model,
             loss,
             data,
@@ -440,13 +429,13 @@ class PipelineRunner:
 
     def _pipeline_of(self, parts: int) -> Pipeline:
         if parts not in self._pipelines:
-            assert self._stages is not None
-            schedule = replace(self._schedule(parts), skips=self._stages.skips)
+            assert self.stages is not None
+            schedule = replace(self._schedule(parts), skips=self.stages.skips)
             # In a ragged batch copies may have different tables, and a SYNC in one would wait for a
             # different stage in another: with a flush they sum afterwards (`_sum_late`). Without a
             # flush all have the same table (`check_last_batch`).
             sync = "none" if schedule.flush else self._plan.pipeline.sync
-            self._pipelines[parts] = self._make(self._stages, lower(schedule, sync=sync))
+            self._pipelines[parts] = self._make(self.stages, lower(schedule, sync=sync))
         return self._pipelines[parts]
 
     def _make(self, stages: ModelStages, table: PipelineSchedule) -> Pipeline:
@@ -458,7 +447,8 @@ class PipelineRunner:
             made[stage] += 1
             # The count runs on over all steps of the recipe, as the pipeline is kept.
             last = made[stage] % steps[stage] == 0
-            self._update_stage(stages[stage].parameters.values(), last)
+            if self._groups is not None:  # with a flush the strategy updates all stages at once
+                self._update_stage(stages[stage].parameters.values(), last)
 
         assert self._randomness is not None
         calls = PipelineCallbacks(

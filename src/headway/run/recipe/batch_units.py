@@ -6,34 +6,17 @@ with an error. Imports no torch, so that recipe files can be checked with it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from headway.errors import DataError, RecipeError
-from headway.run.recipe.schema import BATCH_UNITS, STOP_UNITS
+from headway.run.recipe.schema import BATCH_UNITS, STOP_UNITS, RecipeDocument
 from headway.units import Amount
 
-
-class StatesBatch(Protocol):
-    """What states a batch: a `Recipe`, or a recipe.toml that is not built yet."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def batch(self) -> int | str: ...
-    @property
-    def tokens_per_sample(self) -> int | None: ...
+if TYPE_CHECKING:
+    from headway.run.recipe.recipe import Recipe
 
 
-class StatesStop(StatesBatch, Protocol):
-    """What states a batch and when to stop."""
-
-    @property
-    def stop(self) -> int | str: ...
-    @property
-    def drop_last(self) -> bool: ...
-
-
-def resolve_batch(recipe: StatesBatch) -> int:
+def resolve_batch(recipe: Recipe | RecipeDocument) -> int:
     """Samples of the global batch.
 
     Raises:
@@ -55,7 +38,7 @@ def resolve_batch(recipe: StatesBatch) -> int:
     return samples
 
 
-def steps_per_epoch(recipe: StatesStop, length: int) -> int:
+def steps_per_epoch(recipe: Recipe, length: int) -> int:
     """Optimiser steps of one pass over the data; the ragged last batch counts unless dropped.
 
     Raises:
@@ -71,7 +54,7 @@ def steps_per_epoch(recipe: StatesStop, length: int) -> int:
     return length // batch if recipe.drop_last else -(-length // batch)
 
 
-def stop_steps(recipe: StatesStop, length: int) -> int:
+def stop_steps(recipe: Recipe, length: int) -> int:
     """Optimiser steps after which the run is complete.
 
     Samples and tokens are rounded up to whole batches; ragged last batches are counted as what they
@@ -105,7 +88,7 @@ def _amount(value: int | str, units: tuple[str, ...], key: str) -> Amount:
         raise RecipeError(f"{key}: {error}", fix=f'For example {key} = "300 {units[0]}".') from None
 
 
-def _tokens_per_sample(recipe: StatesBatch, key: str) -> int:
+def _tokens_per_sample(recipe: Recipe | RecipeDocument, key: str) -> int:
     if recipe.tokens_per_sample is None:
         raise RecipeError(
             f"{key} is stated in tokens, and tokens_per_sample is not given",

@@ -10,7 +10,7 @@ state all ranks must take part in every forward and backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +65,6 @@ def map_tensors(
             return type(value)(map_tensors(inner, function, texts) for inner in value)
         case _:
             return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of the structure, in order."""
-    match value:
-        case Tensor():
-            yield value
-        case dict():
-            for inner in value.values():
-                yield from tensors_in(inner)
-        case list() | tuple():
-            for inner in value:
-                yield from tensors_in(inner)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

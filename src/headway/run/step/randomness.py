@@ -339,36 +339,23 @@ class LogicalRandomness(TorchDispatchMode):
         parts = []
         for number, position in enumerate(self._positions):
             generator.manual_seed(mix_seeds(token, self._epoch, position) >> 1)
-            cut = _Cut(site.dim, number * site.block, site.block, extent)
-            parts.append(func(*cut.all(args), **cut.named(keywords)))
+            box = site.dim, number * site.block, site.block, extent
+            own = {key: _part(value, *box) for key, value in keywords.items()}
+            parts.append(func(*(_part(arg, *box) for arg in args), **own))
         # In place: every part was a view of the first argument.
         if func.__name__.partition(".")[0].endswith("_"):
             return args[0]
         return _joined(parts, site.dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """One sample's part of the arguments of a draw."""
-
-    dim: int
-    start: int
-    length: int
-    extent: int
-
-    def all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(self.one(arg) for arg in args)
-
-    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: self.one(value) for key, value in keywords.items()}
-
-    def one(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.ndim > self.dim and value.shape[self.dim] == self.extent:
-                return value.narrow(self.dim, self.start, self.length)
-        elif _is_size(value) and len(value) > self.dim and value[self.dim] == self.extent:
-            return [*value[: self.dim], self.length, *value[self.dim + 1 :]]
-        return value
+def _part(value: Any, dim: int, start: int, length: int, extent: int) -> Any:
+    """One sample's part of an argument of a draw; other arguments as they are."""
+    if isinstance(value, Tensor):
+        if value.ndim > dim and value.shape[dim] == extent:
+            return value.narrow(dim, start, length)
+    elif _is_size(value) and len(value) > dim and value[dim] == extent:
+        return [*value[:dim], length, *value[dim + 1 :]]
+    return value
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

@@ -8,7 +8,7 @@ when it arrived, and how long the rank waited for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import ring_factor
@@ -99,16 +99,9 @@ class PipelineTrace:
             for n, action in enumerate(row)
             if action.kind in (ActionKind.SEND, ActionKind.RECV)
         }
-        self._receives = _pairs(
-            row, ActionKind.POST, ActionKind.RECV, lambda a: replace(a, kind=ActionKind.POST)
-        )
-        self._summed = [
-            pair
-            for pair in _pairs(
-                row, ActionKind.SYNC, ActionKind.WAIT, lambda a: replace(a, kind=ActionKind.SYNC)
-            )
-            if row[pair[0]].stage in sums
-        ]
+        self._receives = _pairs(row, ActionKind.POST, ActionKind.RECV)
+        syncs = _pairs(row, ActionKind.SYNC, ActionKind.WAIT)
+        self._summed = [pair for pair in syncs if row[pair[0]].stage in sums]
 
     def spans(self, offset: float, node: str) -> list[Span]:
         """Work and waits, on the wall clock; `offset`: that minus `perf_counter`."""
@@ -169,12 +162,7 @@ class PipelineTrace:
         return found
 
 
-def _pairs(
-    row: tuple[Action, ...],
-    first: ActionKind,
-    second: ActionKind,
-    before: Callable[[Action], Action],
-) -> list[tuple[int, int]]:
+def _pairs(row: tuple[Action, ...], first: ActionKind, second: ActionKind) -> list[tuple[int, int]]:
     """Positions of the actions that begin and end something; without a begin, the end twice."""
     begun: dict[Action, int] = {}
     found = []
@@ -182,7 +170,7 @@ def _pairs(
         if action.kind == first:
             begun[action] = position
         elif action.kind == second:
-            found.append((begun.get(before(action), position), position))
+            found.append((begun.get(replace(action, kind=first), position), position))
     return found
 
 
@@ -229,7 +217,9 @@ class StepRecord:
         self, instruction: str, label: str, rank: int, times: tuple[float, float], node: str
     ) -> None:
         """An instruction was carried out; start and end in seconds on the wall clock."""
-        kind = span_kind(instruction)
+        # What neither computes nor waits belongs to the update. `scale` and `release` begin by
+        # reading the step reduction: their time is a wait for other ranks.
+        kind = _SPAN_KIND.get(instruction, "update")
         if kind:
             start, end = times
             self.spans.append(
@@ -243,10 +233,3 @@ class StepRecord:
                     node=node,
                 )
             )
-
-
-def span_kind(instruction: str) -> str:
-    """The kind of span of an instruction; "" for one that has none."""
-    # What neither computes nor waits belongs to the update. `scale` and `release` begin by reading
-    # the step reduction: their time is a wait for other ranks.
-    return _SPAN_KIND.get(instruction, "update")

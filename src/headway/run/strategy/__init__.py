@@ -1,7 +1,7 @@
-"""How a plan's gradients become updates: a strategy has a reducer, parameters and an updater.
+"""How a plan's gradients become updates: a strategy has a reducer and parameters.
 
 Enters: what is trained and by which plan (`TrainingSetup`). Leaves: summed gradients, updated
 parameters, and their state under logical names. Begin with `strategy.make_strategy`, which says
-which of the three a plan needs: a `reducer` (buckets, FSDP2, none), `parameters` (whole, in parts,
-of stages) and an updater (once per step, stage by stage).
+which of both a plan needs: a reducer (buckets, FSDP2, none) and `parameters` (whole, in parts, of
+stages).
 """

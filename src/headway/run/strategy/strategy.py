@@ -1,37 +1,43 @@
 """A strategy: from backward's gradients to updated parameters.
 
-A strategy has a reducer (who sums gradients), parameters (what a rank holds of them) and an updater
-(when the optimiser steps). It has one method for each instruction of a step program that follows
-the forward passes. A new way to split a model is a new value of one of the three; `make_strategy`
-chooses them.
+A strategy has a reducer (who sums gradients) and parameters (what a rank holds of them). It has one
+method for each instruction of a step program that follows the forward passes. A new way to split a
+model is a new value of one of the two; `make_strategy` chooses them. `BucketReducer` sums gradients
+in buckets; `LocalReducer` takes what backward has left: summed by FSDP2, by the table of a pipeline
+over the copies of its stages (SYNC), or of one rank alone.
 
-`StepUpdater` updates all parameters at the end of a step. `StageUpdater` is for schedules without a
-flush: a STEP in the table updates one stage by the gradients of its group. Sources: PipeDream
-(Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2021).
+The optimiser steps at the end of a step (`Strategy.update`); under a schedule without a flush a
+STEP in the table updates one stage by the gradients of its group (`update_stage`). Sources:
+PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2021).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
 from headway.comm.compress.state import collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
+from headway.comm.lanes.buckets import BucketTiming
+from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch
 from headway.errors import Diverged, PlanError
 from headway.optim import fit_exchange
+from headway.parallel.fsdp import ShardedState
 from headway.parallel.split_layers import ParameterPlacement, SplitDecisions
 from headway.parallel.tensor import ProcessGrid
-from headway.plans import Plan
+from headway.plans import ExchangePlan, Plan
 from headway.plans.layer_split import SPACE
-from headway.plans.plan import SHARD_AXIS, check_executable
+from headway.plans.plan import SHARD_AXIS, Zero, check_executable
 from headway.run.distributed.device_mesh import state_mesh
 from headway.run.distributed.process_groups import exchange_routes
 from headway.run.distributed.world import broadcast_from_rank0
@@ -47,85 +53,229 @@ from headway.run.strategy.parameters import (
     TensorsByKind,
     WholeParameters,
 )
-from headway.run.strategy.reducer import BucketReducer, LocalReducer, Reducer
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
 
 
-class Updater(ABC):
-    """Steps the optimiser with summed gradients."""
+class Reducer(ABC):
+    """Sums gradients over the ranks; one method for each instruction that it takes part in.
+
+    Attributes:
+        exchange: The exchange of buckets; None where gradients are summed otherwise.
+    """
+
+    exchange: AdaptiveExchange | None = None
 
     @abstractmethod
-    def update(self) -> None:
-        """Update all parameters, at the end of a step."""
-
-    @abstractmethod
-    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
-        """Update a stage, at a STEP of the pipeline's table.
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        """Parameters have been frozen or thawed.
 
         Args:
-            last: The stage's last STEP in the table: its gradients stay until the next step of the
-                recipe, for the user to look at.
+            sources: Logical name -> where backward leaves the gradient.
         """
 
     @abstractmethod
-    def diverged(self, what: str, where: str) -> Diverged:
-        """The error of a loss or a norm that is not finite."""
+    def calling(self) -> AbstractContextManager[None]:
+        """Around every call of the loss."""
+
+    @abstractmethod
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        """A step begins: forget the last one's gradients.
+
+        Args:
+            factor: This rank's gradients are multiplied by it before they are summed.
+        """
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Gradients of the next backward pass may be sent."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send all gradients that have not been sent."""
+
+    @abstractmethod
+    def receive(self) -> Sequence[BucketTiming]:
+        """Wait for the sums."""
+
+    @abstractmethod
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        """Multiply the sums."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the exchange in progress and remove the hooks from the model."""
 
 
-class StepUpdater(Updater):
-    """One step of the optimiser per step of the recipe."""
+class LocalReducer(Reducer):
+    """Gradients stay where backward has left them; FSDP2, if there is any, has summed them there.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Args:
+        weight: Of the gradients of what is not sharded.
+        gradient_copies: Ranks that contribute the gradient of the same sample to a sum.
+    """
 
-    def update(self) -> None:
-        self._optimizer.step()
+    def __init__(
+        self, context: StepContext, zero: Zero = 0, *, weight: float = 1.0, gradient_copies: int = 1
+    ) -> None:
+        self._context = context
+        self._zero = zero
+        self._weight = weight
+        self._gradient_copies = gradient_copies
+        self._state: ShardedState | None = None
 
-    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
-        pass  # `update` steps all stages at once
+    def shard(self, model: nn.Module, optimizer: Optimizer | None, mesh: DeviceMesh) -> None:
+        """Shard the model in place; collective.
 
-    def diverged(self, what: str, where: str) -> Diverged:
-        return Diverged(
-            what,
-            where=where,
-            why="The update was not made: parameters are those of the step before.",
-            fix="Lower the learning rate, clip the gradients, or check this batch's data.",
+        Args:
+            optimizer: None: it gets the sharded parameters from the caller.
+        """
+        assert self._zero
+        self._state = ShardedState(
+            model, optimizer, mesh, self._zero, counted=self._gradient_copies
         )
 
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        pass  # nothing is registered per parameter
 
-class StageUpdater(Updater):
-    """Each stage is updated by the table, several times per step of the recipe."""
+    def calling(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state is None else self._state.called()
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def update(self) -> None:
-        pass  # the table has made the updates
-
-    def update_stage(self, parameters: Iterable[nn.Parameter], last: bool) -> None:
-        stage = set(parameters)
-        everything = (p for group in self._optimizer.param_groups for p in group["params"])
-        # An optimiser updates whatever has a gradient: set those of other stages aside.
-        aside = {p: p.grad for p in everything if p.grad is not None and p not in stage}
-        for parameter in aside:
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        for parameter in trained:
+            # None and not zero: an unused parameter must have no gradient, as in the serial run.
             parameter.grad = None
-        self._optimizer.step()
-        if not last:
-            for parameter in stage:
-                parameter.grad = None
-        for parameter, gradient in aside.items():
-            parameter.grad = gradient
+        if self._state is not None:
+            self._state.begin()
 
-    def diverged(self, what: str, where: str) -> Diverged:
-        return Diverged(
-            what,
-            where=where,
-            why="The schedule has no flush: stages have been updated, and no checkpoint was saved.",
-            fix="Lower the learning rate, or check this batch's data; then rerun with --resume, "
-            "from the last checkpoint.",
+    def arm(self) -> None:
+        if self._state is not None:
+            self._state.arm()
+
+    def send(self) -> None:
+        pass  # backward has sent what there is to send
+
+    def receive(self) -> Sequence[BucketTiming]:
+        if self._state is not None:
+            with self._context.exchanging():
+                self._state.sum_whole(self._weight)
+        return ()
+
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def close(self) -> None:
+        pass
+
+
+class BucketReducer(Reducer):
+    """Gradients are summed in buckets, as the plan's exchange says.
+
+    Args:
+        crossing: Model and optimiser, where steps cross their border (priority).
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        routes: RoutePool,
+        description: ExchangePlan,
+        *,
+        seed: int,
+        crossing: tuple[nn.Module, Optimizer] | None,
+    ) -> None:
+        self._context = context
+        self._routes = routes
+        self._description = description
+        self._seed = seed
+        self._crossing = crossing
+        context.waiting = self._waiting
+
+    def _waiting(self) -> Sequence[str]:
+        return () if self.exchange is None else tuple(self.exchange.now.waiting())
+
+    def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
+        state, wanted = {}, self._description
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.flush()
+            # Residuals of compressors go on by name; so does a program found by measuring.
+            state, wanted = self.exchange.state(), self.exchange.wanted
+            self.exchange.close()
+            self.exchange = None
+        if not sources:
+            return
+        model, optimizer = self._crossing or (None, None)
+        self.exchange = AdaptiveExchange(
+            sources,
+            wanted,
+            self._routes,
+            seed=self._seed,
+            model=model,
+            optimizer=optimizer,
+            tell=self._context.remarks.append,
+            doing=self._context.wait_for,
         )
+        self.exchange.restore(state)
+
+    def calling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.begin()
+            # Updates are exchanged as they are: `Strategy.propose` has applied the factor before.
+            self.exchange.now.factor = 1.0 if self._description.values == "updates" else factor
+
+    def arm(self) -> None:
+        if self.exchange is not None:
+            self.exchange.now.arm()
+
+    def send(self) -> None:
+        if self.exchange is not None:
+            with self._context.exchanging():
+                self.exchange.now.send()
+
+    def receive(self) -> Sequence[BucketTiming]:
+        if self.exchange is None:
+            return ()
+        with self._context.exchanging():
+            flights = self.exchange.now.receive()
+        self.exchange.now.settle()
+        return flights
+
+    def scale(self, factor: float, trained: Collection[nn.Parameter]) -> None:
+        if self.exchange is not None:
+            self.exchange.now.scale(factor)
+
+    def close(self) -> None:
+        self.follow({})
+        self._routes.rest()
+
+
+def update_stage(optimizer: Optimizer, parameters: Iterable[nn.Parameter], last: bool) -> None:
+    """Update a stage by the gradients of its group, at a STEP of a table without a flush.
+
+    Args:
+        last: The stage's last STEP in the table: its gradients stay until the next step of the
+            recipe, for the user to look at.
+    """
+    stage = set(parameters)
+    everything = (p for group in optimizer.param_groups for p in group["params"])
+    # An optimiser updates whatever has a gradient: set those of other stages aside.
+    aside = {p: p.grad for p in everything if p.grad is not None and p not in stage}
+    for parameter in aside:
+        parameter.grad = None
+    optimizer.step()
+    if not last:
+        for parameter in stage:
+            parameter.grad = None
+    for parameter, gradient in aside.items():
+        parameter.grad = gradient
 
 
 def check_clip(plan: Plan, clip: float | None) -> None:
@@ -163,13 +313,11 @@ class Strategy:
         *,
         parameters: HeldParameters,
         reducer: Reducer,
-        updater: Updater,
         pipeline: PipelineRunner | None = None,
         divide: Callable[[RankBatch | None], RandomDraws | None] | None = None,
     ) -> None:
         self.parameters = parameters
         self.reducer = reducer
-        self.updater = updater
         self.pipeline = pipeline
         self._setup = setup
         self._context = context
@@ -331,7 +479,7 @@ class Strategy:
 
     def update(self) -> None:
         """Step the optimiser and the scheduler."""
-        self.updater.update()
+        self._setup.optimizer.step()
         self._schedule()
 
     def settle(self) -> None:
@@ -416,11 +564,23 @@ class Strategy:
         return record.samples / count
 
     def _diverged(self, what: str) -> Diverged:
-        return self.updater.diverged(what, self._context.doing)
+        """The error of a loss or a norm that is not finite."""
+        if self._setup.plan.flushes:
+            why = "The update was not made: parameters are those of the step before."
+            fix = "Lower the learning rate, clip the gradients, or check this batch's data."
+        else:
+            why = (
+                "The schedule has no flush: stages have been updated, and no checkpoint was saved."
+            )
+            fix = (
+                "Lower the learning rate, or check this batch's data; then rerun with --resume, "
+                "from the last checkpoint."
+            )
+        return Diverged(what, where=self._context.doing, why=why, fix=fix)
 
 
 def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
-    """The reducer, parameters and updater that a plan needs; collective.
+    """The reducer and the parameters that a plan needs; collective.
 
     The model is sharded in place under ZeRO; it is split or cut at its first batch.
 
@@ -445,7 +605,6 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
         context,
         parameters=WholeParameters(setup.model, context),
         reducer=_bucket_reducer(setup, context),
-        updater=StepUpdater(setup.optimizer),
     )
 
 
@@ -481,7 +640,6 @@ def _sharded(setup: TrainingSetup) -> Strategy:
         context,
         parameters=ShardedParameters(model, context, form=form),
         reducer=reducer,
-        updater=StepUpdater(setup.optimizer),
     )
 
 
@@ -527,7 +685,6 @@ def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         context,
         parameters=parameters,
         reducer=fsdp or buckets,
-        updater=StepUpdater(setup.optimizer),
         divide=divide,
     )
 
@@ -548,7 +705,6 @@ def _pipeline_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     layers = SplitLayers.of(plan, world) if plan.split.tensor else None
     parameters = StageParameters(setup.model, setup.optimizer, plan, context, layers)
     _fit_optimizer(setup)
-    updater = StepUpdater(setup.optimizer) if plan.flushes else StageUpdater(setup.optimizer)
     pipeline = PipelineRunner(
         forward,
         plan,
@@ -556,14 +712,13 @@ def _pipeline_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         seed=setup.seed,
         remark=context.remarks.append,
         weights=parameters,
-        update_stage=updater.update_stage,
+        update_stage=partial(update_stage, setup.optimizer),
     )
     return Strategy(
         setup,
         context,
         parameters=parameters,
         reducer=LocalReducer(context),
-        updater=updater,
         pipeline=pipeline,
         divide=pipeline.cut,
     )

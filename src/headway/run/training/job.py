@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.plans import Plan
 from headway.plans.exchange import AllReduceName
+from headway.run.distributed.heartbeat import HEARTBEAT_TIMEOUT_SECONDS
 from headway.run.distributed.launch_env import LaunchEnv
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TrainJob:
     resume: bool = False
     device: str = "auto"
     timeout_seconds: float = 300.0
-    patience_seconds: float = 5.0
+    patience_seconds: float = HEARTBEAT_TIMEOUT_SECONDS
     trace_every: int = 50
     before_step: Callable[[LaunchEnv, int], None] | None = None
 

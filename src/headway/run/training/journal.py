@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,10 @@ class Journal:
         self._before: tuple[int, float] | None = None
         self._run: EventLog | None = None
         if world.rank == 0:
-            self._run = stack.enter_context(EventLog(directory.events_file, attempt=attempt))
-        self._own = stack.enter_context(EventLog(directory.rank_file(world.rank), attempt=attempt))
+            self._run = EventLog(directory.events_file, attempt=attempt)
+            stack.enter_context(closing(self._run))
+        self._own = EventLog(directory.rank_file(world.rank), attempt=attempt)
+        stack.enter_context(closing(self._own))
 
     @property
     def is_first(self) -> bool:

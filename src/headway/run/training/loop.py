@@ -9,7 +9,6 @@ SIGHUP and the first Ctrl-C set a flag that the loop reads.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter, time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -154,7 +153,6 @@ class Training:
                     torch_version=torch.__version__,
                     device=str(world.device),
                     backend=world.backend,
-                    cores=os.cpu_count() or 1,
                 ),
             )
         # The others look for what rank 0 has written.
@@ -511,12 +509,7 @@ class StopRequest:
             signal.signal(number, self._arrived)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, before in self._previous.items():
             # None: a handler that C code had installed; Python can only fall back to the default.
             signal.signal(number, signal.SIG_DFL if before is None else before)

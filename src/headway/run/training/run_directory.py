@@ -7,13 +7,13 @@ line is handed to the kernel when `EventLog.write` returns. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
-from types import TracebackType
 from typing import Any
 
 from headway.errors import RunDirectoryTaken, RunError
@@ -74,9 +74,7 @@ class RunDirectory:
         _write_json(self.recipe_file, recipe)
 
 
-def describe_environment(
-    *, torch_version: str, device: str, backend: str, cores: int
-) -> dict[str, object]:
+def describe_environment(*, torch_version: str, device: str, backend: str) -> dict[str, object]:
     """The machine and the versions, for environment.json."""
     from headway import __version__
 
@@ -86,7 +84,7 @@ def describe_environment(
         "torch": torch_version,
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),
-        "cores": cores,
+        "cores": os.cpu_count() or 1,
         "device": device,
         "backend": backend,
         "host": platform.node(),
@@ -127,17 +125,6 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _ends_with_newline(path: Path) -> bool:
