@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # what a shell does to jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW_PER_DAY = 5
-"""Of some twenty-five: each has its turn within a week, and a run stays short."""
+"""Of some thirty-five: each has its turn within a week, and a run stays short."""
 
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False

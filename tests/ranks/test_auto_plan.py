@@ -178,6 +178,7 @@ def test_under_torchrun_rank_0_searches_for_all(tmp_path):
         assert torch.allclose(tensor, serial[name], rtol=1e-12, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_under_torchrun_an_error_of_rank_0_ends_all_and_is_told_once(tmp_path):
     cluster = described(tmp_path, memory="64 B")
     done = under_torchrun(tmp_path, "--cluster", str(cluster))
@@ -195,6 +196,7 @@ import os, threading
 from dataclasses import replace
 from support.recipes import mlp
 from support.tiny_models import Mlp
+from support.sampling import sampled
 
 def model():
     threading.Event().wait(300)  # a long search of rank 0

@@ -20,6 +20,7 @@ from headway.launch.worker import run_rank_here
 from headway.run.distributed.failure_record import read_failures
 from headway.run.distributed.launch_env import LaunchEnv
 from support import launch_entries as entries
+from support.sampling import sampled
 
 PRELOAD = ("pytest", "support.launch_entries")
 SUPPORT = Path(entries.__file__).parent
@@ -119,7 +120,7 @@ def test_a_rank_that_does_not_come_to_an_exchange_is_named():
 # -- kills ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", sampled([0, 1], 1))
 def test_a_killed_worker_is_replaced(tmp_path, victim):
     told: list[tuple[int, str]] = []
     result = launch(
@@ -148,7 +149,7 @@ def test_restarts_without_progress_are_limited(tmp_path):
 # -- signals to the launcher ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", sampled(["SIGTERM", "SIGINT"], 1))
 def test_a_signal_to_the_launcher_stops_the_workers_in_order(tmp_path, name):
     with program("until_stopped", tmp_path) as launcher:
         pids = ready(tmp_path)

@@ -263,7 +263,7 @@ def pipelined(world, case, names):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled([*CASES], 6))
 def test_equal_to_the_serial_run(case):
     expected = expected_of(case)
     # Two copies of a batch-norm see half of the micro-batches each: their statistics differ.

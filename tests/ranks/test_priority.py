@@ -17,6 +17,7 @@ from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.ranks import run_ranks
+from support.sampling import sampled
 from support.serial import Numbers, largest_error, numbers, train_serially
 from support.tiny_models import (
     ALL,
@@ -150,20 +151,29 @@ def check(results: list[list[Numbers]], case: str, batch: int, **options: Any) -
             assert error < 1e-12, f"rank {rank}, step {3 * step}: {name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled([*CASES], 3))
 def test_two_ranks_equal_the_serial_run(case):
     """The first steps are measured and awaited, then the exchange is re-arranged."""
     check(run_ranks(2, split, case, 12), case, 12)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", sampled([*OPTIMIZERS], 3))
 def test_every_optimiser_is_stepped_in_slices(optimizer):
     found = run_ranks(2, split, "mlp", 12, optimizer=optimizer)
     check(found, "mlp", 12, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("credit", "chunk"), [(1, "32"), (3, "200"), (4, "1 MiB")])
-@pytest.mark.parametrize("case", ["dropout", "sometimes"])
+@pytest.mark.parametrize(
+    ("case", "credit", "chunk"),
+    sampled(
+        [
+            (case, credit, chunk)
+            for case in ("dropout", "sometimes")
+            for credit, chunk in ((1, "32"), (3, "200"), (4, "1 MiB"))
+        ],
+        2,
+    ),
+)
 def test_neither_chunks_nor_credit_nor_timing_change_anything(case, credit, chunk):
     found = run_ranks(3, split, case, 13, 2, chunk=chunk, credit=credit, jitter=0.004)
     check(found, case, 13)

@@ -111,6 +111,7 @@ def test_a_batch_of_fewer_samples_than_ranks():
     compare("scaled", 3, batch=13, length=40)  # the fourth batch has one sample
 
 
+@pytest.mark.slow
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
     """Copies of parts, then parts, then one process, as one process throughout."""
     stages = ((3, 4, ("zero=3", "shards=2")), (6, 3, ("zero=1",)), (8, 1, ()))

@@ -132,6 +132,7 @@ ISLANDS = LayerSplit(
 )
 
 
+@pytest.mark.slow
 def test_layers_in_parts():
     compare(
         4,
@@ -168,6 +169,7 @@ def test_grids():
     )
 
 
+@pytest.mark.slow
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
     """Stages of split layers, then with state in parts, then one process, as it throughout."""
     chimera = "pipeline.schedule='chimera'"

@@ -92,7 +92,7 @@ def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None, **kept)
             (4, LayerSplit(tensor=(1, 2, 2))),
             (4, LayerSplit(tensor=(1, 2, 1))),
         ],
-        3,
+        2,
     ),
     ids=str,
 )
@@ -174,11 +174,14 @@ def test_split_layers_with_sharded_state(ranks, layers, kept):
 
 @pytest.mark.parametrize(
     "exchange",
-    [
-        ExchangePlan(bucket="1 KiB"),
-        ExchangePlan(bucket="auto"),
-        ExchangePlan(collective="hierarchical"),
-    ],
+    sampled(
+        [
+            ExchangePlan(bucket="1 KiB"),
+            ExchangePlan(bucket="auto"),
+            ExchangePlan(collective="hierarchical"),
+        ],
+        1,
+    ),
     ids=str,
 )
 def test_gradients_of_parts_leave_in_buckets(exchange):
@@ -290,11 +293,14 @@ def test_dropout_does_not_depend_on_the_split():
 
 @pytest.mark.parametrize(
     ("ranks", "layers"),
-    [
-        (2, LayerSplit(spatial=(2, 1, 1))),
-        (4, LayerSplit(spatial=(2, 1, 1))),
-        (4, LayerSplit(spatial=(2, 2, 1))),
-    ],
+    sampled(
+        [
+            (2, LayerSplit(spatial=(2, 1, 1))),
+            (4, LayerSplit(spatial=(2, 1, 1))),
+            (4, LayerSplit(spatial=(2, 2, 1))),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_split_samples_are_the_serial_run(ranks, layers):
@@ -313,6 +319,7 @@ def test_split_samples_with_sharded_state_and_by_priority(kept):
 BY = "split.by=[{modules='blocks.*.perceptron', tensor=[1, 2, 1]}]"
 
 
+@pytest.mark.slow
 def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
     """Sharded state, a cuboid, parts of parts, stages with grids of their own, one process, as
     one process throughout."""
@@ -330,12 +337,15 @@ def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "ranks", "split"),
-    [
-        ("speaker", 4, "split.tensor=[2]"),
-        ("speaker", 4, "split.tensor=[2] zero=3"),
-        ("segmenter", 2, "split.spatial=[2]"),
-        ("estimator", 4, "split.spatial=[2,1,2]"),
-    ],
+    sampled(
+        [
+            ("speaker", 4, "split.tensor=[2]"),
+            ("speaker", 4, "split.tensor=[2] zero=3"),
+            ("segmenter", 2, "split.spatial=[2]"),
+            ("estimator", 4, "split.spatial=[2,1,2]"),
+        ],
+        2,
+    ),
 )
 def test_the_command_proves_it(tmp_path, recipe, ranks, split):
     words = [word for value in split.split(" ") for word in ("--set", value)]

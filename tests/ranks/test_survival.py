@@ -117,7 +117,7 @@ def test_kill_9_of_any_worker_at_any_time(tmp_path, undisturbed, what, rank, at)
     assert none_left(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", sampled(["SIGTERM", "SIGINT"], 1))
 def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path, undisturbed, name):
     run = tmp_path / "run"
     words = ("train", "support.recipes:trapped", "-n", "2", "-d", "run", "--device", "cpu")

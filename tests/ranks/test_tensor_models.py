@@ -140,14 +140,17 @@ def surveyed(plans):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks():
     run_ranks(2, on_grids, surveyed(TWO), timeout=90)
 
 
+@pytest.mark.slow
 def test_four_ranks():
     run_ranks(4, on_grids, surveyed(FOUR), timeout=120)
 
 
+@pytest.mark.slow
 def test_eight_ranks():
     run_ranks(8, on_grids, surveyed(EIGHT), timeout=150)
 

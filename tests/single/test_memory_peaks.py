@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from headway.planner.search.plan_conversion import point_of
 from headway.planner.search.request import PlanRequest
 from headway.plans import data_parallel
 from support.memory_models import CASES, Block, Gpt2
+from support.sampling import sampled
 from support.step_memory import (
     UPDATE_TEMPORARIES,
     operator_ranges_of,
@@ -62,8 +64,7 @@ def graphs():
 # -- whole models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "rule"), sampled([*product(CASES, ["sgd", "adamw"])], 9))
 def test_the_peak_of_a_step_is_that_of_torchs_tracker(graphs, name, rule):
     case = CASES[name]
     total, by_category = peak_of_steps(case.make, case.data, case.loss, RULES[rule])
@@ -135,8 +136,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(("name", "microbatches"), sampled([*product(CUTS, [1, 4])], 3))
 def test_the_peak_of_every_stage_of_a_pipeline(graphs, name, microbatches):
     case, graph = CASES[name], graphs[name]
     data = [torch.zeros(t.shape, dtype=t.dtype) for t in case.data]
@@ -165,9 +165,8 @@ def test_a_whole_model_as_the_search_has_it(graphs, name):
 
 
 @pytest.mark.parametrize(
-    ("zero", "ranks"), [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4), (3, 2), (3, 4)]
+    ("zero", "ranks", "microbatches"), sampled([*product(range(4), [2, 4], [1, 3])], 6)
 )
-@pytest.mark.parametrize("microbatches", [1, 3])
 def test_copies_and_state_in_parts(graphs, zero, ranks, microbatches):
     """The executor's buckets, and what FSDP2 gathers and sums beside the parts."""
     case = CASES["perceptron"]

@@ -164,21 +164,36 @@ FIRST = LayerSplit(spatial=(2,))
 
 @pytest.mark.parametrize(
     ("name", "ranks", "stages", "split", "options"),
-    [
-        ("talker", 2, 1, ISLANDS, {}),
-        ("talker", 4, 1, LayerSplit(tensor=(2,), whole=("blocks.1",)), {"zero": 2}),
-        ("talker", 4, 1, LayerSplit(tensor=(2,), only=("blocks",)), {"precision": "bfloat16"}),
-        ("talker", 4, 2, LayerSplit(tensor=(2,)), {"precision": "bfloat16", "pipeline": PIPE}),
-        ("talker", 4, 1, LayerSplit(tensor=(2,)), {"shares": (3, 1), "microbatch": 2, "zero": 3}),
-        ("talker", 4, 1, LayerSplit(tensor=(2,)), {"shares": (3, 1), "microbatch": 2}),
-        ("layers", 4, 2, LayerSplit(tensor=(2,)), {"pipeline": PIPE}),
-        ("layers", 4, 1, LayerSplit(tensor=(2,)), {"zero": 1}),
-        ("estimator", 4, 2, FIRST, {"pipeline": PIPE}),
-        ("estimator", 4, 1, LayerSplit(spatial=(2,), head="gathered"), {"zero": 2}),
-        ("normed", 4, 2, LayerSplit(spatial=(2, 1)), {"pipeline": PIPE, "precision": "float64"}),
-        ("normed", 8, 1, LayerSplit(spatial=(2, 2)), {"microbatch": 3, "batch": 10}),
-        ("segmenter", 12, 2, LayerSplit(spatial=(3, 1, 1)), {"pipeline": PIPE, "batch": 11}),
-    ],
+    sampled(
+        [
+            ("talker", 2, 1, ISLANDS, {}),
+            ("talker", 4, 1, LayerSplit(tensor=(2,), whole=("blocks.1",)), {"zero": 2}),
+            ("talker", 4, 1, LayerSplit(tensor=(2,), only=("blocks",)), {"precision": "bfloat16"}),
+            ("talker", 4, 2, LayerSplit(tensor=(2,)), {"precision": "bfloat16", "pipeline": PIPE}),
+            (
+                "talker",
+                4,
+                1,
+                LayerSplit(tensor=(2,)),
+                {"shares": (3, 1), "microbatch": 2, "zero": 3},
+            ),
+            ("talker", 4, 1, LayerSplit(tensor=(2,)), {"shares": (3, 1), "microbatch": 2}),
+            ("layers", 4, 2, LayerSplit(tensor=(2,)), {"pipeline": PIPE}),
+            ("layers", 4, 1, LayerSplit(tensor=(2,)), {"zero": 1}),
+            ("estimator", 4, 2, FIRST, {"pipeline": PIPE}),
+            ("estimator", 4, 1, LayerSplit(spatial=(2,), head="gathered"), {"zero": 2}),
+            (
+                "normed",
+                4,
+                2,
+                LayerSplit(spatial=(2, 1)),
+                {"pipeline": PIPE, "precision": "float64"},
+            ),
+            ("normed", 8, 1, LayerSplit(spatial=(2, 2)), {"microbatch": 3, "batch": 10}),
+            ("segmenter", 12, 2, LayerSplit(spatial=(3, 1, 1)), {"pipeline": PIPE, "batch": 11}),
+        ],
+        6,
+    ),
 )
 def test_models(name, ranks, stages, split, options):
     """Grids of their own, weights that are tied, frozen or whole, statistics, thirds of samples."""

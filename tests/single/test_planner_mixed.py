@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from headway.plans import explain
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
 from support.machines import assumed_machine
+from support.sampling import sampled
 from support.water_filling import water_filling
 
 NETWORK = machine_of(of_preset("p3.16xlarge", nodes=1)).network
@@ -197,7 +199,7 @@ def alpas_sum(point):
     return sum(times) + (m - 1) * max(times)
 
 
-@pytest.mark.parametrize("memory", [None, 40 * MIB, 24 * MIB])
+@pytest.mark.parametrize("memory", sampled([None, 40 * MIB, 24 * MIB], 1))
 def test_every_cut_is_the_best_of_all(small, memory):
     search = PlanSearch(asked(small, memory=memory, zero=(0,), batch=6))
     assert len(search.row) == 7
@@ -287,8 +289,10 @@ def everything(question):
         yield from (point for point in found if point is not None)
 
 
-@pytest.mark.parametrize("counts", [COUNTS, {"v100": 1, "p100": 3}])
-@pytest.mark.parametrize("memory", [None, 24 * MIB])
+@pytest.mark.parametrize(
+    ("counts", "memory"),
+    sampled([*product([COUNTS, {"v100": 1, "p100": 3}], [None, 24 * MIB])], 2),
+)
 def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
     question = asked(small, counts=counts, batch=9, memory=memory, objective="fastest", proof=True)
     found = find_plans(question)
