@@ -20,7 +20,7 @@ from headway.capture import capture
 from headway.cluster.datasheets import datasheet_of
 from headway.collective.model.link_fit import LinkFit
 from headway.graph.model_graph import ModelGraph
-from headway.planner.guidelines.das import LayerTimes, windows
+from headway.planner.guidelines.layer_parallelism import LayerTimes, windows
 from headway.planner.whale.load_balance import (
     DeviceShare,
     algorithm_1,

@@ -9,8 +9,8 @@ import pytest
 from headway.collective.model.link_fit import LinkFit
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.planner.guidelines.advice import AdviceFacts, guidelines
-from headway.planner.guidelines.das import DasLayer, LayerTimes
 from headway.planner.guidelines.layer_algorithms import choose_minibatch
+from headway.planner.guidelines.layer_parallelism import DasLayer, LayerTimes
 
 
 def profile(batch):

@@ -14,7 +14,7 @@ from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import LinkLoad, simulate_link
 from headway.collective.nodes import NOTHING
 from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.planner.guidelines.das import (
+from headway.planner.guidelines.layer_parallelism import (
     DasLayer,
     LayerTimes,
     Matmul,

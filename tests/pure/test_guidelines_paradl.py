@@ -9,16 +9,15 @@ import pytest
 
 from headway.cluster import Link
 from headway.cost.network import HierarchicalNetwork, LinkLevel
-from headway.errors import PlanError
-from headway.planner.guidelines import paradl
-from headway.planner.guidelines.paradl import (
+from headway.planner.guidelines import layer_parallelism as paradl
+from headway.planner.guidelines.layer_parallelism import (
     ParadlJob,
     ParadlLayer,
     data_filter,
     data_spatial,
-    pipeline,
     possible,
 )
+from support.paradl_pipeline import pipeline
 
 D, B, ALPHA, BETA, DELTA, GAMMA = 1280, 64, 1e-5, 1e-9, 4, 0.8
 LAYERS = (
@@ -37,8 +36,6 @@ JOB = ParadlJob(
     seconds_per_byte=BETA,
     element=DELTA,
     reuse=GAMMA,
-    segments=4,
-    begins=(1,),
 )
 FW, BW, WU = 7e-3, 15e-3, 1.3e-3
 X, Y, W, BIAS = 1350e3, 1201e3, 4.079e6, 1192
@@ -83,14 +80,12 @@ def test_the_row_of_the_pipeline():
     second = GAMMA * DELTA * (2 * B * (800e3 + 400e3 + 400e3 + 1e3) + 2 * 4.07e6 + 1128)
     first = GAMMA * DELTA * (2 * B * 950e3 + 2 * 9e3 + 64)
     agrees(
-        pipeline(JOB, p),
+        pipeline(JOB, p, begins=(1,), s=s),
         D * (p + s - 1) / s * (stage_fw + stage_bw) + D / B * stage_wu,
         2 * D * (p + s - 2) / B * (ALPHA + B / s * 800e3 * DB),
         max(first, second),
         3,
     )
-    with pytest.raises(PlanError, match="cut into 2 groups"):
-        pipeline(JOB, 3)
 
 
 @pytest.mark.parametrize(("p1", "p2"), [(2, 4), (4, 2), (3, 3)])
@@ -128,10 +123,9 @@ def test_a_layer_without_space_limits_no_split_in_space():
     assert paradl.spatial(dataclasses.replace(JOB, layers=(head,)), 4).limit == 1
 
 
-@pytest.mark.parametrize("name", paradl.ROWS)
+@pytest.mark.parametrize("name", [*paradl.ROWS, "pipeline"])
 def test_one_device_is_the_serial_run(name):
-    job = dataclasses.replace(JOB, begins=(), segments=1)
-    row = paradl.ROWS[name](job, 1)
+    row = {**paradl.ROWS, "pipeline": pipeline}[name](JOB, 1)
     assert row.computation == pytest.approx(D * (FW + BW) + D / B * WU, rel=1e-12)
     assert row.communication == 0
     assert row.memory == pytest.approx(held(B), rel=1e-12)

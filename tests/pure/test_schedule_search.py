@@ -9,19 +9,17 @@ from dataclasses import replace
 import pytest
 
 from headway.errors import PlanError, UsageError
-from headway.planner.schedule_search.heuristics import (
+from headway.planner.schedule_search.placements import PLACEMENTS, costs_of, make_placement
+from headway.planner.schedule_search.tables import (
     ListProblem,
+    ScheduleSearchBudget,
     TableCandidate,
     UrgencyPolicy,
     earliest_starts,
     improve_table,
-    random_urgency,
-)
-from headway.planner.schedule_search.placements import PLACEMENTS, costs_of, make_placement
-from headway.planner.schedule_search.tables import (
-    ScheduleSearchBudget,
     known_tables,
     lower_bound,
+    random_urgency,
     search_schedule,
 )
 from headway.schedule.check import schedule_violations

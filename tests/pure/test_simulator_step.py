@@ -12,7 +12,7 @@ from headway.cluster.link import Link
 from headway.collective.model.link_fit import LinkFit
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.errors import PlanError
-from headway.planner.guidelines.das import LayerTimes, windows
+from headway.planner.guidelines.layer_parallelism import LayerTimes, windows
 from headway.schedule.generators.registry import make_schedule
 from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
 from headway.simulator.simulation import simulate_training_step

@@ -11,7 +11,12 @@ from torch import nn
 
 from headway.capture import capture
 from headway.graph.operator_fusion import fuse_light_operators
-from headway.planner.guidelines.das import communication, computation, layers_of, ratio_of
+from headway.planner.guidelines.layer_parallelism import (
+    communication,
+    computation,
+    layers_of,
+    ratio_of,
+)
 from support.big_models import OVERFEAT_FAST, VGG_A, ResNet50, meta, plain_convolutions
 
 

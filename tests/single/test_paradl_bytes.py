@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from headway.planner.guidelines.paradl import ROWS, ParadlJob, ParadlLayer
+from headway.planner.guidelines.layer_parallelism import ROWS, ParadlJob, ParadlLayer
 from support.collective_recorder import CollectiveRecorder
 from support.fake_world import fake_world
 

@@ -11,9 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import LinkFit, ring_factor
-from headway.planner.guidelines import das, zou
-from headway.planner.guidelines.das import LayerTimes, windows
+from headway.planner.guidelines import zou
 from headway.planner.guidelines.layer_algorithms import Minibatch
+from headway.planner.guidelines.layer_parallelism import (
+    DasLayer,
+    LayerTimes,
+    best_groups,
+    hybrid_volume,
+    ideal_groups,
+    least_samples,
+    most_nodes,
+    ratio_of,
+    windows,
+)
 from headway.units import format_bytes, format_number, format_rate, format_seconds, format_share
 
 
@@ -44,7 +54,7 @@ class AdviceFacts:
     link_rate: float | None = None
     node_rate: float | None = None
     batch: int | None = None
-    layers: Sequence[das.DasLayer] = ()
+    layers: Sequence[DasLayer] = ()
     times: Sequence[LayerTimes] = ()
     link: LinkFit | None = None
     minibatch: Minibatch | None = None
@@ -175,15 +185,15 @@ def _samples(facts: AdviceFacts) -> Iterator[Advice]:
     if not (facts.layers and facts.node_rate and facts.link_rate):
         return
     balance = facts.node_rate / facts.link_rate
-    whole = das.ratio_of(facts.layers)
-    samples = das.least_samples(balance, whole)
+    whole = ratio_of(facts.layers)
+    samples = least_samples(balance, whole)
     numbers = {"balance": balance, "ratio": whole, "samples": samples}
     answer = (
         f"{samples}: a node computes {format_number(balance)} FLOP while a byte travels, the model "
         f"needs {format_number(whole)} FLOP per byte and sample."
     )
     if facts.batch:
-        numbers["nodes"] = nodes = das.most_nodes(facts.batch, balance, whole)
+        numbers["nodes"] = nodes = most_nodes(facts.batch, balance, whole)
         answer += f" A minibatch of {facts.batch} suffices for {nodes} nodes."
     yield Advice(
         question="How many samples per node hide the exchange?",
@@ -197,14 +207,14 @@ def _groups(facts: AdviceFacts) -> Iterator[Advice]:
     if not (facts.layers and facts.batch and facts.workers):
         return
     nodes = facts.workers
-    alike: dict[das.DasLayer, list[str]] = {}
+    alike: dict[DasLayer, list[str]] = {}
     for layer in facts.layers:
         alike.setdefault(replace(layer, name=""), []).append(layer.name or "a layer")
     for layer, names in alike.items():
-        groups = das.best_groups(layer, facts.batch, nodes)
+        groups = best_groups(layer, facts.batch, nodes)
         if groups == nodes:
             continue
-        volumes = {g: das.hybrid_volume(layer, facts.batch, nodes, g) for g in (groups, 1, nodes)}
+        volumes = {g: hybrid_volume(layer, facts.batch, nodes, g) for g in (groups, 1, nodes)}
         yield Advice(
             question=f"How should {_one_and(names)} be split?",
             answer=f"{_grouped(groups, nodes)}: {format_bytes(volumes[groups])} per node and "
@@ -212,7 +222,7 @@ def _groups(facts: AdviceFacts) -> Iterator[Advice]:
             f"{format_bytes(volumes[1])}.",
             numbers={
                 "G": groups,
-                "ideal": das.ideal_groups(layer, facts.batch, nodes),
+                "ideal": ideal_groups(layer, facts.batch, nodes),
                 "hybrid": volumes[groups],
                 "data": volumes[nodes],
                 "model": volumes[1],

@@ -31,10 +31,23 @@ from headway.graph.model_graph import ModelGraph, Operator
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import OperatorSetting, legal_rules, operator_cost
 from headway.planner.explain.step_parts import level_of
-from headway.planner.guidelines import das, paradl, zou
+from headway.planner.guidelines import zou
 from headway.planner.guidelines.advice import Advice, AdviceFacts, guidelines
-from headway.planner.guidelines.das import DasLayer, LayerTimes, layers_of
 from headway.planner.guidelines.layer_algorithms import Minibatch, choose_minibatch
+from headway.planner.guidelines.layer_parallelism import (
+    ROWS,
+    DasLayer,
+    LayerTimes,
+    Matmul,
+    ParadlJob,
+    ParadlLayer,
+    ParadlRow,
+    best_degree,
+    data_filter,
+    data_spatial,
+    layers_of,
+    possible,
+)
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point
 from headway.planner.whale.load_balance import whole_filling
@@ -239,7 +252,7 @@ def advice_of_splits(job: AdviceRequest) -> Iterator[Advice]:
         yield from _degrees(job)
 
 
-def rows_of(job: AdviceRequest) -> dict[str, paradl.ParadlRow]:
+def rows_of(job: AdviceRequest) -> dict[str, ParadlRow]:
     """ParaDL's rows for the job's devices, of one step; with hybrids of nodes where there are some.
 
     Empty for a model without convolutions.
@@ -249,7 +262,7 @@ def rows_of(job: AdviceRequest) -> dict[str, paradl.ParadlRow]:
         return {}
     link = job.level.link
     batch = float(job.batch)
-    asked = paradl.ParadlJob(
+    asked = ParadlJob(
         layers=layers,
         samples=batch,
         batch=batch,
@@ -258,14 +271,14 @@ def rows_of(job: AdviceRequest) -> dict[str, paradl.ParadlRow]:
         element=float(job.engine.question.itemsize),
     )
     p, node = job.devices, job.node
-    found = {name: paradl.ROWS[name](asked, p) for name in ("data", "spatial", "filter", "channel")}
+    found = {name: row(asked, p) for name, row in ROWS.items()}
     if 1 < node < p:
-        found[f"data and filter (groups of {node})"] = paradl.data_filter(asked, p // node, node)
-        found[f"data and spatial (groups of {node})"] = paradl.data_spatial(asked, p // node, node)
+        found[f"data and filter (groups of {node})"] = data_filter(asked, p // node, node)
+        found[f"data and spatial (groups of {node})"] = data_spatial(asked, p // node, node)
     return found
 
 
-def _layers(job: AdviceRequest) -> Iterator[paradl.ParadlLayer]:
+def _layers(job: AdviceRequest) -> Iterator[ParadlLayer]:
     operators = job.engine.question.work.graph.operators
     times = {o.name: t for o, t in zip(operators, job.times, strict=True)}
     share = max(1, job.batch // job.devices)
@@ -273,7 +286,7 @@ def _layers(job: AdviceRequest) -> Iterator[paradl.ParadlLayer]:
     for layer in layers_of(job.engine.question.work.graph):
         one = times[layer.name]
         rows = layer.kernel[0] - 1  # of both neighbours together
-        yield paradl.ParadlLayer(
+        yield ParadlLayer(
             forward=one.forward / share,
             backward=(one.weight_grad + one.input_grad) / share,
             update=rate * layer.weights,
@@ -294,7 +307,7 @@ def _table(job: AdviceRequest) -> Iterator[Advice]:
     if not rows:
         return
     cap, p = job.engine.question.cap, job.devices
-    can = {name: row for name, row in rows.items() if paradl.possible(row, p, cap)}
+    can = {name: row for name, row in rows.items() if possible(row, p, cap)}
     best = min(can, key=lambda name: can[name].seconds, default=None)
     answer = f"{best}. " if best else "None of them can be on so many devices. "
     answer += "Per step: " + "; ".join(_line(name, row, p, cap) for name, row in rows.items())
@@ -306,7 +319,7 @@ def _table(job: AdviceRequest) -> Iterator[Advice]:
     )
 
 
-def _line(name: str, row: paradl.ParadlRow, devices: int, cap: float) -> str:
+def _line(name: str, row: ParadlRow, devices: int, cap: float) -> str:
     if devices > row.limit:
         return f"{name} at most {row.limit} device{'s' * (row.limit > 1)}"
     text = f"{name} {format_seconds(row.seconds)}, of these {format_seconds(row.communication)} "
@@ -316,7 +329,7 @@ def _line(name: str, row: paradl.ParadlRow, devices: int, cap: float) -> str:
 
 def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     """For each kind of product the tensor degree with the least exchange."""
-    found: dict[das.DasLayer, list[str]] = {}
+    found: dict[DasLayer, list[str]] = {}
     for layer in by_module(job.engine.question.work.graph):
         # The first layer has the same volumes, only less to compute.
         found.setdefault(replace(layer, name="", first=False), []).append(layer.name)
@@ -329,13 +342,13 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
 
     texts, numbers = [], {"N": float(job.devices), "MB": float(job.batch)}
     for layer, names in found.items():
-        product = das.Matmul(
+        product = Matmul(
             inputs=layer.ifm * math.prod(layer.input),
             outputs=layer.ofm * math.prod(layer.output),
             weights=layer.weights,
             element=layer.element,
         )
-        degree = das.best_degree(product, job.batch, job.devices, rate=rate)
+        degree = best_degree(product, job.batch, job.devices, rate=rate)
         numbers[names[0]] = degree
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         texts.append(f"{degree} for {names[0]}{more}")

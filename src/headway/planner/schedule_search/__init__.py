@@ -1,5 +1,5 @@
 """Search for pipeline tables under a memory bound, with proven lower bounds.
 
-`search_schedule` in `tables` is the entry; `placements` says where stages may lie, `heuristics`
-makes and improves tables. Works for unequal stages and ranks.
+`search_schedule` in `tables` is the entry; `placements` says where stages may lie. Works for
+unequal stages and ranks.
 """
