@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import get_args
 
 import pytest
 
@@ -23,7 +24,7 @@ from headway.collective.generators.rings import ring_order
 from headway.collective.model.collective_bound import collective_lower_bound
 from headway.collective.nodes import Nodes
 from headway.collective.program.check import check_program
-from headway.collective.program.program import COLLECTIVE_OPS, CollectiveTask
+from headway.collective.program.program import CollectiveTask, Op
 from headway.collective.topology import LinkGraph, NetworkTopology, dgx1v
 from headway.errors import PlanError, UsageError
 from headway.planner.collective_algorithm import (
@@ -280,7 +281,7 @@ def test_nothing_is_played_below_its_bound(seed):
     wires = NetworkTopology.of_cluster(cluster)
     if wires.ranks < 2:
         return
-    for op in COLLECTIVE_OPS:
+    for op in get_args(Op):
         found, _ = price_programs(
             CollectiveTask.of(op, wires.ranks, draw.randrange(40, 400)), wires
         )

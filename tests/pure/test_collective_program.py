@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from headway.collective.generators import (
-    binomial,
     chain,
     direct,
     halving_doubling,
@@ -22,13 +22,13 @@ from headway.collective.generators import (
 from headway.collective.nodes import Nodes
 from headway.collective.program.check import PROGRAM_RULES, check_program, program_problems
 from headway.collective.program.program import (
-    COLLECTIVE_OPS,
     ROOTED,
     BufferSpan,
     CollectiveProgram,
     CollectiveTask,
     Combine,
     Copy,
+    Op,
     Recv,
     Send,
     Wait,
@@ -47,6 +47,14 @@ def random_tree(ranks, root, draw):
     parents = [None] * ranks
     for place, rank in enumerate(order[1:], start=1):
         parents[rank] = draw.choice(order[:place])
+    return tuple(parents)
+
+
+def binomial(ranks, root):
+    """The tree of recursive doubling: without its lowest bit, a place is that of its parent."""
+    parents = [None] * ranks
+    for place in range(1, ranks):
+        parents[(root + place) % ranks] = (root + (place & (place - 1))) % ranks
     return tuple(parents)
 
 
@@ -74,7 +82,7 @@ def programs(collective):
 
 def collectives(ranks):
     draw = random.Random(ranks)
-    for op in COLLECTIVE_OPS:
+    for op in get_args(Op):
         for elements in (*SIZES, 4 * ranks):
             yield CollectiveTask.of(op, ranks, elements, root=ranks - 1 if op in ROOTED else None)
     shares = tuple(draw.randrange(4) for _ in range(ranks))
@@ -258,7 +266,7 @@ def test_a_corrupted_program_is_rejected_or_still_right(seed):
     good = [
         p
         for ranks in (2, 3, 4)
-        for op in COLLECTIVE_OPS
+        for op in get_args(Op)
         for p in programs(CollectiveTask.of(op, ranks, 7, root=1 if op in ROOTED else None))
     ]
     for _ in range(120):

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from headway.collective.packing.chunk_tuner import ChunkTuner
 from headway.collective.packing.pack import drifted_links, highest_rate, pack, repack_trees
 from headway.collective.packing.tree import WeightedTree, spans
 from headway.collective.topology import LinkGraph, dgx1v
@@ -19,6 +18,7 @@ from support.blink import (
     servers_rate,
     trees_over_servers,
 )
+from support.chunk_tuner import ChunkTuner
 from support.link_graphs import random_graph
 
 KIB = 1024

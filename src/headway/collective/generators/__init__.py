@@ -7,10 +7,9 @@ from headway.collective.generators.direct import direct
 from headway.collective.generators.hierarchical import hierarchical
 from headway.collective.generators.recursive_halving import halving_doubling
 from headway.collective.generators.rings import ring
-from headway.collective.generators.trees import binomial, chain, servers, star, trees, two_level
+from headway.collective.generators.trees import chain, servers, star, trees, two_level
 
 __all__ = [
-    "binomial",
     "chain",
     "direct",
     "halving_doubling",

@@ -6,14 +6,17 @@ in a ring, (n - 1) / n of the whole per round. Sizes of a part may be anything, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headway.collective.generators.phases import MESSAGES_IN_FLIGHT, gather_direct, scatter_direct
-from headway.collective.generators.program_builder import OUT, BufferArea, ProgramBuilder, parts_of
-from headway.collective.program.program import (
-    BufferSpan,
-    CollectiveProgram,
-    CollectiveTask,
-    even_sizes,
+from headway.collective.generators.program_builder import (
+    OUT,
+    BufferArea,
+    ProgramBuilder,
+    RankScript,
+    parts_of,
 )
+from headway.collective.program.program import CollectiveProgram, CollectiveTask, even_sizes
 
 
 def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> CollectiveProgram:
@@ -47,26 +50,41 @@ def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> C
 
 def _all_to_all(writer: ProgramBuilder, flight: int) -> None:
     """Pairwise, partners rotated, so that no rank is everybody's target at once."""
-    collective, tag = writer.collective, writer.tag()
-    n = collective.ranks
+    table, tag = writer.collective.table, writer.tag()
     for rank, script in enumerate(writer.ranks):
-        arriving: list[int] = []
-        for step in range(1, n):
-            source = (rank - step) % n
-            arriving += script.recv(
-                source, tag, BufferSpan("out", *collective.got_from(rank, source))
-            )
-        own = BufferSpan("out", *collective.got_from(rank, rank))
-        leaving: list[list[int]] = []
-        for step in range(1, n):
-            if len(leaving) >= flight:
-                script.wait(leaving.pop(0))
-            target = (rank + step) % n
-            leaving.append(
-                script.send(target, tag, BufferSpan("in", *collective.sent_to(rank, target)))
-            )
-        script.copy(own, BufferSpan("in", *collective.sent_to(rank, rank)))
-        script.wait([*arriving, *(handle for handles in leaving for handle in handles)])
+        write_all_to_all(script, rank, table[rank], [row[rank] for row in table], tag, flight)
+
+
+def write_all_to_all(
+    script: RankScript,
+    rank: int,
+    sent: Sequence[int],
+    received: Sequence[int],
+    tag: int = 0,
+    flight: int = MESSAGES_IN_FLIGHT,
+) -> None:
+    """One rank's part of an all_to_all; it only needs its own row and column of the table.
+
+    Args:
+        sent: Elements for each rank, one after the other in "in".
+        received: Elements of each rank, one after the other in "out".
+        flight: Messages that are sent at the same time.
+    """
+    into, of = BufferArea("out"), BufferArea("in")
+    places, sources = parts_of(received), parts_of(sent)
+    others = [(rank + step) % len(sent) for step in range(1, len(sent))]
+    arriving = [
+        handle
+        for peer in reversed(others)
+        for handle in script.recv(peer, tag, into.span(places[peer]))
+    ]
+    leaving: list[int] = []
+    for peer in others:
+        if len(leaving) == flight and sent[peer]:
+            script.wait([leaving.pop(0)])
+        leaving += script.send(peer, tag, of.span(sources[peer]))
+    script.copy(into.span(places[rank]), of.span(sources[rank]))
+    script.wait([*arriving, *leaving])
 
 
 def _broadcast(writer: ProgramBuilder, root: int) -> None:

@@ -213,17 +213,8 @@ def star(ranks: int, root: int) -> Parents:
     return tuple(None if rank == root else root for rank in range(ranks))
 
 
-def binomial(ranks: int, root: int) -> Parents:
-    """The tree of recursive doubling: depth log2(n); what is sent first has the furthest to go."""
-    parents: list[int | None] = [None] * ranks
-    for place in range(1, ranks):
-        # Without its lowest bit, a place is that of its parent in a binomial tree.
-        parents[(root + place) % ranks] = (root + (place & (place - 1))) % ranks
-    return tuple(parents)
-
-
 def two_level(nodes: Nodes, root: int) -> Parents:
-    """One rank of each node is with_neighbours to the root, the others of the node to that one.
+    """One rank of each node is joined to the root, the others of the node to that one.
 
     The rank of a node is the one with the root's place in it, so that roots of different places
     use different ranks.

@@ -34,8 +34,9 @@ from headway.collective.model.gradient_buckets import (
     Buckets,
     backward_order,
     chunk_spans,
-    fill_buckets,
+    fill_buckets_by_key,
     merge_buckets,
+    split_by_key,
 )
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import (
@@ -211,12 +212,7 @@ def make_buckets(
     if scheme.bucket is None and not scheme.priority:
         link = effective_link(scheme, layers, network)
         found = merge_buckets([sizes[i] for i in chosen], [ready[i] for i in chosen], link)
-        return tuple(
-            same
-            for bucket in found
-            for key in dict.fromkeys(keys[chosen[i]] for i in bucket)
-            if (same := tuple(chosen[i] for i in bucket if keys[chosen[i]] == key))
-        )
+        return split_by_key(([chosen[i] for i in bucket] for bucket in found), keys)
     if scheme.priority:
         limit = first = chunk_bytes(scheme, layers, network)
         order = sorted(chosen, key=lambda i: (needed[i], i))
@@ -224,14 +220,7 @@ def make_buckets(
         assert scheme.bucket is not None
         limit, first = scheme.bucket, FIRST_BUCKET
         order = [i for i in backward_order(ready) if sizes[i]]
-    place = {i: number for number, i in enumerate(order)}
-    made = [
-        bucket
-        for key in dict.fromkeys(keys[i] for i in order)
-        for bucket in fill_buckets(sizes, [i for i in order if keys[i] == key], limit, first)
-    ]
-    # A bucket is ready with its last gradient, which therefore decides its place.
-    return tuple(sorted(made, key=lambda bucket: place[bucket[-1]]))
+    return fill_buckets_by_key(sizes, keys, order, limit, first)
 
 
 def effective_link(

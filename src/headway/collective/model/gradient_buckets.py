@@ -9,7 +9,7 @@ overtake bulk ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -105,6 +105,33 @@ class _ArrivalTimes:
 def backward_order(ready: Sequence[float]) -> list[int]:
     """As backward makes them; those of one moment against the order of the forward pass."""
     return sorted(range(len(ready)), key=lambda i: (ready[i], -i))
+
+
+def fill_buckets_by_key(
+    sizes: Sequence[int],
+    keys: Sequence[Hashable],
+    order: Sequence[int],
+    limit: int,
+    first: int | None = None,
+) -> Buckets:
+    """As `fill_buckets`, but only gradients with equal keys share a bucket."""
+    place = {i: number for number, i in enumerate(order)}
+    found = [
+        bucket
+        for key in dict.fromkeys(keys[i] for i in order)
+        for bucket in fill_buckets(sizes, [i for i in order if keys[i] == key], limit, first)
+    ]
+    # A bucket is ready with its last gradient, which therefore decides its place.
+    return tuple(sorted(found, key=lambda bucket: place[bucket[-1]]))
+
+
+def split_by_key(buckets: Iterable[Sequence[int]], keys: Sequence[Hashable]) -> Buckets:
+    """Buckets that were found without looking at keys, cut further where keys differ."""
+    return tuple(
+        tuple(i for i in bucket if keys[i] == key)
+        for bucket in buckets
+        for key in dict.fromkeys(keys[i] for i in bucket)
+    )
 
 
 def fill_buckets(

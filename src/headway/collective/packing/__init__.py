@@ -1,7 +1,6 @@
 """Tree packing: from a graph of links to weighted trees that use all of it (Blink)."""
 
-from headway.collective.packing.chunk_tuner import ChunkTuner
 from headway.collective.packing.pack import pack
 from headway.collective.topology import LinkGraph, dgx1v
 
-__all__ = ["ChunkTuner", "LinkGraph", "dgx1v", "pack"]
+__all__ = ["LinkGraph", "dgx1v", "pack"]

@@ -19,12 +19,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal
 
 from headway.collective.nodes import Traffic
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"]
-COLLECTIVE_OPS: tuple[Op, ...] = get_args(Op)
 IN_PLACE: frozenset[Op] = frozenset({"all_reduce", "broadcast", "reduce"})
 ROOTED: frozenset[Op] = frozenset({"broadcast", "reduce"})
 

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -28,21 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.collective.generators.direct import direct
-from headway.collective.generators.phases import MESSAGES_IN_FLIGHT
+from headway.collective.generators.direct import direct, write_all_to_all
+from headway.collective.generators.program_builder import RankScript
 from headway.collective.generators.rings import ring
-from headway.collective.program.program import (
-    IN_PLACE,
-    BufferSpan,
-    CollectiveProgram,
-    CollectiveTask,
-    Copy,
-    Op,
-    Recv,
-    Send,
-    Step,
-    Wait,
-)
+from headway.collective.program.program import IN_PLACE, CollectiveProgram, CollectiveTask, Op
 from headway.comm.backend import torch_compat as compat
 from headway.comm.backend.interpreter import (
     FIRST_TAG,
@@ -531,34 +519,10 @@ class HeadwayGroup(dist.ProcessGroup):
 
 
 def all_to_all_steps(rank: int, sent: Sequence[int], received: Sequence[int]) -> RankOperations:
-    """One rank's part of an all_to_all; it only knows its own row and column of the table.
-
-    Args:
-        sent: Elements for each rank, one after the other in "in".
-        received: Elements of each rank, one after the other in "out".
-    """
-    size = len(sent)
-    into = [
-        BufferSpan("out", stop - n, stop)
-        for n, stop in zip(received, accumulate(received), strict=True)
-    ]
-    of = [BufferSpan("in", stop - n, stop) for n, stop in zip(sent, accumulate(sent), strict=True)]
-    others = [(rank + step) % size for step in range(1, size)]
-    steps: list[Step] = [Recv(peer, 0, into[peer]) for peer in reversed(others) if received[peer]]
-    pending = list(range(len(steps)))
-    leaving: list[int] = []
-    for peer in others:
-        if not sent[peer]:
-            continue
-        if len(leaving) == MESSAGES_IN_FLIGHT:
-            steps.append(Wait((leaving.pop(0),)))
-        leaving.append(len(steps))
-        steps.append(Send(peer, 0, of[peer]))
-    if sent[rank]:
-        steps.append(Copy(into[rank], of[rank]))
-    if pending or leaving:
-        steps.append(Wait((*pending, *leaving)))
-    return RankOperations.made(steps, 0, "all_to_all (direct)")
+    """One rank's part of an all_to_all; arguments as of `write_all_to_all`."""
+    script = RankScript()
+    write_all_to_all(script, rank, sent, received)
+    return RankOperations.made(script.steps, script.scratch, "all_to_all (direct)")
 
 
 def _is_dense_cpu(*tensors: Tensor) -> bool:

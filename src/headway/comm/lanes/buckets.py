@@ -8,13 +8,13 @@ messages read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from headway.collective.model.gradient_buckets import chunk_spans, fill_buckets
+from headway.collective.model.gradient_buckets import chunk_spans, fill_buckets_by_key
 from headway.comm.algorithms.method import ExchangeMethod, FusedBuffer, GradientSlice, Route
 from headway.comm.traffic_shaper import TrafficShaper
 
@@ -153,29 +153,9 @@ def fuse_parameters(
     """
     names = list(parameters)
     sizes = [p.numel() * p.element_size() for p in parameters.values()]
-    by_key: dict[Hashable, list[int]] = {}
-    for number, (name, parameter) in enumerate(parameters.items()):
-        key = (keys[name], parameter.dtype, parameter.device)
-        by_key.setdefault(key, []).append(number)
-    found = [
-        bucket
-        for order in by_key.values()
-        for bucket in fill_buckets(sizes, order, bucket_bytes, first_bytes)
-    ]
-    # A bucket is ready with its last gradient.
-    found.sort(key=lambda bucket: bucket[-1])
+    whole = [(keys[name], p.dtype, p.device) for name, p in parameters.items()]
+    found = fill_buckets_by_key(sizes, whole, range(len(names)), bucket_bytes, first_bytes)
     return tuple(tuple(names[number] for number in bucket) for bucket in found)
-
-
-def split_by_key(layout: Iterable[Sequence[str]], keys: Mapping[str, Hashable]) -> BucketNames:
-    """A layout that was found without looking at keys, cut further where keys differ."""
-    found: list[tuple[str, ...]] = []
-    for names in layout:
-        groups: dict[Hashable, list[str]] = {}
-        for name in names:
-            groups.setdefault(keys[name], []).append(name)
-        found.extend(map(tuple, groups.values()))
-    return tuple(found)
 
 
 def make_bucket(

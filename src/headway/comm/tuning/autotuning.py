@@ -48,7 +48,7 @@ from headway.collective.model.exchange_scheme import (
     SchemeChoice,
     rank_schemes,
 )
-from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets
+from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets, split_by_key
 from headway.collective.model.link_fit import LinkFit, link_drifted
 from headway.collective.model.overlap import LinkLoad
 from headway.collective.model.priority_order import chunk_size, planned_order
@@ -74,7 +74,6 @@ from headway.comm.lanes.buckets import (
     BucketNames,
     fuse_parameters,
     make_bucket,
-    split_by_key,
 )
 from headway.comm.lanes.routes import RankPartition, RoutePool
 from headway.comm.tuning.repacking import LinkMonitor, max_over_ranks
@@ -576,9 +575,9 @@ def arrange_buckets(
         next(iter(parameters.values())).element_size(),
     )
     if not description.priority:
-        merged = merge_buckets(sizes, ready, link)
-        layout = tuple(tuple(names[i] for i in bucket) for bucket in merged)
-        return BucketArrangement(split_by_key(layout, _bucket_keys(names, description)))
+        keys = [BucketKey.of(name, description) for name in names]
+        merged = split_by_key(merge_buckets(sizes, ready, link), keys)
+        return BucketArrangement(tuple(tuple(names[i] for i in bucket) for bucket in merged))
     chunk = description.chunk_bytes or chunk_size(link, largest=max(sizes))
     # Larger buckets would be as fast in the model, but do not forgive a link that is slower.
     forward = {name: parameters[name] for name in sorted(names, key=profile.needed.__getitem__)}
