@@ -10,77 +10,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.data.cache.cached_source import CachedSource, CacheWarning, cached
-    from headway.data.cache.statistics import CacheStatistics
-    from headway.data.loader import Loader, MicroBatch, RankBatch
-    from headway.data.order import Cursor, SampleOrder, take
-    from headway.data.slabs.slab_source import (
-        Hdf5Slabs,
-        NpySlabs,
-        SampleParts,
-        SlabCut,
-        SlabReader,
-        SlabSource,
-        ZarrSlabs,
-        slabs_in,
-    )
-    from headway.data.slabs.slab_store import SlabStore
-    from headway.data.source import (
-        ArraySource,
-        DatasetSource,
-        MemmapSource,
-        SeededSource,
-        Source,
-        TensorSource,
-        as_source,
-    )
+    from headway.data.cache.cached_source import CachedSource as CachedSource
+    from headway.data.cache.cached_source import CacheWarning as CacheWarning
+    from headway.data.cache.cached_source import cached as cached
+    from headway.data.cache.statistics import CacheStatistics as CacheStatistics
+    from headway.data.loader import Loader as Loader
+    from headway.data.loader import MicroBatch as MicroBatch
+    from headway.data.loader import RankBatch as RankBatch
+    from headway.data.order import Cursor as Cursor
+    from headway.data.order import SampleOrder as SampleOrder
+    from headway.data.order import take as take
+    from headway.data.slabs.slab_source import Hdf5Slabs as Hdf5Slabs
+    from headway.data.slabs.slab_source import NpySlabs as NpySlabs
+    from headway.data.slabs.slab_source import SampleParts as SampleParts
+    from headway.data.slabs.slab_source import SlabCut as SlabCut
+    from headway.data.slabs.slab_source import SlabReader as SlabReader
+    from headway.data.slabs.slab_source import SlabSource as SlabSource
+    from headway.data.slabs.slab_source import ZarrSlabs as ZarrSlabs
+    from headway.data.slabs.slab_source import slabs_in as slabs_in
+    from headway.data.slabs.slab_store import SlabStore as SlabStore
+    from headway.data.source import ArraySource as ArraySource
+    from headway.data.source import DatasetSource as DatasetSource
+    from headway.data.source import MemmapSource as MemmapSource
+    from headway.data.source import SeededSource as SeededSource
+    from headway.data.source import Source as Source
+    from headway.data.source import TensorSource as TensorSource
+    from headway.data.source import as_source as as_source
 
 
 _HOMES = {
-    "cache.cached_source": "CacheWarning CachedSource cached",
-    "cache.statistics": "CacheStatistics",
-    "loader": "Loader MicroBatch RankBatch",
-    "order": "Cursor SampleOrder take",
-    "slabs.slab_source": (
-        "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"
-    ),
-    "slabs.slab_store": "SlabStore",
-    "source": ("ArraySource DatasetSource MemmapSource SeededSource Source TensorSource as_source"),
+    name: module
+    for module, names in {
+        "cache.cached_source": "CacheWarning CachedSource cached",
+        "cache.statistics": "CacheStatistics",
+        "loader": "Loader MicroBatch RankBatch",
+        "order": "Cursor SampleOrder take",
+        "slabs.slab_source": (
+            "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"
+        ),
+        "slabs.slab_store": "SlabStore",
+        "source": (
+            "ArraySource DatasetSource MemmapSource SeededSource Source TensorSource as_source"
+        ),
+    }.items()
+    for name in names.split()
 }
 
-__all__ = [
-    "ArraySource",
-    "CacheStatistics",
-    "CacheWarning",
-    "CachedSource",
-    "Cursor",
-    "DatasetSource",
-    "Hdf5Slabs",
-    "Loader",
-    "MemmapSource",
-    "MicroBatch",
-    "NpySlabs",
-    "RankBatch",
-    "SampleOrder",
-    "SampleParts",
-    "SeededSource",
-    "SlabCut",
-    "SlabReader",
-    "SlabSource",
-    "SlabStore",
-    "Source",
-    "TensorSource",
-    "ZarrSlabs",
-    "as_source",
-    "cached",
-    "slabs_in",
-    "take",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
-    for module, names in _HOMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"headway.data.{module}"), name)
-    raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headway.data.{_HOMES[name]}"), name)

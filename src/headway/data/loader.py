@@ -31,13 +31,12 @@ from torch.utils.data import DataLoader, Dataset
 from headway.data.order import (
     Cursor,
     GlobalBatch,
+    GlobalBatches,
     Indices,
     SampleOrder,
-    global_batches,
     sample_seeds,
-    take,
 )
-from headway.data.source import SeededSource, Source, unreadable_samples
+from headway.data.source import SeededSource, Source, reading
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
 
@@ -83,16 +82,11 @@ class MicroBatchReader(Dataset[Any]):
         """
         epoch, places = request.epoch, request.positions
         indices: list[int] = self._indices(epoch, places).tolist()
-        try:
+        with reading(self._source, indices):
             if self._seeded is None:
                 return self._source.read(indices)
             seeds = sample_seeds(self._order.seed, epoch, places.start, places.stop)
             return self._seeded.read_seeded(indices, seeds)
-        # It says what happened; a wrapper would hide its advice.
-        except HeadwayError:
-            raise
-        except Exception as error:
-            raise unreadable_samples(self._source, indices, error) from error
 
     def __getitem__(self, request: FetchRequest) -> Any:
         """As `read`, in a worker; an error comes back as a value."""
@@ -305,21 +299,18 @@ class Loader:
         epochs: int | None = None,
         limit: int | None = None,
     ) -> None:
-        self._length = checked_length(source, split.samples, limit)
-        take(cursor, self._length, split.samples, drop_last)  # raises for a cursor of other data
+        length = checked_length(source, split.samples, limit)
+        self._batches = GlobalBatches(cursor, length, split.samples, drop_last, epochs)
         self._split, self._rank, self._ranks = split, rank, ranks
-        self._cursor, self._drop_last, self._epochs = cursor, drop_last, epochs
         self._workers = workers
-        self._reader = MicroBatchReader(
-            source, SampleOrder(self._length, cursor.seed, shuffle=shuffle)
-        )
+        self._reader = MicroBatchReader(source, SampleOrder(length, cursor.seed, shuffle=shuffle))
         self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
     def __iter__(self) -> Iterator[RankBatch]:
         self.close()
         fetched = self._current = self._fetched()
         try:
-            for batch in self._batches():
+            for batch in self._batches:
                 yield RankBatch(
                     micros=tuple(
                         MicroBatch(data=next(fetched), positions=part)
@@ -349,21 +340,12 @@ class Loader:
         # A second walk over the same batches: the workers run ahead of `__iter__`.
         requests = (
             FetchRequest(batch.start.epoch, part)
-            for batch in self._batches()
+            for batch in self._batches
             for part in self._parts(batch)
         )
         if self._workers:
             return WorkerFetcher(self._reader, requests, self._workers)
         return InProcessFetcher(self._reader, requests)
-
-    def _batches(self) -> Iterator[GlobalBatch]:
-        return global_batches(
-            self._cursor,
-            self._length,
-            self._split.samples,
-            drop_last=self._drop_last,
-            epochs=self._epochs,
-        )
 
     def _parts(self, batch: GlobalBatch) -> tuple[range, ...]:
         share, first = self._split.share(self._rank, self._ranks, batch.count), batch.start.position

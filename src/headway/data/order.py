@@ -155,15 +155,30 @@ class GlobalBatch:
     after: Cursor
 
 
-def global_batches(
-    cursor: Cursor, length: int, batch: int, *, drop_last: bool, epochs: int | None
-) -> Iterator[GlobalBatch]:
-    """The global batches from a cursor on, up to epoch `epochs`; arguments as of `take`."""
-    while epochs is None or cursor.epoch < epochs:
-        count, after = take(cursor, length, batch, drop_last)
-        if count:  # 0 for a rest that is left out, when a run resumes with a larger batch
-            yield GlobalBatch(count, cursor, after)
-        cursor = after
+@dataclass(frozen=True)
+class GlobalBatches:
+    """The global batches from a cursor on, up to epoch `epochs`; arguments as of `take`.
+
+    Raises:
+        DataError: The cursor lies outside an epoch, so it belongs to other data.
+    """
+
+    cursor: Cursor
+    length: int
+    batch: int
+    drop_last: bool
+    epochs: int | None
+
+    def __post_init__(self) -> None:
+        take(self.cursor, self.length, self.batch, self.drop_last)
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        cursor = self.cursor
+        while self.epochs is None or cursor.epoch < self.epochs:
+            count, after = take(cursor, self.length, self.batch, self.drop_last)
+            if count:  # 0 for a rest that is left out, when a run resumes with a larger batch
+                yield GlobalBatch(count, cursor, after)
+            cursor = after
 
 
 def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tuple[int, Cursor]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,6 +78,22 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@contextmanager
+def explained(what: str, where: str = "") -> Iterator[None]:
+    """Say what failed in code of the user's.
+
+    Raises:
+        DataError: In place of any exception but a HeadwayError, which says so itself.
+    """
+    try:
+        yield
+    # A wrapper would hide its advice.
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise DataError(what, where=where, why=f"{type(error).__name__}: {error}") from error
+
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -94,6 +111,7 @@ class DatasetSource:
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None = None) -> None:
         self.dataset: Any = dataset
+        self._kind = type(dataset).__name__
         self.collate = collate or default_collate
         self._draws = False
 
@@ -102,14 +120,13 @@ class DatasetSource:
 
     def read(self, indices: Sequence[int]) -> Any:
         """The samples as one batch; what they draw comes from the global generators as they are."""
-        try:
-            samples = self._fetch(indices)
-        except Exception as error:
-            for index in indices:  # one of them alone fails too: then the error names it
-                self._sample(index)
-            raise self._failure(
-                f"samples {_format_indices(indices)} cannot be read", error
-            ) from error
+        with explained(f"samples {_format_indices(indices)} cannot be read", self._kind):
+            try:
+                samples = self._fetch(indices)
+            except Exception:
+                for index in indices:  # one of them alone fails too: then the error names it
+                    self._sample(index)
+                raise
         return self._joined(indices, samples)
 
     def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
@@ -136,7 +153,8 @@ class DatasetSource:
         # Each sample could be read alone, so the fault lies in reading or joining them together.
         if failure is not None and not self._draws:
             what = f"samples {_format_indices(indices)} cannot be read together"
-            raise self._failure(what, failure) from failure
+            with explained(what, self._kind):
+                raise failure
         return batch
 
     def _fetch(self, indices: Sequence[int]) -> list[Any]:
@@ -159,23 +177,19 @@ class DatasetSource:
         return self._joined(indices, samples)
 
     def _sample(self, index: int) -> Any:
-        try:
+        with explained(f"sample {index} cannot be read", self._kind):
             return self.dataset[index]
-        except Exception as error:
-            raise self._failure(f"sample {index} cannot be read", error) from error
 
     def _joined(self, indices: Sequence[int], samples: list[Any]) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            what = f"samples {_format_indices(indices)} do not fit into one batch"
-            raise self._failure(what, error) from error
+        return join_samples(self.collate, indices, samples, self._kind)
 
-    def _failure(self, what: str, error: Exception) -> HeadwayError:
-        if isinstance(error, HeadwayError):
-            return error
-        kind = type(self.dataset).__name__
-        return DataError(what, where=kind, why=f"{type(error).__name__}: {error}")
+
+def join_samples(
+    collate: Collate, indices: Sequence[int], samples: list[Any], where: str = ""
+) -> Any:
+    """One batch of samples; DataError where they do not fit into one."""
+    with explained(f"samples {_format_indices(indices)} do not fit into one batch", where):
+        return collate(samples)
 
 
 class TensorSource:
@@ -250,7 +264,7 @@ class MemmapSource:
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Input and target, each int64 [len(indices), window]."""
         # A file that shrank would kill the process with SIGBUS at the first touch.
-        _size(self.path, self.offset + self._tokens * self.dtype.itemsize)
+        file_size(self.path, self.offset + self._tokens * self.dtype.itemsize)
         # An index array copies, so that the batch does not refer to the mapped file.
         rows = self._mapped()[np.asarray(indices, dtype=np.int64)]
         return (
@@ -259,7 +273,7 @@ class MemmapSource:
         )
 
     def _count(self) -> int:
-        held = max(_size(self.path) - self.offset, 0)
+        held = max(file_size(self.path) - self.offset, 0)
         tokens, rest = divmod(held, self.dtype.itemsize)
         if rest:
             raise DataError(
@@ -310,7 +324,7 @@ class ArraySource:
     def __init__(self, *paths: str | Path) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._arrays: tuple[Array, ...] | None = tuple(open_npy(path) for path in self.paths)
-        self._sizes = tuple(_size(path) for path in self.paths)
+        self._sizes = tuple(file_size(path) for path in self.paths)
         lengths = [len(array) for array in self._arrays]
         if len(set(lengths)) != 1:
             each = ", ".join(f"{p}: {n}" for p, n in zip(self.paths, lengths, strict=True))
@@ -327,7 +341,7 @@ class ArraySource:
     def read(self, indices: Sequence[int]) -> Tensor | tuple[Tensor, ...]:
         """One tensor [len(indices), ...] for each file."""
         for path, size in zip(self.paths, self._sizes, strict=True):
-            _size(path, size)
+            file_size(path, size)
         if self._arrays is None:
             self._arrays = tuple(open_npy(path) for path in self.paths)
         rows = np.asarray(indices, dtype=np.int64)
@@ -345,7 +359,7 @@ def open_npy(path: Path) -> Array:
     Raises:
         DataError: It is missing, or holds no array of numbers.
     """
-    _size(path)
+    file_size(path)
     try:
         array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     except OSError as error:
@@ -371,7 +385,7 @@ def native_byte_order(array: Array) -> Array:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _size(path: Path, needed: int = 0) -> int:
+def file_size(path: Path, needed: int = 0) -> int:
     """Bytes of a file that must exist and have at least `needed` of them."""
     try:
         size = os.stat(path).st_size
@@ -421,13 +435,11 @@ class SeededSource(Source, Protocol):
         ...
 
 
-def unreadable_samples(source: Source, indices: Sequence[int], error: Exception) -> DataError:
-    """The error of a source's `read` that raised something else than a HeadwayError."""
-    return DataError(
-        f"{len(indices)} samples from number {indices[0]} on cannot be read",
-        where=type(source).__name__,
-        why=f"{type(error).__name__}: {error}",
-    )
+def reading(source: Source, indices: Sequence[int]) -> AbstractContextManager[None]:
+    """Around a source's `read`: name the samples and the source in what it raises."""
+    first = next(iter(indices), 0)
+    what = f"{len(indices)} samples from number {first} on cannot be read"
+    return explained(what, type(source).__name__)
 
 
 def as_source(examples: Any) -> Source:

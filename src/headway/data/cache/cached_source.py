@@ -15,13 +15,14 @@ say, has rows that depend on their neighbours.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,130 +34,78 @@ from headway.data.cache.levels import CacheLevel, DiskLevel, MemoryLevel
 from headway.data.cache.serialization import Decoder, Encoded, encode
 from headway.data.cache.statistics import CacheCounters, CacheStatistics
 from headway.data.source import (
+    Collate,
     DatasetSource,
     GlobalGenerators,
     SeededSource,
     Source,
     as_source,
-    unreadable_samples,
+    explained,
+    join_samples,
+    reading,
 )
-from headway.errors import DataError, HeadwayError
+from headway.errors import DataError
 from headway.units import format_bytes, parse_bytes
 
-Collate = Callable[[list[Any]], Any]
+ReadSamples = Callable[[Sequence[int]], list[Any]]
 
 
-class SampleAccess(Protocol):
-    """Reads single samples, and makes batches of them; raises a DataError where it cannot."""
-
-    def check(self) -> None:
-        """Raise a DataError unless the source has single samples."""
-        ...
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at `indices`."""
-        ...
-
-    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
-        """A batch of them."""
-        ...
-
-
-def sample_access_of(source: Source, *, collate: Collate | None, prepared: bool) -> SampleAccess:
-    """The samples of a source.
+def sample_access_of(
+    source: Source, *, collate: Collate | None, prepared: bool
+) -> tuple[ReadSamples, Collate]:
+    """What reads single samples of a source, and what makes batches of them.
 
     Args:
         collate: Makes batches; None: as the source does, or as torch does if they are prepared.
         prepared: Whether the samples will be changed before they are joined.
 
     Raises:
-        DataError: The source takes seeds of its own, so its samples are random.
+        DataError: The source takes seeds of its own, so its samples are random; or its batches are
+            no rows that belong to samples.
     """
     if isinstance(source, DatasetSource):
-        return _Items(source, collate or source.collate)
+        # With `list` as its collate function it gives single samples, with its own errors.
+        return DatasetSource(source.dataset, collate=list).read, collate or source.collate
     if isinstance(source, SeededSource):
         raise DataError(
             f"a {type(source).__name__} cannot be cached",
             why="It takes a seed for each sample (read_seeded), so its samples are random.",
             fix="Cache the source below it, and give the random part as `augment`.",
         )
-    return _Rows(source, collate or (default_collate if prepared else None))
+    collate = collate or (default_collate if prepared else None)
+    _check_rows(source, stacked=collate is None)
+    return functools.partial(_read_rows, source), collate or _stacked
 
 
-class _Items:
-    def __init__(self, source: DatasetSource, collate: Collate) -> None:
-        # With `list` as its collate function it gives single samples, with the errors of a
-        # DatasetSource.
-        self._single = DatasetSource(source.dataset, collate=list)
-        self._collate = collate
-
-    def check(self) -> None:
-        """A data set has samples by its nature."""
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        samples: list[Any] = self._single.read(indices)
-        return samples
-
-    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
-        return _joined(self._collate, indices, samples)
+def _read_rows(source: Source, indices: Sequence[int]) -> list[Any]:
+    with reading(source, indices):
+        batch = source.read(indices)
+    return _split(batch, len(indices))
 
 
-class _Rows:
-    def __init__(self, source: Source, collate: Collate | None) -> None:
-        self._source = source
-        self._collate = collate
-
-    def check(self) -> None:
-        """Read some samples together and alone, and compare them bit for bit."""
-        # A source that pads to the longest row of a batch has rows that depend on their neighbours.
-        count = len(self._source)
-        some = sorted({0, count // 2, count - 1}) if count else []
-        if not some:
-            return
-        batch = self._batch(some)
-        rows = _split(batch, len(some))
-        for place in {0, len(some) // 2}:
-            alone = self.read([some[place]])[0]
-            if not _same_bytes(alone, rows[place]):
-                raise self._refusal(
-                    f"Sample {some[place]} read alone is not its row of a batch of {len(some)}."
-                )
-        if self._collate is None and not _same_bytes(_stacked(rows), batch):
-            raise self._refusal("Its batches have strides other than those of stacked rows.")
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        return _split(self._batch(indices), len(indices))
-
-    def _batch(self, indices: Sequence[int]) -> Any:
-        try:
-            return self._source.read(indices)
-        except HeadwayError:
-            raise
-        except Exception as error:
-            raise unreadable_samples(self._source, indices, error) from error
-
-    def join(self, indices: Sequence[int], samples: list[Any]) -> Any:
-        return _joined(self._collate or _stacked, indices, samples)
-
-    def _refusal(self, why: str) -> DataError:
-        return DataError(
-            f"the batches of {type(self._source).__name__} are no rows that belong to samples",
+def _check_rows(source: Source, *, stacked: bool) -> None:
+    """Read some samples together and alone, and compare them bit for bit."""
+    # A source that pads to the longest row of a batch has rows that depend on their neighbours.
+    count = len(source)
+    some = sorted({0, count // 2, count - 1}) if count else []
+    if not some:
+        return
+    with reading(source, some):
+        batch = source.read(some)
+    rows = _split(batch, len(some))
+    why = ""
+    for place in {0, len(some) // 2}:
+        if not _same_bytes(_read_rows(source, [some[place]])[0], rows[place]):
+            why = f"Sample {some[place]} read alone is not its row of a batch of {len(some)}."
+            break
+    if not why and stacked and not _same_bytes(_stacked(rows), batch):
+        why = "Its batches have strides other than those of stacked rows."
+    if why:
+        raise DataError(
+            f"the batches of {type(source).__name__} are no rows that belong to samples",
             why=why,
             fix="Cache a map-style data set, and give what makes batches of samples as `collate`.",
         )
-
-
-def _joined(collate: Collate, indices: Sequence[int], samples: list[Any]) -> Any:
-    try:
-        return collate(samples)
-    except HeadwayError:
-        raise
-    except Exception as error:
-        shown = ", ".join(str(index) for index in indices[:5])
-        raise DataError(
-            f"samples {shown}{', ...' if len(indices) > 5 else ''} do not fit into one batch",
-            why=f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def _split(batch: Any, count: int) -> list[Any]:
@@ -247,7 +196,9 @@ class CachedSource:
     ) -> None:
         self._source = source
         self._prepare, self._augment = prepare, augment
-        self._items = sample_access_of(source, collate=collate, prepared=prepare is not None)
+        self._read, self._collate = sample_access_of(
+            source, collate=collate, prepared=prepare is not None
+        )
         self._key = _key(source, name, version, prepare)
         self._counters = CacheCounters()
         self._decoder = Decoder()
@@ -267,7 +218,6 @@ class CachedSource:
         if disk is not None:
             limit = None if disk_limit is None else _bytes(disk_limit, "disk_limit")
             self._levels.append(DiskLevel(Path(disk), limit, self._key))
-        self._items.check()
         self._check_levels()
 
     def __len__(self) -> int:
@@ -279,10 +229,7 @@ class CachedSource:
         Raises:
             DataError: A sample cannot be read or stored, draws random numbers, or does not fit.
         """
-        samples = self.samples(indices)
-        if self._augment is not None:
-            samples = [self._augment(sample) for sample in samples]
-        return self._items.join(indices, samples)
+        return join_samples(self._collate, indices, self.__getitems__(indices))
 
     def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
         """As `read`, with one 64-bit seed per sample; the global generators stay as they were."""
@@ -296,7 +243,7 @@ class CachedSource:
                 samples[place] = self._augment(samples[place])
             # For a collate function that draws, as in `DatasetSource`.
             generators.seed(seeds[0])
-            return self._items.join(indices, samples)
+            return join_samples(self._collate, indices, samples)
         finally:
             generators.restore()
 
@@ -381,32 +328,22 @@ class CachedSource:
     def _prepared(self, indices: Sequence[int]) -> list[Any]:
         """Samples of the source as they are kept."""
         generators = GlobalGenerators()
-        samples = self._items.read(indices)
+        where = f"data cache {self._key.name!r}"
+        samples = self._read(indices)
         if self._prepare is not None:
-            samples = [self._prepared_one(*pair) for pair in zip(indices, samples, strict=True)]
+            for place, index in enumerate(indices):
+                with explained(f"sample {index} cannot be prepared", where):
+                    samples[place] = self._prepare(samples[place])
         if generators.used():
             generators.restore()  # as if the sample had not been read
             raise DataError(
                 "samples that draw random numbers cannot be cached",
-                where=f"data cache {self._key.name!r}",
+                where=where,
                 why="They would be the same in every epoch.",
                 fix="Give the random part as `augment`: it follows after the cache, in every epoch "
                 "anew.",
             )
         return samples
-
-    def _prepared_one(self, index: int, sample: Any) -> Any:
-        assert self._prepare is not None
-        try:
-            return self._prepare(sample)
-        except HeadwayError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"sample {index} cannot be prepared",
-                where=f"data cache {self._key.name!r}",
-                why=f"{type(error).__name__}: {error}",
-            ) from error
 
     def _encoded(self, index: int, sample: Any) -> Encoded:
         try:

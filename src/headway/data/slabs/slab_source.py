@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.data.slabs.ownership import OwnerPolicy
-from headway.data.source import native_byte_order, open_npy, unreadable
+from headway.data.source import file_size, native_byte_order, open_npy
 from headway.errors import DataError, MissingExtra
 from headway.graph.ranges import Range, balanced_ranges
 
@@ -172,7 +172,8 @@ class Hdf5Slabs(_SlabFiles):
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
         h5py = _package("h5py", "hdf5")
-        _stat(path)
+        # Before the library opens it: HDF5's own text for a missing file is three lines long.
+        file_size(path)
         with _sound(path, "HDF5 file"), _open_h5(h5py, path) as file:
             found = file.get(self.dataset)
             if not isinstance(found, h5py.Dataset) or found.ndim < 1:
@@ -225,7 +226,7 @@ class ZarrSlabs(_SlabFiles):
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
         zarr = _package("zarr", "zarr")
-        _stat(path)
+        file_size(path)
         with _sound(path, "zarr array"):
             yield zarr.open_array(str(path), path=self.array, mode="r")
 
@@ -291,14 +292,6 @@ def _open_h5(h5py: Any, path: Path) -> Any:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_sieve_buf_size(_PAGE)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=access))
-
-
-def _stat(path: Path) -> None:
-    # Before the library opens it: HDF5's own text for a missing file is three lines long.
-    try:
-        os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.data.loader import MicroBatch, RankBatch, checked_length
-from headway.data.order import Cursor, GlobalBatch, SampleOrder, global_batches, take
+from headway.data.order import Cursor, GlobalBatch, GlobalBatches, SampleOrder
 from headway.data.slabs.ownership import OwnerPolicy, SlabOwnership, SlabTransfer
 from headway.data.slabs.slab_source import SlabSource
 from headway.errors import DataError, HeadwayError, PeerLost, Stalled
@@ -95,12 +95,11 @@ class SlabStore:
         timeout: float = 300.0,
     ) -> None:
         self._length = checked_length(source, split.samples)
-        take(cursor, self._length, split.samples, drop_last)
+        self._batches = GlobalBatches(cursor, self._length, split.samples, drop_last, epochs)
         _check(split, group)
         self._source, self._split, self._group = source, split, group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._order = SampleOrder(self._length, cursor.seed, shuffle=shuffle)
-        self._cursor, self._drop_last, self._epochs = cursor, drop_last, epochs
         self._timeout = timeout
         self._held: dict[int, Tensor] = {}
         self._keep: OwnerPolicy = keep
@@ -117,13 +116,7 @@ class SlabStore:
                 why="An iteration ended with messages under way that never came.",
                 fix="Make a new one; all ranks must leave an iteration at the same step.",
             )
-        steps = global_batches(
-            self._cursor,
-            self._length,
-            self._split.samples,
-            drop_last=self._drop_last,
-            epochs=self._epochs,
-        )
+        steps = iter(self._batches)
         try:
             self._start(next(steps, None))
             while self._flight is not None:
@@ -168,10 +161,10 @@ class SlabStore:
             "bytes of a slab": self._source.nbytes,
             "samples": self._length,
             "split": self._split,
-            "cursor": self._cursor,
+            "cursor": self._batches.cursor,
             "shuffle": self._order.shuffle,
-            "drop_last": self._drop_last,
-            "epochs": self._epochs,
+            "drop_last": self._batches.drop_last,
+            "epochs": self._batches.epochs,
             "keep": self._keep,
         }
 
@@ -179,7 +172,7 @@ class SlabStore:
         if step is None:
             return
         first = step.start.position
-        if first == 0 and step.start.epoch > self._cursor.epoch:
+        if first == 0 and step.start.epoch > self._batches.cursor.epoch:
             self._confirm()
         indices = self._order.indices(step.start.epoch, first, first + step.count)
         # Of all ranks: each computes every transfer, so that a message needs no request.
