@@ -28,7 +28,7 @@ from headway.comm.algorithms.method import (
     Route,
     complete,
 )
-from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.compress.sparsification import HierarchicalTopK
 from headway.comm.lanes.routes import make_route
 
 NUMEL, DENSITY, RATE = 25 * 2**18, 0.01, "100 Mbit/s"

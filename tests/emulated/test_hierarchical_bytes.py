@@ -16,7 +16,7 @@ from headway.comm.algorithms.method import (
     StatelessMethod,
     complete,
 )
-from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.compress.sparsification import HierarchicalTopK
 from headway.comm.lanes.routes import make_route
 from support.emulated import needs_root, run_nodes
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.comm.compress.state import spread_states
 from headway.comm.exchange.ddp_hook import register_comm_hook
+from support.compressor_states import spread_states
 from support.ranks import ranks
 
 WIDTH = 48

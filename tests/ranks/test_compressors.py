@@ -14,10 +14,10 @@ from torch import nn
 from headway.collective.compression import COMPRESSORS, LARGE, is_dense
 from headway.comm.algorithms.method import FusedBuffer, Route, complete
 from headway.comm.compress.factory import make_method
-from headway.comm.compress.state import spread_states
 from headway.comm.compress.topk_selection import top_k
 from headway.errors import RunError
 from headway.plans import parse_compression
+from support.compressor_states import spread_states
 from support.fused import CUTS, SHAPES, Buckets, draw_gradients, fuse, make_route
 from support.ranks import ranks, run_ranks
 

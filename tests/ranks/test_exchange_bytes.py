@@ -20,7 +20,7 @@ from headway.comm.algorithms.method import (
     complete,
 )
 from headway.comm.compress.factory import make_method
-from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.compress.sparsification import HierarchicalTopK
 from headway.comm.lanes.routes import make_route
 from support.ranks import ranks
 

@@ -28,10 +28,10 @@ from headway.comm.algorithms.method import (
     send_receive_chunked,
     split_evenly,
 )
-from headway.comm.compress.hierarchical_topk import HierarchicalTopK
-from headway.comm.compress.state import merge_states, spread_states
+from headway.comm.compress.sparsification import HierarchicalTopK
 from headway.comm.lanes.routes import make_route
 from headway.errors import PlanError
+from support.compressor_states import merge_states, spread_states
 from support.ranks import ranks, run_ranks
 
 LAYERS = (("first.weight", 700), ("first.bias", 1), ("second.weight", 253), ("second.bias", 46))

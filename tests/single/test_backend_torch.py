@@ -49,7 +49,9 @@ def test_a_group_has_each_method_under_one_of_its_names(names):
     assert len(arguments(getattr(GROUP, found[0]))) == expected, THERE
 
 
-@pytest.mark.parametrize("name", compat.OVERRIDDEN)
+@pytest.mark.parametrize(
+    "name", ["allgather", "reduce_scatter", "alltoall", "allreduce", "broadcast"]
+)
 def test_a_group_has_each_method_that_is_overridden(name):
     assert hasattr(GROUP, name), f"{name} {THERE}"
     assert name in HeadwayGroup.__dict__

@@ -19,8 +19,8 @@ from headway.comm.compress.sparsification import (
     adapt_budget,
     allocate_budget,
 )
-from headway.comm.compress.state import merge_states, spread_states
 from headway.plans import parse_compression
+from support.compressor_states import merge_states, spread_states
 
 
 @settings(max_examples=200, deadline=None)

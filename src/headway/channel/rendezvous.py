@@ -13,7 +13,9 @@ import json
 import os
 import socket
 import struct
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +27,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headway.errors import PeerLost, RunError, Stalled, UsageError
 
+CALL_SECONDS = 5.0
+"""For a connection to be made, and for its first bytes."""
 _SIOCGIFADDR = 0x8915
 # Seconds of silence before the other machine is probed, seconds between probes, and their number.
 _ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
@@ -47,6 +51,27 @@ def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
             return False
         memory = memory[count:]
     return True
+
+
+def accept_calls(
+    server: socket.socket, size: int, deadline: float
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """New connections, each with the first bytes that it has sent; ends at a `monotonic` time.
+
+    Where a stranger says less or breaks off, the rest of the bytes are zeros.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            link, _ = server.accept()
+        except OSError:
+            continue
+        link.settimeout(min(CALL_SECONDS, left))
+        said = bytearray(size)
+        # A stranger that connects and breaks off must not end the wait for the peer.
+        with suppress(OSError):
+            receive_exactly(link, memoryview(said))
+        yield link, bytes(said)
 
 
 def interface_address(interface: str) -> list[str]:

@@ -33,7 +33,9 @@ from headway.channel.region import (
     round_up_to_pages,
 )
 from headway.channel.rendezvous import (
+    CALL_SECONDS,
     ChannelRendezvous,
+    accept_calls,
     configure_connection,
     host_addresses,
     interface_address,
@@ -48,7 +50,6 @@ _PUT, _CREDIT, _BYE = 1, 2, 3
 _HEAD = struct.Struct(f"<{LINE_WORDS}Q")
 # Bytes up to which head and tensor go in one call, hence in one packet where it can.
 _SMALL = 65536
-_CONNECT_SECONDS = 5.0
 _GOODBYE_SECONDS = 5.0
 _TOKEN_BYTES = 32
 _NO_METADATA = (0,) * METADATA_WORDS
@@ -271,17 +272,10 @@ def _notice(server: socket.socket, address: str | None, token: bytes) -> dict[st
 
 def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> socket.socket:
     """The connection that knows the token; others are turned away."""
-    deadline = time.monotonic() + meeting.seconds
-    while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
-        # A stranger that connects and breaks off must not end the wait for the peer.
-        with suppress(OSError):
-            link, _ = server.accept()
-            link.settimeout(min(_CONNECT_SECONDS, left))
-            said = memoryview(bytearray(_TOKEN_BYTES))
-            if receive_exactly(link, said) and hmac.compare_digest(bytes(said), token):
-                return link
-            link.close()
+    for link, said in accept_calls(server, len(token), time.monotonic() + meeting.seconds):
+        if hmac.compare_digest(said, token):
+            return link
+        link.close()
     raise meeting.late()
 
 
@@ -295,7 +289,7 @@ def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
     for address in addresses:
         try:
             link = socket.create_connection(
-                (address, int(notice["port"])), min(_CONNECT_SECONDS, seconds)
+                (address, int(notice["port"])), min(CALL_SECONDS, seconds)
             )
             link.sendall(bytes.fromhex(notice["token"]))
             return link

@@ -35,6 +35,11 @@ class Nodes:
         """All ranks on one node."""
         return Nodes((tuple(range(ranks)),))
 
+    def among(self, ranks: Sequence[int]) -> Nodes:
+        """Only these ranks, on the same nodes; a node without any of them is left out."""
+        kept = (tuple(rank for rank in members if rank in ranks) for members in self.members)
+        return Nodes(tuple(filter(None, kept)))
+
     @property
     def count(self) -> int:
         return len(self.members)

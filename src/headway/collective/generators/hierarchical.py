@@ -88,27 +88,24 @@ class _Gateways:
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._home = {rank: members for members in nodes.members for rank in members}
+        self.home = {rank: members for members in nodes.members for rank in members}
 
     def door(self, members: tuple[int, ...], rank: int) -> int:
         """Of a node for a rank: itself if it is there, else the one with its place."""
-        home = self._home[rank]
+        home = self.home[rank]
         return rank if home == members else members[home.index(rank) % len(members)]
 
     def mates(self, rank: int) -> list[int]:
-        return [mate for mate in self._home[rank] if mate != rank]
+        return [mate for mate in self.home[rank] if mate != rank]
 
     def kept(self, rank: int) -> list[int]:
         """For whom this rank is its node's door, itself included."""
-        home = self._home[rank]
-        return [other for other in self._home if self.door(home, other) == rank]
+        home = self.home[rank]
+        return [other for other in self.home if self.door(home, other) == rank]
 
     def others(self, rank: int) -> list[tuple[int, ...]]:
         """The nodes where this rank is not."""
-        return [members for members in self.nodes.members if members != self._home[rank]]
-
-    def door_at_home(self, rank: int, other: int) -> int:
-        return self.door(self._home[rank], other)
+        return [members for members in self.nodes.members if members != self.home[rank]]
 
 
 def _reduce_scatter(writer: ProgramBuilder, nodes: Nodes) -> None:
@@ -136,7 +133,7 @@ def _sum_inside(
     script: RankScript, rank: int, doors: _Gateways, parts: list[tuple[int, int]], tags: list[int]
 ) -> dict[int, BufferSpan]:
     """The node's sums of those shares whose door this rank is, formed here."""
-    source, mates = BufferArea("in"), doors.mates(rank)
+    source, mates, home = BufferArea("in"), doors.mates(rank), doors.home[rank]
     sums: dict[int, BufferSpan] = {}
     arriving = []
     for other in doors.kept(rank):
@@ -151,7 +148,7 @@ def _sum_inside(
         handle
         for other, part in enumerate(parts)
         if other not in sums
-        for handle in script.send(doors.door_at_home(rank, other), tags[other], source.span(part))
+        for handle in script.send(doors.door(home, other), tags[other], source.span(part))
     ]
     # The copies run while the numbers of the node's other ranks arrive.
     for other, span in sums.items():

@@ -365,9 +365,6 @@ class ExchangeNetwork:
 
     def among(self, ranks: Sequence[int]) -> ExchangeNetwork:
         """The same links for a group of ranks: a ring of fewer sends each byte less often."""
-        members = tuple(
-            kept for m in self.nodes.members if (kept := tuple(r for r in m if r in ranks))
-        )
         before, after = ring_factor(self.link.ranks), ring_factor(len(ranks))
         if not before:
             return self
@@ -378,7 +375,7 @@ class ExchangeNetwork:
             self.link.error,
             len(ranks),
         )
-        return ExchangeNetwork(link, Nodes(members), self.inside, self.across)
+        return ExchangeNetwork(link, self.nodes.among(ranks), self.inside, self.across)
 
 
 def bucket_service(

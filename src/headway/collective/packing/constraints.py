@@ -297,10 +297,12 @@ class PackingProblem(ABC):
             self.add(np.array(found))
         return len(found) > 0
 
-    def matrix(self, values: Vector, absent: float) -> list[list[float]]:
-        """Values of the edges by rank and rank."""
+    def matrix(self, values: Vector, absent: float, *, both: bool = False) -> list[list[float]]:
+        """Values of the edges by rank and rank; `both`: also the other way round."""
         full = np.full((self.ranks, self.ranks), absent)
         full[self._ends[0], self._ends[1]] = values
+        if both:
+            full[self._ends[1], self._ends[0]] = values
         rows: list[list[float]] = full.tolist()
         return rows
 
@@ -373,16 +375,8 @@ class SpanningTrees(PackingProblem):
         nearer: Vector = ends.min(axis=0)
         return nearer
 
-    def both(self, values: Vector, absent: float) -> list[list[float]]:
-        """Values of the links by rank and rank, both ways."""
-        full = np.full((self.ranks, self.ranks), absent)
-        full[self._ends[0], self._ends[1]] = values
-        full[self._ends[1], self._ends[0]] = values
-        rows: list[list[float]] = full.tolist()
-        return rows
-
     def cheapest(self, length: Vector) -> EdgeIndices:
-        parent = spanning_tree(self.both(length, _LONG))
+        parent = spanning_tree(self.matrix(length, _LONG, both=True))
         pairs = ((min(up, rank), max(up, rank)) for rank, up in enumerate(parent) if rank)
         return np.array([self.place[pair] for pair in pairs])
 
@@ -391,7 +385,7 @@ class SpanningTrees(PackingProblem):
 
     def violated(self, capacity: Vector, rate: float) -> Sequence[EdgeIndices]:
         """The partition that misses most, if any does."""
-        between = self.both(np.maximum(capacity, 0.0), 0.0)
+        between = self.matrix(np.maximum(capacity, 0.0), 0.0, both=True)
         blocks = _least_parts(between, rate)
         labels = np.zeros(self.ranks, dtype=np.intp)
         for label, block in enumerate(blocks):

@@ -41,10 +41,10 @@ from torch import Tensor
 
 from headway.channel.region import memory_at
 from headway.channel.rendezvous import (
+    accept_calls,
     configure_connection,
     host_addresses,
     interface_address,
-    receive_exactly,
 )
 from headway.errors import PeerLost, Stalled
 
@@ -591,23 +591,17 @@ def _answer_all(
 ) -> None:
     """Accept the calls of all ranks above that know the secret."""
     missing = set(range(rank + 1, len(ranks)))
-    while missing:
-        left = deadline - monotonic()
-        if left <= 0:
-            raise _late({ranks[peer] for peer in missing})
-        server.settimeout(left)
-        with suppress(OSError):
-            link, _ = server.accept()
-            link.settimeout(min(_SHORT_SECONDS, left))
-            hello = bytearray(_HELLO.size)
-            with suppress(OSError):
-                receive_exactly(link, memoryview(hello))
-            said, peer = _HELLO.unpack(hello)  # zeros where a stranger says less
-            if hmac.compare_digest(said, secret) and peer in missing:
-                missing.discard(peer)
-                found[peer].append(PeerConnection(peer, link))
-            else:
-                link.close()
+    calls = accept_calls(server, _HELLO.size, deadline)
+    while missing and (call := next(calls, None)):
+        link, hello = call
+        said, peer = _HELLO.unpack(hello)
+        if hmac.compare_digest(said, secret) and peer in missing:
+            missing.discard(peer)
+            found[peer].append(PeerConnection(peer, link))
+        else:
+            link.close()
+    if missing:
+        raise _late({ranks[peer] for peer in missing})
 
 
 def _late(names: set[int]) -> Stalled:

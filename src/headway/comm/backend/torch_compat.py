@@ -36,9 +36,6 @@ ALIASES: tuple[tuple[str, str], ...] = (
 )
 """Methods of a group: their name from torch 2.13 on, and before."""
 
-OVERRIDDEN: tuple[str, ...] = ("allgather", "reduce_scatter", "alltoall", "allreduce", "broadcast")
-"""Methods of a group that torch looks up in the Python class, under one name in all versions."""
-
 _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.AVG, "avg"),

@@ -115,8 +115,8 @@ class HookState:
     def state_dict(self) -> dict[str, Tensor]:
         """Residuals and whatever else must survive a checkpoint: "parameter/what" -> tensor.
 
-        It belongs to this rank; `compress.state.spread_states` divides it among another number of
-        ranks. Called between steps.
+        It belongs to this rank; `collect_state` and `distribute_state` of `compress.state` carry
+        it over to another number of ranks. Called between steps.
         """
         own = {key: t for method, _ in self._known.values() for key, t in method.state().items()}
         known = {name for names in self._known for name in names}

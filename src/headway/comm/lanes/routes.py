@@ -146,13 +146,7 @@ def make_route(
     """
     chosen = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     own = dist.get_rank()
-    here = Nodes(
-        tuple(
-            kept
-            for members in nodes.members
-            if (kept := tuple(rank for rank in members if rank in chosen))
-        )
-    )
+    here = nodes.among(chosen)
     if hierarchical:
         check_uniform_nodes(here)
     fake = dist.get_backend() == "fake"

@@ -64,7 +64,7 @@ from headway.comm.algorithms.method import (
     complete,
 )
 from headway.comm.compress.factory import make_method
-from headway.comm.compress.hierarchical_topk import HierarchicalTopK
+from headway.comm.compress.sparsification import HierarchicalTopK
 from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
 from headway.comm.exchange.priority_exchange import BucketUpdater, PriorityExchange
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser, check_same_programs
