@@ -39,9 +39,10 @@ def main() -> None:
         light = fuse_light_operators(graph)
         repeated = find_repeated_blocks(light).repeated
         folded = time.perf_counter()
+        elements = sum(spec.elements for spec in graph.parameters.values())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
-            f"{layers:3} layers, {graph.parameter_count / 1e9:5.1f}e9 parameters: "
+            f"{layers:3} layers, {elements / 1e9:5.1f}e9 parameters: "
             f"build {built - begin:.2f} s, capture {captured - built:.2f} s "
             f"({len(graph.operators)} operators), fold {folded - captured:.2f} s "
             f"({len(light.operators)} operators, {len(repeated)} distinct block, "

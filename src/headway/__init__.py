@@ -69,60 +69,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Channel": "headway.channel",
-    "CheckpointDamaged": "headway.errors",
-    "CheckpointError": "headway.errors",
-    "CheckpointMismatch": "headway.errors",
-    "Cluster": "headway.cluster",
-    "DataError": "headway.errors",
-    "Diverged": "headway.errors",
-    "DocumentError": "headway.errors",
-    "EquivalenceResult": "headway.api.verification",
-    "Exchange": "headway.run.exchange",
-    "ExchangePlan": "headway.plans",
-    "Executor": "headway.run.executor",
-    "HeadwayError": "headway.errors",
-    "LayerSplit": "headway.plans",
-    "MemmapSource": "headway.data.source",
-    "MissingExtra": "headway.errors",
-    "NotEqual": "headway.errors",
-    "NothingFits": "headway.errors",
-    "PeerLost": "headway.errors",
-    "PipelinePlan": "headway.plans",
-    "Plan": "headway.plans",
-    "PlanError": "headway.errors",
-    "PlanningResult": "headway.api.planning",
-    "Prediction": "headway.plans.prediction",
-    "Recipe": "headway.run.recipe.recipe",
-    "RecipeError": "headway.errors",
-    "RunDirectoryTaken": "headway.errors",
-    "RunError": "headway.errors",
-    "SimulationResult": "headway.api.simulation",
-    "SimulationScenario": "headway.api.simulation",
-    "Source": "headway.data.source",
-    "Stalled": "headway.errors",
-    "Timeline": "headway.timeline",
-    "TrainingObserver": "headway.api.training",
-    "TrainingResult": "headway.api.training",
-    "UsageError": "headway.errors",
-    "VerificationResult": "headway.api.verification",
-    "WorkerFailed": "headway.errors",
-    "criterion": "headway.run.recipe.recipe",
-    "data_parallel": "headway.plans",
-    "plan": "headway.api.planning",
-    "register_backend": "headway.comm.backend.process_group",
-    "register_comm_hook": "headway.comm.exchange.ddp_hook",
-    "replicate": "headway.capture.annotations",
-    "set_default_strategy": "headway.capture.annotations",
-    "simulate": "headway.api.simulation",
-    "split": "headway.capture.annotations",
-    "stage": "headway.capture.annotations",
-    "train": "headway.api.training",
-    "verify": "headway.api.verification",
+_NAMES = {
+    "headway.api.planning": "PlanningResult plan",
+    "headway.api.simulation": "SimulationResult SimulationScenario simulate",
+    "headway.api.training": "TrainingObserver TrainingResult train",
+    "headway.api.verification": "EquivalenceResult VerificationResult verify",
+    "headway.capture.annotations": "replicate set_default_strategy split stage",
+    "headway.channel": "Channel",
+    "headway.cluster": "Cluster",
+    "headway.comm.backend.process_group": "register_backend",
+    "headway.comm.exchange.ddp_hook": "register_comm_hook",
+    "headway.data.source": "MemmapSource Source",
+    "headway.errors": (
+        "CheckpointDamaged CheckpointError CheckpointMismatch DataError Diverged DocumentError "
+        "HeadwayError MissingExtra NotEqual NothingFits PeerLost PlanError RecipeError "
+        "RunDirectoryTaken RunError Stalled UsageError WorkerFailed"
+    ),
+    "headway.plans": "ExchangePlan LayerSplit PipelinePlan Plan data_parallel",
+    "headway.plans.prediction": "Prediction",
+    "headway.run.exchange": "Exchange",
+    "headway.run.executor": "Executor",
+    "headway.run.recipe.recipe": "Recipe criterion",
+    "headway.timeline": "Timeline",
 }
+"""The public names by the module in which they are."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = [*_HOMES]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

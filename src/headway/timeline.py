@@ -8,7 +8,7 @@ export to the Chrome trace format (opens in Perfetto).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 LANES = ("compute", "exchange", "messages", "data", "checkpoint")
 SHARED_LANES = ("exchange", "messages")
@@ -119,10 +119,6 @@ class Timeline:
         for span in self.spans:
             found.setdefault((span.rank, span.lane), []).append(span)
         return found
-
-    def to_rows(self) -> list[dict[str, object]]:
-        """Plain rows for JSON lines."""
-        return [asdict(span) for span in self.spans]
 
 
 def tracks(spans: Sequence[Span]) -> list[int]:

@@ -26,7 +26,7 @@ from headway.schedule.csv_format import to_csv
 from headway.schedule.generators.registry import SCHEDULES
 from headway.simulator.ranks import StepFaults
 from headway.simulator.simulation import simulate_training_step
-from headway.simulator.what_if import change_machine, parse_step_faults
+from headway.simulator.what_if import change_device_types, parse_step_faults
 
 RECIPE = "support.recipes:stack"
 BATCH = 32
@@ -262,26 +262,29 @@ def test_what_is_not_understood_is_refused(run, words, said):
     assert said in err
 
 
+def changed(machine, cluster, sentences):
+    """One machine with other numbers."""
+    (found,) = change_device_types({machine.device.name: machine}, cluster, sentences).values()
+    return found
+
+
 def test_a_change_changes_the_number_that_it_names():
     node, between = MACHINE.network.levels
-    found = change_machine(MACHINE, CLUSTER, ["link node-node 100 Gbit/s", "latency node-node 2x"])
+    found = changed(MACHINE, CLUSTER, ["link node-node 100 Gbit/s", "latency node-node 2x"])
     assert found.network.levels[0] == node
     assert found.network.levels[1].link.rate == 100e9 / 8
     assert found.network.levels[1].link.latency == 2 * between.link.latency
-    faster = change_machine(MACHINE, CLUSTER, ["link rank-rank 4x"])
+    faster = changed(MACHINE, CLUSTER, ["link rank-rank 4x"])
     assert faster.network.levels[0].link.rate == 4 * node.link.rate
+    assert changed(MACHINE, CLUSTER, ["memory 2x"]).device.memory == 2 * MACHINE.device.memory
+    assert changed(MACHINE, CLUSTER, ["memory 80 GiB"]).device.memory == 80 * 2**30
+    named = changed(MACHINE, CLUSTER, [f"device {MACHINE.device.name} peak 2x"])
+    assert named == changed(MACHINE, CLUSTER, ["device peak 2x"])
+    launches = changed(MACHINE, CLUSTER, ["device launches 2x"]).device
     assert (
-        change_machine(MACHINE, CLUSTER, ["memory 2x"]).device.memory == 2 * MACHINE.device.memory
+        launches == changed(MACHINE, CLUSTER, ["device dispatch 0.5x", "device kernel 0.5x"]).device
     )
-    assert change_machine(MACHINE, CLUSTER, ["memory 80 GiB"]).device.memory == 80 * 2**30
-    named = change_machine(MACHINE, CLUSTER, [f"device {MACHINE.device.name} peak 2x"])
-    assert named == change_machine(MACHINE, CLUSTER, ["device peak 2x"])
-    launches = change_machine(MACHINE, CLUSTER, ["device launches 2x"]).device
-    assert (
-        launches
-        == change_machine(MACHINE, CLUSTER, ["device dispatch 0.5x", "device kernel 0.5x"]).device
-    )
-    doubled = change_machine(MACHINE, CLUSTER, ["device peak 2x"]).device
+    doubled = changed(MACHINE, CLUSTER, ["device peak 2x"]).device
     assert doubled.peak == {key: 2 * rate for key, rate in MACHINE.device.peak.items()}
     assert replace(doubled, peak=MACHINE.device.peak) == MACHINE.device
 
@@ -290,7 +293,7 @@ def test_one_node_has_no_links_between_nodes():
     """By whatever name: `node-node` is refused with the reason, not with a guess."""
     one = of_preset("p3.16xlarge", nodes=1)
     with pytest.raises(UsageError, match="one node only") as error:
-        change_machine(machine_of(one), one, ["link node-node 100Gbit/s"])
+        changed(machine_of(one), one, ["link node-node 100Gbit/s"])
     assert "--nodes" in error.value.fix
     assert "did you mean" not in str(error.value)
 

@@ -30,13 +30,13 @@ from headway.collective.model.exchange_scheme import (
 )
 from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
 from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_bound
-from headway.cost.exchange import price_exchange
 from headway.errors import UsageError
 from headway.planner.collective_algorithm import choose_all_reduce, fit_all_reduce, parse_wires
 from headway.plans import ExchangePlan
 from headway.plans.exchange import DEFAULT_BUCKET
 from headway.plans.exchange_scheme import scheme_of
 from headway.simulator.collective import FREE_HOST
+from headway.simulator.exchange import price_exchange
 from headway.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 from headway.units import parse_bytes as parse_size
 

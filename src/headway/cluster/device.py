@@ -11,10 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator
-
 from headway.cluster.datasheets import DATASHEETS, has_datasheet
-from headway.cluster.link import Rate, Seconds
+from headway.cluster.link import Rate, Seconds, from_text
 from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
@@ -26,26 +24,12 @@ FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 """Number formats of which a device may have a peak."""
 
 
-def _flops(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError(f'{value!r} is no rate of computing; write it as "312 TFLOP/s"')
-    return parse_flops(value)
-
-
-def _bytes(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError(f'{value!r} is no size; write it as "80 GiB"')
-    return float(parse_bytes(value))
-
-
-def _price(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError(f'{value!r} is no price; write it as "2.5 USD/h"')
-    return Price.parse(value)
-
-
-Flops = Annotated[float, BeforeValidator(_flops)]
+Flops = Annotated[float, from_text(parse_flops, 'no rate of computing; write it as "312 TFLOP/s"')]
 """FLOP per second; in a file a text with its unit."""
+_Bytes = Annotated[
+    float, from_text(lambda text: float(parse_bytes(text)), 'no size; write it as "80 GiB"')
+]
+_PerHour = Annotated[Price, from_text(Price.parse, 'no price; write it as "2.5 USD/h"')]
 
 
 CORE_CACHE_BYTES = 5 * 2**20
@@ -188,7 +172,7 @@ class Device:
 
     preset: str | None = None
     peak: dict[str, Flops] = dataclasses.field(default_factory=dict)
-    memory: Annotated[float, BeforeValidator(_bytes)] | None = None
+    memory: _Bytes | None = None
     memory_rate: Rate | None = None
     efficiency: float | None = None
     depth: float | None = None
@@ -202,7 +186,7 @@ class Device:
     kinds: dict[str, KernelPace] = dataclasses.field(default_factory=dict)
     updates: dict[str, OptimizerPace] = dataclasses.field(default_factory=dict)
     host: HostOverhead | None = None
-    price: Annotated[Price, BeforeValidator(_price)] | None = None
+    price: _PerHour | None = None
     source: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property

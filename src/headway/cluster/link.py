@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -18,22 +18,25 @@ from headway.documents import document
 from headway.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 
-def _rate(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError(f'{value!r} is no rate; write it as "100 Mbit/s" or "3 GB/s"')
-    return parse_rate(value)
+def from_text(parse: Callable[[str], object], what: str) -> BeforeValidator:
+    """A validator of an amount that a file states as a text with its unit.
+
+    Args:
+        what: The end of the sentence for a value that is no text: 'no size; write it as "80 GiB"'.
+    """
+
+    def parsed(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is {what}")
+        return parse(value)
+
+    return BeforeValidator(parsed)
 
 
-def _seconds(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError(f'{value!r} is no duration; write it as "50 us" or "2 ms"')
-    return parse_seconds(value)
-
-
-Rate = Annotated[float, BeforeValidator(_rate)]
+Rate = Annotated[float, from_text(parse_rate, 'no rate; write it as "100 Mbit/s" or "3 GB/s"')]
 """Bytes per second; in a file a text with its unit."""
 
-Seconds = Annotated[float, BeforeValidator(_seconds)]
+Seconds = Annotated[float, from_text(parse_seconds, 'no duration; write it as "50 us" or "2 ms"')]
 """Seconds; in a file a text with its unit."""
 
 

@@ -117,23 +117,6 @@ class Annotations:
         alone = any(one.strategy != "stage" for one in said)
         return ForcedChoices(force, tuple(degrees) or ((1,) if alone else None))
 
-    def exchanged(self, num_bytes: Mapping[str, float], *, replicas: int = 1) -> float:
-        """Bytes of gradients that one device adds up with others.
-
-        Args:
-            num_bytes: Of the parameters of each module, without those below it.
-        """
-        total = 0.0
-        for module, one in self.choices(num_bytes).items():
-            parts, copies = (one.devices, 1) if one.strategy == "split" else (1, one.devices)
-            # A single copy has no other one to add its gradients to.
-            total += num_bytes[module] / parts if copies * replicas > 1 else 0.0
-        return total
-
-    def requests(self) -> tuple[int, ...]:
-        """Devices of each task graph, for `virtual_devices`."""
-        return tuple(one.devices for one in self.forced)
-
 
 def _nested(forced: Sequence[ForcedStrategy]) -> list[str]:
     return [

@@ -420,10 +420,6 @@ class ModelGraph:
         return sum((operator.traffic for operator in self.operators), Work())
 
     @property
-    def parameter_count(self) -> int:
-        return sum(spec.elements for spec in self.parameters.values())
-
-    @property
     def parameter_bytes(self) -> int:
         return sum(spec.bytes for spec in self.parameters.values())
 

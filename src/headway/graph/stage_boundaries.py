@@ -98,16 +98,6 @@ class BoundaryTensors:
 
     tensors: tuple[BoundaryTensor, ...]
 
-    def between(self, source: int, target: int) -> tuple[BoundaryTensor, ...]:
-        """Those from one stage to another."""
-        return tuple(t for t in self.tensors if (t.source, t.target) == (source, target))
-
-    @property
-    def uncopied(self) -> float:
-        """The share of all bytes that the senders do not copy; 1 where nothing crosses."""
-        total = sum(t.bytes for t in self.tensors)
-        return sum(t.bytes for t in self.tensors if t.site) / total if total else 1.0
-
 
 def boundary_tensors(
     graph: ModelGraph, cuts: Sequence[int], *others: ModelGraph

@@ -1,4 +1,4 @@
-"""Several steps of a priced gradient exchange as a timeline.
+"""The price of a plan's gradient exchange, and several of its steps as a timeline.
 
 One step in the steady state is played by `headway.collective.model.overlap.simulate_link`; each
 forward pass waits for every load, so nothing is left on the link when the next backward pass
@@ -7,13 +7,86 @@ begins, and the steps stand one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from headway.collective.model.exchange_scheme import ExchangePrediction, GradientLayer
+from headway.collective.compression import CompressorSpeed, parse_compression
+from headway.collective.model.bucket_cost import ExchangeNetwork
+from headway.collective.model.exchange_scheme import (
+    TYPICAL_COMPRESSOR_SPEEDS,
+    ExchangePrediction,
+    GradientLayer,
+    predict_exchange,
+    rank_schemes,
+)
+from headway.errors import PlanError
+from headway.plans import ExchangePlan
+from headway.plans.exchange_scheme import scheme_of
 from headway.timeline import Span, Timeline
 from headway.units import format_bytes
+
+
+@dataclass(frozen=True)
+class ExchangePrice:
+    """What an exchange costs in each step.
+
+    Attributes:
+        exchange: With everything chosen that was left open.
+        predicted: Buckets, loads, order, and the played step.
+        node_bytes: What leaves the node that sends most.
+    """
+
+    exchange: ExchangePlan
+    predicted: ExchangePrediction
+    node_bytes: float
+
+
+def price_exchange(
+    exchange: ExchangePlan,
+    layers: Sequence[GradientLayer],
+    network: ExchangeNetwork,
+    speeds: Mapping[str, CompressorSpeed] = TYPICAL_COMPRESSOR_SPEEDS,
+) -> ExchangePrice:
+    """Price the exchange of a plan; `compress = "auto"` is chosen here.
+
+    Args:
+        layers: In the order of the forward pass; names are matched by the plan's `parts`.
+
+    Raises:
+        PlanError: These exchange options cannot be combined, on these ranks and nodes.
+    """
+    problems = exchange.problems(network.nodes.ranks)
+    if exchange.collective == "hierarchical" and not network.nodes.uniform:
+        sizes = ", ".join(str(len(ranks)) for ranks in network.nodes.members)
+        problems.append(f"exchange.collective hierarchical: the nodes have {sizes} ranks")
+    if problems:
+        raise PlanError("this exchange cannot be priced", problems=problems)
+    own = with_exceptions(layers, exchange)
+    scheme = scheme_of(exchange)
+    if exchange.compress == "auto":
+        scheme = rank_schemes(own, network, base=scheme, speeds=speeds)[0].scheme
+        exchange = replace(exchange, compress=scheme.compress)
+    try:
+        predicted = predict_exchange(scheme, own, network, speeds)
+    except ValueError as error:
+        raise PlanError("this exchange cannot be priced", problems=[str(error)]) from None
+    return ExchangePrice(exchange, predicted, predicted.traffic.busiest_node(network.nodes))
+
+
+def with_exceptions(layers: Sequence[GradientLayer], exchange: ExchangePlan) -> list[GradientLayer]:
+    """The layers with what the plan's `parts` say of them; of groups the largest is priced."""
+    found = []
+    for layer in layers:
+        part = exchange.part(layer.name)
+        if part and part.compress:
+            layer = replace(layer, compression=parse_compression(part.compress))
+        if part and part.ranks:
+            sizes = [len(group) for group in part.ranks]
+            largest = part.ranks[sizes.index(max(sizes))]
+            layer = replace(layer, ranks=tuple(sorted(largest)))
+        found.append(layer)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

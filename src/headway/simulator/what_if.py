@@ -35,29 +35,17 @@ TIMES = ("dispatch", "kernel", "update")
 """Seconds, of which 2x is slower."""
 
 
-def change_machine(machine: Machine, cluster: Cluster, sentences: Sequence[str]) -> Machine:
-    """A machine with other numbers.
-
-    Args:
-        sentences: See `LEGAL_CHANGES`; one after the other.
-
-    Raises:
-        UsageError: A sentence says nothing that can be changed.
-    """
-    name = machine.device.name
-    return change_device_types({name: machine}, cluster, sentences)[name]
-
-
 def change_device_types(
     machines: Mapping[str, Machine], cluster: Cluster, sentences: Sequence[str]
 ) -> dict[str, Machine]:
-    """The same of several types of devices, on one network.
+    """Machines with other numbers, by type of device, on one network.
 
     Args:
-        sentences: As for `change_machine`; one that names a type changes that alone.
+        sentences: See `LEGAL_CHANGES`; one after the other. One that names a type changes that
+            alone.
 
     Raises:
-        UsageError: As `change_machine` does.
+        UsageError: A sentence says nothing that can be changed.
     """
     found = dict(machines)
     levels = levels_of(next(iter(machines.values())).network, cluster)

@@ -94,15 +94,8 @@ def _convolutions() -> Iterator[KernelCase]:
         (6, 96, 48, 40, 1, 1), (6, 3, 48, 56, 5, 1), (8, 3, 16, 40, 3, 1),
         (4, 8, 12, 12, 3, 1), (8, 12, 24, 14, 1, 1), (2, 16, 16, 8, 3, 1), (12, 8, 16, 16, 3, 2),
     )  # fmt: skip
-    for samples, inner, outer, side, kernel, stride in shapes:
-        yield KernelCase(
-            kind="conv2d",
-            # Defaults bind the numbers of this turn: a closure would see those of the last one.
-            call=lambda x, w, s=stride, k=kernel: F.conv2d(x, w, None, s, k // 2),
-            roles=("input", "weight"),
-            inputs=((samples, inner, side, side), (outer, inner, kernel, kernel)),
-            trained=("weight",),
-        )
+    for shape in shapes:
+        yield _convolution(2, (*shape, 1))
     for samples, inner, outer, side in (
         (4, 48, 24, 20), (2, 48, 48, 20), (4, 96, 40, 12), (4, 20, 12, 40),
     ):  # fmt: skip
