@@ -30,11 +30,12 @@ from headway.collective.generators import trees
 from headway.collective.packing.pack import pack, packing_problem
 from headway.collective.packing.tree import Packing
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
-from headway.collective.topology import LinkGraph, NetworkTopology, dgx1p, dgx1v, islands
+from headway.collective.topology import LinkGraph, NetworkTopology, dgx1p, dgx1v
 from headway.planner.collective_algorithm import choose_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.chunk_tuner import ChunkTuner
+from support.link_graphs import islands
 from support.multiplicative_weights import pack_by_multiplicative_weights
 
 ELEMENTS = 2 * 2**20

@@ -21,7 +21,6 @@ from headway.collective.generators import (
     trees,
 )
 from headway.collective.generators.rings import ring_order
-from headway.collective.model.collective_bound import collective_lower_bound
 from headway.collective.nodes import Nodes
 from headway.collective.program.check import check_program
 from headway.collective.program.program import CollectiveTask, Op
@@ -30,6 +29,7 @@ from headway.errors import PlanError, UsageError
 from headway.planner.collective_algorithm import (
     INTERPRETED,
     PROGRAMS,
+    collective_lower_bound,
     parse_wires,
     price_programs,
 )

@@ -21,9 +21,9 @@ from headway.collective.packing.pack import (
     highest_rate,
     packing_problem,
 )
-from headway.collective.topology import LinkGraph, islands
+from headway.collective.topology import LinkGraph
 from headway.errors import PlanError
-from support.link_graphs import random_graph
+from support.link_graphs import islands, random_graph
 from support.multiplicative_weights import pack_by_multiplicative_weights
 
 

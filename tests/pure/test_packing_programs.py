@@ -12,6 +12,7 @@ from headway.collective.topology import LinkGraph, NetworkTopology, dgx1p, dgx1v
 from headway.simulator.collective import simulate_collective
 from support.blink import TransferChannel, channel_shares, one_hop_trees, trees_over_servers
 from support.link_graphs import random_graph
+from support.packings import packing_loads
 
 DIRECTIONS = ("broadcast", "reduce", "all_reduce")
 
@@ -65,7 +66,7 @@ def test_a_program_reaches_the_rate_of_its_packing(graph, direction):
     least = elements / packing.rate
     fill = packing.depth * (2 if direction == "all_reduce" else 1) / chunks
     assert least * (1 - 1e-6) <= played.seconds <= least * (1 + 2 * fill)
-    for (i, j), load in packing.loads().items():
+    for (i, j), load in packing_loads(packing).items():
         sent = program.sent().get((i, j), 0)
         assert sent == pytest.approx(load / packing.rate * elements, abs=2 * len(packing.trees))
 

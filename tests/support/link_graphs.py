@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 
 from headway.collective.topology import LinkGraph
@@ -29,3 +31,13 @@ def random_graph(seed, ranks=None, *, largest=8):
         if i != j and (abs(i - j) == 1 or random.random() < 0.5)
     }
     return LinkGraph.of(n, rates, both=False)
+
+
+def islands(count, size, *, inside, across):
+    """Full meshes of fast links, and one slow link between the ranks of the same place in each."""
+    links = {
+        (i, j): inside if i // size == j // size else across
+        for i, j in combinations(range(count * size), 2)
+        if i // size == j // size or i % size == j % size
+    }
+    return LinkGraph.of(count * size, links)

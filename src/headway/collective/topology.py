@@ -113,16 +113,6 @@ class LinkGraph:
         return tuple(rank for rank in range(self.ranks) if rank not in seen)
 
 
-def islands(count: int, size: int, *, inside: float, across: float) -> LinkGraph:
-    """Full meshes of fast links, and one slow link between the ranks of the same place in each."""
-    links = {
-        (i, j): inside if i // size == j // size else across
-        for i, j in combinations(range(count * size), 2)
-        if i // size == j // size or i % size == j % size
-    }
-    return LinkGraph.of(count * size, links)
-
-
 def _problems(ranks: int, links: Mapping[tuple[int, int], float]) -> Iterable[str]:
     if ranks < 1:
         yield f"{ranks} ranks: at least 1"
@@ -229,11 +219,6 @@ class NetworkTopology:
                 fix="Use a program that keeps to the links, such as packed trees; or add the link.",
             )
         return found
-
-    @cached_property
-    def complete(self) -> bool:
-        """Whether every rank can send to every other one."""
-        return len(self.ways) == self.ranks * (self.ranks - 1)
 
     @cached_property
     def graph(self) -> LinkGraph:

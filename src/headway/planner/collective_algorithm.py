@@ -10,7 +10,7 @@ plan carries: the executor does not look at the network again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -26,13 +26,13 @@ from headway.collective.all_reduce.repacking import MESSAGE_SECONDS
 from headway.collective.generators import direct, halving_doubling, hierarchical, ring, servers
 from headway.collective.generators.rings import ring_order
 from headway.collective.generators.trees import Weighted, star, trees, two_level
-from headway.collective.model.collective_bound import collective_lower_bound
 from headway.collective.model.link_fit import LinkFit, fit_link
-from headway.collective.packing.pack import pack
+from headway.collective.nodes import set_partitions
+from headway.collective.packing.pack import highest_rate, pack
 from headway.collective.packing.tree import root_tree
 from headway.collective.program.check import check_program
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
-from headway.collective.topology import NetworkTopology, dgx1p, dgx1v
+from headway.collective.topology import Direction, NetworkTopology, dgx1p, dgx1v
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.plans.exchange import AllReduceName
@@ -403,3 +403,102 @@ def fit_all_reduce(
         seconds = simulate_collective(program, wires, element_bytes, host=host).seconds
         samples.append((float(size), seconds))
     return fit_link(samples, ranks=wires.ranks)
+
+
+# A lower bound on the time of a collective on a network, whatever the program. For each set of
+# ranks something must leave it: as much of its sums as the others need, or of what only it has. For
+# an all-reduce of D bytes 2 (p - 1) D must cross between the parts of any partition into p parts
+# (Tutte and Nash-Williams 1961; for n ranks with one port each this is the ring's 2 (n - 1) / n,
+# Patarasuk and Yuan 2009). For a broadcast the sets give Edmonds' bound (1973).
+
+
+# Up to so many ranks all sets and partitions are looked at; of more ranks those by ranks and
+# nodes, and, where links are not shared, the exact bounds of tree packing.
+ALL_SETS = 8
+
+
+def collective_lower_bound(
+    collective: CollectiveTask, wires: NetworkTopology, element_bytes: int = 4
+) -> float:
+    """The bound in seconds, without latency; infinite where ranks are not joined."""
+    if collective.ranks == 1 or not collective.elements:
+        return 0.0
+    if collective.op == "all_reduce":
+        return _all_reduce_bound(collective.elements * element_bytes, wires)
+    if collective.root is not None and not wires.shared:
+        way: Direction = "broadcast" if collective.op == "broadcast" else "reduce"
+        rate = highest_rate(wires.graph, way, collective.root)
+        return collective.elements * element_bytes / rate
+    worst = 0.0
+    for inside in _rank_sets(wires):
+        needed = _elements_leaving(collective, frozenset(inside)) * element_bytes
+        if needed:
+            worst = max(worst, _crossing_seconds(needed, _rate_out(wires, frozenset(inside))))
+    return worst
+
+
+def _crossing_seconds(needed: float, rate: float) -> float:
+    return needed / rate if rate else math.inf
+
+
+def _elements_leaving(collective: CollectiveTask, inside: frozenset[int]) -> int:
+    """Elements that must leave a set of ranks."""
+    shares = collective.shares
+    if collective.op == "all_gather":
+        return sum(shares[rank] for rank in inside)
+    if collective.op == "reduce_scatter":
+        return sum(share for rank, share in enumerate(shares) if rank not in inside)
+    if collective.op == "all_to_all":
+        return sum(
+            count
+            for rank in inside
+            for other, count in enumerate(collective.table[rank])
+            if other not in inside
+        )
+    sender = collective.op == "broadcast"
+    return collective.elements if (collective.root in inside) == sender else 0
+
+
+def _rate_out(wires: NetworkTopology, inside: frozenset[int]) -> float:
+    return wires.across((i, j) for i, j in wires.ways if i in inside and j not in inside)
+
+
+def _rank_sets(wires: NetworkTopology) -> Iterator[Iterable[int]]:
+    n = wires.ranks
+    if n <= ALL_SETS:
+        for mask in range(1, (1 << n) - 1):
+            yield [rank for rank in range(n) if mask >> rank & 1]
+        return
+    groups = [*((rank,) for rank in range(n)), *wires.nodes.members]
+    for group in groups:
+        if len(group) < n:
+            yield group
+            # The rest as well: what leaves it is what has to reach the group.
+            yield [rank for rank in range(n) if rank not in group]
+
+
+def _all_reduce_bound(num_bytes: float, wires: NetworkTopology) -> float:
+    if not wires.shared:
+        return num_bytes / highest_rate(wires.graph, "all_reduce")
+    worst = 0.0
+    for inside in _rank_sets(wires):
+        # What a set of ranks contributes has to leave it once, summed: D in this direction alone.
+        worst = max(worst, _crossing_seconds(num_bytes, _rate_out(wires, frozenset(inside))))
+    for home in _rank_partitions(wires):
+        # Both directions: the sums of p parts come together, and the result goes back to p - 1.
+        crossing = wires.across(pair for pair in wires.ways if home[pair[0]] != home[pair[1]])
+        # Parts are numbered from 0: p - 1 is the largest number.
+        worst = max(worst, _crossing_seconds(2 * max(home) * num_bytes, crossing))
+    return worst
+
+
+def _rank_partitions(wires: NetworkTopology) -> Iterator[Sequence[int]]:
+    """The part of each rank: all partitions of few ranks; of many into ranks and into nodes."""
+    if wires.ranks <= ALL_SETS:
+        yield from (labels for labels in set_partitions(wires.ranks) if max(labels))
+        return
+    yield range(wires.ranks)
+    if wires.nodes.count > 1:
+        members = wires.nodes.members
+        homes = {rank: number for number, ranks in enumerate(members) for rank in ranks}
+        yield [homes[rank] for rank in range(wires.ranks)]

@@ -1,22 +1,18 @@
 """Weighted trees, and packings of them: how fast each part of a buffer flows, and along which tree.
 
-Invariant: in a packing that passes `check` no direction of a link carries more than its rate when
-every tree carries its weight. The rate of a packing is the sum of the weights (Edmonds 1973 for
-broadcasts; Tutte 1961 and Nash-Williams 1961 for all-reduces; Wang et al. 2020, "Blink").
+Invariant: no direction of a link carries more than its rate when every tree carries its weight.
+The rate of a packing is the sum of the weights (Edmonds 1973 for broadcasts; Tutte 1961 and
+Nash-Williams 1961 for all-reduces; Wang et al. 2020, "Blink").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from headway.collective.nodes import Parents, children, depths
+from headway.collective.nodes import Parents, depths
 from headway.collective.topology import Direction, LinkGraph
-from headway.errors import PlanError
-
-# Relative: rounding of sums.
-_NEAR = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,6 @@ class Packing:
         return sum(tree.weight for tree in self.trees)
 
     @property
-    def share(self) -> float:
-        """The rate as a share of the bound."""
-        return self.rate / self.bound if self.bound else 1.0
-
-    @property
     def depth(self) -> int:
         """Of the deepest tree: what a short message waits for."""
         return max((tree.depth for tree in self.trees), default=0)
@@ -83,79 +74,6 @@ class Packing:
     def fractions(self) -> tuple[float, ...]:
         """Of the buffer, that each tree carries; sums to 1."""
         return tuple(tree.weight / self.rate for tree in self.trees)
-
-    def loads(self) -> dict[tuple[int, int], float]:
-        """What each direction (i, j) carries, in the unit of the rates."""
-        found: dict[tuple[int, int], float] = {}
-        for tree in self.trees:
-            for arc in self._arcs(tree):
-                found[arc] = found.get(arc, 0.0) + tree.weight
-        return found
-
-    def _arcs(self, tree: WeightedTree) -> Iterator[tuple[int, int]]:
-        for up, down in tree.edges:
-            if self.direction != "reduce":
-                yield up, down
-            if self.direction != "broadcast":
-                yield down, up
-
-    def check(self) -> None:
-        """Raise unless the trees span the graph and no link carries more than its rate.
-
-        Raises:
-            PlanError: With one line per problem.
-        """
-        problems = [*self._tree_problems()]
-        if not problems:
-            problems = [*self._load_problems()]
-        if problems:
-            fix = "Pack this graph again: headway.collective.packing.pack."
-            raise PlanError("these trees are not a packing", problems=problems, fix=fix)
-
-    def _tree_problems(self) -> Iterator[str]:
-        for number, tree in enumerate(self.trees):
-            if not tree.weight > 0:
-                yield f"tree {number}: weight {tree.weight} is not above 0"
-            if len(tree.parent) != self.graph.ranks:
-                yield f"tree {number}: {len(tree.parent)} ranks of {self.graph.ranks}"
-            elif not spans(tree.parent):
-                yield f"tree {number}: its parents {tree.parent} are not a spanning tree"
-
-    def _load_problems(self) -> Iterator[str]:
-        for (i, j), load in sorted(self.loads().items()):
-            rate = self.graph.rates[i][j]
-            if load > rate * (1 + _NEAR):
-                yield f"from rank {i} to rank {j}: {load:g} of {rate:g}"
-
-    def explain(self) -> str:
-        """The rate, what limits it, and a line for each tree."""
-        head = (
-            f"{self.direction}: rate {self.rate:.4g}, {self.share:.1%} of the bound "
-            f"{self.bound:.4g}; {len(self.trees)} trees, depth {self.depth}"
-        )
-        lines = [
-            f"  {tree.weight:<8.4g} root {tree.root}  depth {tree.depth}  "
-            + " ".join(f"{up}-{down}" for up, down in top_down(tree.parent))
-            for tree in self.trees
-        ]
-        return "\n".join([head, *lines])
-
-
-def spans(parent: Parents) -> bool:
-    """Whether parents are one tree over all ranks."""
-    if parent.count(None) != 1:
-        return False
-    return len(top_down(parent)) == len(parent) - 1
-
-
-def top_down(parent: Parents) -> tuple[tuple[int, int], ...]:
-    """(parent, child) of what can be reached from the root, level by level."""
-    below, level, found = children(parent), [parent.index(None)], []
-    while level:
-        edges = [(up, rank) for up in level for rank in below[up]]
-        found += edges
-        level = [rank for _, rank in edges]
-    return tuple(found)
 
 
 def root_tree(links: Sequence[tuple[int, int]], ranks: int, root: int | None = None) -> Parents:

@@ -318,10 +318,6 @@ class CollectiveProgram:
                 found[one], found[other] = other, one
         return found
 
-    def explain(self, rank: int) -> str:
-        """The steps of a rank as text, one line each."""
-        return "\n".join(f"{place:>4}  {step}" for place, step in enumerate(self.steps[rank]))
-
 
 def in_order(
     program: CollectiveProgram, partners: Mapping[Place, Place]

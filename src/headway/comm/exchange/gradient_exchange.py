@@ -66,11 +66,6 @@ class GradientExchange(ABC):
             )
         ]
 
-    @property
-    def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes of the gradients of each bucket."""
-        return tuple(bucket.num_bytes for bucket in self.buckets)
-
     @abstractmethod
     def begin(self) -> None:
         """A step begins."""
