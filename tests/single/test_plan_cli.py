@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+import headway
 from headway.api.plan_request import parse_device_counts
 from headway.cli.main import main
 from headway.cli.plan.output import format_money
@@ -74,6 +75,22 @@ def test_the_answer_in_words(run, tmp_path):
     assert '--price "2.5 USD/h"' in shown
     assert "peak memory of this process" in err
     assert Plan.load(out).ranks in (1, 2, 4)
+
+
+def test_a_plan_that_the_executor_cannot_run_is_written_with_a_warning(tmp_path, capsys):
+    """Channels of convolutions may be split by the search, but split layers keep them whole."""
+    recipe, out = "support.recipes:normalised", tmp_path / "plan.json"
+    split = (*CLUSTER, "--devices", "2", "--force", "conv=split")
+    assert main(["plan", recipe, *split, "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    lacks = "a tensor split of batch_norm, a tensor split of conv2d"
+    assert f"  {lacks}\n" in shown.out
+    said = f"the executor cannot run {out} as it is planned: it lacks {lacks}"
+    assert f"warning: {said}" in shown.err
+    assert Plan.load(out).group_degree == 2
+    found = headway.plan(recipe, "p3.16xlarge", devices=2, force=("conv=split",))
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        found.save(out)
 
 
 def test_json_says_all_of_it_and_always_the_same(run):

@@ -8,6 +8,7 @@ cannot, the search is repeated without pipelines.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,12 +120,22 @@ class PlanningResult:
     def save(self, file: str | Path) -> Plan:
         """Write the chosen plan as a plan.json, with recipe and cluster where they have a name.
 
+        A plan that the executor cannot run is written with a warning: it can be priced and
+        simulated all the same.
+
         Raises:
             PlanError: As `plan`.
         """
         out = Path(file)
         plan = record_provenance(self.plan, self.recipe, self.cluster_input, self.nodes, out)
         plan.save(out)
+        if self.missing:
+            # The file does not say it: which operators a tensor axis splits is not in the plan.
+            warnings.warn(
+                f"the executor cannot run {out} as it is planned: it lacks {self.missing}; "
+                "--runnable looks only for plans that it can run",
+                stacklevel=2,
+            )
         return plan
 
 

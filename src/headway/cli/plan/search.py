@@ -86,8 +86,6 @@ def search_plans(
         note(f"wrote {out}")
         if result.chosen.rank_kinds:
             note(f"its ranks stand on {format_device_runs(result.chosen.rank_kinds)}")
-        if result.missing:
-            note(f"the executor cannot run {out}: {result.missing}")
     note(
         f"captured in {format_seconds(result.capture_seconds)}, searched in "
         f"{format_seconds(result.search_seconds)}{_peak_memory()}"
