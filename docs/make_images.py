@@ -27,7 +27,7 @@ from headway.plans import pipelined
 from headway.plans.pipeline import PipelinePlan
 from headway.report.history.reader import read_history
 from headway.report.pictures.canvas import stack_svg
-from headway.report.pictures.collective_programs import ProgramDrawing, programs_svg
+from headway.report.pictures.collective_programs import programs_svg
 from headway.report.pictures.pipeline_schedule import schedule_svg
 from headway.report.pictures.simulated_steps import simulated_steps_svg as simulated
 from headway.report.pictures.step_timeline import representative_step, timeline_picture
@@ -89,15 +89,7 @@ def packing_picture() -> str:
         size = 2**26  # 256 MiB in float32
         priced, _ = price_programs(CollectiveTask.of(op, 8, size), wires, names=("trees",))
         best = priced[0]
-        weights = sum(weight for _, weight in best.trees)
-        drawn = ProgramDrawing(
-            best.name,
-            best.seconds,
-            best.program.traffic(4).sent,
-            tuple((parents, weight / weights) for parents, weight in best.trees),
-        )
-        heading = f"{op}, 256 MiB"
-        parts.append((heading, programs_svg("", [drawn], best.least, wires.names)))
+        parts.append((f"{op}, 256 MiB", programs_svg("", [best])))
     return stack_svg(parts)
 
 

@@ -165,7 +165,7 @@ def test_the_section_says_and_draws_it(run):
     numbers = re.findall(r"<text[^>]*>(\d+)</text>", view.picture)
     assert numbers.count("3") >= 2 * 2 * RANKS  # both passes of micro-batch 3, both blocks
     facts = [f"{fact.name}: {fact.value} {fact.detail}" for fact in view.facts]
-    rows = [" | ".join((r.rank, r.stages, r.computing, r.measured, r.predicted)) for r in view.rows]
+    rows = [" | ".join(row) for row in view.rows]
     check_golden("report/pipeline.txt", "\n".join([view.sentence, *facts, *rows]) + "\n")
 
 

@@ -100,4 +100,4 @@ def test_rows_and_pictures_do_not_read_alike(engine, alike):
     for words in said:
         assert sum(f"({words})" in row for row in rows) >= 1
     shown = frontier_plot(outcome, model="m", cluster="c")
-    assert len({spot.words for spot in shown.spots}) == 2
+    assert len({words.partition("\n")[2] for words in shown.words}) == 2

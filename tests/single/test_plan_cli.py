@@ -208,8 +208,6 @@ def test_explain_says_where_numbers_come_from(tmp_path, capsys):
 
 def test_both_pictures_show_the_same(outcome, tmp_path, run):
     shown = frontier_plot(outcome, model="stack", cluster="p3.16xlarge")
-    assert shown == frontier_plot(outcome, model="stack", cluster="p3.16xlarge")
-    assert sum(spot.chosen for spot in shown.spots) == 1
     svg = frontier_svg(shown)
     assert svg == frontier_svg(shown)
     root = ET.fromstring(svg)

@@ -204,7 +204,7 @@ def plan_guidelines(
     job = AdviceRequest(engine, plan.ranks, min(share, degrees_of(plan).microbatch))
     measured = None
     if measured_recipe is not None:
-        from headway.api.minibatch import measure_minibatch  # imports torch
+        from headway.api.recipe_workload import measure_minibatch  # imports torch
 
         measured = measure_minibatch(measured_recipe, memory=engine.question.cap, most=share)
     answers, unknown = advice_of(job, measured=measured)

@@ -240,6 +240,7 @@ def pricing_request(
             DeviceGroup(kind=kind, machine=replace(machine(kind), network=network), count=number)
             for kind, number in counts.items()
         )
+    said = captured.recipe.precision if precision is None else precision
     return PlanRequest(
         work=captured.work,
         machine=groups[0].machine if groups else machine(None),
@@ -247,7 +248,8 @@ def pricing_request(
         devices=devices if devices is not None else () if groups else (cluster.ranks,),
         batch=captured.batch,
         memory=memory,
-        precision=search_precision(captured.recipe.precision if precision is None else precision),
+        # Autocast to bfloat16 or, as "", the precision of the tensors: the search knows no other.
+        precision="bfloat16" if said == "bfloat16" else "",
     )
 
 
@@ -374,11 +376,6 @@ def note_unknown_operators(work: PlanningWorkload) -> None:
     """Log which operators can only be replicated."""
     if work.graph.unknown:
         _LOG.info("replicated, as no sharding rule is known: %s", ", ".join(work.graph.unknown))
-
-
-def search_precision(said: str) -> str:
-    """As `PlanRequest.precision` has what a recipe or a plan says."""
-    return "bfloat16" if said == "bfloat16" else ""
 
 
 def training_length(recipe: Recipe) -> TrainingLength:

@@ -305,18 +305,8 @@ def _pictures(
 ) -> None:
     if svg is None and png is None:
         return
-    from headway.report.pictures.collective_programs import (
-        ProgramDrawing,
-        programs_png,
-        programs_svg,
-    )
+    from headway.report.pictures.collective_programs import programs_png, programs_svg
 
-    shown = []
-    for one in found:
-        total = sum(weight for _, weight in one.trees)
-        trees = tuple((parents, weight / total) for parents, weight in one.trees)
-        sent = one.program.traffic(one.played.element_bytes).sent
-        shown.append(ProgramDrawing(one.name, one.seconds, sent, trees))
-    names = found[0].played.wires.names
-    drawing = (title, shown, found[0].least, names)
-    write_pictures((svg, lambda: programs_svg(*drawing)), (png, lambda: programs_png(*drawing)))
+    write_pictures(
+        (svg, lambda: programs_svg(title, found)), (png, lambda: programs_png(title, found))
+    )

@@ -8,10 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.api.training import choose_directory
-from headway.cli.report import report
+from headway.cli.main import run_command
 from headway.cli.terminal.console import say
-from headway.cli.train import train
-from headway.cli.verify import verify
 from headway.run.distributed.launch_env import LaunchEnv
 
 RECIPE = "headway.workloads.transformer:demo"
@@ -30,13 +28,17 @@ def demo(
         directory: The run directory; by default the next free runs/demo-001.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
     """
+    # Chosen here, so that all three commands have the same one.
     path = choose_directory("demo", directory, LaunchEnv.here(), resume=False)
+    changes = [f"--set={change}" for change in overrides]
     say(f"1/3  Train a transformer on the Python standard library, {processes} processes\n")
-    stopped = train(RECIPE, processes=processes, directory=path, overrides=overrides)
+    words = ["train", RECIPE, f"--processes={processes}", f"--directory={path}", *changes]
+    stopped = run_command(words)
     if stopped:
+        # A signal is no error: the exit code alone says that the rest is left out.
         return stopped
     say(f"\n2/3  Compare {processes} processes with the serial run (float64)\n")
-    verify(RECIPE, processes=f"1,{processes}", steps=3, overrides=overrides, directory=path)
+    words = ["verify", RECIPE, f"--processes=1,{processes}", "--steps=3", f"--directory={path}"]
+    run_command([*words, *changes])
     say("\n3/3  Report\n")
-    report(path)
-    return 0
+    return run_command(["report", str(path)])

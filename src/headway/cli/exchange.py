@@ -9,14 +9,14 @@ from __future__ import annotations
 import json as json_format
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.cli.terminal.console import say, say_json, write_file
+from headway.cli.terminal.console import parse_option, say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
 from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme
 from headway.collective.model.exchange_scheme import (
@@ -59,7 +59,6 @@ HIERARCHICAL_EXCHANGES: dict[str, ExchangePlan] = {
         bucket="auto", collective="hierarchical", compress="topk:0.01"
     ),
 }
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -121,16 +120,16 @@ def compare(
         network = ExchangeNetwork.of_rates(
             count,
             ranks // count,
-            rate=_amount("--link", link, parse_rate),
-            inside=_amount("--inside", inside, parse_rate),
-            latency=_amount("--latency", latency, parse_seconds),
+            rate=parse_option("--link", link, parse_rate),
+            inside=parse_option("--inside", inside, parse_rate),
+            latency=parse_option("--latency", latency, parse_seconds),
         )
         special = HIERARCHICAL_EXCHANGES if 1 < count < ranks else {}
     chain = equal_layers(
         layers,
-        _amount("--size", size, parse_size),
-        _amount("--forward", forward, parse_seconds),
-        _amount("--backward", backward, parse_seconds),
+        parse_option("--size", size, parse_size),
+        parse_option("--forward", forward, parse_seconds),
+        parse_option("--backward", backward, parse_seconds),
     )
     rows = estimate_exchanges(chain, network, special or {})
     if svg is not None:
@@ -142,13 +141,6 @@ def compare(
         say_json([_facts(row) for row in rows])
     else:
         say(describe_estimates(rows, chain, network))
-
-
-def _amount(option: str, text: str, parse: Callable[[str], Value]) -> Value:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
 
 
 def equal_layers(
@@ -287,14 +279,10 @@ def _toml(row: ExchangeEstimate) -> list[str]:
 
 def _shown(rows: Sequence[ExchangeEstimate]) -> list[ExchangeEstimate]:
     """For the picture: DDP's default, its best, and the best exact ones with and without border."""
-    exact = [row for row in rows[2:] if not _inexact(row)]
-    inside = min(
-        (row for row in exact if not row.choice.predicted.crossing), key=lambda r: r.choice.step
-    )
-    across = min(
-        (row for row in exact if row.choice.predicted.crossing), key=lambda r: r.choice.step
-    )
-    return [rows[0], rows[1], inside, across]
+    exact = sorted((row for row in rows[2:] if not _inexact(row)), key=lambda row: row.choice.step)
+    inside = next(row for row in exact if not row.choice.predicted.crossing)
+    across = next(row for row in exact if row.choice.predicted.crossing)
+    return [*rows[:2], inside, across]
 
 
 def _facts(row: ExchangeEstimate) -> dict[str, object]:

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(), shown_log():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = show_warning
-            return _run([word for word in words if word != "--trace"])
+            return run_command([word for word in words if word != "--trace"])
     except HeadwayError as error:
         return show_error(error, trace=trace)
     except KeyboardInterrupt:
@@ -129,7 +129,12 @@ def overview() -> str:
     )
 
 
-def _run(words: list[str]) -> int:
+def run_command(words: list[str]) -> int:
+    """The exit code of one command; `main` shows its errors.
+
+    Raises:
+        HeadwayError: Of the command, or the words are none.
+    """
     if not words or words[0] in {"--help", "-h", "help"}:
         say(overview())
         return 0

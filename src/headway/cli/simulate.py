@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from headway.api.simulation import SimulationScenario
 from headway.api.simulation import simulate as simulate_plan
-from headway.cli.terminal.console import say, say_json, write_file
+from headway.cli.terminal.console import say, say_json, table_lines, write_file
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep
@@ -39,7 +39,8 @@ EQUAL_TOLERANCE = 5e-4
 def scenario_table(scenarios: Sequence[SimulationScenario]) -> Iterator[str]:
     """A column for each scenario, and the difference."""
     kinds = list(dict.fromkeys(kind for s in scenarios for kind in s.step.exposed))
-    rows = [("", *(s.name for s in scenarios)), ("step", *(_step(s) for s in scenarios))]
+    rows = [("", *(s.name for s in scenarios))]
+    rows.append(("step", *(format_seconds(s.step.seconds) for s in scenarios)))
     rows.append(("bubble", *(f"{s.step.bubble:.1%}" for s in scenarios)))
     rows.append(("exposed communication", *(_exposed(s.step) for s in scenarios)))
     rows += [
@@ -61,15 +62,7 @@ def scenario_table(scenarios: Sequence[SimulationScenario]) -> Iterator[str]:
             ),
         }
         rows = [(*row, more.get(row[0], "")) for row in rows]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join(cells).rstrip()
-
-
-def _step(scenario: SimulationScenario) -> str:
-    return format_seconds(scenario.step.seconds)
+    return table_lines(rows, align=">")
 
 
 def _exposed(step: SimulatedStep) -> str:
@@ -106,7 +99,8 @@ def scenario_lines(
         yield f"{played} of {last.ranks} ranks were simulated; the others behave identically"
     else:
         yield f"all {played} ranks were simulated"
-    if scenarios[-1].step.work.faults != NO_FAULTS and _unmoved(scenarios):
+    same = scenarios[0].step.seconds == last.seconds
+    if last.work.faults != NO_FAULTS and same:
         yield "the step uses nothing that is faulty"
 
 
@@ -120,10 +114,6 @@ def _fullest(scenario: SimulationScenario) -> Iterator[str]:
             f"rank {fullest.rank} is the fullest{f' {kind}' if kind else ''}, "
             f"{format_bytes(fullest.peak)} of {format_bytes(cap)} ({fullest.peak / cap:.1%}){over}"
         )
-
-
-def _unmoved(scenarios: Sequence[SimulationScenario]) -> bool:
-    return scenarios[0].step.seconds == scenarios[-1].step.seconds
 
 
 def _decisive_line(step: SimulatedStep) -> str:

@@ -8,6 +8,7 @@ through the template's escaping, and only our own pictures are inserted as they 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,6 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         pipeline=pipeline_section(history, step),
         predicted=prediction_section(history, step),
         picture=Markup,
-        exposed=_picture(training_curves.exposed_picture(history)),
         peaks=_peaks(history),
         attempts=[(attempt, facts.ending(history, attempt)) for attempt in history.attempts],
         warnings=_with_counts(history.warnings),
@@ -108,12 +108,10 @@ def _peaks(history: RunHistory) -> dict[int, float]:
 
 def _with_counts(warnings: tuple[LoggedWarning, ...]) -> list[tuple[LoggedWarning, int]]:
     """Each text once, with how often it came, in the order of its first appearance."""
-    counts: dict[str, int] = {}
-    for warning in warnings:
-        counts[warning.text] = counts.get(warning.text, 0) + 1
     # Backwards, so that of equal texts the first one stays.
     first = {warning.text: warning for warning in reversed(warnings)}
-    return [(first[text], count) for text, count in counts.items()]
+    # A Counter keeps the order in which it met its keys.
+    return [(first[text], n) for text, n in Counter(one.text for one in warnings).items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,7 +100,7 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
 def _table(result: PlanningResult) -> Iterator[str]:
     outcome = result.outcome
     question = outcome.question
-    cost_heads = cost_headings(result.length) if question.priced_devices else []
+    cost_heads = [*_counts(result.length)] if question.priced_devices else []
     rows = [[" ", "step", "memory", "devices", *cost_heads, "plan", "runs; else lacks"]]
     places = sorted(_worth_showing(outcome) | {outcome.chosen})
     points = [outcome.points[number] for number in places]
@@ -138,17 +138,17 @@ def _worth_showing(outcome: SearchResult) -> set[int]:
     return set(shown)
 
 
-def cost_headings(amounts: TrainingLength) -> list[str]:
-    """Of the table's columns."""
-    return ["a step", "1,000 steps", *(["whole run"] if amounts.stop else [])]
+def _counts(length: TrainingLength) -> dict[str, int]:
+    """The numbers of steps of which the cost is shown, by the heading of the column."""
+    counts = {"a step": 1, "1,000 steps": THOUSAND}
+    return counts | ({"whole run": length.stop} if length.stop else {})
 
 
-def cost_columns(each: float | None, currency: str, amounts: TrainingLength) -> list[str]:
+def cost_columns(each: float | None, currency: str, length: TrainingLength) -> list[str]:
     """Of a plan of which a step costs so much; nothing where no price is known."""
     if each is None:
         return []
-    counts = [1, THOUSAND, *([amounts.stop] if amounts.stop else [])]
-    return [format_money(count * each, currency) for count in counts]
+    return [format_money(count * each, currency) for count in _counts(length).values()]
 
 
 def cost_data(each: float | None, amounts: TrainingLength) -> dict[str, float | None] | None:

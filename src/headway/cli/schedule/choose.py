@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from headway.cli.schedule.show import check_at_least_1
-from headway.cli.terminal.console import say, say_json
+from headway.cli.terminal.console import parse_option, say, say_json
 from headway.cluster.link import Link
 from headway.cost.pipeline_model import (
     ADAM,
@@ -29,9 +29,6 @@ from headway.units import format_bytes, format_seconds, parse_bytes, parse_rate,
 
 if TYPE_CHECKING:
     from headway.run.measure.recipe_model import ModelCosts
-
-
-Value = TypeVar("Value")
 
 
 @Parameter(name="*")
@@ -103,7 +100,7 @@ def choose(
         memory=_positive("memory", memory, parse_bytes),
         link=Link(
             rate=_positive("bandwidth", bandwidth, parse_rate),
-            latency=_amount("latency", latency, parse_seconds),
+            latency=parse_option("--latency", latency, parse_seconds),
         ),
         pipes=pipes,
         mode=mode,
@@ -135,33 +132,30 @@ def _workload(given: EqualLayersModel, measured: ModelCosts | None) -> tuple[Equ
 
     def number(name: str, parse: Callable[[str], float]) -> float:
         text = getattr(given, name)
-        found: float = getattr(measured, name) if text is None else _amount(name, text, parse)
+        found: float = (
+            getattr(measured, name) if text is None else parse_option(f"--{name}", text, parse)
+        )
         return found
 
     weights = number("weights", parse_bytes)
     workload = EqualLayers(
         layers=given.layers or int(number("layers", int)),
         forward=number("forward", parse_seconds),
-        launch=_amount("launch", given.launch, parse_seconds),
+        launch=parse_option("--launch", given.launch, parse_seconds),
         activation=number("activation", parse_bytes),
         held=number("held", parse_bytes),
         gradient=weights,
-        state=ADAM * weights if given.state is None else _amount("state", given.state, parse_bytes),
+        state=ADAM * weights
+        if given.state is None
+        else parse_option("--state", given.state, parse_bytes),
     )
     if not workload.forward > 0:
         raise UsageError(f"--forward {given.forward}: more than 0")
     return workload, given.batch or int(number("batch", int))
 
 
-def _amount(name: str, text: str, parse: Callable[[str], Value]) -> Value:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(f"--{name}: {error}") from None
-
-
 def _positive(name: str, text: str, parse: Callable[[str], float]) -> float:
-    value = _amount(name, text, parse)
+    value = parse_option(f"--{name}", text, parse)
     if not value > 0:
         raise UsageError(f"--{name} {text}: more than 0")
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -93,17 +93,12 @@ class ScheduleCosts:
             raise UsageError(f"numbers of as many stages are needed: {said}")
 
     def _given(self) -> dict[str, StageValues]:
-        options = {
-            "--forward": self.forward,
-            "--backward": self.backward,
-            "--input-grad": self.input_grad,
-            "--weight-grad": self.weight_grad,
-            "--activation": self.activation,
-            "--kept": self.kept,
-            "--latency": (self.latency,),
-            "--message": (self.message,),
+        options = {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
+        return {
+            option: said if isinstance(said, tuple) else (said,)
+            for option, said in options.items()
+            if said is not None
         }
-        return {option: values for option, values in options.items() if values is not None}
 
     @property
     def are_even(self) -> bool:

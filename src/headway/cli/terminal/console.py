@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from headway.errors import HeadwayError, UsageError
 
 BUG_CODE = "HW-9000"
 BUG_EXIT = 70
+ValueT = TypeVar("ValueT")
 
 
 def say(text: str = "") -> None:
@@ -66,11 +68,24 @@ class _NoteHandler(logging.Handler):
         note(record.getMessage())
 
 
-def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows in columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def parse_option(option: str, text: str, parse: Callable[[str], ValueT]) -> ValueT:
+    """The value of an option whose text has a unit.
+
+    Raises:
+        UsageError: `parse` cannot read it.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, align: Literal["<", ">"] = "<") -> Iterator[str]:
+    """Rows in columns as wide as their widest cell; `align` is that of all but the first."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for label, *cells in rows:
+        rest = (f"{cell:{align}{width}}" for cell, width in zip(cells, others, strict=True))
+        yield "  ".join([label.ljust(first), *rest]).rstrip()
 
 
 def write_pictures(*pictures: tuple[Path | None, Callable[[], str | bytes]]) -> None:

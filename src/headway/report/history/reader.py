@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,14 +46,8 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     Returns:
         The objects, and notes about lines that could not be read. A missing file has no lines.
     """
-    try:
-        # A file may end in the middle of a character.
-        text = path.read_bytes().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        return [], [f"{path.name}: cannot be read ({error.strerror or error})"]
-    *whole, rest = text.split("\n")
+    text, notes = _read_text(path)
+    *whole, rest = (text or "").split("\n")
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
     for number, line in enumerate(whole, start=1):
@@ -70,19 +64,27 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     last = _object(rest)
     if last is not None:
         rows.append(last)
-    return rows, _notes(path, damaged)
+    return rows, [*notes, *_notes(path, damaged)]
 
 
 def read_json_object(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The JSON object in a file; empty where the file is missing or damaged (with a note)."""
-    try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return {}, []
-    except OSError as error:
-        return {}, [f"{path.name}: cannot be read ({error.strerror or error})"]
+    text, notes = _read_text(path)
+    if text is None:
+        return {}, notes
     value = _object(text)
     return (value, []) if value is not None else ({}, [f"{path.name}: is not a JSON object"])
+
+
+def _read_text(path: Path) -> tuple[str | None, list[str]]:
+    """The text of a file, or None and, unless it is merely missing, a note why not."""
+    try:
+        # A file may end in the middle of a character.
+        return path.read_bytes().decode("utf-8", errors="replace"), []
+    except FileNotFoundError:
+        return None, []
+    except OSError as error:
+        return None, [f"{path.name}: cannot be read ({error.strerror or error})"]
 
 
 def read_json_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -161,8 +163,6 @@ def _align_span(span: Span, sent: dict[MessageKey, float]) -> Span:
 # A run directory becomes a `RunHistory`.
 
 
-__all__ = ["RunHistory", "read_history"]
-
 _SIGNS = ("events.jsonl", "recipe.json", "plan.json", "environment.json")
 _Stepped = TypeVar(
     "_Stepped", LoggedStep, LoggedValidation, LoggedCheckpoint, LoggedSample, LoggedExchange
@@ -186,8 +186,7 @@ def read_history(directory: Path) -> RunHistory:
         notes += found
     rows, found = read_json_lines(directory / "events.jsonl")
     replay = _Replay()
-    replay.run(rows)
-    notes += [*found, *_unusable("events.jsonl", replay.unusable)]
+    notes += [*found, *_replay("events.jsonl", rows, replay.take)]
     rank_steps, traces, found = _ranks(directory / "ranks", replay)
     failures, more = _failures(directory / "failures")
     proofs, also = _proofs(directory / "verification.json")
@@ -238,20 +237,12 @@ class _Replay:
         self.exchanges: list[LoggedExchange] = []
         self.warnings: list[LoggedWarning] = []
         self.superseded = 0
-        self.unusable = 0
-
-    def run(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        for row in rows:
-            try:
-                self._take(row)
-            except (ValueError, OverflowError):
-                self.unusable += 1
 
     def counts(self) -> dict[int, int]:
         """step -> attempt of the history that counts."""
         return {step.step: step.attempt for step in self.steps}
 
-    def _take(self, row: Mapping[str, Any]) -> None:
+    def take(self, row: Mapping[str, Any]) -> None:
         match row.get("event"):
             case "start":
                 self._begin(parse_record(LoggedAttempt, row))
@@ -335,8 +326,7 @@ def _ranks(
         rows, found = read_json_lines(path)
         notes += found
         rank = _RankReplay(attempts, newest)
-        rank.run(rows)
-        notes += _unusable(path.name, rank.unusable)
+        notes += _replay(path.name, rows, rank.take)
         if rank.steps:
             steps[_rank_of(path)] = tuple(rank.steps[step] for step in sorted(rank.steps))
         for step, span in rank.spans:
@@ -357,16 +347,8 @@ class _RankReplay:
         self._last: tuple[int, float] = (0, math.nan)
         self.steps: dict[int, LoggedRankStep] = {}
         self.spans: list[tuple[int, Span]] = []
-        self.unusable = 0
 
-    def run(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        for row in rows:
-            try:
-                self._take(row)
-            except (KeyError, TypeError, ValueError, OverflowError):
-                self.unusable += 1
-
-    def _take(self, row: Mapping[str, Any]) -> None:
+    def take(self, row: Mapping[str, Any]) -> None:
         event = row.get("event")
         if event not in ("rank_step", "span"):
             return
@@ -448,7 +430,16 @@ def _failures(directory: Path) -> tuple[tuple[LoggedFailure, ...], list[str]]:
     return tuple(order), notes
 
 
-def _unusable(name: str, count: int) -> list[str]:
+def _replay(
+    name: str, rows: Iterable[Mapping[str, Any]], take: Callable[[Mapping[str, Any]], None]
+) -> list[str]:
+    """Hand the rows of a file on one by one; a note about those that lack what they need."""
+    count = 0
+    for row in rows:
+        try:
+            take(row)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            count += 1
     if not count:
         return []
     return [f"{name}: {count} {'entry' if count == 1 else 'entries'} without the needed values"]
@@ -457,17 +448,15 @@ def _unusable(name: str, count: int) -> list[str]:
 def _proofs(path: Path) -> tuple[tuple[LoggedProof, ...], list[str]]:
     rows, notes = read_json_objects(path)
     proofs: list[LoggedProof] = []
-    unusable = 0
-    for row in rows:
+
+    def take(row: Mapping[str, Any]) -> None:
         errors = row.get("errors")
         measured = errors.values() if isinstance(errors, Mapping) else ()
         error = max((e for e in measured if isinstance(e, int | float)), default=None)
-        try:
-            proofs.append(parse_record(LoggedProof, {"error": error, **row}))
-        except (ValueError, OverflowError):
-            unusable += 1
-    ordered = sorted(proofs, key=lambda proof: proof.processes)
-    return tuple(ordered), [*notes, *_unusable(path.name, unusable)]
+        proofs.append(parse_record(LoggedProof, {"error": error, **row}))
+
+    notes += _replay(path.name, rows, take)
+    return tuple(sorted(proofs, key=lambda proof: proof.processes)), notes
 
 
 def _cause_first(failure: LoggedFailure) -> tuple[int, bool, float, int]:

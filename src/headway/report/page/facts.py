@@ -132,7 +132,9 @@ def _losses(history: RunHistory) -> list[Fact]:
         found.append(Fact("Training loss", value, detail, tone))
     if history.validations:
         latest = history.validations[-1]
-        best = min(history.validations, key=lambda entry: _or_infinite(entry.loss))
+        # Of losses of which the first is NaN `min` would take that one.
+        finite = [entry for entry in history.validations if math.isfinite(entry.loss)]
+        best = min(finite or history.validations[:1], key=lambda entry: entry.loss)
         detail = (
             f"the best, at step {latest.step}"
             if best is latest
@@ -140,10 +142,6 @@ def _losses(history: RunHistory) -> list[Fact]:
         )
         found.append(Fact("Validation loss", number(latest.loss), detail))
     return found
-
-
-def _or_infinite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
 
 
 def _steps(history: RunHistory) -> Fact:

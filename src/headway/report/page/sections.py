@@ -25,7 +25,8 @@ from headway.report.history.records import LoggedBucket, LoggedExchange, RunHist
 from headway.report.page.facts import ABSENT, Fact, read_plan
 from headway.report.pictures.canvas import colour, draw, legend, plain_axes
 from headway.report.pictures.pipeline_schedule import schedule_svg
-from headway.report.pictures.step_timeline import Shares, bar_of_time, shares
+from headway.report.pictures.step_timeline import Shares, bar_of_time, shares, span_bar
+from headway.report.pictures.training_curves import exposed_picture
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
 from headway.schedule.stage_costs import StageCosts
@@ -42,20 +43,8 @@ MOST_BUCKETS = 60
 _NAMES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class BucketRow:
-    """A line of the table, as texts."""
-
-    bucket: str
-    parameters: str
-    size: str
-    wire: str
-    ready: str
-    sent: str
-    received: str
-    applied: str
-    needed: str
-    exposed: str
+TableRow = tuple[str, ...]
+"""The cells of a line, in the order in which the template names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +56,16 @@ class ExchangeSection:
         step: Of the table; 0 without one.
         rows: The buckets of that step, in order of their number.
         applies: The optimiser works bucket by bucket.
+        exposed: SVG: the exposed seconds of every step; None where the run does not tell.
     """
 
     sentence: str
     facts: tuple[Fact, ...]
     step: int
-    rows: tuple[BucketRow, ...]
+    rows: tuple[TableRow, ...]
     omitted: int
     applies: bool
+    exposed: str | None
 
 
 def exchange_section(history: RunHistory, step: int | None = None) -> ExchangeSection | None:
@@ -85,20 +76,20 @@ def exchange_section(history: RunHistory, step: int | None = None) -> ExchangeSe
         return None
     buckets = () if traced is None else traced.buckets
     return ExchangeSection(
-        sentence=exchange_sentence(history),
+        sentence=_plan_line(read_plan(history), "exchange"),
         facts=facts,
         step=0 if traced is None else traced.step,
         rows=tuple(_bucket_row(bucket) for bucket in buckets[:MOST_BUCKETS]),
         omitted=max(0, len(buckets) - MOST_BUCKETS),
         applies=any(math.isfinite(bucket.applied) for bucket in buckets),
+        exposed=exposed_picture(history),
     )
 
 
-def exchange_sentence(history: RunHistory) -> str:
-    """The plan's exchange in words; "" where the plan cannot be read."""
-    plan = read_plan(history)
+def _plan_line(plan: Plan | None, part: str) -> str:
+    """What the plan says of one of its parts; "" where it cannot be read."""
     lines = explain(plan).splitlines() if plan is not None else []
-    return next((line for line in lines if line.startswith("exchange: ")), "")
+    return next((line for line in lines if line.startswith(f"{part}: ")), "")
 
 
 def exchange_figures(history: RunHistory) -> list[Fact]:
@@ -139,18 +130,15 @@ def _chosen(exchanges: Sequence[LoggedExchange], step: int | None) -> LoggedExch
     return same[-1] if same else None
 
 
-def _bucket_row(bucket: LoggedBucket) -> BucketRow:
-    return BucketRow(
-        bucket=str(bucket.bucket),
-        parameters=_names(bucket.parameters),
-        size=format_bytes(bucket.bytes),
-        wire=format_bytes(bucket.wire_bytes),
-        ready=_moment(bucket.ready),
-        sent=_moment(bucket.sent),
-        received=_moment(bucket.received),
-        applied=_moment(bucket.applied),
-        needed=_moment(bucket.needed),
-        exposed=format_seconds(bucket.waited) if bucket.waited > 0 else "0",
+def _bucket_row(bucket: LoggedBucket) -> TableRow:
+    moments = (bucket.ready, bucket.sent, bucket.received, bucket.applied, bucket.needed)
+    return (
+        str(bucket.bucket),
+        _names(bucket.parameters),
+        format_bytes(bucket.bytes),
+        format_bytes(bucket.wire_bytes),
+        *map(_moment, moments),
+        format_seconds(bucket.waited) if bucket.waited > 0 else "0",
     )
 
 
@@ -174,17 +162,6 @@ TimedAction = tuple[Action, float, float]
 """An action with its start and end."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """A line of the table, as texts."""
-
-    rank: str
-    stages: str
-    computing: str
-    measured: str
-    predicted: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection:
     """The section of the page.
@@ -197,7 +174,7 @@ class PipelineSection:
     sentence: str
     step: int
     facts: tuple[Fact, ...]
-    rows: tuple[RankRow, ...]
+    rows: tuple[TableRow, ...]
     picture: str | None
 
 
@@ -244,7 +221,7 @@ def pipeline_section(history: RunHistory, step: int | None) -> PipelineSection |
     measured, predicted = found
     actions = sum(map(len, measured.timing.order))
     return PipelineSection(
-        sentence=_pipeline_sentence(plan),
+        sentence=_plan_line(plan, "pipeline"),
         step=step,
         facts=tuple(_pipeline_facts(history, measured, predicted)),
         rows=tuple(_rank_row(rank, measured, predicted) for rank in range(measured.schedule.ranks)),
@@ -302,9 +279,6 @@ def _timing(rows: Sequence[Sequence[TimedAction]]) -> ScheduleTiming:
     )
 
 
-# ---- the costs of this step --------------------------------------------------------------------
-
-
 def _costs(
     table: PipelineSchedule,
     rows: Sequence[Sequence[TimedAction]],
@@ -354,13 +328,6 @@ def _transit(messages: Iterable[TimedAction]) -> float:
     return statistics.median(found[: (len(found) + 1) // 2]) if found else 0.0
 
 
-# ---- words -------------------------------------------------------------------------------------
-
-
-def _pipeline_sentence(plan: Plan) -> str:
-    return next(line for line in explain(plan).splitlines() if line.startswith("pipeline: "))
-
-
 def _pipeline_facts(
     history: RunHistory, measured: PipelineStep, predicted: PipelineStep
 ) -> list[Fact]:
@@ -381,16 +348,16 @@ def _pipeline_facts(
     return found
 
 
-def _rank_row(rank: int, measured: PipelineStep, predicted: PipelineStep) -> RankRow:
+def _rank_row(rank: int, measured: PipelineStep, predicted: PipelineStep) -> TableRow:
     hosted: Mapping[str, list[int]] = defaultdict(list)
     for pipe, stage in measured.schedule.hosted(rank):
         hosted[pipe].append(stage)
-    return RankRow(
-        rank=str(rank),
-        stages="; ".join(f"{pipe}: {', '.join(map(str, s))}" for pipe, s in hosted.items()),
-        computing=format_seconds(measured.busy(rank) / 1e3),
-        measured=f"{measured.bubble_of(rank):.1%}",
-        predicted=f"{predicted.bubble_of(rank):.1%}",
+    return (
+        str(rank),
+        "; ".join(f"{pipe}: {', '.join(map(str, s))}" for pipe, s in hosted.items()),
+        format_seconds(measured.busy(rank) / 1e3),
+        f"{measured.bubble_of(rank):.1%}",
+        f"{predicted.bubble_of(rank):.1%}",
     )
 
 
@@ -407,16 +374,6 @@ _MOST_RANKS, _MOST_SPANS = 4, 2000
 _ROUNDING = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """A line of the table, as texts."""
-
-    name: str
-    predicted: str
-    measured: str
-    difference: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class PredictionSection:
     """The section of the page.
@@ -427,7 +384,7 @@ class PredictionSection:
     """
 
     facts: tuple[Fact, ...]
-    rows: tuple[PartRow, ...]
+    rows: tuple[TableRow, ...]
     bars: str
     timeline: str | None
     step: int | None
@@ -487,9 +444,9 @@ def _prediction_facts(
     yield Fact("Cluster", prediction.cluster or "not said", f"headway {prediction.version}")
 
 
-def _part_row(name: str, predicted: float, measured: float) -> PartRow:
+def _part_row(name: str, predicted: float, measured: float) -> TableRow:
     difference = f"{predicted / measured - 1:+.0%}" if measured > 0 and predicted > 0 else ""
-    return PartRow(name, format_seconds(predicted), format_seconds(measured), difference)
+    return name, format_seconds(predicted), format_seconds(measured), difference
 
 
 def _bars(expected: Mapping[str, float], measured: Mapping[str, float]) -> str:
@@ -508,9 +465,6 @@ def _bars(expected: Mapping[str, float], measured: Mapping[str, float]) -> str:
     return draw("parts", (400, 235), paint, alt="Parts of a step, predicted above measured")
 
 
-# -- the timeline ----------------------------------------------------------------------------------
-
-
 def prediction_timeline(plan: Plan, trace: Timeline) -> str | None:
     """Predicted above measured, for the ranks of the first pipeline or the first few."""
     ranks = (plan.mesh.peers(0, PIPE_AXIS) if plan.pipe_degree > 1 else trace.ranks)[:_MOST_RANKS]
@@ -525,15 +479,7 @@ def prediction_timeline(plan: Plan, trace: Timeline) -> str | None:
         axes = plain_axes(figure, grid="x")
         for spans, below, begin in ((expected, 0.0, 0.0), (done, 1.0, began)):
             for span in spans:
-                axes.barh(
-                    height[span.rank] + below,
-                    span.seconds,
-                    left=span.start - begin,
-                    height=0.86,
-                    color=colour(span.kind if span.kind in KINDS else "other"),
-                    edgecolor=colour("card"),
-                    linewidth=0.4,
-                )
+                span_bar(axes, span, begin, height[span.rank] + below, 0.86)
         texts = [(height[r], f"rank {r}   predicted") for r in ranks]
         texts += [(height[r] + 1.0, "measured") for r in ranks]
         axes.set_yticks([place for place, _ in texts], [text for _, text in texts])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headway.collective.nodes import Parents
+from headway.planner.collective_algorithm import PricedProgram
 from headway.report.pictures.canvas import NUM_SERIES, Hue, colour, draw, draw_png, plain_axes
 from headway.units import format_bytes, format_seconds
 
@@ -28,83 +29,67 @@ _WIDEST = 5.0
 """Points of the line that carries most."""
 
 
-@dataclass(frozen=True)
-class ProgramDrawing:
-    """A program as it is drawn.
-
-    Attributes:
-        sent: Bytes by (sender, receiver).
-        trees: Parents of each rank, and the share of the buffer of each tree.
-    """
-
-    name: str
-    seconds: float
-    sent: Mapping[tuple[int, int], float]
-    trees: tuple[tuple[tuple[int | None, ...], float], ...] = ()
+Tree = tuple[Parents, float]
+"""The parent of each rank (None: the root), and the share of the buffer that the tree carries."""
 
 
-def programs_svg(
-    title: str, shown: Sequence[ProgramDrawing], least: float, names: Sequence[str]
-) -> str:
+def programs_svg(title: str, shown: Sequence[PricedProgram]) -> str:
     """SVG text.
 
     Args:
         shown: At least one program, the fastest first.
-        least: The bound, seconds.
     """
     alt = f"{title}: " + ", ".join(f"{d.name} {format_seconds(d.seconds)}" for d in shown)
     return draw(
         "collective",
         (WIDTH, _height(shown)),
-        lambda figure: _paint(figure, title, shown, least, names, colour),
+        lambda figure: _paint(figure, title, shown, colour),
         alt=alt,
     )
 
 
-def programs_png(
-    title: str, shown: Sequence[ProgramDrawing], least: float, names: Sequence[str]
-) -> bytes:
+def programs_png(title: str, shown: Sequence[PricedProgram]) -> bytes:
     """The same as PNG, at two pixels a point."""
-    return draw_png(
-        (WIDTH, _height(shown)), lambda figure, hue: _paint(figure, title, shown, least, names, hue)
-    )
+    return draw_png((WIDTH, _height(shown)), lambda figure, hue: _paint(figure, title, shown, hue))
 
 
-def _trees(shown: Sequence[ProgramDrawing]) -> tuple[tuple[tuple[int | None, ...], float], ...]:
+def _trees(shown: Sequence[PricedProgram]) -> tuple[Tree, ...]:
     """Of the fastest program that has any, the heaviest ones."""
     found = next((drawn.trees for drawn in shown if drawn.trees), ())
-    return tuple(sorted(found, key=lambda tree: -tree[1])[:_MOST_TREES])
+    # The weights of a packing are in any unit: only their sum makes them shares.
+    total = sum(weight for _, weight in found)
+    trees = [(parents, weight / total) for parents, weight in found]
+    return tuple(sorted(trees, key=lambda tree: -tree[1])[:_MOST_TREES])
 
 
-def _rows(shown: Sequence[ProgramDrawing]) -> tuple[int, int]:
+def _sent(drawn: PricedProgram) -> Mapping[tuple[int, int], float]:
+    """Bytes by (sender, receiver)."""
+    return drawn.program.traffic(drawn.played.element_bytes).sent
+
+
+def _rows(shown: Sequence[PricedProgram]) -> tuple[int, int]:
     return -(-len(shown) // _CIRCLES), -(-len(_trees(shown)) // _TREES)
 
 
-def _heights(shown: Sequence[ProgramDrawing]) -> list[int]:
+def _heights(shown: Sequence[PricedProgram]) -> list[int]:
     circles, trees = _rows(shown)
     return [60 + _BAR * len(shown), *[_CIRCLE] * circles, *[_TREE] * trees]
 
 
-def _height(shown: Sequence[ProgramDrawing]) -> int:
+def _height(shown: Sequence[PricedProgram]) -> int:
     return 30 + sum(_heights(shown))
 
 
-def _paint(
-    figure: Figure,
-    title: str,
-    shown: Sequence[ProgramDrawing],
-    least: float,
-    names: Sequence[str],
-    paint: Hue,
-) -> None:
+def _paint(figure: Figure, title: str, shown: Sequence[PricedProgram], paint: Hue) -> None:
     circles, _ = _rows(shown)
+    names = shown[0].played.wires.names
     heights = _heights(shown)
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part in parts:
         part.patch.set_visible(False)
     parts[0].suptitle(title, color=paint("ink"), fontsize=12)
-    _bars(plain_axes(parts[0], grid="x", hue=paint), shown, least, paint)
-    most = max((size for drawn in shown for size in drawn.sent.values()), default=1.0)
+    _bars(plain_axes(parts[0], grid="x", hue=paint), shown, paint)
+    most = max((size for drawn in shown for size in _sent(drawn).values()), default=1.0)
     for number, drawn in enumerate(shown):
         row, column = divmod(number, _CIRCLES)
         axes = parts[1 + row].add_subplot(1, _CIRCLES, column + 1)
@@ -115,16 +100,17 @@ def _paint(
         _tree(axes, parents, share, names, paint(f"series-{number % NUM_SERIES}"), paint)
 
 
-def _bars(axes: Axes, shown: Sequence[ProgramDrawing], least: float, paint: Hue) -> None:
+def _bars(axes: Axes, shown: Sequence[PricedProgram], paint: Hue) -> None:
     """Predicted seconds, with the bound as a line."""
     from matplotlib.ticker import FuncFormatter
 
+    least = shown[0].least
     places = range(len(shown))
     colours = [paint("series-2" if not place else "series-7") for place in places]
     axes.barh(places, [drawn.seconds for drawn in shown], color=colours, height=0.6)
     axes.axvline(least, color=paint("ink"), linewidth=1.2)
     for place, drawn in enumerate(shown):
-        share = f", {least / drawn.seconds:.0%} of the bound" if drawn.seconds else ""
+        share = f", {drawn.share:.0%} of the bound" if drawn.seconds else ""
         words = f" {format_seconds(drawn.seconds)}{share}"
         axes.text(drawn.seconds, place, words, va="center", color=paint("ink"), fontsize=9)
     axes.set_yticks(places, [drawn.name for drawn in shown])
@@ -141,15 +127,15 @@ def _places(count: int) -> list[tuple[float, float]]:
 
 def _circle(
     axes: Axes,
-    drawn: ProgramDrawing,
+    drawn: PricedProgram,
     most: float,
     names: Sequence[str],
     paint: Hue,
 ) -> None:
     """Who sends how much to whom."""
-    places = _places(len(names))
+    places, sent = _places(len(names)), _sent(drawn)
     # Sorted, because the order of the lines is that of the bytes in the file.
-    for (sender, receiver), size in sorted(drawn.sent.items()):
+    for (sender, receiver), size in sorted(sent.items()):
         axes.annotate(
             "",
             xy=places[receiver],
@@ -165,7 +151,7 @@ def _circle(
             },
         )
     _ranks(axes, places, names, paint)
-    largest = max(drawn.sent.values(), default=0.0)
+    largest = max(sent.values(), default=0.0)
     axes.set_title(
         f"{drawn.name}: up to {format_bytes(largest)} from rank to rank",
         color=paint("ink"),

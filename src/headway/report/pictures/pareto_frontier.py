@@ -1,8 +1,7 @@
 """Pareto frontier of plans: step time against memory, by device count.
 
-SVG and PNG are drawn from one `FrontierPlot`, plain data that hold all that is in the picture. The
-ground is darker where plans are dominated at any device count. SVG has light and dark colours and
-tooltips on the marks; PNG has the light colours.
+SVG and PNG are drawn from one `FrontierPlot`. The ground is darker where plans are dominated at any
+device count. SVG has light and dark colours and tooltips on the marks; PNG has the light colours.
 """
 
 from __future__ import annotations
@@ -44,62 +43,32 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontierMark:
-    """A plan in the picture."""
-
-    seconds: float
-    bytes: float
-    devices: int
-    words: str
-    chosen: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FrontierPlot:
-    """All that is in the picture.
+    """The frontier of a search, and what is written beside each of its plans."""
 
-    Attributes:
-        allowed: Bytes of a device that a plan may use.
-    """
-
+    outcome: SearchResult
     title: str
-    spots: tuple[FrontierMark, ...]
-    allowed: float
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Numbers of devices, ascending."""
-        return tuple(sorted({spot.devices for spot in self.spots}))
+    words: tuple[str, ...]
 
 
 def frontier_plot(outcome: SearchResult, *, model: str, cluster: str) -> FrontierPlot:
     """What there is to draw of an answer."""
     question, notes = outcome.question, label_points(outcome.search, outcome.points)
-    spots = [
-        FrontierMark(
-            seconds=point.seconds,
-            bytes=point.bytes,
-            devices=point.devices,
-            words=f"{describe_point(point)}{said and f' ({said})'}",
-            chosen=number == outcome.chosen,
-        )
-        for number, (point, said) in enumerate(zip(outcome.points, notes, strict=True))
-    ]
-    return FrontierPlot(
-        title=f"{model} on {cluster}, batch {question.batch}: {question.objective}",
-        spots=tuple(spots),
-        allowed=question.cap,
-    )
+    words = []
+    for point, said in zip(outcome.points, notes, strict=True):
+        devices = f"{point.devices} device{'s' if point.devices > 1 else ''}"
+        figures = f"{format_seconds(point.seconds)}, {format_bytes(point.bytes)}, {devices}"
+        words.append(f"{figures}\n{describe_point(point)}{said and f' ({said})'}")
+    title = f"{model} on {cluster}, batch {question.batch}: {question.objective}"
+    return FrontierPlot(outcome, title, tuple(words))
 
 
 def frontier_svg(shown: FrontierPlot) -> str:
     """SVG text, a file of its own."""
-    best = next(spot for spot in shown.spots if spot.chosen)
-    alt = (
-        f"{shown.title}. {len(shown.spots)} plans by step time and memory; chosen: {_words(best)}."
-    )
-    titles = {f"plan-{n}": _words(spot) for n, spot in enumerate(shown.spots)}
+    best = shown.words[shown.outcome.chosen]
+    alt = f"{shown.title}. {len(shown.words)} plans by step time and memory; chosen: {best}."
+    titles = {f"plan-{n}": words for n, words in enumerate(shown.words)}
     svg = draw(
         "frontier", SIZE, lambda figure: _paint(figure, shown, "", colour), alt=alt, titles=titles
     )
@@ -111,28 +80,29 @@ def frontier_png(shown: FrontierPlot) -> bytes:
     return draw_png(SIZE, lambda figure, hue: _paint(figure, shown, shown.title, hue))
 
 
-def _words(spot: FrontierMark) -> str:
-    devices = f"{spot.devices} device{'s' if spot.devices > 1 else ''}"
-    time, size = format_seconds(spot.seconds), format_bytes(spot.bytes)
-    return f"{time}, {size}, {devices}\n{spot.words}"
-
-
 def _paint(figure: Figure, shown: FrontierPlot, title: str, hue: Hue) -> None:
     axes = _axes(figure, title, hue)
-    time, size = _unit(_TIMES, [s.seconds for s in shown.spots]), _unit(_SIZES, _sizes(shown))
+    points, best = shown.outcome.points, shown.outcome.chosen
+    time, size = (
+        _unit(_TIMES, [p.seconds for p in points]),
+        _unit(_SIZES, [p.bytes for p in points]),
+    )
     axes.set_xlabel(f"step time, {time[1]}", color=hue("muted"))
     axes.set_ylabel(f"memory of the fullest device, {size[1]}", color=hue("muted"))
-    places = [(spot.seconds / time[0], spot.bytes / size[0]) for spot in shown.spots]
-    _limits(axes, places, shown.allowed / size[0])
+    places = [(point.seconds / time[0], point.bytes / size[0]) for point in points]
+    allowed = shown.outcome.question.cap / size[0]
+    _limits(axes, places, allowed)
+    counts = sorted({point.devices for point in points})
     # A plan of the fewest devices dominates with any number of them.
-    fewest = [p for p, s in zip(places, shown.spots, strict=True) if s.devices == shown.counts[0]]
-    _dominated(axes, fewest, len(shown.counts) > 1, hue)
-    for number, devices in enumerate(shown.counts):
-        mine = [n for n, spot in enumerate(shown.spots) if spot.devices == devices]
+    fewest = [place for place, p in zip(places, points, strict=True) if p.devices == counts[0]]
+    _dominated(axes, fewest, len(counts) > 1, hue)
+    for number, devices in enumerate(counts):
+        mine = [n for n, point in enumerate(points) if point.devices == devices]
         series = hue(f"series-{number % NUM_SERIES}")
         _staircase(axes, [places[n] for n in mine], series)
         label = f"{devices} device{'s' if devices > 1 else ''}"
         for place, n in enumerate(mine):
+            # One by one, because only an artist of its own can have the text of one plan.
             axes.plot(
                 *places[n],
                 marker=MARKS[number % len(MARKS)],
@@ -144,14 +114,9 @@ def _paint(figure: Figure, shown: FrontierPlot, title: str, hue: Hue) -> None:
                 gid=f"plan-{n}",
                 zorder=4,
             )
-    _allowed(axes, shown.allowed / size[0], size[1], hue)
-    best = next(n for n, spot in enumerate(shown.spots) if spot.chosen)
-    _ring(axes, places[best], shown.spots[best], _label_side(axes, places, best), hue)
+    _allowed(axes, allowed, size[1], hue)
+    _ring(axes, places[best], shown.words[best], _label_side(axes, places, best), hue)
     legend(axes, columns=7, hue=hue, columnspacing=1.0, fontsize=9)
-
-
-def _sizes(shown: FrontierPlot) -> list[float]:
-    return [spot.bytes for spot in shown.spots]
 
 
 def _unit(units: Sequence[tuple[float, str]], values: Sequence[float]) -> tuple[float, str]:
@@ -227,9 +192,7 @@ def _allowed(axes: Axes, allowed: float, unit: str, hue: Hue) -> None:
         )
 
 
-def _ring(
-    axes: Axes, place: tuple[float, float], spot: FrontierMark, room: LabelSide, hue: Hue
-) -> None:
+def _ring(axes: Axes, place: tuple[float, float], words: str, room: LabelSide, hue: Hue) -> None:
     """Around the chosen plan, with what it is beside it."""
     axes.plot(
         *place,
@@ -243,7 +206,7 @@ def _ring(
     )
     right, up = room
     axes.annotate(
-        f"chosen: {_words(spot)}",
+        f"chosen: {words}",
         place,
         xytext=(16 if right else -16, 20 if up else -20),
         textcoords="offset points",

@@ -19,6 +19,7 @@ from headway.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
 
 MOST_RANKS = 16
@@ -133,7 +134,9 @@ def timeline_picture(trace: Timeline) -> str | None:
     def paint(figure: Figure) -> None:
         axes = plain_axes(figure, grid="x")
         for number, span in enumerate(spans):
-            _bar(axes, span, start, heights[places[number]], f"span-{number}")
+            bar = span_bar(axes, span, start, heights[places[number]], 0.82)
+            # The key of this bar's text in `titles`.
+            bar.set_gid(f"span-{number}")
         _label_rows(axes, heights)
         bar_of_time(axes, 9)
         _kinds_legend(axes, spans)
@@ -188,19 +191,19 @@ def _row_heights(places: Sequence[_Place]) -> dict[_Place, float]:
     return heights
 
 
-def _bar(axes: Axes, span: Span, start: float, height: float, group: str) -> None:
-    known = span.kind if span.kind in KINDS else "other"
+def span_bar(axes: Axes, span: Span, start: float, place: float, height: float) -> Rectangle:
+    """A span as a bar around `place`, `start` being the time 0 of the picture."""
     bars = axes.barh(
-        height,
+        place,
         span.seconds,
         left=span.start - start,
-        height=0.82,
-        color=colour(known),
+        height=height,
+        color=colour(span.kind if span.kind in KINDS else "other"),
         edgecolor=colour("card"),
         linewidth=0.4,
     )
-    # The key of this bar's text in `titles`.
-    bars[0].set_gid(group)
+    bar: Rectangle = bars[0]
+    return bar
 
 
 def _label_rows(axes: Axes, heights: Mapping[_Place, float]) -> None:
