@@ -190,7 +190,7 @@ def test_exit_codes(error, code, monkeypatch, capsys):
     def fail(words):
         raise error
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "run_command", fail)
     assert cli.main(["plan"]) == code
     shown = capsys.readouterr().err
     if isinstance(error, HeadwayError):
@@ -207,7 +207,9 @@ def test_the_form_of_an_error():
 
 
 def test_warnings_are_shown_without_source_lines(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_run", lambda words: warnings.warn("beware", stacklevel=1) or 0)
+    monkeypatch.setattr(
+        cli, "run_command", lambda words: warnings.warn("beware", stacklevel=1) or 0
+    )
     assert cli.main(["plan"]) == 0
     assert capsys.readouterr().err == "warning: beware\n"
 

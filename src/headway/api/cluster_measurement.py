@@ -25,6 +25,7 @@ def default_ranks(processes: int | None, device: str) -> int:
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
+    # Two ranks are the fewest between which a link can be measured.
     return gpus or 2
 
 
@@ -38,10 +39,12 @@ def measure_in_workers(
         "headway.run.measure.cluster:measure",
         (device, TIMEOUT_SECONDS, seconds),
         processes=ranks,
+        # Imported once, in the forkserver: every worker would import torch again.
         preload=("headway.run.measure.cluster",),
         emulated=emulated,
     )
     if result.stopped_by:
+        # A signal has stopped the workers: this process ends as if it had got it itself.
         raise KeyboardInterrupt
     readings: list[RankReadings] = result.results[0]
     return readings

@@ -60,6 +60,7 @@ class EmulationOptions:
             return
         inside = not has_root()
         if inside:
+            # Some kernels and containers forbid it.
             if not enter_user_namespace():
                 yield self._without_root()
                 return
@@ -99,6 +100,7 @@ def read_emulation_options(
         UsageError: A sentence that is no fault, or a world that has been started already.
     """
     option = "--emulate" if emulate is not None else "--fault"
+    # Another launcher has placed its ranks already: they cannot move into the nodes' namespaces.
     if place.found_world and (emulate is not None or faults):
         raise UsageError(
             f"{option} needs processes that headway itself starts",
@@ -120,6 +122,7 @@ def read_emulation_options(
     return EmulationOptions(
         cluster=emulate,
         faults=found,
+        # "auto" must not find a GPU, whose exchange would pass the links by.
         device=device if emulate is None else "cpu",
     )
 
@@ -134,6 +137,7 @@ def count_ranks(
     """
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: at least 1")
+    # Always an emulated one, which beside another launcher's world has been refused.
     if cluster is not None:
         if processes not in (None, cluster.ranks):
             raise UsageError(

@@ -178,6 +178,7 @@ def _nearest_alternatives(question: PlanRequest, point: Point) -> tuple[Point, .
         if (p.degrees, p.amounts, p.stages) != (point.degrees, point.amounts, point.stages)
     ]
     near = sorted(others, key=lambda p: abs(p.seconds - point.seconds))[:MAX_ALTERNATIVES]
+    # In the order of the frontier; the fastest is told even where it is far away.
     return tuple(p for p in others if p in near or p is others[0])
 
 
@@ -225,6 +226,7 @@ def collectives_of_step(
     if plan.group_degree > 1:
         return collectives_of_split_plan(plan, recipe)
     gathered = _gathered_parameters(plan, recipe)
+    # Micro-batches of one size have the same collectives.
     sizes = dict.fromkeys(plan.micro_sizes(0))
     captured = {size: parts_of(engine, point, gathered, samples=size) for size in sizes}
     return _calls_by_rank(plan, dict.fromkeys(representative_ranks(plan), captured), recipe)

@@ -93,6 +93,7 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
     try:
         # Pickled here to find the problem before workers are started.
         content = pickle.dumps(recipe)
+    # A local function raises AttributeError, an open file or a lock TypeError.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RecipeError(
             "the recipe cannot be sent to worker processes",
@@ -160,6 +161,7 @@ def pricing_target(
     """
     prediction = None if plan is None else plan.prediction
     asked = None if prediction is None else prediction.asked
+    # Only a recorded cluster may have changed without the user's knowing.
     kept = cluster is None and asked is not None
     if asked is not None:
         folder = Path() if file is None else file.parent
@@ -169,6 +171,7 @@ def pricing_target(
             taken.append(f"--recipe {recipe}")
         if cluster is None:
             cluster = _resolved_path(asked.cluster, folder)
+            # A plan's file has 0 where no number was given.
             nodes = nodes or asked.nodes or None
             taken.append(f"--cluster {cluster}" + (f" --nodes {nodes}" if nodes else ""))
         if taken:
@@ -198,6 +201,7 @@ def _relative_path(said: str, folder: Path) -> str:
     """A file's path as it is from a folder; another word as it is."""
     if not Path(said).is_file():
         return said
+    # With slashes, so that the file means the same on every system.
     return Path(os.path.relpath(said, folder)).as_posix()
 
 

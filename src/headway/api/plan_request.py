@@ -183,6 +183,7 @@ def parse_device_counts(said: DeviceCounts) -> tuple[int, ...]:
     text = numbers if isinstance(numbers, str) else ",".join(map(str, numbers))
     low, dots, high = text.partition("..")
     try:
+        # (1, 1) passes the checks below, which are about ranges.
         ends = (int(low), int(high)) if dots else (1, 1)
         found = {int(word) for word in text.split(",")} if not dots else {*ends}
     except ValueError:
@@ -279,6 +280,7 @@ def build_question(
     if options.runnable:
         request = restrict_to_executor(request, zero=request.zero)
     if not problems:
+        # The tensor axis is always innermost: all its ranks share that level of links.
         inner = request.machine.network.levels[0].width
         numbers = request.devices or tuple(group.count for group in request.groups)
         degrees = {t for n in numbers for t in divisors(n) if t <= inner}
@@ -315,6 +317,7 @@ def device_types_of_ranks(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     there = [kind for kind in cluster.devices_of_ranks if kind is not None]
     said = plan.prediction.device if plan.prediction else ""
     kinds = there[: plan.ranks]
+    # Of devices of one type a prediction has the name alone, without numbers.
     if re.fullmatch(r"\d+ [^ ,]+(, \d+ [^ ,]+)*", said):
         runs = (run.split(" ") for run in said.split(", "))
         kinds = [kind for number, kind in runs for _ in range(int(number))]
@@ -350,6 +353,7 @@ def device_prices(options: PlanSearchOptions, cluster: Cluster) -> Mapping[str, 
         return dict.fromkeys(counts, options.price)
     prices = {kind: cluster.devices[kind].price for kind in counts}
     known = {kind: price for kind, price in prices.items() if price is not None}
+    # A cost that leaves some types out would look like a low one.
     return known if len(known) == len(counts) else {}
 
 
@@ -388,6 +392,7 @@ def training_length(recipe: Recipe) -> TrainingLength:
         return TrainingLength(
             stop=stop_steps(recipe, length), epoch=steps_per_epoch(recipe, length)
         )
+    # The data may be missing on the machine that plans: costs of the whole run are then left out.
     except HeadwayError as error:
         _LOG.info("the length of training is unknown: %s", error.what)
         return TrainingLength()

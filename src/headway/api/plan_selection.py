@@ -199,6 +199,7 @@ class AutoPlanSearch:
             return self._measured(run, measure())
         cluster = resolve_cluster(self.cluster)
         name = _cluster_name(self.cluster)
+        # More ranks than the job has do no harm: the plan is for `ranks` devices of the cluster.
         if cluster.ranks < ranks:
             raise UsageError(
                 f"{name} has {cluster.ranks} ranks, the job {ranks}",
@@ -230,6 +231,7 @@ class AutoPlanSearch:
         _LOG.info(
             "plan auto: measured %d processes on this machine, kept in %s", len(readings), path
         )
+        # Read back: `explain` and `simulate` will price the plan with just these numbers.
         return find_cluster(str(path))
 
     def _here(self, ranks: int) -> dict[str, str]:
@@ -379,6 +381,7 @@ class CollectiveOption:
             return None, None
         collective, carrier = self._found(self.name, run, known, ranks, told=told)
         if known is not None:
+            # For its checks alone, before workers start; they make the same plan again.
             with_collective(known, collective, carrier)
         return collective, carrier
 
@@ -386,6 +389,7 @@ class CollectiveOption:
         self, name: CollectiveName, run: RunDirectory, known: Plan | None, ranks: int, *, told: bool
     ) -> tuple[AllReduceName, AllReduceOptions | None]:
         network = self._network(run)
+        # The exchange carries these out itself, without a program made for a network.
         own = name in ("all_reduce", "hierarchical")
         if name != "auto" and (own or (network is None and name != "trees")):
             return name, None

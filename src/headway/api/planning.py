@@ -228,6 +228,7 @@ def plan(
         nodes=nodes,
         outcome=outcome,
         currency=next((price.currency for price in prices.values()), ""),
+        # Without a price nothing is told of the whole run, and the data need not be opened.
         length=training_length(captured.recipe) if prices else TrainingLength(),
         capture_seconds=captured_at - begin,
         search_seconds=perf_counter() - captured_at,

@@ -160,6 +160,7 @@ def simulate(
         memory=parse_memory_limit(memory),
         precision=None if loaded is None else loaded.memory.precision,
     )
+    # Without a plan one is searched for, and only the fastest is played.
     job = SimulationJob(loaded, replace(question, objective="fastest"), subject.cluster)
     places = device_numbers_of_ranks(job.kinds, subject.cluster)
     other, faults = _scenario(job.machines, subject.cluster, change, fault, ranks, places)
@@ -178,10 +179,12 @@ def simulate(
         )
 
     scenarios = [scenario("as planned", work, price, job.machines)]
+    # Faults alone leave the hardware as it is: the same work is played with them.
     if change:
         work, price = job.step(other)
     if change or fault:
         work = replace(work, shared=share_links, faults=faults)
+        # The search prices no faults.
         scenarios.append(scenario("changed", work, None if fault else price, other))
     return SimulationResult(plan=job.name, words=job.words, scenarios=tuple(scenarios))
 

@@ -163,6 +163,7 @@ def train(
     """
     overrides = (*overrides, *_schedule_overrides(schedule, plan))
     reference = sendable_recipe(recipe, overrides)
+    # An object has taken them in already.
     overrides = overrides if isinstance(reference, str) else ()
     name, source = _recipe_source(reference, overrides)
     place = LaunchEnv.here()
@@ -186,6 +187,7 @@ def train(
         known = None if plan is None else resolve_plan(plan)
         default = source.stages or 1
         if known is not None:
+            # Before any process starts: a plan may be legal, priced and simulated, and yet not run.
             check_executable(known)
             default = known.ranks
     ranks = count_ranks(place, processes, default, scene.cluster)
@@ -200,6 +202,7 @@ def train(
             fix=f"Use --processes {known.ranks}, or another plan.",
         )
     seconds, patience_seconds = _seconds("--timeout", timeout), _seconds("--patience", patience)
+    # Before the run directory: nodes that cannot be emulated leave none behind.
     with scene.nodes() as emulated:
         path = choose_directory(name, directory, place, resume=resume)
         given = None if plan is None or plan == AUTO else plan
@@ -210,6 +213,7 @@ def train(
                 given = auto.find(RunDirectory(path), ranks, emulated, resume=resume)
                 known = known if given is None else resolve_plan(given)
         elif auto is not None:
+            # Here this process is one rank of many: the search waits until they have met.
             find = partial(auto.find_in, directory=path, resume=resume)
         algorithm, carrier = option.find(
             RunDirectory(path), known, ranks, resume=resume, told=place.rank == 0
@@ -240,6 +244,7 @@ def _recipe_source(
     if isinstance(reference, str):
         checked = check_recipe(reference, overrides)
         return checked.name, checked.document
+    # The name becomes part of a path, and an object's may hold anything.
     return re.sub(r"[^A-Za-z0-9_.-]", "-", reference.name), reference
 
 

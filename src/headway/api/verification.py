@@ -133,8 +133,10 @@ def verify(
         RunError: An exception in a rank.
     """
     reference = sendable_recipe(recipe, overrides)
+    # An object has taken them in already.
     overrides = tuple(overrides) if isinstance(reference, str) else ()
     if isinstance(reference, str):
+        # Without torch, so that a mistyped key shows at once.
         check_recipe(reference, overrides)
     asked = (processes,) if isinstance(processes, int) else tuple(processes)
     counts = (resolve_plan(plan).ranks,) if plan is not None else asked
@@ -213,6 +215,7 @@ def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: 
         (job, target),
         processes=processes,
         directory=target.parent,
+        # No second attempt: a recording of two lives would prove nothing.
         policy=RestartPolicy(limit=0),
     )
     if result.stopped_by is not None:
@@ -229,6 +232,7 @@ def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
     comparison = verdict.comparison
     return {
         "processes": verdict.processes,
+        # Equal to the emulation of its delays is not equal to the serial run.
         "equal": comparison.equal and not verdict.delayed,
         "law": verdict.law,
         "laws": [str(law) for law in verdict.laws if not law.holds] if verdict.laws else None,

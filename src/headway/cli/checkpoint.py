@@ -77,6 +77,7 @@ def _inspect(checkpoint: Path, *, verify: bool) -> Manifest | CheckpointError:
 def _line(checkpoint: Path, verdict: Manifest | CheckpointError, verify: bool) -> str:
     if isinstance(verdict, CheckpointError):
         word = "DAMAGED" if isinstance(verdict, CheckpointDamaged) else "not usable"
+        # An error has several lines, the list one for each checkpoint.
         return f"{checkpoint.name}  {word}  {' '.join(str(verdict).split())}"
     return (
         f"{checkpoint.name}  {'sound' if verify else 'not verified'}  "

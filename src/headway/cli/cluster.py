@@ -174,8 +174,10 @@ def measure(
     """
     place = LaunchEnv.here()
     if place.rank == 0:
+        # Before the half minute of measuring, not after it.
         _check_out(out)
     scene = read_emulation_options(emulate, (), place, device)
+    # `default_ranks` imports torch: it is asked last.
     usual = place.ranks if place.found_world or scene.cluster else default_ranks(processes, device)
     ranks = count_ranks(place, processes, usual, scene.cluster)
     if place.found_world:
@@ -212,6 +214,7 @@ def _measure_as_rank(place: LaunchEnv, device: str, seconds: float) -> list[Rank
 
 def _write(out: Path, readings: list[RankReadings]) -> None:
     warning = write_measured(out, readings)
+    # Read back: what is shown is what a search will find in the file.
     say(describe_cluster(read_cluster(out)).rstrip("\n"))
     if warning:
         warn(warning)

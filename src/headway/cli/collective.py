@@ -128,6 +128,7 @@ def programs_after_change(
 def _repacking(
     best: PricedProgram, wires: NetworkTopology, now: NetworkTopology, element_bytes: int
 ) -> Repacking | None:
+    # Training re-packs sums of gradients, and only on links that two ranks have to themselves.
     if best.program.op != "all_reduce" or wires.shared or best.name not in ALL_REDUCE_KINDS:
         return None
     size = best.program.elements * element_bytes
@@ -151,6 +152,7 @@ def _change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
         raise _change_error(sentence, "a link needs a rate above 0")
     used = [wire for way in wires.ways.values() for wire in way.wires]
     rates = list(wires.wires)
+    # A link is two wires, one for each direction.
     for pair in (ends, ends[::-1]):
         # A wire that other pairs use, too (the interface of a node), is no link of these two.
         own = [w for w in wires.way(pair[0], pair[1]).wires if used.count(w) == 1]

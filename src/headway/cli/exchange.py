@@ -147,7 +147,9 @@ def equal_layers(
     count: int, num_bytes: int, forward: float, backward: float
 ) -> list[GradientLayer]:
     """A chain of equal layers, each one matrix that is as square as its size allows."""
+    # Gradients in float32.
     elements = max(1, num_bytes // 4)
+    # PowerSGD sends rank x (rows + columns): the square is where it saves most.
     rows = next(n for n in range(math.isqrt(elements), 0, -1) if elements % n == 0)
     shape = (rows, elements // rows)
     return [
@@ -231,9 +233,11 @@ def describe_estimates(
         *(_line(row, rows[0]) for row in rows),
         "",
     ]
+    # Rows without an exchange are DDP's, which no plan can ask for.
     exact = [row for row in rows if row.exchange and not _inexact(row)]
     best = min(exact, key=lambda row: row.choice.step)
     lines.append(f"best exact: {best.name}")
+    # The sentence joins its clauses with these; each gets a line.
     lines.extend(f"  {part}" for part in re.split("[:;] ", best.choice.diagnosis.sentence))
     fastest = min((row for row in rows if row.exchange), key=lambda row: row.choice.step)
     if fastest is not best:
@@ -266,6 +270,7 @@ def _toml(row: ExchangeEstimate) -> list[str]:
         key: getattr(row.exchange, key)
         for key in ("bucket", "collective", "compress", "priority")
         if getattr(row.exchange, key) != getattr(default, key)
+        # A carried one needs its carrier, too, which only --collective works out.
         and not (key == "collective" and row.exchange.carried)
     }
     values = [f"{key} = {json_format.dumps(value)}" for key, value in asked.items()]

@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Taken out here, so that it may stand anywhere and no command has to declare it.
     trace = "--trace" in words
     try:
+        # Both are put back: `main` is also called within other programs, as by the tests.
         with warnings.catch_warnings(), shown_log():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = show_warning
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return show_error(error, trace=trace)
     except KeyboardInterrupt:
         note("interrupted")
+        # 128 + SIGINT, as shells have it.
         return 130
     except BrokenPipeError:
         # The reader of a pipe has gone; keep the interpreter from writing to it at exit.
@@ -147,11 +149,13 @@ def run_command(words: list[str]) -> int:
     from cyclopts import CycloptsError
 
     try:
+        # cyclopts would print its own error otherwise, and end the process with the result.
         result = build_app()(
             words, exit_on_error=False, print_error=False, result_action="return_value"
         )
     except CycloptsError as error:
         raise _usage_error(error, words) from error
+    # Commands that either succeed or raise return nothing.
     return result if isinstance(result, int) else 0
 
 
@@ -204,6 +208,7 @@ def build_app() -> App:
 
 
 def _usage_error(error: Exception, words: list[str]) -> UsageError:
+    # The verbose text is for those who debug the parser.
     error.verbose = False  # type: ignore[attr-defined]
     known = next(
         (c.words for c in COMMANDS if words[: len(c.words.split())] == c.words.split()),

@@ -15,6 +15,7 @@ def report(run: Path) -> None:
     Args:
         run: The run directory that `headway train` printed.
     """
+    # `headway report --help` does without the template engine.
     from headway.report import write_report
 
     files = write_report(run)

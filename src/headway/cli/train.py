@@ -72,6 +72,7 @@ def train(
         processes=processes,
         directory=directory,
         resume=resume,
+        # A text: "auto" is a word, not the path that the parser makes of it.
         plan=None if plan is None else str(plan),
         cluster=cluster,
         fallback=fallback,
@@ -88,8 +89,10 @@ def train(
         observer=_Progress(),
     )
     place = LaunchEnv.here()
+    # Under torchrun every rank runs this command; one of them speaks.
     if place.rank == 0:
         _print_result(result, json=json)
+    # Launchers take any other code for a failed rank, and kill or restart the job.
     return 0 if place.found_world else _exit_code(result.stopped_by)
 
 

@@ -17,6 +17,7 @@ from headway.errors import MissingExtra
 from headway.report.history.records import RunHistory
 from headway.timeline import Timeline
 
+# Spans and metadata, which is all that `Timeline.to_chrome` writes.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "X": ("name", "cat", "ph", "pid", "tid", "ts", "dur"),
     "M": ("name", "ph", "pid", "tid", "args"),
@@ -126,6 +127,7 @@ def write_tensorboard(history: RunHistory, directory: Path) -> Path:
     partial = directory / "partial"  # TensorBoard reads every file whose name has "tfevents" in it
     with partial.open("wb") as file:
         writer = RecordWriter(file)
+        # Every file of events begins with its version.
         head = Event(wall_time=_wall(began), file_version="brain.Event:2")
         writer.write(head.SerializeToString())
         for tag, step, value, time in tensorboard_scalars(history):

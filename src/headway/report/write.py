@@ -36,6 +36,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headway.report", "templates"),
         autoescape=True,
+        # A misspelt name in the template is an error, not an empty text.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -30,6 +30,7 @@ def check(file: Path, /, *more: Path, json: bool = False) -> int:
     """
     verdicts: dict[str, HeadwayError | Plan] = {}
     for path in (file, *more):
+        # Each file is judged: a broken one does not hide the next.
         try:
             verdicts[str(path)] = Plan.load(path)
         except HeadwayError as error:

@@ -74,6 +74,7 @@ def search_plans(
     else:
         say("\n".join(report_lines(result)))
     if svg is not None or png is not None:
+        # Only for a picture: a search does without the report's packages.
         from headway.report.pictures import pareto_frontier as picture
 
         shown = picture.frontier_plot(result.outcome, model=recipe, cluster=cluster_name(result))

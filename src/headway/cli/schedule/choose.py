@@ -184,6 +184,7 @@ def _describe(
         *(f"not possible: {problem}" for problem in refused_depths(workload, setting)),
     ]
     fastest = min(range(len(found)), key=played.__getitem__)
+    # Less than that would not show in the printed times.
     if played[fastest] < played[0] * (1 - 1e-3):
         other = found[fastest].shape.stages
         gain = 1 - played[fastest] / played[0]

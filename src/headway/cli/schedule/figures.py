@@ -119,6 +119,7 @@ class ScheduleCosts:
 
     def text(self) -> str:
         inputs, weights = self.parts
+        # Of two lengths the shorter is one number, which stands for every stage.
         single = min(inputs, weights, key=len)[0]
         whole = tuple(a + b for a, b in zip_longest(inputs, weights, fillvalue=single))
         said = f"forward {_join(self.forward)}, backward {_join(whole)}"
@@ -238,6 +239,7 @@ def _formula(
     """Where the paper's holds: stages are alike, split backwards are halves of a whole one."""
     if not costs.are_even or schedule.recompute not in ((), schedule.every_stage):
         return None
+    # Stages that are even have one number each.
     (forward,), (inputs,), (weights,) = costs.forward, *costs.parts
     if inputs != weights and _splits(schedule):
         return None

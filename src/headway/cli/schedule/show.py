@@ -94,6 +94,7 @@ def show(
     number = stages if microbatches is None else microbatches
     schedule = _with_recompute(_make(name, stages, number, options), recompute)
     found = evaluate_schedule(schedule, costs, options=options)
+    # First, because it may refuse --aligned: no file is written then.
     text = _drawing(found, aligned=aligned)
     if csv is not None:
         write_file(csv, to_csv(schedule))
@@ -249,6 +250,7 @@ def _shortest(rows: dict[str, ScheduleFigures | PlanError]) -> list[str]:
         if isinstance(row, ScheduleFigures) and row.schedule.flush
     }
     least = min(flushed.values(), default=0.0)
+    # Equal steps of different tables differ by rounding.
     return [name for name, time in flushed.items() if time <= least * (1 + 1e-9)]
 
 

@@ -23,6 +23,7 @@ ValueT = TypeVar("ValueT")
 def say(text: str = "") -> None:
     """A line of the result, to standard output."""
     sys.stdout.write(f"{text}\n")
+    # A pipe is buffered: lines of worker processes would overtake these.
     sys.stdout.flush()
 
 
@@ -55,6 +56,7 @@ def shown_log() -> Iterator[None]:
     logger, handler = logging.getLogger("headway"), _NoteHandler()
     before = logger.level
     logger.addHandler(handler)
+    # Else it has the root's level, WARNING, and drops every note.
     logger.setLevel(logging.INFO)
     try:
         yield

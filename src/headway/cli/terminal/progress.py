@@ -114,6 +114,7 @@ class Progress:
         match event.get("event"):
             case "start":
                 known = read_prediction(event.get("predicted"))
+                # Anew: a restart forgets the speed of the attempt before it.
                 return Progress(steps=event.get("steps"), step=event["step"], expected=known)
             case "step":
                 recent = (*self.seconds, event["seconds"])[-RECENT:]
@@ -295,6 +296,7 @@ class LineView:
         self._stream = stream
         self._every = every
         self._clock = clock
+        # The first step is shown at once.
         self._next = clock()
         self._waiting: str | None = None
 
@@ -334,6 +336,7 @@ class LiveView:
         self._live: Live = Live(
             console=Console(file=stream, highlight=False),
             refresh_per_second=8,
+            # Results go to standard output untouched, in a pipe as in a terminal.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -353,6 +356,7 @@ class LiveView:
     def important(self, text: str) -> None:
         from rich.text import Text
 
+        # As `Text`: brackets in a string are markup to rich.
         self._live.console.print(Text(text))
 
     def close(self) -> None:
@@ -386,6 +390,7 @@ class ProgressDisplay:
         self._cause = cause
         self._checkpoint = float("-inf")
         self._ended = threading.Event()
+        # A daemon: it must not keep a process alive whose main thread has failed.
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
@@ -411,6 +416,7 @@ class ProgressDisplay:
                 if ended:
                     return
         finally:
+            # rich hides the cursor until then.
             view.close()
 
     def _show_news(self, view: ProgressView, progress: Progress) -> Progress:

@@ -277,6 +277,7 @@ def parse_exchange(row: Mapping[str, Any]) -> LoggedExchange:
 
 
 def _whole(value: Any) -> int:
+    # Another writer's JSON may have 3.0 for a count.
     if isinstance(value, int | float) and math.isfinite(value):
         return int(value)
     raise ValueError(f"{value!r} is not a whole number")

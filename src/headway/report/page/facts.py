@@ -169,6 +169,7 @@ def _throughput(history: RunHistory) -> Fact | None:
 
 def _tokens(history: RunHistory) -> int | None:
     text = str(history.recipe.get("tokens_per_sample") or "")
+    # `isdigit` alone holds for the digits of every script.
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 

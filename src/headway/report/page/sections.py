@@ -239,6 +239,7 @@ def compare_with_table(plan: Plan, trace: Timeline) -> tuple[PipelineStep, Pipel
     except HeadwayError:  # a ragged batch of a table that was written by hand
         return None
     done = [[a for a, _, _ in row if a.kind in COMPUTE_KINDS] for row in rows]
+    # Spans were lost, or the run followed another table.
     if not parts or [*map(list, schedule.compute)] != done:
         return None
     messages = [one for rank in ranks for one in _parsed(trace, rank, MESSAGE_LANE)]

@@ -177,10 +177,12 @@ def _clean(svg: str, alt: str, titles: Mapping[str, str]) -> str:
         svg = svg.replace(
             f'<g id="{group}">', f"<g><title>{html.escape(_printable(text))}</title>", 1
         )
+    # An id that nothing refers to could only clash with one of another picture.
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     svg = re.sub(
         r' id="([^"]*)"', lambda found: found.group() if found.group(1) in used else "", svg
     )
+    # The font of the page; the size is what matplotlib has laid out.
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font: \1 system-ui, sans-serif", svg)
     svg = re.sub(r"#0101([0-9a-f]{2})", _variable, svg)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)

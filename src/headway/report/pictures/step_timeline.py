@@ -106,6 +106,7 @@ def representative_step(history: RunHistory) -> int | None:
     warm_up = {attempt.step + 1 for attempt in history.attempts}
     warm = [step for step in complete if step not in warm_up] or complete
     ordered = sorted(warm, key=lambda step: (_length(traces[step]), step))
+    # The shorter of two in the middle: it must be a step that there is.
     return ordered[(len(ordered) - 1) // 2]
 
 
